@@ -1,0 +1,42 @@
+"""Decentralised data-parallel SGD for PyTorch Lightning; importing it registers the strategies.
+
+```python
+import lightning as L
+import lightning_dsgd
+
+L.Trainer(strategy="local_sgd", accelerator="cpu", devices=4).fit(model, datamodule)
+```
+"""
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.callbacks import CommunicationMonitor, StragglerInjector
+from lightning_dsgd.strategy import (
+    STRATEGIES,
+    AllReduceStrategy,
+    DecentralizedStrategy,
+    DPSGDStrategy,
+    LocalSGDStrategy,
+    NoSyncStrategy,
+    register,
+)
+from lightning_dsgd.transport import PeerLost, Timeout, Transport, TransportError
+
+__all__ = [
+    "STRATEGIES",
+    "Algorithm",
+    "AllReduceStrategy",
+    "CommunicationMonitor",
+    "DPSGDStrategy",
+    "DecentralizedStrategy",
+    "LocalSGDStrategy",
+    "NoSyncStrategy",
+    "PeerLost",
+    "StragglerInjector",
+    "Timeout",
+    "Transport",
+    "TransportError",
+]
+
+__version__ = "0.1.0.dev0"
+
+register()

@@ -1,0 +1,109 @@
+"""The contract between a data-parallel SGD algorithm and whoever drives it.
+
+    gradients g are there  ->  before_update(x, g)
+    optimizer.step changes x in place
+                           ->  after_update(x)
+
+Legend: x the weights of this rank, one flat tensor that IS the parameters; g the gradient, flat like x;
+P ranks.  The same object runs under Lightning, in the simulated world and in a test: it knows no more
+than a `Transport`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.transport import Transport
+
+
+class Algorithm:
+    """One rank's part in the training of one flat tensor.
+
+    Subclasses are dataclasses whose fields are the hyperparameters; all other state is made in
+    `start`.  A step may change x and g in place.
+    """
+
+    name: ClassVar[str]
+    """What `Trainer(strategy=...)` calls it."""
+
+    uses_gradient: ClassVar[bool] = False
+    """Whether `before_update` needs g; if not, no gradient is gathered, and g is empty."""
+
+    lockstep: ClassVar[bool] = False
+    """Whether every rank waits for every other in every step."""
+
+    net: Transport
+    num_global_syncs: int = 0
+    """How often all ranks have averaged their weights: whoever drives averages the buffers then too."""
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """The fields of the dataclass."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+    def check(self, world_size: int) -> None:
+        """Raises `ValueError` for hyperparameters that cannot work, before the first message."""
+
+    def start(self, net: Transport, x: Tensor) -> None:
+        """Connects to the network; x is the same on all ranks, or what a resume restored."""
+        self.check(net.world_size)
+        self.net = net
+        self.num_global_syncs = 0
+
+    def before_update(self, x: Tensor, g: Tensor) -> None:
+        """Gradients are ready, the optimizer has not stepped yet."""
+
+    def after_update(self, x: Tensor) -> None:
+        """The optimizer has stepped."""
+
+    def settle(self, x: Tensor) -> None:
+        """Takes part in what the others still do until every rank has come here.
+
+        Ranks stop to step at different times, to evaluate, to save or because they ran out of data.
+        After this call nothing is in flight and every rank stands at the same point.
+        """
+
+    def consensus(self, x: Tensor) -> Tensor:
+        """The weights to evaluate and to save, the same on all ranks; every rank has settled."""
+        mean = x.clone()
+        average(self.net, mean)
+        return mean
+
+    def finish(self, x: Tensor) -> None:
+        """Leaves the consensus in x and ends all that runs; every rank has settled."""
+        x.copy_(self.consensus(x))
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends lanes; also called when training failed.  Never waits for another rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that an exact resume needs besides x: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave, after `start`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the algorithm itself, to be logged as `dsgd/...`."""
+        return {}
+
+
+def average(net: Transport, x: Tensor) -> None:
+    """x <- the mean of x over all ranks."""
+    net.all_reduce(x).wait()
+    x /= net.world_size
+
+
+def num_active(net: Transport, *, active: bool) -> int:
+    """How many ranks are still stepping.
+
+    A rank that has stopped keeps calling this in `settle`, so every round of a synchronous algorithm
+    begins with it: the ranks that go on learn who does, those that stopped learn whether to go on serving.
+    """
+    count = torch.tensor([int(active)])
+    net.all_reduce(count).wait()
+    return int(count)

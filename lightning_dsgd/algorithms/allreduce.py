@@ -1,0 +1,67 @@
+"""Synchronous SGD: the baseline that every paper compares with.
+
+    g <- (1/P) sum_i g_i        before every optimizer step
+
+Differs from DistributedDataParallel: the gradient is reduced once, whole, after backward, and ranks may
+have different numbers of batches: a rank that has run out contributes nothing, the mean is over those
+that go on, and their weights are taken over once all have stopped.
+
+Every rank waits for every other in every step.  Sends 2(P-1)/P |g| and one word a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithm import Algorithm, num_active
+from lightning_dsgd.transport import Transport
+
+
+@dataclass
+class AllReduce(Algorithm):
+    """Averages the gradients of all ranks in every step.
+
+    Memory above plain training: |g|.
+    """
+
+    name: ClassVar[str] = "allreduce"
+    uses_gradient: ClassVar[bool] = True
+    lockstep: ClassVar[bool] = True
+
+    def start(self, net: Transport, x: Tensor) -> None:
+        super().start(net, x)
+        self.step = 0
+
+    def before_update(self, x: Tensor, g: Tensor) -> None:
+        active = num_active(self.net, active=True)
+        self.net.all_reduce(g).wait()
+        g /= active
+        self.step += 1
+
+    def settle(self, x: Tensor) -> None:
+        zeros = None
+        while num_active(self.net, active=False):
+            zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
+            self.net.all_reduce(zeros).wait()
+        self._take_over_newest(x)
+
+    def _take_over_newest(self, x: Tensor) -> None:
+        steps = self.net.all_gather(torch.tensor([self.step])).wait()
+        newest = max(range(self.net.world_size), key=lambda rank: int(steps[rank]))
+        if len({int(step) for step in steps}) > 1:
+            self.net.broadcast(x, newest).wait()
+            self.step = int(steps[newest])
+
+    def consensus(self, x: Tensor) -> Tensor:
+        # All ranks hold the same, unless they took over weights while keeping their optimizer's state.
+        return self.net.broadcast(x.clone(), src=0).wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]

@@ -1,0 +1,345 @@
+"""The parameters of a model as views of one flat tensor x, their gradients gathered into g.
+
+    flatten      p.data -> x     once      reads and writes every parameter; p.data: a view of x
+    gather       p.grad -> g     a step    reads and writes every gradient
+    gather_into  r += p.grad     a step    reads r and the gradients, writes r; needs no g
+    scatter      g -> p.grad     a step    moves nothing; p.grad: a view of g
+
+Legend: x the weights, g the gradient, r a residual; p a parameter; |x| the bytes of x.
+
+Memory above plain training: nothing for x, which replaces the parameters' own; |x| for g, once
+something asks for it, beside the gradients that autograd makes during a backward pass.  Autograd
+hands those over without a pass of its own, so gathering them moves fewer bytes than letting it
+accumulate into a zeroed g.
+
+x and g are laid out alike.  Every parameter begins on a multiple of `ALIGNMENT_BYTES`, and the gaps
+before the next one hold zeros, which averaging, scaling and selecting the largest leave zeros.
+
+The parameters remain the same objects: optimizers made before or after, tied parameters and hooks
+of autograd go on working.  What x owns can still be copied and saved:
+
+- `copy.deepcopy(module)` gives parameters with memory of their own.
+- `torch.save(module.state_dict())` writes x once.  Saving a few of the parameters still writes all
+  of x, and plain `pickle` writes x once per parameter: clone what is to be saved alone.
+- `module.to(...)` that changes something, `param.data = ...` and `load_state_dict(assign=True)`
+  take parameters out of x; `FlatParameters.refresh` takes them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter, is_lazy
+
+ALIGNMENT_BYTES = 64
+"""Where torch's CPU allocator puts tensors: no kernel meets an address that it was not tuned for.
+
+Packed without gaps, AAA (`benchmarks/flat_passes.py`, AVX-512, two cores).
+Inductor and vectorised loads on GPUs want 16 bytes.
+"""
+
+
+def flatten(named_parameters: Iterable[tuple[str, Parameter]]) -> list[FlatParameters]:
+    """Moves parameters into one flat tensor per dtype and device, in the order of first appearance.
+
+    Values are kept to the bit, strides too (channels_last, transposed).  A parameter that comes
+    again, under another name, counts once.  Complex parameters lie in x as pairs of real numbers.
+
+    Args:
+        named_parameters: What `module.named_parameters()` gives, or a part of it.
+
+    Raises:
+        ValueError: For what cannot be a view of x, before anything is moved.
+    """
+    names: dict[Parameter, str] = {}
+    for name, parameter in named_parameters:
+        names.setdefault(parameter, name)
+    _check_parameters(names)
+    groups: dict[tuple[torch.dtype, torch.device], dict[Parameter, str]] = {}
+    for parameter, name in names.items():
+        kind = (parameter.dtype.to_real(), parameter.device)
+        groups.setdefault(kind, {})[parameter] = name
+    return [FlatParameters(list(group.values()), list(group)) for group in groups.values()]
+
+
+class FlatParameters:
+    """The parameters of one dtype and device; made by `flatten`.
+
+    Attributes:
+        x: The parameters, one contiguous 1-D tensor.
+        names: The parameters' names, in the order in which they lie in x.
+        parameters: The parameters themselves, in the same order.
+        numel: The elements of all parameters; x has as many and the gaps.
+    """
+
+    def __init__(self, names: list[str], parameters: list[Parameter]) -> None:
+        """Moves the parameters into x; they have been checked."""
+        self.names = names
+        self.parameters = parameters
+        self._places = [_Place.of(parameter) for parameter in parameters]
+        self.numel = sum(place.numel for place in self._places)
+        dtype = parameters[0].dtype.to_real()
+        step = ALIGNMENT_BYTES // dtype.itemsize
+        self._split = [n for place in self._places for n in (place.numel, -place.numel % step)]
+        self._split[-1] = 0  # nothing follows that would need the gap
+        self.x = torch.empty(sum(self._split), dtype=dtype, device=parameters[0].device)
+        self._x_views = self.views(self.x)
+        self._g: Tensor | None = None
+        self._g_views: list[Tensor] = []
+        for gap in self.x.split_with_sizes(self._split)[1::2]:
+            gap.zero_()
+        # One after the other, so that each frees its old memory before the next is written.
+        for parameter, view in zip(parameters, self._x_views, strict=True):
+            parameter.data = view.copy_(parameter.data)
+
+    @property
+    def g(self) -> Tensor:
+        """The gradient, laid out like x; allocated when first asked for.
+
+        After `scatter` the gradients of the parameters are views of it, so that what unscales or
+        clips them changes g.  Nothing breaks when they are dropped (`zero_grad(set_to_none=True)`,
+        the next backward makes new ones), zeroed in place or accumulated into.  But whoever keeps a
+        `p.grad` for longer than a step must clone it: the next `gather` writes over it.
+        """
+        if self._g is None:
+            self._g = torch.zeros_like(self.x)
+            self._g_views = self.views(self._g)
+        return self._g
+
+    def gather(self) -> Tensor:
+        """Puts all gradients into g and returns it; zero where a parameter has none.
+
+        One pass: reads and writes each gradient once.  A gradient that already is the view of g
+        (kept by `zero_grad(set_to_none=False)`) is not touched.
+        """
+        g = self.g
+        views, grads, absent = self._match(self._g_views)
+        with torch.no_grad():
+            if grads:
+                torch._foreach_copy_(views, grads)
+            if absent:
+                torch._foreach_zero_(absent)
+        return g
+
+    def gather_into(self, target: Tensor) -> Tensor:
+        """Adds all gradients to `target`, a tensor laid out like x, and returns it.
+
+        One pass: reads each gradient once, reads and writes its part of the target once.  Error
+        feedback so adds the gradient to its residual without a g in between.  The target may be of
+        a wider dtype than x.
+        """
+        if target.shape != self.x.shape:
+            raise ValueError(
+                f"the target must be laid out like x, with shape {tuple(self.x.shape)}, got "
+                f"{tuple(target.shape)}; make it with torch.zeros_like(flat.x)"
+            )
+        views, grads, _ = self._match(self.views(target))
+        if grads:
+            with torch.no_grad():
+                torch._foreach_add_(views, grads)
+        return target
+
+    def scatter(self) -> None:
+        """Makes the gradients of the parameters views of g; no pass over memory.
+
+        A parameter that has no gradient of its own gets the view only if it is not frozen and its
+        part of g is not all zero, that is if another rank had a gradient for it.  Otherwise its
+        gradient stays None and optimizers skip it, as in training on one device.  (A frozen
+        parameter with a gradient left over keeps one: optimizers would step it.)
+        """
+        _ = self.g
+        late: list[tuple[Parameter, Tensor]] = []
+        for parameter, view in zip(self.parameters, self._g_views, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = view
+            elif parameter.requires_grad:
+                late.append((parameter, view))
+        if late:
+            # Stacked: on a GPU, every answer read alone would be one more wait for the device.
+            arrived = torch.stack([view.any() for _, view in late]).tolist()
+            for (parameter, view), has_arrived in zip(late, arrived, strict=True):
+                if has_arrived:
+                    parameter.grad = view
+
+    def is_intact(self) -> bool:
+        """Whether all parameters still are views of x: same memory, shape and strides.
+
+        Takes NNN microseconds a parameter and never waits for a GPU: cheap enough for every step.
+        """
+        return all(map(_is_at, self.parameters, self._x_views))
+
+    def refresh(self, named_parameters: Iterable[tuple[str, Parameter]] | None = None) -> None:
+        """Takes parameters that left x back into it, with the values that they have now.
+
+        They get the strides back that they had when x was made: x, g and what an algorithm keeps
+        stay laid out alike.  As cheap as `is_intact` when nothing has left.
+
+        Args:
+            named_parameters: All parameters of the module as they are now, to find ours again by
+                name; needed after `load_state_dict(assign=True)`, which replaces the objects.  The
+                optimizer must be made from the new ones, as without this package.
+
+        Raises:
+            ValueError: When a parameter is gone, or has another dtype, device or shape.  Nothing
+                is moved then.
+        """
+        parameters = self.parameters
+        if named_parameters is not None:
+            parameters = self._find(named_parameters)
+        moved: list[tuple[Parameter, Tensor]] = []
+        for name, parameter, view in zip(self.names, parameters, self._x_views, strict=True):
+            if not _is_at(parameter, view):
+                _check_alike(name, parameter, view)
+                moved.append((parameter, view))
+        # A parameter may have been pointed at the place of another, which is about to be written.
+        inside = self.x.untyped_storage().data_ptr()
+        values = [
+            p.data.clone() if p.untyped_storage().data_ptr() == inside else p.data for p, _ in moved
+        ]
+        for (parameter, view), value in zip(moved, values, strict=True):
+            parameter.data = view.copy_(value)
+        self.parameters = parameters
+
+    def _find(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[Parameter]:
+        """The parameters that stand under our names now."""
+        found = dict(named_parameters)
+        for name in self.names:
+            if name not in found:
+                raise ValueError(
+                    f"parameter {name!r} must still be in the module, got one with "
+                    f"{len(found)} parameters, not among them {name!r}; flatten the module again"
+                )
+        _check_disjoint({parameter: name for name, parameter in found.items()})
+        return [found[name] for name in self.names]
+
+    def _match(self, views: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Views to be written, the gradients that go there, and the views that no gradient has."""
+        written: list[Tensor] = []
+        grads: list[Tensor] = []
+        absent: list[Tensor] = []
+        for name, parameter, view in zip(self.names, self.parameters, views, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                absent.append(view)
+            elif grad is not view:
+                if grad.layout is not torch.strided:
+                    raise ValueError(
+                        f"gradients must be dense, got one of layout {grad.layout} for parameter "
+                        f"{name!r}; make its embedding with sparse=False"
+                    )
+                written.append(view)
+                grads.append(grad)
+        return written, grads, absent
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a tensor laid out like x, with the shapes and strides of the parameters."""
+        parts = flat.split_with_sizes(self._split)[::2]
+        return [place.view(part) for place, part in zip(self._places, parts, strict=True)]
+
+
+def check_module(module: nn.Module) -> None:
+    """Raises `ValueError` for modules whose gradients will be sparse, which g has no room for."""
+    for name, child in module.named_modules():
+        if (
+            isinstance(child, nn.Embedding | nn.EmbeddingBag)
+            and child.sparse
+            and child.weight.requires_grad
+        ):
+            raise ValueError(
+                f"gradients must be dense, got module {name!r}, {type(child).__name__} with "
+                "sparse=True; make it with sparse=False"
+            )
+
+
+class _Place(NamedTuple):
+    """How a parameter lies in its part of a flat tensor."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    is_complex: bool
+    numel: int
+    """Elements of the flat tensor, of which a complex number takes two."""
+
+    @staticmethod
+    def of(parameter: Parameter) -> _Place:
+        is_complex = parameter.is_complex()
+        numel = parameter.numel() * (2 if is_complex else 1)
+        return _Place(parameter.size(), parameter.stride(), is_complex, numel)
+
+    def view(self, part: Tensor) -> Tensor:
+        if self.is_complex:
+            part = part.view(part.dtype.to_complex())
+        return part.as_strided(self.size, self.stride)
+
+
+def _is_at(parameter: Parameter, view: Tensor) -> bool:
+    return parameter.device == view.device and parameter.is_set_to(view)
+
+
+def _check_alike(name: str, parameter: Parameter, view: Tensor) -> None:
+    wanted, given = (
+        f"{t.dtype} on {t.device} with shape {tuple(t.shape)}" for t in (view, parameter)
+    )
+    if wanted != given:
+        raise ValueError(
+            f"parameter {name!r} must remain {wanted}, as when training was set up, got {given}; "
+            "change dtype, device or shape before fit, or flatten the module again"
+        )
+
+
+def _check_parameters(names: dict[Parameter, str]) -> None:
+    for parameter, name in names.items():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameters must have a shape, got the lazy parameter {name!r}; run a forward "
+                "pass with a sample batch before training"
+            )
+        if type(parameter.data) is not Tensor or parameter.layout is not torch.strided:
+            raise ValueError(
+                f"parameters must be plain dense tensors, got {type(parameter.data).__name__} of "
+                f"layout {parameter.layout} for {name!r}; convert it before training, or train "
+                "this model with Lightning's own strategies"
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameters must have values, got {name!r} on the meta device; call "
+                "module.to_empty(device=...) and initialise it before training"
+            )
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ValueError(
+                "parameters must be of a floating-point or complex dtype, got "
+                f"{parameter.dtype} for {name!r}; register it as a buffer"
+            )
+        if not _is_dense(parameter):
+            raise ValueError(
+                "parameters must fill their memory without gaps and overlaps, got strides "
+                f"{parameter.stride()} for {name!r} of shape {tuple(parameter.shape)}; make it "
+                "from tensor.contiguous()"
+            )
+    _check_disjoint(names)
+
+
+def _is_dense(parameter: Parameter) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return parameter.numel() == 0
+        expected *= size
+    return True
+
+
+def _check_disjoint(names: dict[Parameter, str]) -> None:
+    """Raises where two parameters share memory without being one object: x would part them."""
+    owners = [p for p in names if not is_lazy(p) and not p.is_meta and p.numel()]
+    owners.sort(key=lambda parameter: (str(parameter.device), parameter.data_ptr()))
+    for before, after in pairwise(owners):
+        end = before.data_ptr() + before.numel() * before.element_size()
+        if before.device == after.device and after.data_ptr() < end:
+            raise ValueError(
+                "parameters must not share memory unless they are one object, got "
+                f"{names[before]!r} and {names[after]!r}; assign the same Parameter to both"
+            )

@@ -1,0 +1,376 @@
+"""One rank's copy of the model under an algorithm: what a strategy drives, whatever the trainer.
+
+    weights, split by optimizer and dtype  ->  parts, each a flat tensor x with an algorithm of its own
+    float buffers (BatchNorm statistics)   ->  averaged when the weights are averaged by all ranks
+    integer buffers                        ->  those of rank 0
+
+Buffers follow at the global synchronisations of the algorithm, at evaluation, in checkpoints and at the
+end; between those each rank has its own.  `average_buffers=False` leaves them local, and rank 0's are
+evaluated and saved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dsgd import flat
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.transport import Transport
+
+
+@dataclass
+class Part:
+    """The parameters of one optimizer and one dtype, and the algorithm that trains them."""
+
+    weights: flat.FlatParameters
+    algorithm: Algorithm
+    syncs_seen: int = 0
+
+    @property
+    def x(self) -> Tensor:
+        return self.weights.x
+
+
+class Replica:
+    """This rank's model, kept in step with the others by one algorithm per part.
+
+    Attributes:
+        consensus_distance: how far the ranks were apart when the consensus was last shown:
+            sqrt(mean over ranks of |x_i - x|^2) / |x|, with x the consensus
+
+    Args:
+        net: the network, with channels of its own
+        module: the whole model
+        optimizers: all that step it
+        algorithm: a pattern, copied for each part
+        average_buffers: whether float buffers are averaged with the weights
+        check_finite: whether NaN and inf are looked for before they are sent
+    """
+
+    def __init__(
+        self,
+        net: Transport,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        algorithm: Algorithm,
+        *,
+        average_buffers: bool = True,
+        check_finite: bool = False,
+    ) -> None:
+        self.net = net
+        self.module = module
+        self._pattern = algorithm
+        self._average_buffers = average_buffers
+        self._check_finite = check_finite
+        self._num_builds = 0
+        self._num_steps = 0
+        self._is_settled = False
+        self._stash: list[tuple[Tensor, Tensor]] | None = None
+        self.consensus_distance = 0.0
+        flat.check_module(module)
+        self._check_alike()
+        self._parts: dict[int, list[Part]] = {}
+        self._num_parameters: dict[int, int] = {}
+        self._optimizers = list(optimizers)
+        self._check_disjoint()
+        for optimizer in optimizers:
+            self._build(optimizer)
+
+    # ---- making the parts ----
+
+    def _build(self, optimizer: Optimizer) -> None:
+        names = {p: name for name, p in self.module.named_parameters()}
+        mine = _parameters_of(optimizer)
+        parts = []
+        for weights in flat.flatten(
+            (names.get(p, f"optimizer parameter {i}"), p) for i, p in enumerate(mine)
+        ):
+            self._num_builds += 1
+            algorithm = copy.copy(self._pattern)
+            algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x)
+            parts.append(Part(weights, algorithm))
+        self._parts[id(optimizer)] = parts
+        self._num_parameters[id(optimizer)] = len(mine)
+
+    def _parts_of(self, optimizer: Optimizer) -> list[Part]:
+        """The parts of an optimizer; made anew when it has been given other parameters."""
+        if (
+            sum(len(g["params"]) for g in optimizer.param_groups)
+            != self._num_parameters[id(optimizer)]
+        ):
+            for part in self._parts[id(optimizer)]:
+                part.algorithm.settle(part.x)
+                part.algorithm.stop()
+            self._build(optimizer)
+        parts = self._parts[id(optimizer)]
+        for part in parts:
+            if not part.weights.is_intact():
+                part.weights.refresh()
+        return parts
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for optimizer in self._optimizers for part in self._parts[id(optimizer)]]
+
+    def _check_disjoint(self) -> None:
+        owner: dict[nn.Parameter, int] = {}
+        for index, optimizer in enumerate(self._optimizers):
+            for parameter in _parameters_of(optimizer):
+                if owner.setdefault(parameter, index) != index:
+                    name = next(
+                        (n for n, p in self.module.named_parameters() if p is parameter), "?"
+                    )
+                    raise ValueError(
+                        f"each parameter must belong to one optimizer, got {name!r} in the optimizers "
+                        f"{owner[parameter]} and {index}; give it to one of them"
+                    )
+
+    def _check_alike(self) -> None:
+        """Raises, on every rank, if the ranks' models differ in names, shapes or dtypes."""
+        entries = [
+            f"{name} of shape {tuple(p.shape)} and {p.dtype}"
+            for name, p in self.module.named_parameters()
+        ]
+        digests = torch.tensor([_digest(entry) for entry in entries], dtype=torch.int64)
+        everyones = self.net.all_gather(digests).wait()
+        counts = [len(theirs) for theirs in everyones]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                "the model must be the same on all ranks, got these numbers of parameters by rank: "
+                f"{counts}; build it from the same arguments everywhere"
+            )
+        for index, entry in enumerate(entries):
+            values = [int(theirs[index]) for theirs in everyones]
+            if len(set(values)) > 1:
+                usual = max(set(values), key=values.count)
+                ranks = [rank for rank, value in enumerate(values) if value != usual]
+                raise ValueError(
+                    "the model must be the same on all ranks, got a parameter that differs on "
+                    f"rank {', '.join(map(str, ranks))}: here, on rank {self.net.rank}, it is {entry}; "
+                    "build the model from the same arguments everywhere"
+                )
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Gives every rank the weights and buffers of rank 0, as a fresh start needs."""
+        inside = {p for part in self.parts for p in part.weights.parameters}
+        for part in self.parts:
+            self.net.broadcast(part.x, src=0).wait()
+        others = [p.data for p in self.module.parameters() if p not in inside]
+        for tensor in [*others, *self.module.buffers()]:
+            mine = tensor.detach().reshape(-1).contiguous()
+            tensor.copy_(self.net.broadcast(mine, src=0).wait().view(tensor.shape))
+
+    # ---- a step ----
+
+    @torch.no_grad()
+    def before_update(self, optimizer: Optimizer) -> None:
+        self._is_settled = False
+        self._num_steps += 1
+        for part in self._parts_of(optimizer):
+            if part.algorithm.uses_gradient:
+                g = part.weights.gather()
+                if self._check_finite:
+                    self._require_finite(part, g, "gradient")
+                part.algorithm.before_update(part.x, g)
+                part.weights.scatter()
+            else:
+                part.algorithm.before_update(part.x, part.x[:0])
+
+    @torch.no_grad()
+    def after_update(self, optimizer: Optimizer) -> None:
+        for part in self._parts_of(optimizer):
+            if self._check_finite:
+                self._require_finite(part, part.x, "weight")
+            part.algorithm.after_update(part.x)
+            if part.algorithm.num_global_syncs > part.syncs_seen:
+                part.syncs_seen = part.algorithm.num_global_syncs
+                if part is self.parts[0]:
+                    for buffer, mean in self._consensus_buffers():
+                        buffer.copy_(mean)
+
+    def _require_finite(self, part: Part, flat_tensor: Tensor, what: str) -> None:
+        if not bool(torch.isfinite(flat_tensor).all()):
+            views = part.weights.views(flat_tensor)
+            bad = [
+                n for n, v in zip(part.weights.names, views, strict=True) if not v.isfinite().all()
+            ]
+            raise FloatingPointError(
+                f"check_finite: every {what} must be finite, got NaN or inf on rank {self.net.rank} "
+                f"at step {self._num_steps} in {', '.join(bad[:3])}"
+                + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+            )
+
+    # ---- standing still ----
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Serves the others until every rank has come here; nothing to do twice without a step."""
+        if not self._is_settled:
+            for part in self.parts:
+                part.algorithm.settle(part.x)
+            self._is_settled = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Leaves the consensus in the module, the same on every rank."""
+        self.settle()
+        for part in self.parts:
+            part.algorithm.finish(part.x)
+        for buffer, mean in self._consensus_buffers():
+            buffer.copy_(mean)
+
+    def stop(self) -> None:
+        """Ends what runs beside the training; never waits for another rank."""
+        for part in self.parts:
+            part.algorithm.stop()
+
+    @torch.no_grad()
+    def show_consensus(self) -> None:
+        """Puts the consensus into the module and this rank's own weights aside.
+
+        Memory: |x| for the weights put aside, and |x| more while the consensus is made.
+        """
+        table = self._consensus()
+        self._stash = [(live, live.clone()) for live, _ in table]
+        for live, shared in table:
+            live.copy_(shared)
+        self.consensus_distance = self._distance(table[: len(self.parts)])
+
+    @torch.no_grad()
+    def show_own(self) -> None:
+        """Takes back what `show_consensus` put aside, to the bit."""
+        for live, own in self._stash or ():
+            live.copy_(own)
+        self._stash = None
+
+    @property
+    def shows_consensus(self) -> bool:
+        return self._stash is not None
+
+    @torch.no_grad()
+    def own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A module's state with this rank's own values, also while the consensus is shown."""
+        return _exchanged(state_dict, self._stash or [])
+
+    @torch.no_grad()
+    def consensus(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A module's state with the consensus in it; on all ranks together.
+
+        What does not lie in the module (weights that another callback has averaged over time) is
+        averaged over the ranks.
+        """
+        if self._stash is not None:
+            return dict(state_dict)
+        table = self._consensus()
+        foreign = {
+            key: value
+            for key, value in state_dict.items()
+            if isinstance(value, Tensor) and _find(value, table) is None
+        }
+        means = dict(zip(foreign, _average(self.net, list(foreign.values())), strict=True))
+        return {**_exchanged(state_dict, table), **means}
+
+    def _distance(self, table: Sequence[tuple[Tensor, Tensor]]) -> float:
+        stash = self._stash or []
+        squares = torch.zeros(2, dtype=torch.float64)
+        for (_, own), (_, shared) in zip(stash, table, strict=False):
+            squares[0] += (own - shared).norm().double().cpu() ** 2
+            squares[1] += shared.norm().double().cpu() ** 2
+        self.net.all_reduce(squares).wait()
+        return float((squares[0] / squares[1].clamp(min=1e-300)).sqrt())
+
+    def _consensus(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of what the module holds here and what all ranks agree on."""
+        self.settle()
+        weights = [(part.x, part.algorithm.consensus(part.x)) for part in self.parts]
+        return weights + self._consensus_buffers()
+
+    def _consensus_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        buffers = list(self.module.buffers())
+        means = _average(self.net, buffers, floats=self._average_buffers)
+        return list(zip(buffers, means, strict=True))
+
+    # ---- saving ----
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What the algorithms keep, in the order of the parts."""
+        return [
+            {"num_global_syncs": part.algorithm.num_global_syncs, **part.algorithm.state_dict()}
+            for part in self.parts
+        ]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        for part, state in zip(self.parts, states, strict=True):
+            part.algorithm.load_state_dict(state)
+            part.algorithm.num_global_syncs = part.syncs_seen = state["num_global_syncs"]
+
+    def metrics(self) -> dict[str, float]:
+        """The algorithms' own figures; the mean over the parts where several give the same."""
+        figures: dict[str, list[float]] = {}
+        for part in self.parts:
+            for name, value in part.algorithm.metrics().items():
+                figures.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) -> list[Tensor]:
+    """The means of float tensors over all ranks (or rank 0's, without `floats`), rank 0's of others."""
+    results: list[Tensor] = [torch.empty(0)] * len(tensors)
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(index)
+    for (dtype, _), indices in groups.items():
+        packed = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
+        if dtype.is_floating_point and floats:
+            net.all_reduce(packed).wait()
+            packed /= net.world_size
+        else:
+            net.broadcast(packed, src=0).wait()
+        for i, piece in zip(
+            indices, torch.split(packed, [tensors[i].numel() for i in indices]), strict=True
+        ):
+            results[i] = piece.view(tensors[i].shape)
+    return results
+
+
+def _exchanged(
+    state_dict: Mapping[str, Any], table: Iterable[tuple[Tensor, Tensor]]
+) -> dict[str, Any]:
+    """The same state with every tensor that lies in a live one taken from its counterpart."""
+    pairs = list(table)
+    return {
+        key: value if not isinstance(value, Tensor) else _or_else(_find(value, pairs), value)
+        for key, value in state_dict.items()
+    }
+
+
+def _or_else(found: Tensor | None, value: Tensor) -> Tensor:
+    return value if found is None else found
+
+
+def _find(value: Tensor, table: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """The counterpart of a tensor that is a live one or a view of its memory."""
+    for live, other in table:
+        if value.untyped_storage().data_ptr() == live.untyped_storage().data_ptr() and live.numel():
+            if other.is_contiguous() and live.is_contiguous():
+                offset = value.storage_offset() - live.storage_offset() + other.storage_offset()
+                return other.as_strided(value.size(), value.stride(), offset)
+            return other.reshape(value.shape)
+    return None

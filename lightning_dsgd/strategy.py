@@ -1,0 +1,698 @@
+"""The algorithms as Lightning strategies: the only file that knows Lightning's hooks.
+
+One optimizer step, and what is done where:
+
+    closure: forward, zero_grad, backward, [fp16: unscale]
+    on_before_optimizer_step    _Hooks, the first callback     replica.before_update
+    clipping, optimizer.step
+    return of optimizer_step                                   replica.after_update
+
+`DecentralizedStrategy` is Lightning's DDPStrategy without its wrapper: launcher, process group,
+samplers and devices are Lightning's.  What it takes away, and why:
+
+- the broadcast before every batch, and the one inside the SIGTERM handler: they would make every
+  algorithm wait for rank 0 in every step (`stopping.AgreedStop` does their work);
+- `barrier`, `reduce` and the boolean decisions travel on channels of our own, and first let the algorithm
+  serve ranks that are still training: a rank that waits at the end of its epoch must not stop others;
+- a step's `self.log(..., sync_dist=True)` stays local, with a warning, unless the algorithm waits for all
+  ranks in every step anyway.
+
+Built twice, for `lightning` and for `pytorch_lightning`, which are two packages with two registries.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import lightning.pytorch
+import pytorch_lightning
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_dsgd import checkpoint as files
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms.dpsgd import DPSGD
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.replica import Replica
+from lightning_dsgd.stopping import AgreedStop
+from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+_NOTICE_WITHIN_S: Final = 15.0
+"""How long a training thread may take to notice that a rank is lost, before its process is ended."""
+_CHILDREN_END_WITHIN_S: Final = 10.0
+
+_NOT_OURS: Final = {
+    "find_unused_parameters": "unused parameters need no search here: leave the option out",
+    "static_graph": "there is no DDP wrapper to tell: leave the option out",
+    "gradient_as_bucket_view": "there are no buckets: leave the option out",
+    "bucket_cap_mb": "there are no buckets: leave the option out",
+    "broadcast_buffers": 'use average_buffers, or strategy="ddp"',
+    "ddp_comm_state": 'communication hooks belong to strategy="ddp"',
+    "ddp_comm_hook": 'communication hooks belong to strategy="ddp"',
+    "ddp_comm_wrapper": 'communication hooks belong to strategy="ddp"',
+    "model_averaging_period": 'use strategy="local_sgd" with sync_period',
+    "sharding_strategy": 'weights are replicated here: use strategy="fsdp" to shard them',
+    "auto_wrap_policy": 'weights are replicated here: use strategy="fsdp" to shard them',
+    "cpu_offload": 'weights stay on their device here: use strategy="fsdp" to offload them',
+    "state_dict_type": 'this is an option of strategy="fsdp"',
+    "stage": 'weights are replicated here: use strategy="deepspeed" to shard them',
+    "zero_optimization": 'weights are replicated here: use strategy="deepspeed" to shard them',
+    "offload_optimizer": 'this is an option of strategy="deepspeed"',
+    "config": 'this is an option of strategy="deepspeed"',
+}
+"""Options of other strategies, and the way out."""
+
+_OWN: Final = (
+    "transport", "timeout_s", "heartbeat_timeout_s", "evaluate", "average_buffers", "check_finite",
+)  # fmt: skip
+_LIGHTNINGS: Final = frozenset(
+    "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin "
+    "process_group_backend timeout start_method".split()
+)
+
+
+class DecentralizedMixin(_Base):
+    """Trains with an algorithm that does not wait for everyone at every step.
+
+    Args:
+        algorithm: how the ranks learn from one another
+        transport: "process_group", or "auto", which takes it
+        timeout_s: how long a rank waits for another before it gives up
+        heartbeat_timeout_s: after how much silence a rank counts as lost
+        evaluate: "consensus" validates, tests and monitors the weights that all ranks agree on; "local"
+            each rank's own
+        average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's are
+            evaluated and saved
+        check_finite: looks for NaN and inf in gradients and weights before they are sent; one more pass
+        **kwargs: what Lightning's own strategies take: cluster_environment, checkpoint_io,
+            precision_plugin, process_group_backend, timeout, start_method
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        transport: str = "auto",
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 20.0,
+        evaluate: str = "consensus",
+        average_buffers: bool = True,
+        check_finite: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _check_options(type(self).__name__, algorithm, kwargs)
+        _check_choice("transport", transport, ("auto", "process_group"))
+        _check_choice("evaluate", evaluate, ("consensus", "local"))
+        _check_positive("timeout_s", timeout_s, 1800)
+        _check_positive("heartbeat_timeout_s", heartbeat_timeout_s, 20)
+        super().__init__(**kwargs)
+        self.algorithm = algorithm
+        self._timeout_s = timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._evaluate = evaluate
+        self._average_buffers = average_buffers
+        self._check_finite = check_finite
+        self._trainer: Any = None
+        self._net: ProcessGroupTransport | None = None
+        self._lightning_net: ProcessGroupTransport | None = None
+        self._replica: Replica | None = None
+        self._stop: AgreedStop | None = None
+        self._hooks: Any = None
+        self._in_batch = False
+        self._in_training = False
+        self._is_broken = False
+        self._has_own_replica = False
+        self._warned_of_local_logs = False
+        self._original_sigint: Any = None
+        self.consensus_distance: float | None = None
+        """Of the last evaluation: the ranks' distance from their mean, relative to its norm."""
+
+    # ---- set-up ----
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.algorithm.check(self.world_size)
+        self._is_broken = self._has_own_replica = False
+        self._net = ProcessGroupTransport(self._timeout_s, self._heartbeat_timeout_s)
+        self._net.on_lost(self._await_notice)
+        self._lightning_net = self._net.sub("lightning")
+
+    def setup(self, trainer: Any) -> None:
+        self._trainer = trainer
+        is_fitting = trainer.state.fn == "fit"
+        if is_fitting:
+            self._check_configuration(trainer)
+        super().setup(trainer)
+        self._hooks = _Hooks(self)
+        trainer.callbacks.insert(0, self._hooks)
+        trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm
+        if is_fitting:
+            self._set_up_training(trainer)
+
+    def configure_ddp(self) -> None:
+        """Does not wrap the model: the algorithm does what DDP's wrapper does."""
+
+    def _set_up_training(self, trainer: Any) -> None:
+        assert self._net is not None
+        assert self.lightning_module is not None
+        self._check_optimizers()
+        self._replica = Replica(
+            self._net.sub("replica"),
+            self.lightning_module,
+            self.optimizers,
+            self.algorithm,
+            average_buffers=self._average_buffers,
+            check_finite=self._check_finite or bool(trainer._detect_anomaly),
+        )
+        if not self._has_own_replica:
+            self._replica.synchronize()
+        self._stop = AgreedStop(self._net.sub("stop"))
+        # Lightning broadcasts here before every batch; older versions have no such method.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+    def _check_configuration(self, trainer: Any) -> None:
+        name = self.algorithm.name
+        plugin = type(self.precision_plugin).__name__
+        if "FSDP" in plugin or "DeepSpeed" in plugin:
+            raise ValueError(
+                f"the precision plugin must work on whole parameters, got {plugin} with "
+                f'strategy="{name}"; use precision="16-mixed" or "bf16-mixed"'
+            )
+        processes = self.num_nodes * self.num_processes
+        if self.world_size != processes:
+            raise ValueError(
+                f"each device needs a process of its own, got {self.world_size} processes for "
+                f"devices={self.num_processes} and num_nodes={self.num_nodes}; start {processes} "
+                f"processes, or set devices and num_nodes so that their product is {self.world_size}"
+            )
+        if self.algorithm.lockstep:
+            return
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm must be off where ranks do not step together, got sync_batchnorm=True "
+                f'with strategy="{name}"; leave it out (BatchNorm statistics are averaged at global '
+                'synchronisations), or use strategy="allreduce"'
+            )
+        for callback in trainer.callbacks:
+            if getattr(callback, "_train_time_interval", None) is not None:
+                raise ValueError(
+                    "ModelCheckpoint must not ask rank 0 for the time after every batch, got "
+                    f'train_time_interval with strategy="{name}"; use every_n_train_steps'
+                )
+            if type(callback).__name__ == "Timer":
+                raise ValueError(
+                    "callbacks must not ask rank 0 after every batch, got Timer with "
+                    f'strategy="{name}"; use Trainer(max_steps=...)'
+                )
+
+    def _check_optimizers(self) -> None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, LBFGS) and self.world_size > 1:
+                raise ValueError(
+                    "the optimizer must compute one gradient a step, got LBFGS, whose number of "
+                    "gradients differs between ranks; use SGD or Adam"
+                )
+            if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+                raise ValueError(
+                    'with precision="16-mixed" gradients must be unscaled before the optimizer steps, '
+                    f"got a fused {type(optimizer).__name__}; use fused=False"
+                )
+
+    # ---- a step ----
+
+    def begin_batch(self) -> None:
+        """Stops here, as every rank does at the same batch, if one of them was told to."""
+        assert self._net is not None
+        self._net.check()
+        if self._stop is not None and not self._stop.may_begin_batch():
+            name = signal.Signals(self._stop.signum).name
+            text = (
+                f"rank {self._stop.origin} received {name}; all ranks stopped after "
+                f"{self._stop.stop_at} batches"
+            )
+            if self._stop.signum == signal.SIGINT:
+                raise KeyboardInterrupt(text)
+            raise self._exceptions.SIGTERMException(text)
+        self._in_batch = True
+
+    def end_batch(self) -> None:
+        self._in_batch = False
+
+    def check_peers(self) -> None:
+        if self._net is not None:
+            self._net.check()
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        assert self._replica is not None
+        self._replica.before_update(optimizer)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and self.algorithm.uses_gradient:
+            self._agree_on_overflow(scaler, optimizer)
+
+    def _agree_on_overflow(self, scaler: Any, optimizer: Optimizer) -> None:
+        """One rank's inf has reached all with the reduced gradient: all skip the step together."""
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        finite = all(bool(grad.isfinite().all()) for grad in grads if grad is not None)
+        for flag in found.values():
+            flag.fill_(0.0 if finite else 1.0)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self._replica is not None
+        self._replica.after_update(optimizer)
+        return output
+
+    # ---- evaluation and the end ----
+
+    def on_train_start(self) -> None:
+        self._in_training = True
+        if threading.current_thread() is threading.main_thread():
+            self._original_sigint = signal.signal(signal.SIGINT, self._on_sigint)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._replica is not None and self._evaluate == "consensus":
+            self._replica.show_consensus()
+            self.consensus_distance = self._replica.consensus_distance
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._replica is not None:
+            self._replica.show_own()
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._restore_sigint()
+        self._in_training = False
+        if self._replica is not None and not self._is_broken:
+            self._replica.finish()
+
+    def teardown(self) -> None:
+        self._restore_sigint()
+        self._in_training = self._in_batch = False
+        if self._trainer is not None:
+            self._give_back(self._trainer)
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.stop()
+        stop, self._stop = self._stop, None
+        net, self._net, self._lightning_net = self._net, None, None
+        if net is not None:
+            try:
+                if not self._is_broken:
+                    net.barrier().wait()  # a rank that fails from here on is noticed by its launcher
+            finally:
+                if stop is not None:
+                    stop.close()
+                net.close()
+        if self._is_broken:
+            self._end_children()
+        super().teardown()
+
+    def _give_back(self, trainer: Any) -> None:
+        """Leaves the trainer as it was."""
+        if self._hooks in trainer.callbacks:
+            trainer.callbacks.remove(self._hooks)
+        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+
+    # ---- failure ----
+
+    def fail(self, exception: BaseException) -> None:
+        """This rank will not go on: tells the others why, unless all stop together."""
+        if (
+            self._is_broken
+            or self._net is None
+            or (self._stop is not None and self._stop.is_decided)
+        ):
+            return
+        self._is_broken = True
+        if self._replica is not None:
+            with contextlib.suppress(Exception):
+                self._replica.stop()
+        reason = str(exception) or type(exception).__name__
+        if not isinstance(exception, PeerLost | KeyboardInterrupt | SystemExit):
+            reason = f"failed: {type(exception).__name__}: {reason}"
+        if isinstance(exception, PeerLost):
+            print(
+                f"[rank {self.global_rank}] training ends: {exception}", file=sys.stderr, flush=True
+            )  # noqa: T201
+        self._quiet_observer()
+        self._net.fail(reason)
+
+    def _await_notice(self, lost: PeerLost) -> None:
+        """The last resort: the training thread may hang in a library that cannot know of the loss."""
+
+        def end() -> None:
+            if not self._is_broken and self._net is not None:
+                print(  # noqa: T201
+                    f"[rank {self.global_rank}] ends: {lost}, and training did not come back to notice "
+                    f"within {_NOTICE_WITHIN_S:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self._end_children(within_s=0.0)
+                os._exit(1)
+
+        timer = threading.Timer(_NOTICE_WITHIN_S, end)
+        timer.daemon = True
+        timer.start()
+
+    def _children(self) -> list[subprocess.Popen[bytes]]:
+        return list(getattr(self._launcher, "procs", []))
+
+    def _end_children(self, within_s: float = _CHILDREN_END_WITHIN_S) -> None:
+        deadline = time.monotonic() + within_s
+        for child in self._children():
+            try:
+                child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+    def _quiet_observer(self) -> None:
+        """Lightning's observer kills this process as soon as a child has died, before it can say why."""
+        for thread in threading.enumerate():
+            if thread.name == "child-process-observer" and hasattr(thread, "_child_processes"):
+                thread._child_processes = []
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if hasattr(self._launcher, "procs"):
+            atexit.register(self._await_children)
+
+    def _await_children(self) -> None:
+        """A job is done when all its ranks are; it has failed when one of them has."""
+        codes = [child.wait() for child in self._children()]
+        failed = [f"rank {rank} with {code}" for rank, code in enumerate(codes, 1) if code]
+        if failed:
+            print(f"lightning_dsgd: ended badly: {', '.join(failed)}", file=sys.stderr, flush=True)  # noqa: T201
+            os._exit(1)
+
+    def _on_sigterm(self, signum: int, _: Any) -> None:
+        if self._in_training and self._stop is not None and not self._trainer.validating:
+            self._stop.request(signum)
+        else:
+            raise self._exceptions.SIGTERMException(f"rank {self.global_rank} received SIGTERM")
+
+    def _on_sigint(self, signum: int, _: Any) -> None:
+        """The first Ctrl-C lets all ranks stop together, the second interrupts at once."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._stop is None or self._trainer.validating:
+            raise KeyboardInterrupt
+        self._stop.request(signum)
+
+    def _restore_sigint(self) -> None:
+        if self._original_sigint is not None:
+            signal.signal(signal.SIGINT, self._original_sigint)
+            self._original_sigint = None
+
+    @property
+    def _exceptions(self) -> Any:
+        package = type(self._trainer).__module__.removesuffix(".trainer.trainer")
+        return importlib.import_module(f"{package}.utilities.exceptions")
+
+    # ---- Lightning's collectives ----
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._lightning_net is not None and not self._is_broken:
+            self._settle()
+            self._lightning_net.barrier().wait()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._is_broken:
+            return obj
+        self._settle()
+        return super().broadcast(obj, src)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if not self._in_batch:
+            self._settle()
+        return super().all_gather(tensor, group, sync_grads)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self._is_broken or self._lightning_net is None:
+            return tensor
+        if self._in_batch and not self.algorithm.lockstep:
+            self._warn_of_local_logs()
+            return tensor
+        self._settle()
+        op = getattr(reduce_op, "name", str(reduce_op)).lower()
+        if op not in ("mean", "avg", "sum") or group is not None:
+            return super().reduce(tensor, group, reduce_op)
+        is_mean = op != "sum"
+        total = (tensor.float() if is_mean and not tensor.is_floating_point() else tensor).clone()
+        flat = total.reshape(-1).contiguous()
+        self._lightning_net.all_reduce(flat).wait()
+        return (flat / self.world_size if is_mean else flat).view(total.shape)
+
+    def _settle(self) -> None:
+        if self._replica is not None and not self._in_batch:
+            self._replica.settle()
+
+    def _warn_of_local_logs(self) -> None:
+        if not self._warned_of_local_logs:
+            self._warned_of_local_logs = True
+            rank_zero_warn(
+                f'strategy="{self.algorithm.name}" does not wait for all ranks in every step, so '
+                "self.log(..., on_step=True, sync_dist=True) logs the value of rank 0 alone; "
+                "use on_epoch=True for a value over all ranks"
+            )
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if self._replica is None or self._is_broken:
+            if self._is_broken and self.is_global_zero:
+                rank_zero_warn(
+                    f"saving the weights of rank 0 alone to {filepath}: the other ranks are not there"
+                )
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        assert self._net is not None
+        mark = {
+            "algorithm": self.algorithm.name,
+            "hyperparameters": self.algorithm.hyperparameters(),
+        }
+        shared = {
+            **checkpoint,
+            "state_dict": self._replica.consensus(checkpoint["state_dict"]),
+            files.KEY: mark,
+        }
+        own = None
+        if "optimizer_states" in checkpoint:
+            own = {
+                **checkpoint,
+                "state_dict": self._replica.own(checkpoint["state_dict"]),
+                files.KEY: {
+                    **mark,
+                    "algorithms": self._replica.state_dict(),
+                    "random_states": files.random_states(),
+                },
+            }
+        assert self._lightning_net is not None
+        files.save(self.checkpoint_io, self._lightning_net, filepath, shared, own, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            files.remove(self.checkpoint_io, filepath)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        shared: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn != "fit":
+            return shared
+        assert self._lightning_net is not None
+        files.check_algorithm(shared, checkpoint_path, self.algorithm.name)
+        own, reason = files.load_replica(
+            self.checkpoint_io, self._lightning_net, checkpoint_path, shared
+        )
+        self._has_own_replica = own is not None
+        if own is None:
+            rank_zero_info(f"All ranks start from the one model in {checkpoint_path}: {reason}.")
+            return shared
+        return own
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._has_own_replica and self._replica is not None:
+            self._replica.load_state_dict(checkpoint[files.KEY]["algorithms"])
+            files.restore_random_states(checkpoint[files.KEY]["random_states"])
+
+    # ---- figures ----
+
+    def communication(self) -> dict[str, float]:
+        """What was sent and waited for so far, by this rank, and the algorithm's own figures."""
+        assert self._net is not None
+        counters = self._net.counters
+        hidden = 1 - counters.wait_s / counters.comm_s if counters.comm_s > 0 else 1.0
+        figures = {
+            "bytes_sent": float(counters.bytes_sent),
+            "messages_sent": float(counters.messages_sent),
+            "wait_s": counters.wait_s,
+            "comm_overlap": max(0.0, hidden),
+        }
+        if self.consensus_distance is not None:
+            figures["consensus_distance"] = self.consensus_distance
+        return figures | (self._replica.metrics() if self._replica is not None else {})
+
+
+class _Hooks(lightning.pytorch.Callback):
+    """The first of the trainer's callbacks: where strategies have no hook of their own."""
+
+    def __init__(self, strategy: DecentralizedMixin) -> None:
+        self._strategy = strategy
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._strategy.before_update(optimizer)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._strategy.begin_batch()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._strategy.end_batch()
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self._strategy.check_peers()
+
+    def on_test_batch_start(self, *args: Any) -> None:
+        self._strategy.check_peers()
+
+    def on_predict_batch_start(self, *args: Any) -> None:
+        self._strategy.check_peers()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._strategy.fail(exception)
+
+
+class _AllReduce(DecentralizedMixin):
+    """Synchronous SGD: the baseline in this frame; Lightning's own "ddp" stays the reference."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(AllReduce(), **kwargs)
+
+
+class _NoSync(DecentralizedMixin):
+    """Independent SGD on every rank: the lower bound on the time of a step."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(NoSync(), **kwargs)
+
+
+class _LocalSGD(DecentralizedMixin):
+    """Local SGD: averages the weights of all ranks every `sync_period` steps."""
+
+    def __init__(self, sync_period: int = 8, **kwargs: Any) -> None:
+        super().__init__(LocalSGD(sync_period=sync_period), **kwargs)
+
+
+class _DPSGD(DecentralizedMixin):
+    """D-PSGD: averages the weights with those of two neighbours on a ring, in every step."""
+
+    def __init__(self, topology: str = "ring", **kwargs: Any) -> None:
+        super().__init__(DPSGD(topology=topology), **kwargs)
+
+
+class DecentralizedStrategy(DecentralizedMixin, lightning.pytorch.strategies.DDPStrategy):
+    __doc__ = DecentralizedMixin.__doc__
+
+
+class AllReduceStrategy(_AllReduce, DecentralizedStrategy):
+    __doc__ = _AllReduce.__doc__
+
+
+class NoSyncStrategy(_NoSync, DecentralizedStrategy):
+    __doc__ = _NoSync.__doc__
+
+
+class LocalSGDStrategy(_LocalSGD, DecentralizedStrategy):
+    __doc__ = _LocalSGD.__doc__
+
+
+class DPSGDStrategy(_DPSGD, DecentralizedStrategy):
+    __doc__ = _DPSGD.__doc__
+
+
+STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = {
+    "allreduce": AllReduceStrategy,
+    "no_sync": NoSyncStrategy,
+    "local_sgd": LocalSGDStrategy,
+    "dpsgd": DPSGDStrategy,
+}
+"""The names that `Trainer(strategy=...)` takes."""
+
+
+def register() -> None:
+    """Makes the names known to the Trainers of both packages."""
+    twin = type(
+        "DecentralizedStrategy", (DecentralizedMixin, pytorch_lightning.strategies.DDPStrategy), {}
+    )
+    for name, strategy in STRATEGIES.items():
+        description = (strategy.__doc__ or "").splitlines()[0]
+        lightning.pytorch.strategies.StrategyRegistry.register(
+            name, strategy, description=description, override=True
+        )
+        pytorch_lightning.strategies.StrategyRegistry.register(
+            name,
+            type(strategy.__name__, (strategy.__bases__[0], twin), {"__doc__": strategy.__doc__}),
+            description=description,
+            override=True,
+        )
+
+
+def _check_options(strategy: str, algorithm: Algorithm, kwargs: dict[str, Any]) -> None:
+    """Raises for options that are not ours or Lightning's; drops those that say nothing."""
+    ours = [*algorithm.hyperparameters(), *_OWN]
+    for name, value in list(kwargs.items()):
+        if name in _NOT_OURS and value is None:
+            del kwargs[name]  # a command line passes the defaults of the base class
+        elif name in _NOT_OURS:
+            raise ValueError(
+                f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
+            )
+        elif name not in _LIGHTNINGS:
+            raise ValueError(
+                f"{strategy} has no option {name}, got {name}={value!r}; it takes "
+                f"{', '.join(ours)}, and of Lightning's {', '.join(sorted(_LIGHTNINGS))}"
+            )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        listed = " or ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{name} must be {listed}, got {name}={value!r}")
+
+
+def _check_positive(name: str, value: float, example: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {name}={value}; try {name}={example}")

@@ -1,0 +1,156 @@
+"""Runs a function on every rank of a world, and gives what each rank made of it.
+
+`ProcessWorld`: `fn(net, *args)` in real processes, joined by gloo, each with a transport.
+`FitWorld`: `fn(*args)` in the same processes, set up as torchrun sets them up, for `Trainer.fit`.
+
+The processes are forked from a server that has torch and Lightning loaded.  `fn` must be a function of
+a module, and its results picklable, as they come home through a pipe of `multiprocessing` (the tests'
+own, not the package's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "lightning_dsgd", "tests.worlds"])
+
+
+@dataclass
+class Outcome:
+    """What became of one rank."""
+
+    result: Any = None
+    error: str = ""
+    """The exception as "Name: text", empty if there was none."""
+    exitcode: int | None = None
+    seconds: float = 0.0
+    """From the start of the world to this rank's result."""
+
+
+@dataclass
+class ProcessWorld:
+    """P processes, each with a `ProcessGroupTransport`."""
+
+    timeout_s: float = 20.0
+    heartbeat_timeout_s: float = 20.0
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        net = ProcessGroupTransport(
+            timeout_s=self.timeout_s, heartbeat_timeout_s=self.heartbeat_timeout_s
+        )
+        try:
+            result = fn(net, *args)
+            net.close()
+        except BaseException as exception:
+            net.fail(f"failed: {type(exception).__name__}: {exception}")
+            raise
+        return result
+
+    def outcomes(
+        self, world_size: int, fn: Callable[..., Any], *args: Any, limit_s: float = 60.0
+    ) -> list[Outcome]:
+        """Every rank's outcome; ranks that are still alive after `limit_s` are killed."""
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = []
+            for rank in range(world_size):
+                ours, theirs = _context.Pipe(duplex=False)
+                process = _context.Process(
+                    target=_run_rank,
+                    args=(self, rank, world_size, str(Path(folder, "store")), theirs, fn, args),
+                )
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            begin = time.monotonic()
+            outcomes = [Outcome(error="nothing came back") for _ in ranks]
+            open_pipes = {ours: rank for rank, (_, ours) in enumerate(ranks)}
+            while open_pipes and time.monotonic() < begin + limit_s:
+                for pipe in wait(list(open_pipes), timeout=1.0):
+                    assert isinstance(pipe, Connection)
+                    outcome = outcomes[open_pipes.pop(pipe)]
+                    outcome.seconds = time.monotonic() - begin
+                    try:
+                        outcome.result, outcome.error = pipe.recv()
+                    except EOFError:
+                        outcome.error = "died"
+            for (process, _), outcome in zip(ranks, outcomes, strict=True):
+                process.join(max(0.1, begin + limit_s - time.monotonic()))
+                if process.is_alive():
+                    outcome.error = f"still alive after {limit_s} s: {outcome.error}"
+                    process.kill()
+                    process.join()
+                outcome.exitcode = process.exitcode
+            return outcomes
+
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Every rank's result; raises if any rank failed."""
+        outcomes = self.outcomes(world_size, fn, *args)
+        errors = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error]
+        assert not errors, "\n".join(errors)
+        return [outcome.result for outcome in outcomes]
+
+
+@dataclass
+class FitWorld(ProcessWorld):
+    """P processes that a Trainer takes for those of torchrun: `Trainer(devices=P, accelerator="cpu")`."""
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            GROUP_RANK="0",
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            TORCHELASTIC_RUN_ID="tests",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="1",
+        )
+        return fn(*args)
+
+
+def _run_rank(
+    world: ProcessWorld,
+    rank: int,
+    world_size: int,
+    store: str,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=world.timeout_s),
+    )
+    try:
+        result, error = world._call(fn, args), ""
+    except BaseException as exception:
+        traceback.print_exc()
+        result, error = None, f"{type(exception).__name__}: {exception}"
+    pipe.send((result, error))
+    pipe.close()
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    sys.exit(1 if error else 0)
