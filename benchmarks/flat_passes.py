@@ -36,17 +36,20 @@ def mixed_parameters() -> list[tuple[str, nn.Parameter]]:
     return named
 
 
-def interleaved(variants: dict[str, Callable[[], object]], samples: int) -> dict[str, list[float]]:
+def interleaved(
+    variants: dict[str, Callable[[], object]], samples: int, *, cold: bool = False
+) -> dict[str, list[float]]:
     """Milliseconds of each variant, `samples` times; the first round warms up.
 
-    Caches hold nothing of use when the clock starts, as after the backward pass of a large model;
-    else variants that share tensors would look faster than those that have their own.
+    When cold, caches hold nothing of use as the clock starts, as after the backward pass of a large
+    model; else variants that share tensors would look faster than those that have their own.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     evict = torch.zeros(1 << 25)
     for sample in range(samples + 1):
         for name in random.sample(list(variants), len(variants)):
-            evict.add_(1)
+            if cold:
+                evict.add_(1)
             begin = time.perf_counter()
             variants[name]()
             if sample:
@@ -79,6 +82,7 @@ def passes(samples: int) -> dict[str, object]:
             "refresh": weights.refresh,
         },
         samples,
+        cold=True,
     )
     median = {name: statistics.median(values) for name, values in times.items()}
     step = median["gather"] + median["div"]

@@ -78,7 +78,7 @@ class Replica:
         flat.check_module(module)
         self._check_alike()
         self._parts: dict[int, list[Part]] = {}
-        self._num_parameters: dict[int, int] = {}
+        self._num_trainable: dict[int, int] = {}
         self._optimizers = list(optimizers)
         self._check_disjoint()
         for optimizer in optimizers:
@@ -88,7 +88,7 @@ class Replica:
 
     def _build(self, optimizer: Optimizer) -> None:
         names = {p: name for name, p in self.module.named_parameters()}
-        mine = _parameters_of(optimizer)
+        mine = _trainable(optimizer)
         parts = []
         for weights in flat.flatten(
             (names.get(p, f"optimizer parameter {i}"), p) for i, p in enumerate(mine)
@@ -98,14 +98,11 @@ class Replica:
             algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x)
             parts.append(Part(weights, algorithm))
         self._parts[id(optimizer)] = parts
-        self._num_parameters[id(optimizer)] = len(mine)
+        self._num_trainable[id(optimizer)] = len(mine)
 
     def _parts_of(self, optimizer: Optimizer) -> list[Part]:
-        """The parts of an optimizer; made anew when it has been given other parameters."""
-        if (
-            sum(len(g["params"]) for g in optimizer.param_groups)
-            != self._num_parameters[id(optimizer)]
-        ):
+        """The parts of an optimizer; made anew when it trains other parameters than before."""
+        if len(_trainable(optimizer)) != self._num_trainable[id(optimizer)]:
             for part in self._parts[id(optimizer)]:
                 part.algorithm.settle(part.x)
                 part.algorithm.stop()
@@ -324,6 +321,11 @@ class Replica:
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _trainable(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those that an algorithm is for: frozen ones are equal on all ranks, and stay so."""
+    return [p for p in _parameters_of(optimizer) if p.requires_grad]
 
 
 def _digest(text: str) -> int:

@@ -357,7 +357,7 @@ def test_gradients_of_other_strides_and_graphs() -> None:
 def test_no_gradient_here_but_elsewhere() -> None:
     a, b, c = (Parameter(torch.ones(3)) for _ in range(3))
     (flat,) = flatten([("a", a), ("b", b), ("c", c)])
-    for view in flat._views(flat.g):
+    for view in flat.views(flat.g):
         view.fill_(9)
     a.grad = torch.ones(3)
     g = flat.gather()

@@ -1,0 +1,324 @@
+"""Every algorithm, one row each, through the same properties in the simulated world.
+
+A new algorithm is one file and one row of `TABLE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd import topology
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms.dpsgd import DPSGD
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport.simulated import SimulatedWorld
+
+N = 13
+LR = 0.1
+
+
+@dataclass
+class Row:
+    """What holds for one algorithm."""
+
+    make: Callable[[], Algorithm]
+    bytes_per_step: Callable[[int, int], float]
+    """Of one rank, as a function of P and of |x| in bytes; averaged over `period` steps."""
+    period: int = 1
+    averages_weights: bool = True
+    """Whether weights are mixed in a way that conserves their mean."""
+
+
+def reduce_bytes(world_size: int, size: int) -> float:
+    return 2 * (world_size - 1) / world_size * size
+
+
+def flag_bytes(world_size: int) -> float:
+    """One word is all-reduced by one of the ranks: the mean over ranks."""
+    return 2 * (world_size - 1) / world_size * 8
+
+
+TABLE = {
+    "allreduce": Row(
+        AllReduce,
+        lambda p, size: reduce_bytes(p, size) + flag_bytes(p),
+        averages_weights=False,
+    ),
+    "no_sync": Row(NoSync, lambda p, size: 0.0),
+    "local_sgd": Row(
+        lambda: LocalSGD(sync_period=4),
+        lambda p, size: (reduce_bytes(p, size) + flag_bytes(p)) / 4,
+        period=4,
+    ),
+    "dpsgd": Row(DPSGD, lambda p, size: len(topology.ring(0, p)) * size),
+}
+ROWS = pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
+AVERAGING = pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=name) for name, row in TABLE.items() if row.averages_weights],
+)
+SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+
+
+def start(net: Transport, row: Row, *, spread: float = 0.0) -> tuple[Algorithm, Tensor]:
+    """An algorithm with weights that are the same on all ranks, or `spread` apart."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, generator=generator, dtype=torch.float64)
+    x += spread * torch.randn(N, generator=torch.Generator().manual_seed(100 + net.rank)).double()
+    algorithm = row.make()
+    algorithm.start(net, x)
+    return algorithm, x
+
+
+def step(algorithm: Algorithm, x: Tensor, g: Tensor, lr: float = LR) -> None:
+    algorithm.before_update(x, g)
+    x.sub_(g, alpha=lr)
+    algorithm.after_update(x)
+
+
+def target(rank: int) -> Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def train(
+    net: Any, row: Row, num_steps: int, spread: float = 0.0, delays: bool = False
+) -> tuple[Tensor, float]:
+    """Descends on |x - target_i|^2 / 2, whose minimum over all ranks is the mean of the targets."""
+    algorithm, x = start(net, row, spread=spread)
+    goal = target(net.rank)
+    for k in range(num_steps):
+        if delays:
+            net.compute(0.1 + 0.3 * ((k * 7 + net.rank * 3) % 5 == 0))
+        step(algorithm, x, x - goal)
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return x, net.now()
+
+
+@ROWS
+def test_one_rank_is_plain_sgd(row: Row) -> None:
+    [(x, _)] = SimulatedWorld(1).run(train, row, 20)
+    expected = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for _ in range(20):
+        expected.sub_(expected - target(0), alpha=LR)
+    assert torch.equal(x, expected)
+
+
+def keep_equal(net: Any, row: Row) -> Tensor:
+    algorithm, x = start(net, row)
+    for k in range(9):
+        g = torch.randn(N, generator=torch.Generator().manual_seed(k)).double()
+        step(algorithm, x, g)
+    own = x.clone()
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return own
+
+
+@ROWS
+@SIZES
+def test_same_start_and_same_gradient_keep_all_ranks_in_consensus(
+    row: Row, world_size: int
+) -> None:
+    xs = SimulatedWorld(world_size).run(keep_equal, row)
+    [alone] = SimulatedWorld(1).run(keep_equal, row)
+    for x in xs:
+        torch.testing.assert_close(x, alone, rtol=1e-13, atol=1e-13)
+
+
+def do_nothing(net: Any, row: Row) -> tuple[Tensor, Tensor, Tensor]:
+    algorithm, x = start(net, row, spread=1.0)
+    before = x.clone()
+    for k in range(11):
+        net.compute(0.1 * ((net.rank + k) % 3))
+        step(algorithm, x, torch.zeros(N).double())
+    middle = x.clone()
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return before, middle, x
+
+
+@AVERAGING
+@SIZES
+def test_zero_gradients_conserve_the_mean(row: Row, world_size: int) -> None:
+    befores, middles, ends = zip(*SimulatedWorld(world_size).run(do_nothing, row), strict=True)
+    mean = torch.stack(befores).mean(0)
+    torch.testing.assert_close(torch.stack(middles).mean(0), mean, rtol=0, atol=1e-13)
+    for end in ends:
+        torch.testing.assert_close(end, mean, rtol=0, atol=1e-13)
+
+
+@ROWS
+@SIZES
+def test_finds_the_minimum_of_a_quadratic(row: Row, world_size: int) -> None:
+    optimum = torch.stack([target(rank) for rank in range(world_size)]).mean(0)
+    for x, _ in SimulatedWorld(world_size, latency_s=0.01).run(train, row, 200, 0.0, True):
+        torch.testing.assert_close(x, optimum, rtol=0, atol=1e-6)
+
+
+@ROWS
+def test_two_runs_are_equal_to_the_bit(row: Row) -> None:
+    def run() -> list[tuple[Tensor, float]]:
+        world = SimulatedWorld(5, latency_s=0.003, bandwidth_bytes_s=1e4)
+        return world.run(train, row, 30, 0.0, True)
+
+    for (x, time), (y, again) in zip(run(), run(), strict=True):
+        assert torch.equal(x, y)
+        assert time == again
+
+
+@ROWS
+@SIZES
+def test_all_ranks_end_with_the_same_weights_to_the_bit(row: Row, world_size: int) -> None:
+    spread = 1.0 if row.averages_weights else 0.0
+    xs = [x for x, _ in SimulatedWorld(world_size).run(train, row, 7, spread, True)]
+    assert all(torch.equal(x, xs[0]) for x in xs)
+
+
+def resume(net: Any, row: Row, stop_at: int | None) -> Tensor:
+    algorithm, x = start(net, row, spread=0.5 if row.averages_weights else 0.0)
+    goal = target(net.rank)
+    for k in range(15):
+        if k == stop_at:
+            algorithm.settle(x)
+            state = algorithm.state_dict()
+            algorithm.stop()
+            x = x.clone()
+            algorithm = row.make()
+            algorithm.start(net.sub("again"), x)
+            algorithm.load_state_dict(state)
+        step(algorithm, x, x - goal)
+    own = x.clone()
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return own
+
+
+@ROWS
+@pytest.mark.parametrize("stop_at", [1, 6, 8])
+def test_save_and_resume_equals_straight_through(row: Row, stop_at: int) -> None:
+    straight = SimulatedWorld(4).run(resume, row, None)
+    resumed = SimulatedWorld(4).run(resume, row, stop_at)
+    for x, y in zip(straight, resumed, strict=True):
+        assert torch.equal(x, y)
+
+
+def count(net: Any, row: Row) -> tuple[int, int]:
+    algorithm, x = start(net, row)
+    sent = []
+    for k in range(2 * row.period):
+        if k == row.period:
+            sent.append(net.counters.bytes_sent)
+        step(algorithm, x, torch.ones(N).double())
+    sent.append(net.counters.bytes_sent)
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return sent[1] - sent[0], x.nbytes
+
+
+@ROWS
+@SIZES
+def test_bytes_of_a_step_equal_the_formula(row: Row, world_size: int) -> None:
+    counted = SimulatedWorld(world_size).run(count, row)
+    mean = sum(sent for sent, _ in counted) / world_size / row.period
+    assert mean == pytest.approx(row.bytes_per_step(world_size, N * 8))
+
+
+def unevenly(net: Any, row: Row, counts: list[int]) -> tuple[Tensor, int]:
+    algorithm, x = start(net, row)
+    goal = target(net.rank)
+    done = 0
+    for _ in range(3):
+        for _ in range(counts[net.rank]):
+            net.compute(0.1)
+            step(algorithm, x, x - goal)
+            done += 1
+        algorithm.settle(x)
+        algorithm.consensus(x)
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return x, done
+
+
+@ROWS
+@pytest.mark.parametrize("counts", [[3, 11], [0, 5, 5], [1, 2, 3, 4], [9, 1, 1, 1, 4]])
+def test_ranks_may_have_different_numbers_of_batches(row: Row, counts: list[int]) -> None:
+    results = SimulatedWorld(len(counts)).run(unevenly, row, counts)
+    assert [done for _, done in results] == [3 * c for c in counts]
+    assert all(torch.equal(x, results[0][0]) for x, _ in results)
+    assert torch.isfinite(results[0][0]).all()
+
+
+# ---- what only one of them promises ----
+
+
+def dpsgd_trajectory(net: Any, num_steps: int) -> list[Tensor]:
+    algorithm, x = start(net, TABLE["dpsgd"], spread=1.0)
+    xs = [x.clone()]
+    for _ in range(num_steps):
+        step(algorithm, x, (x - target(net.rank)) * (1 + net.rank))
+        xs.append(x.clone())
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return xs
+
+
+@SIZES
+def test_dpsgd_is_the_matrix_recursion(world_size: int) -> None:
+    """X <- W X - lr G, in float64, to 1e-12."""
+    ranks = SimulatedWorld(world_size).run(dpsgd_trajectory, 25)
+    w = torch.tensor(topology.ring_matrix(world_size), dtype=torch.float64)
+    goals = torch.stack([target(rank) for rank in range(world_size)])
+    scale = torch.arange(1, world_size + 1).double()[:, None]
+    x = torch.stack([xs[0] for xs in ranks])
+    for k in range(1, 26):
+        x = w @ x - LR * (x - goals) * scale
+        torch.testing.assert_close(torch.stack([xs[k] for xs in ranks]), x, rtol=0, atol=1e-12)
+
+
+@SIZES
+def test_the_matrix_of_the_ring_is_symmetric_and_doubly_stochastic(world_size: int) -> None:
+    w = torch.tensor(topology.ring_matrix(world_size), dtype=torch.float64)
+    assert torch.equal(w, w.T)
+    torch.testing.assert_close(w.sum(0), torch.ones(world_size).double())
+    torch.testing.assert_close(w.sum(1), torch.ones(world_size).double())
+
+
+def local_sgd_distances(net: Any, sync_period: int) -> list[float]:
+    row = Row(lambda: LocalSGD(sync_period=sync_period), lambda p, size: 0.0)
+    algorithm, x = start(net, row)
+    distances = []
+    for _ in range(3 * sync_period):
+        step(algorithm, x, x - target(net.rank))
+        everyone = net.sub("probe").all_gather(x).wait()
+        distances.append(max(float((y - x).abs().max()) for y in everyone))
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return distances
+
+
+@pytest.mark.parametrize("sync_period", [1, 3])
+def test_local_sgd_is_in_consensus_exactly_every_period(sync_period: int) -> None:
+    for distances in SimulatedWorld(4).run(local_sgd_distances, sync_period):
+        zero = [k + 1 for k, distance in enumerate(distances) if distance == 0]
+        assert zero == [sync_period, 2 * sync_period, 3 * sync_period]
+
+
+def test_stragglers_cost_allreduce_the_maximum_and_no_sync_nothing() -> None:
+    times = {
+        name: max(time for _, time in SimulatedWorld(4).run(train, TABLE[name], 40, 0.0, True))
+        for name in ("allreduce", "no_sync", "local_sgd")
+    }
+    alone = 40 * 0.1 + 8 * 0.3
+    assert times["no_sync"] == pytest.approx(alone)
+    assert times["allreduce"] > 1.5 * alone
+    assert alone <= times["local_sgd"] < times["allreduce"]
