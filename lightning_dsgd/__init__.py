@@ -17,6 +17,7 @@ from lightning_dsgd.strategy import (
     DPSGDStrategy,
     LocalSGDStrategy,
     NoSyncStrategy,
+    WAGMAStrategy,
     register,
 )
 from lightning_dsgd.transport import PeerLost, Timeout, Transport, TransportError
@@ -35,6 +36,7 @@ __all__ = [
     "Timeout",
     "Transport",
     "TransportError",
+    "WAGMAStrategy",
 ]
 
 __version__ = "0.1.0.dev0"

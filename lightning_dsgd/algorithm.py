@@ -37,8 +37,6 @@ class Algorithm:
     """Whether every rank waits for every other in every step."""
 
     net: Transport
-    num_global_syncs: int = 0
-    """How often all ranks have averaged their weights: whoever drives averages the buffers then too."""
 
     def hyperparameters(self) -> dict[str, Any]:
         """The fields of the dataclass."""
@@ -51,7 +49,6 @@ class Algorithm:
         """Connects to the network; x is the same on all ranks, or what a resume restored."""
         self.check(net.world_size)
         self.net = net
-        self.num_global_syncs = 0
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         """Gradients are ready, the optimizer has not stepped yet."""

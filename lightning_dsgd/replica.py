@@ -1,12 +1,12 @@
 """One rank's copy of the model under an algorithm: what a strategy drives, whatever the trainer.
 
     weights, split by optimizer and dtype  ->  parts, each a flat tensor x with an algorithm of its own
-    float buffers (BatchNorm statistics)   ->  averaged when the weights are averaged by all ranks
+    float buffers (BatchNorm statistics)   ->  averaged over all ranks
     integer buffers                        ->  those of rank 0
 
-Buffers follow at the global synchronisations of the algorithm, at evaluation, in checkpoints and at the
-end; between those each rank has its own.  `average_buffers=False` leaves them local, and rank 0's are
-evaluated and saved.
+Buffers are averaged at evaluation, in checkpoints and at the end; between those each rank has its own.
+Averaging them more often would change nothing: running statistics are linear in what they saw, so the
+mean of the ranks' comes out the same.  With `average_buffers=False`, rank 0's are evaluated and saved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Part:
 
     weights: flat.FlatParameters
     algorithm: Algorithm
-    syncs_seen: int = 0
 
     @property
     def x(self) -> Tensor:
@@ -158,13 +157,16 @@ class Replica:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Gives every rank the weights and buffers of rank 0, as a fresh start needs."""
-        inside = {p for part in self.parts for p in part.weights.parameters}
         for part in self.parts:
             self.net.broadcast(part.x, src=0).wait()
-        others = [p.data for p in self.module.parameters() if p not in inside]
+        others = [p.data for p in self._parameters_of_no_optimizer()]
         for tensor in [*others, *self.module.buffers()]:
             mine = tensor.detach().reshape(-1).contiguous()
             tensor.copy_(self.net.broadcast(mine, src=0).wait().view(tensor.shape))
+
+    def _parameters_of_no_optimizer(self) -> list[nn.Parameter]:
+        inside = {p for part in self.parts for p in part.weights.parameters}
+        return [p for p in self.module.parameters() if p not in inside]
 
     # ---- a step ----
 
@@ -188,11 +190,6 @@ class Replica:
             if self._check_finite:
                 self._require_finite(part, part.x, "weight")
             part.algorithm.after_update(part.x)
-            if part.algorithm.num_global_syncs > part.syncs_seen:
-                part.syncs_seen = part.algorithm.num_global_syncs
-                if part is self.parts[0]:
-                    for buffer, mean in self._consensus_buffers():
-                        buffer.copy_(mean)
 
     def _require_finite(self, part: Part, flat_tensor: Tensor, what: str) -> None:
         if not bool(torch.isfinite(flat_tensor).all()):
@@ -254,27 +251,31 @@ class Replica:
         return self._stash is not None
 
     @torch.no_grad()
-    def own(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A module's state with this rank's own values, also while the consensus is shown."""
-        return _exchanged(state_dict, self._stash or [])
+    def own(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """A checkpoint with this rank's own values, also while the consensus is shown."""
+        return _exchanged(checkpoint, self._stash or [])
 
     @torch.no_grad()
-    def consensus(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A module's state with the consensus in it; on all ranks together.
+    def consensus(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """A checkpoint with the consensus in place of this rank's values; on all ranks together.
 
-        What does not lie in the module (weights that another callback has averaged over time) is
-        averaged over the ranks.
+        What its "state_dict" has that does not lie in the module (weights that another callback has
+        averaged over time) is averaged over the ranks.  Parameters of no optimizer stay as they are,
+        to the bit.
         """
-        if self._stash is not None:
-            return dict(state_dict)
-        table = self._consensus()
+        if self._stash is None:
+            table = self._consensus()
+        else:
+            table = [(live, live) for live, _ in self._stash]
+        table += [(p.data, p.data) for p in self._parameters_of_no_optimizer()]
         foreign = {
             key: value
-            for key, value in state_dict.items()
+            for key, value in checkpoint["state_dict"].items()
             if isinstance(value, Tensor) and _find(value, table) is None
         }
         means = dict(zip(foreign, _average(self.net, list(foreign.values())), strict=True))
-        return {**_exchanged(state_dict, table), **means}
+        exchanged = _exchanged(checkpoint, table)
+        return {**exchanged, "state_dict": {**exchanged["state_dict"], **means}}
 
     def _distance(self, table: Sequence[tuple[Tensor, Tensor]]) -> float:
         stash = self._stash or []
@@ -300,15 +301,11 @@ class Replica:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What the algorithms keep, in the order of the parts."""
-        return [
-            {"num_global_syncs": part.algorithm.num_global_syncs, **part.algorithm.state_dict()}
-            for part in self.parts
-        ]
+        return [part.algorithm.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         for part, state in zip(self.parts, states, strict=True):
             part.algorithm.load_state_dict(state)
-            part.algorithm.num_global_syncs = part.syncs_seen = state["num_global_syncs"]
 
     def metrics(self) -> dict[str, float]:
         """The algorithms' own figures; the mean over the parts where several give the same."""
@@ -352,19 +349,19 @@ def _average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) 
     return results
 
 
-def _exchanged(
-    state_dict: Mapping[str, Any], table: Iterable[tuple[Tensor, Tensor]]
-) -> dict[str, Any]:
-    """The same state with every tensor that lies in a live one taken from its counterpart."""
-    pairs = list(table)
-    return {
-        key: value if not isinstance(value, Tensor) else _or_else(_find(value, pairs), value)
-        for key, value in state_dict.items()
-    }
+def _exchanged(state: Mapping[str, Any], table: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """The same state with every tensor that lies in a live one taken from its counterpart.
 
-
-def _or_else(found: Tensor | None, value: Tensor) -> Tensor:
-    return value if found is None else found
+    Looks into mappings of names: other callbacks keep the module's weights under names of their own.
+    """
+    result = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            found = _find(value, table)
+            result[key] = value if found is None else found
+        elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
+            result[key] = _exchanged(value, table)
+    return result
 
 
 def _find(value: Tensor, table: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:

@@ -42,9 +42,8 @@ class AgreedStop:
         self._holding = False
         self._decided = threading.Event()
         self._replies: dict[int, int] = {}  # on rank 0
-        self._channel: Transport = net
-        self._ready = threading.Event()
         self._lane: Lane | None = net.spawn_lane(self._serve, "stop")
+        self._channel = self._lane.net
 
     def request(self, signum: int) -> None:
         """Asks all ranks to stop; safe in a signal handler."""
@@ -84,7 +83,6 @@ class AgreedStop:
             lane.stop()
 
     def _request(self, signum: int) -> None:
-        self._ready.wait()
         if self._net.rank == 0:
             self._begin(signum, 0)
         else:
@@ -107,8 +105,6 @@ class AgreedStop:
             self._decided.set()
 
     def _serve(self, net: Transport) -> None:
-        self._channel = net
-        self._ready.set()
         while True:
             receipt = net.recv(torch.empty(0, dtype=torch.int64), ANY)
             kind, value, origin, signum = receipt.wait(timeout_s=math.inf).tolist()

@@ -47,6 +47,7 @@ from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.dpsgd import DPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.replica import Replica
 from lightning_dsgd.stopping import AgreedStop
 from lightning_dsgd.transport import PeerLost
@@ -141,6 +142,7 @@ class DecentralizedMixin(_Base):
         self._in_training = False
         self._is_broken = False
         self._has_own_replica = False
+        self._random_states: dict[str, Any] | None = None
         self._warned_of_local_logs = False
         self._original_sigint: Any = None
         self.consensus_distance: float | None = None
@@ -152,6 +154,7 @@ class DecentralizedMixin(_Base):
         super().setup_environment()
         self.algorithm.check(self.world_size)
         self._is_broken = self._has_own_replica = False
+        self._random_states = None
         self._net = ProcessGroupTransport(self._timeout_s, self._heartbeat_timeout_s)
         self._net.on_lost(self._await_notice)
         self._lightning_net = self._net.sub("lightning")
@@ -293,6 +296,10 @@ class DecentralizedMixin(_Base):
 
     def on_train_start(self) -> None:
         self._in_training = True
+        if self._random_states is not None:
+            # The loader has drawn the seed of its epoch, as it had before the save.
+            files.restore_random_states(self._random_states)
+            self._random_states = None
         if threading.current_thread() is threading.main_thread():
             self._original_sigint = signal.signal(signal.SIGINT, self._on_sigint)
 
@@ -502,16 +509,11 @@ class DecentralizedMixin(_Base):
             "algorithm": self.algorithm.name,
             "hyperparameters": self.algorithm.hyperparameters(),
         }
-        shared = {
-            **checkpoint,
-            "state_dict": self._replica.consensus(checkpoint["state_dict"]),
-            files.KEY: mark,
-        }
+        shared = {**self._replica.consensus(checkpoint), files.KEY: mark}
         own = None
         if "optimizer_states" in checkpoint:
             own = {
-                **checkpoint,
-                "state_dict": self._replica.own(checkpoint["state_dict"]),
+                **self._replica.own(checkpoint),
                 files.KEY: {
                     **mark,
                     "algorithms": self._replica.state_dict(),
@@ -535,7 +537,7 @@ class DecentralizedMixin(_Base):
         assert self._lightning_net is not None
         files.check_algorithm(shared, checkpoint_path, self.algorithm.name)
         own, reason = files.load_replica(
-            self.checkpoint_io, self._lightning_net, checkpoint_path, shared
+            self.checkpoint_io, self._lightning_net, checkpoint_path, shared, weights_only
         )
         self._has_own_replica = own is not None
         if own is None:
@@ -547,7 +549,10 @@ class DecentralizedMixin(_Base):
         super().load_optimizer_state_dict(checkpoint)
         if self._has_own_replica and self._replica is not None:
             self._replica.load_state_dict(checkpoint[files.KEY]["algorithms"])
-            files.restore_random_states(checkpoint[files.KEY]["random_states"])
+            states = checkpoint[files.KEY]["random_states"]
+            files.restore_random_states(states)
+            if files.is_within_epoch(checkpoint):
+                self._random_states = states
 
     # ---- figures ----
 
@@ -623,6 +628,34 @@ class _DPSGD(DecentralizedMixin):
         super().__init__(DPSGD(topology=topology), **kwargs)
 
 
+class _WAGMA(DecentralizedMixin):
+    """WAGMA-SGD: averages the weights in small, changing groups that nobody waits for.
+
+    Args:
+        group_size: S; None takes the power of two nearest sqrt(P)
+        sync_period: tau, how many steps lie between two global averages
+        wait_avoiding: False waits for every rank of the group instead of contributing what is stale
+        dynamic_groups: False keeps the groups of the first step
+        grace_s: how long an activated round waits for this rank before it contributes what is stale;
+            None takes a share of the measured step time
+        overlap: whether training goes on before the group's answer is there
+        **kwargs: as for every strategy
+    """
+
+    def __init__(
+        self,
+        group_size: int | None = None,
+        sync_period: int = 10,
+        wait_avoiding: bool = True,
+        dynamic_groups: bool = True,
+        grace_s: float | None = None,
+        overlap: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        algorithm = WAGMA(group_size, sync_period, wait_avoiding, dynamic_groups, grace_s, overlap)
+        super().__init__(algorithm, **kwargs)
+
+
 class DecentralizedStrategy(DecentralizedMixin, lightning.pytorch.strategies.DDPStrategy):
     __doc__ = DecentralizedMixin.__doc__
 
@@ -643,11 +676,16 @@ class DPSGDStrategy(_DPSGD, DecentralizedStrategy):
     __doc__ = _DPSGD.__doc__
 
 
+class WAGMAStrategy(_WAGMA, DecentralizedStrategy):
+    __doc__ = _WAGMA.__doc__
+
+
 STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = {
     "allreduce": AllReduceStrategy,
     "no_sync": NoSyncStrategy,
     "local_sgd": LocalSGDStrategy,
     "dpsgd": DPSGDStrategy,
+    "wagma": WAGMAStrategy,
 }
 """The names that `Trainer(strategy=...)` takes."""
 

@@ -35,9 +35,10 @@ class LocalSGD(Algorithm):
     sync_period: int = 8
 
     def check(self, world_size: int) -> None:
-        if self.sync_period < 1:
+        if not isinstance(self.sync_period, int) or self.sync_period < 1:
             raise ValueError(
-                f"sync_period must be at least 1, got sync_period={self.sync_period}; try sync_period=8"
+                "sync_period must be a whole number of at least 1, got "
+                f"sync_period={self.sync_period!r}; try sync_period=8"
             )
 
     def start(self, net: Transport, x: Tensor) -> None:
@@ -46,7 +47,7 @@ class LocalSGD(Algorithm):
 
     def after_update(self, x: Tensor) -> None:
         self.steps_since_sync += 1
-        if self.steps_since_sync == self.sync_period:
+        if self.steps_since_sync >= self.sync_period:  # more, if a resume made the period shorter
             num_active(self.net, active=True)
             self._synchronize(x)
 
@@ -57,7 +58,6 @@ class LocalSGD(Algorithm):
     def _synchronize(self, x: Tensor) -> None:
         average(self.net, x)
         self.steps_since_sync = 0
-        self.num_global_syncs += 1
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps_since_sync": self.steps_since_sync}

@@ -9,12 +9,15 @@ argument in place or keeps it: leave it alone until the Work is done.
 
 **Order.**  Messages between one pair of ranks with one tag arrive in the order in which they were
 sent.  Collectives of one group are matched by the order in which each member calls them; a member that
-calls another operation than the others gets a `TransportError` that names both.  Point-to-point
+calls another operation than the others gets a `TransportError` that names both.  A collective moves on while
+somebody waits for it or asks whether it is done, so wait for several in the same order everywhere.  Point-to-point
 messages, the collectives of each group, and every lane and sub-transport are independent channels: none can
 take a message meant for another.
 
 **Lanes.**  `spawn_lane(fn)` runs `fn(lane_transport)` in a thread beside the training thread, on
-channels of its own.  Ranks that spawn their lanes in the same order talk to each other's.
+channels of its own.  Ranks that spawn their lanes in the same order talk to each other's.  The threads
+of one rank talk by sending to their own rank: that is immediate and not counted.  Any thread of a rank
+may send on any of its endpoints; only the thread that an endpoint was made for receives on it.
 
 **Failure.**  Once a rank is lost, every wait on every rank raises `PeerLost` naming it, waits that
 had nothing to do with it included.  A wait that takes longer than `timeout_s` raises `Timeout`,
@@ -106,6 +109,11 @@ class Receipt(Work[Tensor], Protocol):
 
 class Lane(Protocol):
     """A thread beside the training thread."""
+
+    @property
+    def net(self) -> Transport:
+        """Its endpoint, on which the other threads of its rank may send too."""
+        ...
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Ends the lane, also one that is blocked in a receive, and raises what it failed with."""

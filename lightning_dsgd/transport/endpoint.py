@@ -180,7 +180,8 @@ class Endpoint(ABC):
         if call.size == 1:
             return x
         y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        bounds = [len(x) * i // call.size for i in range(call.size + 1)]
+        n = len(x)
+        bounds = [n * i // call.size for i in range(call.size + 1)]
         if call.size & (call.size - 1):
             yield from self._all_reduce_direct(x, y, bounds, call)
         else:
@@ -271,9 +272,9 @@ class Endpoint(ABC):
         return channel, calls
 
     def _check_rank(self, name: str, rank: int) -> None:
-        if not 0 <= rank < self.world_size or rank == self.rank:
+        if not 0 <= rank < self.world_size:
             raise ValueError(
-                f"{name} must be another rank of 0 to {self.world_size - 1}, "
+                f"{name} must be a rank of 0 to {self.world_size - 1}, "
                 f"got {name}={rank} on rank {self.rank}"
             )
 

@@ -98,6 +98,7 @@ class ProcessGroupTransport(Endpoint):
         self._native: Any = dist.new_group() if native else None
         self._mesh = _Mesh(self.rank, self.world_size, timeout_s, heartbeat_timeout_s)
         self._mesh.open()
+        self.barrier().wait()  # nobody leaves before all have found each other
 
     def now(self) -> float:
         return time.monotonic()
@@ -149,6 +150,9 @@ class ProcessGroupTransport(Endpoint):
         self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
     ) -> Work[None]:
         self._mesh.check(f"sending to rank {dst}")
+        if dst == self.rank:
+            self._mesh.mailboxes.deliver(dst, (channel, tag), kind, x.detach().clone())
+            return Done(None)
         self.counters.bytes_sent += x.nbytes
         self.counters.messages_sent += 1
         header = _HEADER.pack(channel, tag, x.nbytes, kind, _CODES[x.dtype])
@@ -210,6 +214,7 @@ class _Receipt:
         self._net, self._like, self._into, self._kind = net, like, into, kind
         self._begin = self._end = time.monotonic()
         self._waited = False
+        self._posted = True
         net._mesh.mailboxes.collect(self)
 
     def fill(self, source: int, kind: int, payload: Tensor) -> None:
@@ -232,6 +237,9 @@ class _Receipt:
     def wait(self, timeout_s: float | None = None) -> Tensor:
         net, lane = self._net, self._net._lane
         limit = min(net.timeout_s if timeout_s is None else timeout_s, threading.TIMEOUT_MAX)
+        if not self._posted:  # it was given up before
+            self._posted = True
+            net._mesh.mailboxes.collect(self)
         if not self.arrived.is_set():
             begin = time.monotonic()
             if lane is not None:
@@ -243,6 +251,7 @@ class _Receipt:
             else:
                 lane.waiting = None
             if not in_time and net._mesh.mailboxes.withdraw(self):
+                self._posted = False
                 raise Timeout(f"rank {net.rank} has waited {limit:g} s for {self.describe()}")
             self.arrived.wait(limit)  # claimed by a message that is half read
         if self.failure is not None:
@@ -748,8 +757,8 @@ class _Lane:
     """A thread with channels of its own, beside the training thread."""
 
     def __init__(self, net: ProcessGroupTransport, fn: Callable[[Any], None]) -> None:
+        self.net = net
         self.waiting: _Receipt | None = None
-        self._net = net
         self._fn = fn
         self._stopping = False
         self._failure: BaseException | None = None
@@ -759,12 +768,12 @@ class _Lane:
 
     def _run(self) -> None:
         try:
-            self._fn(self._net)
+            self._fn(self.net)
         except LaneStopped:
             pass
         except BaseException as failure:  # noqa: BLE001 - raised again by join and check
             self._failure = failure
-            self._net._mesh.lose(self._net.rank, f"failed: {type(failure).__name__}: {failure}")
+            self.net._mesh.lose(self.net.rank, f"failed: {type(failure).__name__}: {failure}")
 
     def check_stop(self) -> None:
         if self._stopping:
@@ -778,11 +787,11 @@ class _Lane:
         self.join(timeout_s)
 
     def join(self, timeout_s: float | None = None) -> None:
-        limit = self._net.timeout_s if timeout_s is None else timeout_s
+        limit = self.net.timeout_s if timeout_s is None else timeout_s
         self._thread.join(limit)
         if self._thread.is_alive():
             raise Timeout(
-                f"rank {self._net.rank} has waited {limit:g} s for its {self._thread.name} to end"
+                f"rank {self.net.rank} has waited {limit:g} s for its {self._thread.name} to end"
             )
         self.check()
 

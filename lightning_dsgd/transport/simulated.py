@@ -231,7 +231,7 @@ class SimulatedTransport(Endpoint):
 
     def _start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
         net = SimulatedTransport(self._simulation, self.rank, self.counters, name)
-        return _Lane(self, self._simulation, self._simulation.launch(net, fn))
+        return _Lane(net, self, self._simulation, self._simulation.launch(net, fn))
 
 
 class _Awaited:
@@ -295,7 +295,7 @@ class _Message:
     kind: int
     path: str
     start_s: float
-    transfer_s: float
+    transfer_s: float = 0.0
     at_s: float = math.inf
 
 
@@ -380,8 +380,15 @@ class _Receipt(_Awaited):
 
 
 class _Lane:
-    def __init__(self, net: SimulatedTransport, simulation: _Simulation, thread: _Thread) -> None:
-        self._net = net
+    def __init__(
+        self,
+        net: SimulatedTransport,
+        parent: SimulatedTransport,
+        simulation: _Simulation,
+        thread: _Thread,
+    ) -> None:
+        self.net = net
+        self._parent = parent
         self._simulation = simulation
         self._thread = thread
 
@@ -390,7 +397,7 @@ class _Lane:
         self.join(timeout_s)
 
     def join(self, timeout_s: float | None = None) -> None:
-        self._simulation.wait(self._thread, timeout_s, self._net)
+        self._simulation.wait(self._thread, timeout_s, self._parent)
         self.check()
 
     def check(self) -> None:
@@ -747,26 +754,29 @@ class _Simulation:
         """Puts a copy of `x` on its way."""
         self.check(net.rank, f"sending to rank {dst}")
         world, clock = self.world, self.running.clock
+        message = _Message(
+            number=next(self._numbers),
+            payload=x.detach().clone(),
+            src=net.rank,
+            dst=dst,
+            channel=channel,
+            tag=tag,
+            kind=kind,
+            path=net.path,
+            start_s=clock,
+        )
+        self._under_way[message.number] = message
+        if dst == net.rank:  # between the threads of one rank there is no link
+            message.at_s = clock
+            self._offer(message)
+            return
         num_bytes = round(x.numel() * x.element_size() * world.size_scale)
         net.counters.bytes_sent += num_bytes
         net.counters.messages_sent += 1
         link = 0 if world.shared_link else net.rank
-        transfer_s = num_bytes / world.bandwidth_bytes_s
-        start_s = max(clock, self._egress_free[link])
+        message.transfer_s = transfer_s = num_bytes / world.bandwidth_bytes_s
+        message.start_s = start_s = max(clock, self._egress_free[link])
         self._egress_free[link] = start_s + transfer_s
-        message = _Message(
-            next(self._numbers),
-            x.detach().clone(),
-            net.rank,
-            dst,
-            channel,
-            tag,
-            kind,
-            net.path,
-            start_s,
-            transfer_s,
-        )
-        self._under_way[message.number] = message
         there_s = start_s + world.latency_s + (transfer_s if world.shared_link else 0.0)
         if there_s <= clock:
             self._deliver(clock, message)
