@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo "make test    virtual environment, install, the test suite"
 	@echo "make lint    virtual environment, install, ruff and mypy"
-	@echo "make demo    virtual environment, install, digits with local_sgd beside DDP"
+	@echo "make demo    virtual environment, install, digits with wagma beside DDP"
 	@echo "make clean   remove the virtual environment, caches and the demo's output"
 
 test: $(INSTALLED)

@@ -36,6 +36,10 @@ class Algorithm:
     lockstep: ClassVar[bool] = False
     """Whether every rank waits for every other in every step."""
 
+    skips_overflow: bool = False
+    """Whether whoever drives it skips, on all ranks, a step before which g is left with NaN or inf in it
+    (a loss that is scaled for fp16 overflows now and then)."""
+
     net: Transport
 
     def hyperparameters(self) -> dict[str, Any]:
@@ -104,3 +108,16 @@ def num_active(net: Transport, *, active: bool) -> int:
     count = torch.tensor([int(active)])
     net.all_reduce(count).wait()
     return int(count)
+
+
+def take_over_newest(net: Transport, x: Tensor, step: int) -> int:
+    """Gives every rank the weights of the one that has made the most steps, and tells how many.
+
+    Where all ranks hold the same weights as long as they step, this brings those along that stopped
+    before the others.
+    """
+    steps = [int(theirs) for theirs in net.all_gather(torch.tensor([step])).wait()]
+    newest = steps.index(max(steps))
+    if len(set(steps)) > 1:
+        net.broadcast(x, newest).wait()
+    return steps[newest]

@@ -38,6 +38,9 @@ class CommunicationMonitor(pl.Callback):
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
                 logger.experiment.define_metric("dsgd/*", step_metric="trainer/global_step")
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._last = trainer.strategy.communication()  # what setting up has cost is not a step's
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         # Before the log is written: the very steps at which Lightning's loggers take their values.
         if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps:
@@ -62,7 +65,7 @@ class StragglerInjector(pl.Callback):
     """
 
     def __init__(self, delay_s: float, num_ranks: int = 1, seed: int = 0) -> None:
-        if delay_s < 0:
+        if not delay_s >= 0:
             raise ValueError(
                 f"delay_s must not be negative, got delay_s={delay_s}; try delay_s=0.3"
             )

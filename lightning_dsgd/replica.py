@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dsgd import flat
@@ -71,27 +72,28 @@ class Replica:
         self._check_finite = check_finite
         self._num_builds = 0
         self._num_steps = 0
-        self._is_settled = False
+        self._is_finished = False
         self._stash: list[tuple[Tensor, Tensor]] | None = None
         self.consensus_distance = 0.0
-        flat.check_module(module)
-        self._check_alike()
         self._parts: dict[int, list[Part]] = {}
         self._num_trainable: dict[int, int] = {}
         self._optimizers = list(optimizers)
+        flat.check_module(module)
         self._check_disjoint()
+        self._check_alike()
         for optimizer in optimizers:
             self._build(optimizer)
 
     # ---- making the parts ----
 
     def _build(self, optimizer: Optimizer) -> None:
-        names = {p: name for name, p in self.module.named_parameters()}
         mine = _trainable(optimizer)
+        # In the module's order: the optimizer's may differ between ranks, if it comes from a set.
+        names = {p: name for name, p in self.module.named_parameters() if p in set(mine)}
+        for index, parameter in enumerate(mine):
+            names.setdefault(parameter, f"optimizer parameter {index}")
         parts = []
-        for weights in flat.flatten(
-            (names.get(p, f"optimizer parameter {i}"), p) for i, p in enumerate(mine)
-        ):
+        for weights in flat.flatten((name, p) for p, name in names.items()):
             self._num_builds += 1
             algorithm = copy.copy(self._pattern)
             algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x)
@@ -130,29 +132,33 @@ class Replica:
                     )
 
     def _check_alike(self) -> None:
-        """Raises, on every rank, if the ranks' models differ in names, shapes or dtypes."""
-        entries = [
-            f"{name} of shape {tuple(p.shape)} and {p.dtype}"
-            for name, p in self.module.named_parameters()
-        ]
+        """Raises, on every rank, if their models differ in names, shapes, dtypes or optimizers."""
+        entries = self._descriptions()
         digests = torch.tensor([_digest(entry) for entry in entries], dtype=torch.int64)
-        everyones = self.net.all_gather(digests).wait()
-        counts = [len(theirs) for theirs in everyones]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                "the model must be the same on all ranks, got these numbers of parameters by rank: "
-                f"{counts}; build it from the same arguments everywhere"
-            )
-        for index, entry in enumerate(entries):
-            values = [int(theirs[index]) for theirs in everyones]
-            if len(set(values)) > 1:
-                usual = max(set(values), key=values.count)
-                ranks = [rank for rank, value in enumerate(values) if value != usual]
-                raise ValueError(
-                    "the model must be the same on all ranks, got a parameter that differs on "
-                    f"rank {', '.join(map(str, ranks))}: here, on rank {self.net.rank}, it is {entry}; "
-                    "build the model from the same arguments everywhere"
-                )
+        columns = [theirs.tolist() for theirs in self.net.all_gather(digests).wait()]
+        counts = [f"{len(column)} parameters and buffers" for column in columns]
+        if len(set(counts)) == 1:
+            rows = zip(*columns, strict=True)
+            differing = next((i for i, row in enumerate(rows) if len(set(row)) > 1), None)
+            if differing is None:
+                return
+            counts = everyones(self.net, entries[differing])
+        raise ValueError(
+            f"the model must be the same on all ranks, got {by_rank(counts)}; build it from the same "
+            "arguments everywhere"
+        )
+
+    def _descriptions(self) -> list[str]:
+        """One line for each parameter and buffer, with all that must be alike."""
+        owner = {
+            p: i for i, optimizer in enumerate(self._optimizers) for p in _trainable(optimizer)
+        }
+        lines = []
+        for name, p in self.module.named_parameters():
+            where = f"optimizer {owner[p]}" if p in owner else "no optimizer"
+            lines.append(f"parameter {name!r} of {_form(p)}, trained by {where}")
+        lines += [f"buffer {name!r} of {_form(b)}" for name, b in self.module.named_buffers()]
+        return lines
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -172,7 +178,6 @@ class Replica:
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer) -> None:
-        self._is_settled = False
         self._num_steps += 1
         for part in self._parts_of(optimizer):
             if part.algorithm.uses_gradient:
@@ -207,11 +212,14 @@ class Replica:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Serves the others until every rank has come here; nothing to do twice without a step."""
-        if not self._is_settled:
+        """Serves the others until every rank has come here.
+
+        Also where this rank has made no step since the last time: others may have.  While the consensus
+        is shown nobody makes one.
+        """
+        if self._stash is None and not self._is_finished:
             for part in self.parts:
                 part.algorithm.settle(part.x)
-            self._is_settled = True
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -219,6 +227,7 @@ class Replica:
         self.settle()
         for part in self.parts:
             part.algorithm.finish(part.x)
+        self._is_finished = True
         for buffer, mean in self._consensus_buffers():
             buffer.copy_(mean)
 
@@ -325,6 +334,28 @@ def _trainable(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for p in _parameters_of(optimizer) if p.requires_grad]
 
 
+def everyones(net: Transport, text: str) -> list[str]:
+    """The texts of all ranks."""
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return [bytes(theirs.tolist()).decode() for theirs in net.all_gather(mine).wait()]
+
+
+def by_rank(values: Sequence[str]) -> str:
+    """What which ranks have: "this on ranks 0 and 2, that on rank 1"."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return ", ".join(
+        f"{value} on " + (f"ranks {', '.join(others)} and {last}" if others else f"rank {last}")
+        for value, (*others, last) in ranks.items()
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    shape = "no shape yet" if is_lazy(tensor) else f"shape {tuple(tensor.shape)}"
+    return f"{shape} and {tensor.dtype}"
+
+
 def _digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
@@ -352,7 +383,7 @@ def _average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) 
 def _exchanged(state: Mapping[str, Any], table: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """The same state with every tensor that lies in a live one taken from its counterpart.
 
-    Looks into mappings of names: other callbacks keep the module's weights under names of their own.
+    Looks into mappings of names: other callbacks keep the weights under names of their own.
     """
     result = dict(state)
     for key, value in state.items():

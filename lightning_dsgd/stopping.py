@@ -12,12 +12,13 @@ has begun fewer batches than stop_at goes on, who has not is not needed by anyon
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 
 import torch
 
-from lightning_dsgd.transport import ANY, Lane, Timeout, Transport
+from lightning_dsgd.transport import ANY, Lane, Timeout, Transport, TransportError
 
 _CHECK_PERIOD_S = 0.2
 _REQUEST, _HOLD, _REPLY, _STOP_AT = range(4)
@@ -30,6 +31,7 @@ class AgreedStop:
         signum: the signal that began it, once it is decided
         origin: the rank that got the signal
         stop_at: how many batches every rank begins
+        num_begun: how many this rank has begun
     """
 
     def __init__(self, net: Transport) -> None:
@@ -38,7 +40,7 @@ class AgreedStop:
         self.stop_at = -1
         self._net = net
         self._lock = threading.Lock()
-        self._begun = 0
+        self.num_begun = 0
         self._holding = False
         self._decided = threading.Event()
         self._replies: dict[int, int] = {}  # on rank 0
@@ -54,15 +56,16 @@ class AgreedStop:
         """To be asked before every batch; counts those that may."""
         with self._lock:
             if not self._holding:
-                self._begun += 1
+                self.num_begun += 1
                 return True
-        self._await_decision()
-        if self._begun >= self.stop_at:
+        self.await_decision()
+        if self.num_begun >= self.stop_at:
             return False
-        self._begun += 1
+        self.num_begun += 1
         return True
 
-    def _await_decision(self) -> None:
+    def await_decision(self) -> None:
+        """Waits until all is decided, which some rank has been told to already."""
         deadline = self._net.now() + self._net.timeout_s
         while not self._decided.wait(_CHECK_PERIOD_S):
             self._net.check()
@@ -73,9 +76,9 @@ class AgreedStop:
                 )
 
     @property
-    def is_decided(self) -> bool:
-        """Whether all ranks know at which batch they stop."""
-        return self._decided.is_set()
+    def is_asked(self) -> bool:
+        """Whether this rank knows that one of them was told to stop."""
+        return self._holding
 
     def close(self) -> None:
         lane, self._lane = self._lane, None
@@ -83,10 +86,11 @@ class AgreedStop:
             lane.stop()
 
     def _request(self, signum: int) -> None:
-        if self._net.rank == 0:
-            self._begin(signum, 0)
-        else:
-            self._send(0, _REQUEST, signum, self._net.rank)
+        with contextlib.suppress(TransportError):  # a rank is lost: all stop because of that
+            if self._net.rank == 0:
+                self._begin(signum, 0)
+            else:
+                self._send(0, _REQUEST, signum, self._net.rank)
 
     def _begin(self, signum: int, origin: int) -> None:
         with self._lock:
@@ -94,7 +98,7 @@ class AgreedStop:
                 return
             self._holding = True
             self.signum, self.origin = signum, origin
-            self._replies[0] = self._begun
+            self._replies[0] = self.num_begun
         self._send_all(_HOLD, 0, 0)
         self._decide_if_complete()
 
@@ -113,7 +117,7 @@ class AgreedStop:
             elif kind == _HOLD:
                 with self._lock:
                     self._holding = True
-                    begun = self._begun
+                    begun = self.num_begun
                 self._send(0, _REPLY, begun, net.rank)
             elif kind == _REPLY:
                 self._replies[origin] = value

@@ -25,7 +25,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,18 +41,21 @@ import pytorch_lightning
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from lightning_dsgd import checkpoint as files
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.dpsgd import DPSGD
+from lightning_dsgd.algorithms.eager_sgd import EagerSGD
+from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
 from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.replica import Replica
+from lightning_dsgd.replica import Replica, by_rank, everyones
 from lightning_dsgd.stopping import AgreedStop
-from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport import PeerLost, TransportError
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 if TYPE_CHECKING:
@@ -61,6 +66,9 @@ else:
 _NOTICE_WITHIN_S: Final = 15.0
 """How long a training thread may take to notice that a rank is lost, before its process is ended."""
 _CHILDREN_END_WITHIN_S: Final = 10.0
+_POLL_CHILDREN_S: Final = 0.05
+_ALIKE_WITHIN_S: Final = 1.0
+"""How long a rank that fails before training waits to see whether all do, and none needs to be told."""
 
 _NOT_OURS: Final = {
     "find_unused_parameters": "unused parameters need no search here: leave the option out",
@@ -141,6 +149,9 @@ class DecentralizedMixin(_Base):
         self._in_batch = False
         self._in_training = False
         self._is_broken = False
+        self._is_stopping = False
+        self._awaits_children = False
+        self._last_resort: threading.Timer | None = None
         self._has_own_replica = False
         self._random_states: dict[str, Any] | None = None
         self._warned_of_local_logs = False
@@ -151,13 +162,33 @@ class DecentralizedMixin(_Base):
     # ---- set-up ----
 
     def setup_environment(self) -> None:
+        self._is_broken = self._is_stopping = self._has_own_replica = False
+        if self._children() and not self._awaits_children:
+            self._awaits_children = True
+            atexit.register(self._await_children)
         super().setup_environment()
         self.algorithm.check(self.world_size)
-        self._is_broken = self._has_own_replica = False
         self._random_states = None
         self._net = ProcessGroupTransport(self._timeout_s, self._heartbeat_timeout_s)
         self._net.on_lost(self._await_notice)
         self._lightning_net = self._net.sub("lightning")
+        self._check_alike(self._lightning_net)
+
+    def _check_alike(self, net: ProcessGroupTransport) -> None:
+        """Raises, on every rank, if not all have the same algorithm and options."""
+        options = {
+            **self.algorithm.hyperparameters(),
+            "evaluate": self._evaluate,
+            "average_buffers": self._average_buffers,
+        }
+        listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        mine = f'strategy="{self.algorithm.name}" with {listed}'
+        texts = everyones(net, re.sub(" at 0x[0-9a-f]+", "", mine))
+        if len(set(texts)) > 1:
+            raise ValueError(
+                f"the strategy must be the same on all ranks, got {by_rank(texts)}; give every rank the "
+                "same arguments"
+            )
 
     def setup(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -207,25 +238,38 @@ class DecentralizedMixin(_Base):
                 f"devices={self.num_processes} and num_nodes={self.num_nodes}; start {processes} "
                 f"processes, or set devices and num_nodes so that their product is {self.world_size}"
             )
+        if self._layer_sync is not None:
+            self._check_sync_batchnorm()
         if self.algorithm.lockstep:
             return
-        if self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm must be off where ranks do not step together, got sync_batchnorm=True "
-                f'with strategy="{name}"; leave it out (BatchNorm statistics are averaged at global '
-                'synchronisations), or use strategy="allreduce"'
-            )
         for callback in trainer.callbacks:
             if getattr(callback, "_train_time_interval", None) is not None:
                 raise ValueError(
                     "ModelCheckpoint must not ask rank 0 for the time after every batch, got "
                     f'train_time_interval with strategy="{name}"; use every_n_train_steps'
                 )
-            if type(callback).__name__ == "Timer":
+            if any(base.__name__ == "Timer" for base in type(callback).__mro__):
                 raise ValueError(
-                    "callbacks must not ask rank 0 after every batch, got Timer with "
+                    "callbacks must not ask rank 0 after every batch, got "
+                    f"{type(callback).__name__} or Trainer(max_time=...), which makes one, with "
                     f'strategy="{name}"; use Trainer(max_steps=...)'
                 )
+
+    def _check_sync_batchnorm(self) -> None:
+        got = f'got sync_batchnorm=True with strategy="{self.algorithm.name}"'
+        way_out = (
+            "leave it out (BatchNorm statistics are averaged when the model is evaluated and saved)"
+        )
+        if not self.algorithm.lockstep:
+            raise ValueError(
+                f"sync_batchnorm must be off where ranks do not step together, {got}; {way_out}, or, "
+                'on GPUs, use strategy="allreduce"'
+            )
+        if self.root_device.type == "cpu":
+            raise ValueError(
+                "sync_batchnorm must be off on CPUs, for which torch has no SyncBatchNorm, "
+                f"{got}; {way_out}"
+            )
 
     def _check_optimizers(self) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -247,15 +291,9 @@ class DecentralizedMixin(_Base):
         """Stops here, as every rank does at the same batch, if one of them was told to."""
         assert self._net is not None
         self._net.check()
+        self._in_batch = False
         if self._stop is not None and not self._stop.may_begin_batch():
-            name = signal.Signals(self._stop.signum).name
-            text = (
-                f"rank {self._stop.origin} received {name}; all ranks stopped after "
-                f"{self._stop.stop_at} batches"
-            )
-            if self._stop.signum == signal.SIGINT:
-                raise KeyboardInterrupt(text)
-            raise self._exceptions.SIGTERMException(text)
+            self._settle(is_stopping=True)
         self._in_batch = True
 
     def end_batch(self) -> None:
@@ -306,6 +344,7 @@ class DecentralizedMixin(_Base):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._replica is not None and self._evaluate == "consensus":
+            self._settle()
             self._replica.show_consensus()
             self.consensus_distance = self._replica.consensus_distance
 
@@ -316,32 +355,46 @@ class DecentralizedMixin(_Base):
 
     def on_train_end(self) -> None:
         super().on_train_end()
+        if self._replica is not None and not self._is_broken:
+            self._settle(is_stopping=self._stop is not None and self._stop.is_asked)
+            self._replica.finish()
         self._restore_sigint()
         self._in_training = False
-        if self._replica is not None and not self._is_broken:
-            self._replica.finish()
 
     def teardown(self) -> None:
-        self._restore_sigint()
         self._in_training = self._in_batch = False
         if self._trainer is not None:
             self._give_back(self._trainer)
-        replica, self._replica = self._replica, None
-        if replica is not None:
-            replica.stop()
-        stop, self._stop = self._stop, None
-        net, self._net, self._lightning_net = self._net, None, None
-        if net is not None:
-            try:
-                if not self._is_broken:
-                    net.barrier().wait()  # a rank that fails from here on is noticed by its launcher
-            finally:
-                if stop is not None:
-                    stop.close()
-                net.close()
+        try:
+            self._leave()
+        finally:
+            self._restore_sigint()
         if self._is_broken:
             self._end_children()
         super().teardown()
+
+    def _leave(self) -> None:
+        """Ends what runs beside the training, once all ranks are here or one is lost."""
+        replica, self._replica = self._replica, None
+        stop, self._stop = self._stop, None
+        net = self._net
+        try:
+            if net is not None and not self._is_broken:
+                net.barrier().wait()  # a rank that fails from here on is noticed by its launcher
+            for lanes in (replica.stop if replica else None, stop.close if stop else None):
+                # In a broken network lanes have failed too, all for the same reason.
+                with contextlib.suppress(*[Exception] * self._is_broken):
+                    if lanes is not None:
+                        lanes()
+        except BaseException as exception:
+            self.fail(exception)
+            raise
+        finally:
+            self._net = self._lightning_net = None
+            if net is not None:
+                net.close()
+            if self._last_resort is not None:
+                self._last_resort.cancel()
 
     def _give_back(self, trainer: Any) -> None:
         """Leaves the trainer as it was."""
@@ -352,45 +405,54 @@ class DecentralizedMixin(_Base):
 
     # ---- failure ----
 
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.fail(exception)  # if that was raised before the hooks were in their place
+
     def fail(self, exception: BaseException) -> None:
         """This rank will not go on: tells the others why, unless all stop together."""
-        if (
-            self._is_broken
-            or self._net is None
-            or (self._stop is not None and self._stop.is_decided)
-        ):
+        if self._is_broken or self._is_stopping:
             return
         self._is_broken = True
-        if self._replica is not None:
-            with contextlib.suppress(Exception):
-                self._replica.stop()
-        reason = str(exception) or type(exception).__name__
-        if not isinstance(exception, PeerLost | KeyboardInterrupt | SystemExit):
-            reason = f"failed: {type(exception).__name__}: {reason}"
         if isinstance(exception, PeerLost):
-            print(
-                f"[rank {self.global_rank}] training ends: {exception}", file=sys.stderr, flush=True
-            )  # noqa: T201
+            _say(f"[rank {self.global_rank}] training ends: {exception}")
         self._quiet_observer()
-        self._net.fail(reason)
+        net, replica = self._net, self._replica
+        if net is not None:
+            if not self._in_training and not isinstance(exception, PeerLost) and _all_fail(net):
+                net.close()
+            else:
+                net.fail(self._reason(exception))
+        if replica is not None:
+            with contextlib.suppress(Exception):  # lanes fail with the network
+                replica.stop()
+
+    def _reason(self, exception: BaseException) -> str:
+        """What became of this rank, for the others, who put its name before it."""
+        if isinstance(exception, KeyboardInterrupt):
+            return "was interrupted"
+        text = str(exception)
+        if isinstance(exception, SystemExit) and "received SIGTERM" in text:
+            return text.removeprefix(f"rank {self.global_rank} ")
+        return f"failed: {type(exception).__name__}: {text}".removesuffix(": ")
 
     def _await_notice(self, lost: PeerLost) -> None:
         """The last resort: the training thread may hang in a library that cannot know of the loss."""
+        net = self._net
 
         def end() -> None:
-            if not self._is_broken and self._net is not None:
-                print(  # noqa: T201
+            if self._net is net and not self._is_broken:
+                _say(
                     f"[rank {self.global_rank}] ends: {lost}, and training did not come back to notice "
-                    f"within {_NOTICE_WITHIN_S:g} s",
-                    file=sys.stderr,
-                    flush=True,
+                    f"within {_NOTICE_WITHIN_S:g} s"
                 )
                 self._end_children(within_s=0.0)
                 os._exit(1)
 
-        timer = threading.Timer(_NOTICE_WITHIN_S, end)
-        timer.daemon = True
-        timer.start()
+        self._quiet_observer()
+        self._last_resort = threading.Timer(_NOTICE_WITHIN_S, end)
+        self._last_resort.daemon = True
+        self._last_resort.start()
 
     def _children(self) -> list[subprocess.Popen[bytes]]:
         return list(getattr(self._launcher, "procs", []))
@@ -402,6 +464,7 @@ class DecentralizedMixin(_Base):
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
+                child.wait()
 
     def _quiet_observer(self) -> None:
         """Lightning's observer kills this process as soon as a child has died, before it can say why."""
@@ -409,20 +472,29 @@ class DecentralizedMixin(_Base):
             if thread.name == "child-process-observer" and hasattr(thread, "_child_processes"):
                 thread._child_processes = []
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if hasattr(self._launcher, "procs"):
-            atexit.register(self._await_children)
-
     def _await_children(self) -> None:
         """A job is done when all its ranks are; it has failed when one of them has."""
-        codes = [child.wait() for child in self._children()]
-        failed = [f"rank {rank} with {code}" for rank, code in enumerate(codes, 1) if code]
+        self._quiet_observer()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()  # ends the waits of others for this rank
+        children = self._children()
+        while any(child.poll() is None for child in children):
+            if any(child.returncode for child in children):
+                self._end_children()
+            time.sleep(_POLL_CHILDREN_S)
+        failed = [
+            f"rank {rank} with {child.returncode}"
+            for rank, child in enumerate(children, 1)
+            if child.returncode
+        ]
         if failed:
-            print(f"lightning_dsgd: ended badly: {', '.join(failed)}", file=sys.stderr, flush=True)  # noqa: T201
+            _say(f"lightning_dsgd: ended badly: {', '.join(failed)}")
+            sys.stdout.flush()
             os._exit(1)
 
     def _on_sigterm(self, signum: int, _: Any) -> None:
+        if self._is_broken or self._is_stopping:
+            return  # it ends already
         if self._in_training and self._stop is not None and not self._trainer.validating:
             self._stop.request(signum)
         else:
@@ -456,32 +528,75 @@ class DecentralizedMixin(_Base):
         if self._is_broken:
             return obj
         self._settle()
-        return super().broadcast(obj, src)
+        with self._blaming("a broadcast"):
+            return super().broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if not self._in_batch:
             self._settle()
-        return super().all_gather(tensor, group, sync_grads)
+        with self._blaming("an all_gather"):
+            return super().all_gather(tensor, group, sync_grads)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or self._is_broken or self._lightning_net is None:
             return tensor
-        if self._in_batch and not self.algorithm.lockstep:
+        if self._is_of_a_step() and not self.algorithm.lockstep:
             self._warn_of_local_logs()
             return tensor
+        return self._reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # Not by `reduce`: callbacks also decide right after a batch, and all ranks must do the same.
+        if self._is_broken or self._lightning_net is None:
+            return decision
+        votes = int(self._reduce(torch.tensor(int(decision)), None, "sum"))
+        return votes == self.world_size if all else votes > 0
+
+    def _is_of_a_step(self) -> bool:
+        """Whether what is reduced now belongs to one batch; hooks after it are past `end_batch`."""
+        hook = getattr(self.lightning_module, "_current_fx_name", None)
+        return self._in_batch or hook == "on_train_batch_end"
+
+    def _reduce(self, tensor: Tensor, group: Any, reduce_op: Any) -> Any:
+        assert self._lightning_net is not None
         self._settle()
         op = getattr(reduce_op, "name", str(reduce_op)).lower()
         if op not in ("mean", "avg", "sum") or group is not None:
-            return super().reduce(tensor, group, reduce_op)
+            with self._blaming("a reduction"):
+                return super().reduce(tensor, group, reduce_op)
         is_mean = op != "sum"
         total = (tensor.float() if is_mean and not tensor.is_floating_point() else tensor).clone()
         flat = total.reshape(-1).contiguous()
         self._lightning_net.all_reduce(flat).wait()
         return (flat / self.world_size if is_mean else flat).view(total.shape)
 
-    def _settle(self) -> None:
-        if self._replica is not None and not self._in_batch:
-            self._replica.settle()
+    def _blaming(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._net is None else self._net.blaming(what)
+
+    def _settle(self, *, is_stopping: bool = False) -> None:
+        """Serves ranks that still train until all are here; all stop here if one of them has to.
+
+        For a rank that is out of data, and waits at the end of its epoch, never comes to the batch at
+        which the others stop.
+        """
+        if self._replica is None or self._in_batch or self._is_stopping:
+            return
+        self._replica.settle()
+        if self._stop is None or self._lightning_net is None or self._replica.shows_consensus:
+            return
+        num_stopping = torch.tensor([int(is_stopping)])
+        if self._lightning_net.all_reduce(num_stopping).wait():
+            self._stop.await_decision()
+            self._is_stopping = True
+            self._quiet_observer()
+            name = signal.Signals(self._stop.signum).name
+            text = (
+                f"rank {self._stop.origin} received {name}; all ranks stopped, "
+                f"rank {self.global_rank} after {self._stop.num_begun} batches"
+            )
+            if self._stop.signum == signal.SIGINT:
+                raise KeyboardInterrupt(text)
+            raise self._exceptions.SIGTERMException(text)
 
     def _warn_of_local_logs(self) -> None:
         if not self._warned_of_local_logs:
@@ -505,6 +620,9 @@ class DecentralizedMixin(_Base):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self._net is not None
+        filepath = self.broadcast(
+            filepath
+        )  # ranks that have made other numbers of steps name others
         mark = {
             "algorithm": self.algorithm.name,
             "hyperparameters": self.algorithm.hyperparameters(),
@@ -530,6 +648,7 @@ class DecentralizedMixin(_Base):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        checkpoint_path = self.broadcast(checkpoint_path)  # as it was when it was saved
         shared: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn != "fit":
@@ -586,6 +705,9 @@ class _Hooks(lightning.pytorch.Callback):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self._strategy.end_batch()
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self._strategy.end_batch()  # if a batch was skipped with the rest of its epoch
 
     def on_validation_batch_start(self, *args: Any) -> None:
         self._strategy.check_peers()
@@ -656,6 +778,41 @@ class _WAGMA(DecentralizedMixin):
         super().__init__(algorithm, **kwargs)
 
 
+class _EagerSGD(DecentralizedMixin):
+    """Eager-SGD: averages the gradients of those ranks that are there, without waiting for the last ones.
+
+    Args:
+        quorum: "solo" fires with the first rank, "majority" with one drawn at random for each round
+        sync_period: after how many rounds the weights are averaged over all ranks; None: never
+        **kwargs: as for every strategy
+    """
+
+    def __init__(
+        self, quorum: str = "majority", sync_period: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(EagerSGD(quorum=quorum, sync_period=sync_period), **kwargs)
+
+
+class _HPSGD(DecentralizedMixin):
+    """HPSGD: trains on while the sum of what all ranks have learnt travels; nobody waits for it.
+
+    Args:
+        max_local_steps: after how many steps since the last synchronisation a rank waits; None: never
+        outer_lr: learning rate of the outer optimizer, which steps once a synchronisation
+        outer_momentum: its Nesterov momentum
+        **kwargs: as for every strategy
+    """
+
+    def __init__(
+        self,
+        max_local_steps: int | None = None,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(HPSGD(max_local_steps, outer_lr, outer_momentum), **kwargs)
+
+
 class DecentralizedStrategy(DecentralizedMixin, lightning.pytorch.strategies.DDPStrategy):
     __doc__ = DecentralizedMixin.__doc__
 
@@ -680,11 +837,21 @@ class WAGMAStrategy(_WAGMA, DecentralizedStrategy):
     __doc__ = _WAGMA.__doc__
 
 
+class EagerSGDStrategy(_EagerSGD, DecentralizedStrategy):
+    __doc__ = _EagerSGD.__doc__
+
+
+class HPSGDStrategy(_HPSGD, DecentralizedStrategy):
+    __doc__ = _HPSGD.__doc__
+
+
 STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = {
     "allreduce": AllReduceStrategy,
     "no_sync": NoSyncStrategy,
     "local_sgd": LocalSGDStrategy,
+    "hpsgd": HPSGDStrategy,
     "dpsgd": DPSGDStrategy,
+    "eager_sgd": EagerSGDStrategy,
     "wagma": WAGMAStrategy,
 }
 """The names that `Trainer(strategy=...)` takes."""
@@ -711,9 +878,11 @@ def register() -> None:
 def _check_options(strategy: str, algorithm: Algorithm, kwargs: dict[str, Any]) -> None:
     """Raises for options that are not ours or Lightning's; drops those that say nothing."""
     ours = [*algorithm.hyperparameters(), *_OWN]
+    defaults = inspect.signature(DistributedDataParallel).parameters
     for name, value in list(kwargs.items()):
-        if name in _NOT_OURS and value is None:
-            del kwargs[name]  # a command line passes the defaults of the base class
+        says_nothing = value is None or (name in defaults and value == defaults[name].default)
+        if says_nothing and (name in _NOT_OURS or name in defaults):
+            del kwargs[name]  # a command line passes the defaults of the base classes
         elif name in _NOT_OURS:
             raise ValueError(
                 f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
@@ -723,6 +892,19 @@ def _check_options(strategy: str, algorithm: Algorithm, kwargs: dict[str, Any]) 
                 f"{strategy} has no option {name}, got {name}={value!r}; it takes "
                 f"{', '.join(ours)}, and of Lightning's {', '.join(sorted(_LIGHTNINGS))}"
             )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _all_fail(net: ProcessGroupTransport) -> bool:
+    """Whether every rank fails, as all do that refuse a configuration: each says so itself."""
+    try:
+        net.sub("failing").barrier().wait(_ALIKE_WITHIN_S)
+    except TransportError:
+        return False
+    return True
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

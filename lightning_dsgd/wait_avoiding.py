@@ -3,9 +3,10 @@
 A *version* v = 0, 1, 2, ... is one round of sums, one sum in each group of ranks.  Each rank has a lane that
 executes all versions, each once, in order.  The training thread *arrives* at versions, in order too.
 
-1. **Activation.**  The first rank to arrive at v activates all others: along the binomial tree rooted at
-   itself it sends (activate, v, root), and whoever gets that passes it on along the same tree.  Ranks that
-   arrive before they hear of it do the same; it does no harm.  An activation of v is one of all before v.
+1. **Activation.**  The first rank to arrive at v tells the ranks at distance 1, 2, 4, ... after it; whoever
+   hears of v for the first time, or arrives before it has, does the same, at once.  The paths on which the
+   news first travel are the binomial tree rooted at the first rank.  Several first ranks do no
+   harm.  An activation of v is one of all versions before v.
 2. **Execution.**  A lane executes v once v is activated: it asks the member for its contribution and takes
    part in the all-reduce of its group.  The training thread need not have arrived: the member then
    contributes what it has, *passively*.  A lane that is behind catches up in order, so messages of
@@ -22,10 +23,14 @@ executes all versions, each once, in order.  The training thread *arrives* at ve
    that anyone arrived at, execute all up to V, take in every activation still under way, and only then
    return: no message is left, and every rank goes on with V + 1.
 
+Why nobody waits for ever: a lane that knows of v has passed it on before it can block in the sum of v, and
+blocks in no later one; so once any rank has arrived at v, all come to know of v, or are in sums of
+earlier versions, of which the same holds.
+
 Versions behind: at a group version, the contribution of a rank may be as old as its last arrival.
 It cannot be older than the last global version, which needed its arrival.
 
-Legend: v version, P ranks, `root` the rank that arrived first.
+Legend: v version, P ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from torch import Tensor
 from lightning_dsgd import topology
 from lightning_dsgd.transport import ANY, Timeout, Transport
 
-_ARRIVED, _ACTIVATE, _SETTLE, _SETTLED, _STATUS, _DRAIN = range(6)
+_ARRIVED, _ACTIVATE, _SETTLE, _SETTLED, _FINISH, _DRAIN = range(6)
 
 
 class Member(Protocol):
@@ -93,15 +98,17 @@ class WaitAvoiding:
         """The first version that this rank has not executed."""
         self._member = member
         self._me = net.rank
-        self._world_size = net.world_size
         self._home = net.sub("home")  # where the training thread is answered
-        self._activated = self._arrived = first_version - 1
+        self._newest_arrival = self._activated = self._arrived = first_version - 1
         self._awaited = -1  # the version whose execution the training thread waits for
         self._is_settled = False
         self._settled: set[int] = set()
-        self._num_begun = 0  # trees rooted here
-        self._num_heard = 0  # trees of others that have reached us
-        self._drain: tuple[int, int] | None = None
+        self._tells = topology.exponential_neighbours(net.rank, net.world_size)
+        self._hears_from = topology.exponential_neighbours(net.rank, net.world_size, sign=-1)
+        self._num_told = self._num_heard = 0
+        self._finish_at: int | None = None
+        self._is_finished = False
+        self._num_to_hear: int | None = None
         self._lane = net.spawn_lane(self._serve, "wait-avoiding")
 
     # ---- the training thread ----
@@ -114,6 +121,7 @@ class WaitAvoiding:
             wait_for: the one to wait for; -1: none
         """
         wait_for = version if wait_for is None else wait_for
+        self._newest_arrival = version
         self._tell(_ARRIVED, version, wait_for)
         if wait_for >= 0:
             self._answer()
@@ -122,13 +130,13 @@ class WaitAvoiding:
         """Serves the others until no rank arrives any more; gives the next version of all ranks."""
         self._tell(_SETTLE)
         self._home.barrier().wait()
-        self._tell(_STATUS)
-        everyones = self._home.all_gather(self._answer()).wait()
-        last = max(int(arrived) for arrived, _ in everyones)
-        num_trees = sum(int(begun) for _, begun in everyones)
-        self._tell(_DRAIN, last, num_trees - int(everyones[self._me][1]))
+        last = max(map(int, self._home.all_gather(torch.tensor([self._newest_arrival])).wait()))
+        self._tell(_FINISH, last)
+        num_told = self._home.all_gather(self._answer()).wait()
+        self._tell(_DRAIN, sum(int(num_told[rank]) for rank in self._hears_from))
         self._answer()
         self._home.barrier().wait()  # nobody arrives at the next version before all have drained
+        self._newest_arrival = last
         return last + 1
 
     def stop(self) -> None:
@@ -159,14 +167,14 @@ class WaitAvoiding:
         self._member.reduced(version, len(group))
         if self._awaited == version:
             self._awaited = -1
-            self._reply(0, 0)
+            self._reply()
 
     def _may_execute(self) -> bool:
-        if self._drain is not None:
-            self._reply_when_drained()
+        if self._finish_at is not None:
+            self._report_if_finished()
         version = self.next_version
-        return self._arrived >= version or (
-            self._activated >= version and (self._is_settled or not self._needs_arrival(version))
+        return self._activated >= version and (
+            self._arrived >= version or self._is_settled or not self._needs_arrival(version)
         )
 
     def _needs_arrival(self, version: int) -> bool:
@@ -192,23 +200,20 @@ class WaitAvoiding:
         if kind == _ARRIVED:
             self._hear_of_own_arrival(net, a, wait_for=b)
         elif kind == _ACTIVATE:
-            self._activated = max(self._activated, a)
             self._num_heard += 1
-            self._pass_on(net, kind, a, root=b)
+            self._activate(net, a)
         elif kind == _SETTLE:
             self._is_settled = True
-            self._settled.add(self._me)
-            self._begin_tree(net, _SETTLED)
+            self._add_settled(net, self._me)
         elif kind == _SETTLED:
-            self._settled.add(b)
             self._num_heard += 1
-            self._pass_on(net, kind, a, root=b)
+            self._add_settled(net, a)
             self._activate_if_due(net)
-        elif kind == _STATUS:
-            self._reply(self._arrived, self._num_begun)
-        else:
-            self._drain = a, b
+        elif kind == _FINISH:
+            self._finish_at = a
             self._activated = max(self._activated, a)
+        else:
+            self._num_to_hear = a
 
     def _hear_of_own_arrival(self, net: Transport, version: int, wait_for: int) -> None:
         self._arrived = version
@@ -218,39 +223,48 @@ class WaitAvoiding:
             self._member.arrived(version)
             self._activate_if_due(net)
         if 0 <= wait_for < self.next_version:
-            self._reply(0, 0)
+            self._reply()
         else:
             self._awaited = wait_for
 
     def _activate_if_due(self, net: Transport) -> None:
-        if self._activated >= self._arrived:
-            return
         activator = self._member.activator(self._arrived)
         if activator in (None, self._me) or activator in self._settled:
-            self._activated = self._arrived
-            self._begin_tree(net, _ACTIVATE)
+            self._activate(net, self._arrived)
 
-    def _begin_tree(self, net: Transport, kind: int) -> None:
-        self._num_begun += 1
-        self._pass_on(net, kind, self._arrived, root=self._me)
+    def _activate(self, net: Transport, version: int) -> None:
+        if version > self._activated:
+            self._activated = version
+            self._pass_on(net, _ACTIVATE, version)
 
-    def _pass_on(self, net: Transport, kind: int, version: int, root: int) -> None:
-        for child in topology.binomial_children(root, self._me, self._world_size):
-            net.send(torch.tensor([kind, version, root]), child)
+    def _add_settled(self, net: Transport, rank: int) -> None:
+        if rank not in self._settled:
+            self._settled.add(rank)
+            self._pass_on(net, _SETTLED, rank)
 
-    def _reply(self, a: int, b: int) -> None:
-        self._home.send(torch.tensor([a, b]), self._me)
+    def _pass_on(self, net: Transport, kind: int, what: int) -> None:
+        if self._finish_at is None:  # else all ranks know already
+            self._num_told += 1
+            for rank in self._tells:
+                net.send(torch.tensor([kind, what, 0]), rank)
 
-    def _reply_when_drained(self) -> None:
-        assert self._drain is not None
-        last, num_trees = self._drain
-        if self.next_version > last and self._num_heard == num_trees:
-            self._drain = None
-            self._arrived = self._activated = last
-            self._num_begun = self._num_heard = 0
-            self._is_settled = False
+    def _reply(self, number: int = 0) -> None:
+        self._home.send(torch.tensor([number]), self._me)
+
+    def _report_if_finished(self) -> None:
+        assert self._finish_at is not None
+        if self.next_version <= self._finish_at:
+            return
+        if not self._is_finished:
+            self._is_finished = True
+            self._reply(self._num_told)
+        if self._num_heard == self._num_to_hear:
+            self._arrived = self._activated = self._finish_at
+            self._finish_at = self._num_to_hear = None
+            self._num_told = self._num_heard = 0
+            self._is_settled = self._is_finished = False
             self._settled.clear()
-            self._reply(0, 0)
+            self._reply()
 
 
 _WORDS = torch.empty(0, dtype=torch.int64)

@@ -17,8 +17,11 @@ from lightning_dsgd import topology
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.dpsgd import DPSGD
+from lightning_dsgd.algorithms.eager_sgd import EagerSGD
+from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
@@ -41,6 +44,8 @@ class Row:
     """Whether weights that differ between ranks are brought together."""
     is_synchronous: bool = True
     """Whether what is averaged does not depend on who is late: the mean is conserved then."""
+    steps_together: bool = True
+    """Whether ranks that arrive at the same moment are all in time."""
     accuracy: float = 1e-6
     """How near the constant learning rate comes to a minimum that is another one on every rank."""
 
@@ -59,6 +64,11 @@ def wagma_bytes(world_size: int, size: int, period: int) -> float:
     groups = [len(topology.groups(v, world_size, topology.near_sqrt(world_size))) for v in range(3)]
     group_sums = 2 * (world_size - sum(groups) / 3) / world_size * size
     return ((period - 1) * group_sums + reduce_bytes(world_size, size)) / period
+
+
+def push_bytes(world_size: int, size: int, num_peers: int) -> float:
+    """Shares of the weights, each with a push weight, to as many peers as there are."""
+    return min(num_peers, (world_size - 1).bit_length()) * (size + 8)
 
 
 TABLE = {
@@ -90,6 +100,35 @@ TABLE = {
         is_synchronous=False,
         accuracy=1.0,
     ),
+    "hpsgd": Row(
+        HPSGD,
+        lambda p, size: reduce_bytes(p, size) + 2 * flag_bytes(p),
+        is_synchronous=False,
+        accuracy=1.0,
+    ),
+    "hpsgd_bounded": Row(
+        lambda: HPSGD(max_local_steps=1),
+        lambda p, size: reduce_bytes(p, size) + 2 * flag_bytes(p),
+        is_synchronous=False,
+    ),
+    "eager_solo": Row(
+        lambda: EagerSGD(quorum="solo"),
+        reduce_bytes,
+        slack=0.05,
+        mixes_weights=False,
+        is_synchronous=False,
+        steps_together=False,
+        accuracy=1.0,
+    ),
+    "eager_majority": Row(
+        lambda: EagerSGD(sync_period=5),
+        lambda p, size: reduce_bytes(p, size) * 6 / 5,
+        period=5,
+        slack=0.05,
+        mixes_weights=False,
+        is_synchronous=False,
+        accuracy=1.0,
+    ),
     "wagma_synchronous": Row(
         lambda: WAGMA(sync_period=4, wait_avoiding=False),
         lambda p, size: wagma_bytes(p, size, 4),
@@ -97,9 +136,23 @@ TABLE = {
         slack=0.05,
     ),
 }
+# What gossip leaves between the ranks moves their mean as soon as messages are late.
+TABLE |= {
+    "sgp": Row(SGP, lambda p, size: push_bytes(p, size, 1)),
+    "sgp_two_peers": Row(lambda: SGP(num_peers=2), lambda p, size: push_bytes(p, size, 2)),
+    "sgp_overlap": Row(
+        lambda: SGP(overlap=1),
+        lambda p, size: push_bytes(p, size, 1),
+        is_synchronous=False,
+        accuracy=1.0,
+    ),
+}
 ROWS = pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
 SYNCHRONOUS = pytest.mark.parametrize(
     "row", [pytest.param(row, id=name) for name, row in TABLE.items() if row.is_synchronous]
+)
+TOGETHER = pytest.mark.parametrize(
+    "row", [pytest.param(row, id=name) for name, row in TABLE.items() if row.steps_together]
 )
 CONSERVING = pytest.mark.parametrize(
     "row",
@@ -168,7 +221,7 @@ def keep_equal(net: Any, row: Row) -> Tensor:
     return own
 
 
-@ROWS
+@TOGETHER
 @SIZES
 def test_same_start_and_same_gradient_keep_all_ranks_in_consensus(
     row: Row, world_size: int

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -88,7 +89,7 @@ class ProcessWorld:
                     outcome = outcomes[open_pipes.pop(pipe)]
                     outcome.seconds = time.monotonic() - begin
                     try:
-                        outcome.result, outcome.error = pipe.recv()
+                        outcome.result, outcome.error = pickle.loads(pipe.recv_bytes())
                     except EOFError:
                         outcome.error = "died"
             for (process, _), outcome in zip(ranks, outcomes, strict=True):
@@ -123,6 +124,7 @@ class FitWorld(ProcessWorld):
             TORCHELASTIC_RUN_ID="tests",
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT="1",
+            OMP_NUM_THREADS="1",  # else Lightning sets what suits one job on this machine
         )
         return fn(*args)
 
@@ -149,7 +151,8 @@ def _run_rank(
     except BaseException as exception:
         traceback.print_exc()
         result, error = None, f"{type(exception).__name__}: {exception}"
-    pipe.send((result, error))
+    # Not `send`, which leaves a tensor's memory with this process, which ends.
+    pipe.send_bytes(pickle.dumps((result, error)))
     pipe.close()
     with contextlib.suppress(Exception):
         dist.destroy_process_group()

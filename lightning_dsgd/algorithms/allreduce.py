@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm, num_active
+from lightning_dsgd.algorithm import Algorithm, num_active, take_over_newest
 from lightning_dsgd.transport import Transport
 
 
@@ -47,14 +47,7 @@ class AllReduce(Algorithm):
         while num_active(self.net, active=False):
             zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
             self.net.all_reduce(zeros).wait()
-        self._take_over_newest(x)
-
-    def _take_over_newest(self, x: Tensor) -> None:
-        steps = self.net.all_gather(torch.tensor([self.step])).wait()
-        newest = max(range(self.net.world_size), key=lambda rank: int(steps[rank]))
-        if len({int(step) for step in steps}) > 1:
-            self.net.broadcast(x, newest).wait()
-            self.step = int(steps[newest])
+        self.step = take_over_newest(self.net, x, self.step)
 
     def consensus(self, x: Tensor) -> Tensor:
         # All ranks hold the same, unless they took over weights while keeping their optimizer's state.

@@ -20,6 +20,7 @@ everyone.  A rank that fails says so itself, with its reason.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import json
@@ -34,7 +35,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -107,8 +108,21 @@ class ProcessGroupTransport(Endpoint):
         self._mesh.check("a check between two steps")
 
     def on_lost(self, callback: Callable[[PeerLost], None]) -> None:
-        """Has `callback` called once, from the mesh's thread, when another rank is lost."""
+        """Has `callback` called, from the mesh's thread, when another rank is lost; at once if one is."""
         self._mesh.on_lost = callback
+        lost = self._mesh.mailboxes.failure
+        if lost is not None and lost.rank != self.rank:
+            callback(lost)
+
+    @contextlib.contextmanager
+    def blaming(self, what: str) -> Iterator[None]:
+        """Around another library's collective: raises `PeerLost` if it fails because a rank is lost."""
+        try:
+            yield
+        except RuntimeError:
+            self._mesh.await_verdict()
+            self._mesh.check(what)
+            raise
 
     def fail(self, reason: str) -> None:
         """Tells every rank that this one has failed, and closes."""
@@ -176,12 +190,8 @@ class _NativeWork:
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         begin = time.monotonic()
-        try:
+        with self._net.blaming("all_reduce over all ranks"):
             self._work.wait()
-        except RuntimeError as err:
-            self._net._mesh.await_verdict()
-            self._net._mesh.check("all_reduce over all ranks")
-            raise Timeout(f"all_reduce over all ranks failed: {err}") from err
         if self._y is not self._x:
             self._x.copy_(self._y)
         self._net.counters.wait_s += time.monotonic() - begin
@@ -250,10 +260,11 @@ class _Receipt:
                 net.counters.wait_s += time.monotonic() - begin
             else:
                 lane.waiting = None
-            if not in_time and net._mesh.mailboxes.withdraw(self):
-                self._posted = False
-                raise Timeout(f"rank {net.rank} has waited {limit:g} s for {self.describe()}")
-            self.arrived.wait(limit)  # claimed by a message that is half read
+            if not in_time:
+                self._posted = not net._mesh.mailboxes.withdraw(self)
+                # What cannot be withdrawn is half read: its end may be near.
+                if not self._posted or not self.arrived.wait(limit):
+                    raise Timeout(f"rank {net.rank} has waited {limit:g} s for {self.describe()}")
         if self.failure is not None:
             net._mesh.mailboxes.withdraw(self)
             if isinstance(self.failure, PeerLost):
@@ -364,6 +375,7 @@ class _Connection:
 
     def __init__(self, mesh: _Mesh, sock: socket.socket, rank: int = -1) -> None:
         self.rank = rank  # -1: unknown until the hello
+        self.is_ending = False  # the peer has said farewell on it
         self.sock = sock
         self._mesh = mesh
         self._lock = threading.Lock()
@@ -465,10 +477,11 @@ class _Connection:
             if self.rank < 0:
                 if left < _HELLO.size:
                     break
-                token, self.rank = _HELLO.unpack_from(staging, at)
+                token, rank = _HELLO.unpack_from(staging, at)
                 at += _HELLO.size
                 if not secrets.compare_digest(token, self._mesh.token):
                     return False
+                self.rank = rank
             elif self._header is None:
                 if left < _HEADER.size:
                     break
@@ -504,7 +517,7 @@ class _Connection:
         payload = self._payload
         self._header, self._payload, self._target = None, _EMPTY, memoryview(b"")
         if kind >= _HEARTBEAT:
-            self._mesh.hear_news(self.rank, kind, bytes(payload.numpy()))
+            self._mesh.hear_news(self, kind, tag, bytes(payload.numpy()))
         else:
             self._mesh.mailboxes.deliver(self.rank, (channel, tag), kind, payload)
 
@@ -577,6 +590,7 @@ class _Mesh:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         _meshes.add(self)
+        atexit.register(self._end)
         sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._serve, name="dsgd-mesh", daemon=True)
         self._thread.start()
@@ -587,11 +601,17 @@ class _Mesh:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        self._announce(_FAREWELL, _EMPTY)
+        atexit.unregister(self._end)
+        self._say_farewell()
         self._closing_at = time.monotonic() + _CLOSE_TIMEOUT_S
         self._wake()
         thread.join()
         sys.setswitchinterval(self._switch_interval_s)
+
+    def _end(self) -> None:
+        """The process ends; its other threads live on while it waits for child processes."""
+        self.lose(self.rank, "ended before it had closed its network")
+        self.close()
 
     # ---- failure ----
 
@@ -622,12 +642,25 @@ class _Mesh:
     def hear(self, rank: int) -> None:
         self._heard[rank] = time.monotonic()
 
-    def hear_news(self, source: int, kind: int, text: bytes) -> None:
+    def hear_news(self, connection: _Connection, kind: int, tag: int, text: bytes) -> None:
         if kind == _FAREWELL:
-            self.mailboxes.break_off(left=source)
+            connection.is_ending = True
+            if not tag:
+                self.mailboxes.break_off(left=connection.rank)
         elif kind == _LOST:
             rank, reason = json.loads(text)
             self.lose(int(rank), str(reason))
+
+    def _say_farewell(self) -> None:
+        """On every connection; its tag is 1 where another one may still bring messages of ours."""
+        lost = self.mailboxes.failure
+        if lost is not None:  # so that whoever has connected since does not take us for the cause
+            self._announce(_LOST, _encode([lost.rank, lost.reason]))
+        for connection in self._connections():
+            if connection.rank >= 0:
+                ours = self._outgoing.get(connection.rank, connection)
+                header = _HEADER.pack(0, int(ours is not connection), 0, _FAREWELL, 0)
+                connection.send(header, _EMPTY, copy=True)
 
     def _announce(self, kind: int, text: Tensor) -> None:
         header = _HEADER.pack(0, 0, len(text), kind, 0)
@@ -688,6 +721,9 @@ class _Mesh:
                         self._serve_connection(key.data, events)
                 while self._to_attend:
                     self._watch(self._to_attend.popleft())
+        except Exception as error:
+            self.lose(self.rank, f"failed: {type(error).__name__}: {error}")
+            raise
         finally:
             self.close_files()
             self._selector.close()
@@ -743,7 +779,8 @@ class _Mesh:
         connection.drop_queue()
         if connection in self._incoming:
             self._incoming.remove(connection)
-        if connection.rank >= 0 and connection.rank not in self.mailboxes.left:
+        is_over = connection.is_ending or connection.rank in self.mailboxes.left
+        if connection.rank >= 0 and not is_over:
             self.lose(connection.rank, "died (its connection ended without a farewell)")
 
     def close_files(self) -> None:

@@ -1,0 +1,338 @@
+"""Ok-Topk (Li & Hoefler, PPoPP 2022, https://arxiv.org/abs/2201.07598), Algorithms 1 and 2.
+
+    acc_i <- e_i + g_i
+    u <- Topk(sum_i Topk(acc_i))
+    e_i <- acc_i, but 0 where it has contributed to u
+    g_i <- u / P
+
+Legend: g gradient, e residual, acc what was accumulated, k = density n entries of n are selected, P ranks,
+tau' threshold_period, tau repartition_period.
+
+Every rank owns a region of the gradient: it sums what the others have selected there, selects from the
+sums, and all gather what was selected.
+
+Differs from the paper:
+- Algorithm 2 accumulates lr * g and subtracts u / P from the weights.  Here gradients are accumulated and
+  the optimizer comes afterwards, as in the paper's runs with Adam; with plain SGD and a constant lr the
+  two are the same.  When the lr changes, the residual is applied with the new one.
+- A step with an exact threshold selects exactly k, the first of equal ones.  Between, a count above 5k/4
+  (locally, or in total) is cut to k at once, so that the volume is bounded; one under 2k/3 lowers the
+  threshold gently for the next step.
+- The exact global threshold is found by counting digits, in all-reduces of 1 KB, where the paper gathers
+  all sums on all ranks, up to P k of them.
+- Any P: the all-gather is Bruck's, which is recursive doubling where P is a power of two.
+- Indices are packed (`sparse.pack`), not sent as coordinates of 4 bytes.
+- A rank that has run out of data goes on with its residual (`error_feedback`).
+
+Every rank waits for every other in every step.  Sends about 2 (2k (P-1)/P) values with their indices a step,
+at most 6k (P-1)/P words of 4 bytes, and about 30 P bytes of headers and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd import sparse
+from lightning_dsgd.error_feedback import BALANCE, SPLIT, ErrorFeedback, Selected
+from lightning_dsgd.transport import Transport
+
+BUCKET_SIZE: Final = 8
+"""How many destinations are sent to before what came from the bucket before them is reduced."""
+
+DIGIT_BITS: Final = 8
+
+
+@dataclass
+class OkTopk(ErrorFeedback):
+    """All-reduces the k largest entries of the gradient, in a volume that does not grow with P.
+
+    Memory above plain training: |g|, the residual |g| (in fp32 or wider), the region (|g| / P where the
+    selected entries are spread evenly, at most |g|), and one byte an element.
+
+    Args:
+        density: k / n
+        threshold_period: tau', how many steps lie between two exact thresholds
+        repartition_period: tau, how many steps lie between two partitions into regions
+        balance_ratio: entries are spread evenly before the all-gather where one rank has so many times
+            the mean
+        warmup_steps: how many steps reduce the whole gradient first
+        wire_dtype: "float32" sends values in full (float64 where the weights are); "bfloat16" rounds them,
+            and keeps what is rounded off in the residual
+    """
+
+    name: ClassVar[str] = "oktopk"
+
+    density: float = 0.01
+    threshold_period: int = 32
+    repartition_period: int = 64
+    balance_ratio: float = 4.0
+    warmup_steps: int = 0
+    wire_dtype: str = "float32"
+
+    def check(self, world_size: int) -> None:
+        super().check(world_size)
+        for name, least, example in (
+            ("threshold_period", 1, 32),
+            ("repartition_period", 1, 64),
+            ("warmup_steps", 0, 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"{name} must be a whole number of at least {least}, got {name}={value!r}; "
+                    f"try {name}={example}"
+                )
+        if not self.balance_ratio >= 1:
+            raise ValueError(
+                "balance_ratio must be at least 1, got "
+                f"balance_ratio={self.balance_ratio}; try balance_ratio=4.0"
+            )
+        if self.wire_dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                f'wire_dtype must be "float32" or "bfloat16", got wire_dtype={self.wire_dtype!r}'
+            )
+
+    def start(self, net: Transport, x: Tensor) -> None:
+        super().start(net, x)
+        if self.wire_dtype == "bfloat16":
+            self.wire = torch.bfloat16
+        self.local_threshold = self.residual.new_zeros(())
+        self.global_threshold = self.residual.new_zeros(())
+        self.boundaries = _evenly(len(x), net.world_size)
+        self.room = self.residual.new_zeros(0)  # for the region; zeros between two steps
+        self.num_selected = 0
+        self.num_balanced = 0
+
+    def exchange(self, g: Tensor, active: int) -> None:
+        if self.round >= self.warmup_steps:
+            super().exchange(g, active)
+            return
+        self.net.all_reduce(g).wait()
+        g /= active
+        self.round += 1
+        self.num_selected = self.num_applied = len(g)
+
+    def sparse_allreduce(self, g: Tensor) -> Selected:
+        """Algorithm 1."""
+        t = self.round - self.warmup_steps
+        is_exact = t % self.threshold_period == 0
+        if is_exact:
+            self.accumulate(g)
+            self.local_threshold = self.th_re_evaluate()
+            sparse.mark(self.residual, self.local_threshold, self.marks)
+        else:
+            sparse.accumulate_and_mark(self.residual, g, self.local_threshold, self.marks)
+        local = self.select_local(is_exact)
+        if t % self.repartition_period == 0:
+            self.boundaries = self.space_repartition(local[1])
+        region, touched = self.split_and_reduce(*local)
+        if is_exact:
+            self.global_threshold = self.th_re_evaluate_global(region)
+        u = self.balance_and_allgatherv(region, is_exact)
+        region[touched] = 0
+        self.update_residual(u[1])
+        return u
+
+    # ---- selection ----
+
+    def th_re_evaluate(self) -> Tensor:
+        """The exact local threshold."""
+        return sparse.kth_magnitude(self.residual, self.k)
+
+    def select_local(self, is_exact: bool) -> Selected:
+        """What the threshold lets through, k entries of it where that is too many."""
+        selected = self.marked()
+        count = len(selected[0])
+        if 4 * count > 5 * self.k and not is_exact:
+            # The k-th of what was let through is the exact threshold.
+            self.local_threshold = sparse.kth_magnitude(selected[0], self.k)
+        if 4 * count > 5 * self.k or is_exact:
+            selected = self.cut(selected, self.k)
+        elif not is_exact:
+            self.local_threshold = sparse.corrected(self.local_threshold, count, self.k)
+        self.num_selected = len(selected[0])
+        return selected
+
+    def th_re_evaluate_global(self, region: Tensor) -> Tensor:
+        """The exact k-th largest magnitude of all regions, digit by digit from the highest.
+
+        Magnitudes are ordered like the integers that their bits are.
+        """
+        values, _ = sparse.select(region, region.new_zeros(()))
+        bits = values.abs().view(torch.int64 if values.dtype == torch.float64 else torch.int32)
+        wanted, prefix = self.k, 0
+        for shift in range(8 * values.itemsize - DIGIT_BITS, -1, -DIGIT_BITS):
+            digits = (bits >> shift) & ((1 << DIGIT_BITS) - 1)
+            counts = torch.bincount(digits, minlength=1 << DIGIT_BITS).to(torch.int32)
+            self.net.all_reduce(counts).wait()
+            at_least = counts.flip(0).cumsum(0).flip(0).tolist()  # with this digit or a higher one
+            if at_least[0] < wanted:
+                return region.new_zeros(())  # there are fewer than k in all
+            digit = max(d for d, num in enumerate(at_least) if num >= wanted)
+            wanted -= at_least[digit + 1] if digit + 1 < len(at_least) else 0
+            prefix = prefix << DIGIT_BITS | digit
+            bits = bits[digits == digit]
+        return torch.tensor(prefix, dtype=bits.dtype, device=region.device).view(region.dtype)
+
+    def select_global(self, region: Tensor, is_exact: bool) -> tuple[Selected, list[int]]:
+        """The entries of the global top-k in this rank's region, and how many every rank has.
+
+        No more than 5k/4 in all, no more than k by an exact threshold; the first of equal ones.
+        """
+        start = self.boundaries[self.net.rank]
+        values, offsets = sparse.select(region, self.global_threshold)
+        is_tie = values.abs() == self.global_threshold
+        counts = torch.tensor([len(values), int(is_tie.sum())])
+        gathered = [theirs.tolist() for theirs in self.net.all_gather(counts).wait()]
+        sizes, ties = ([c[i] for c in gathered] for i in (0, 1))
+        total = sum(sizes)
+        if not is_exact and 4 * total > 5 * self.k:
+            self.global_threshold = self.th_re_evaluate_global(region)
+            return self.select_global(region, is_exact=True)
+        if not is_exact:
+            self.global_threshold = sparse.corrected(self.global_threshold, total, self.k)
+        elif total > self.k:
+            may_stay = sum(ties) - (total - self.k)
+            for rank, num in enumerate(ties):
+                stay = min(num, max(0, may_stay - sum(ties[:rank])))
+                sizes[rank] -= num - stay
+                if rank == self.net.rank:
+                    keep = ~is_tie
+                    keep[is_tie.nonzero().squeeze(1)[:stay]] = True
+            values, offsets = values[keep], offsets[keep]
+        return (values, offsets + start), sizes
+
+    # ---- the two phases ----
+
+    def space_repartition(self, indices: Tensor) -> list[int]:
+        """Regions that hold equally many of the selected entries, by the mean of all ranks' wishes."""
+        n, num_ranks = len(self.residual), self.net.world_size
+        wishes = torch.tensor(_evenly(n, num_ranks)[1:-1], dtype=torch.int64)
+        if len(indices):
+            wishes = indices[_evenly(len(indices), num_ranks)[1:-1]].cpu()
+        self.net.all_reduce(wishes).wait()
+        return [0, *(wishes // num_ranks).tolist(), n]
+
+    def split_and_reduce(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Sends every rank what lies in its region; sums what lies in this rank's.
+
+        Rank i sends to i + 1, i + 2, ..., so that none is overrun.  While a bucket of messages is under
+        way, the one before it is reduced.
+
+        Returns:
+            The region, and where in it there may be something else than zero.
+        """
+        net = self.net
+        start, stop = self.boundaries[net.rank : net.rank + 2]
+        cuts = torch.searchsorted(indices, torch.tensor(self.boundaries, device=indices.device))
+        spans = [slice(a, b) for a, b in zip(cuts.tolist(), cuts.tolist()[1:], strict=False)]
+        if len(self.room) < stop - start:
+            self.room = self.residual.new_zeros(stop - start)
+        region = self.room[: stop - start]
+        mine = spans[net.rank]
+        touched = [indices[mine] - start]
+        region[touched[0]] = values[mine]
+
+        def reduce(distances: Sequence[int]) -> None:
+            for distance in distances:
+                source = (net.rank - distance) % net.world_size
+                theirs, places = self.unpack(net.recv(self.marks.view(torch.uint8), source, SPLIT).wait())
+                touched.append(places.sub_(start))
+                region[places] += theirs  # no place comes twice in one message
+
+        bucket: Sequence[int] = ()
+        for first in range(1, net.world_size, BUCKET_SIZE):
+            before, bucket = bucket, range(first, min(first + BUCKET_SIZE, net.world_size))
+            for distance in bucket:
+                rank = (net.rank + distance) % net.world_size
+                net.send(self.pack(values[spans[rank]], indices[spans[rank]]), rank, SPLIT)
+            reduce(before)
+        reduce(bucket)
+        return region, torch.cat(touched)
+
+    def balance_and_allgatherv(self, region: Tensor, is_exact: bool) -> Selected:
+        """The global top-k, from all regions."""
+        (values, indices), sizes = self.select_global(region, is_exact)
+        self.keep_rounding(values, indices)
+        if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
+            values, indices = self.balance(values, indices, sizes)
+            self.num_balanced += 1
+        gathered = self.allgatherv(values, indices)
+        return torch.cat([v for v, _ in gathered]), torch.cat([i for _, i in gathered])
+
+    def balance(self, values: Tensor, indices: Tensor, sizes: Sequence[int]) -> Selected:
+        """Spreads the entries evenly, in their order: all know who has to send what to whom."""
+        net = self.net
+        ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        goals = _evenly(ends[-1], net.world_size)
+
+        def shared(source: int, goal: int) -> slice:
+            """Of the entries of one rank, those that another shall have."""
+            first = max(ends[source], goals[goal])
+            last = min(ends[source + 1], goals[goal + 1])
+            return slice(first - ends[source], max(first, last) - ends[source])
+
+        for distance in range(1, net.world_size):
+            rank = (net.rank + distance) % net.world_size
+            span = shared(net.rank, rank)
+            if span.start < span.stop:
+                net.send(self.pack(values[span], indices[span]), rank, BALANCE)
+        received = []
+        for rank in range(net.world_size):
+            span = shared(rank, net.rank)
+            if rank == net.rank:
+                received.append((values[span], indices[span]))
+            elif span.start < span.stop:
+                message = net.recv(self.marks.view(torch.uint8), rank, BALANCE).wait()
+                received.append(self.unpack(message))
+        return torch.cat([v for v, _ in received]), torch.cat([i for _, i in received])
+
+    # ---- the residual ----
+
+    def keep_rounding(self, sums: Tensor, indices: Tensor) -> None:
+        """What the wire cannot hold of the sums stays in the residual of the rank that made them."""
+        self.rounding = (indices, sums - sums.to(self.wire).to(sums.dtype))
+
+    def update_residual(self, global_indices: Tensor) -> None:
+        """Clears the residual at the local indices that are among the global ones.
+
+        What was sent to another rank's region keeps what the wire has rounded off.
+        """
+        applied = global_indices[self.marks[global_indices]]
+        if self.wire == self.residual.dtype:
+            self.residual[applied] = 0
+            return
+        start, stop = self.boundaries[self.net.rank : self.net.rank + 2]
+        self.take_out(self.residual[applied], applied)
+        self.residual[applied[(applied >= start) & (applied < stop)]] = 0
+        places, rounding = self.rounding
+        self.residual[places] += rounding
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "local_threshold": self.local_threshold,
+            "global_threshold": self.global_threshold,
+            "boundaries": self.boundaries,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.local_threshold = state["local_threshold"].to(self.residual)
+        self.global_threshold = state["global_threshold"].to(self.residual)
+        self.boundaries = list(state["boundaries"])
+
+    def metrics(self) -> dict[str, float]:
+        n = max(1, len(self.residual))
+        return super().metrics() | {"local_density": self.num_selected / n}
+
+
+def _evenly(length: int, num_parts: int) -> list[int]:
+    """Where equal parts begin and end."""
+    return [length * i // num_parts for i in range(num_parts + 1)]

@@ -1,0 +1,613 @@
+"""What cannot work is refused before training: what must hold, what was given, what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.plugins import FSDPPrecision
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import nn
+
+from lightning_dsgd import (
+    STRATEGIES,
+    CommunicationMonitor,
+    DPSGDStrategy,
+    LocalSGDStrategy,
+    StragglerInjector,
+)
+from tests.models import Regression, loader, trainer, weights
+from tests.worlds import FitWorld
+
+ROOT = Path(__file__).parents[1]
+ASYNCHRONOUS = ["no_sync", "local_sgd", "dpsgd"]
+
+
+def make(name: str, **options: Any) -> Any:
+    return STRATEGIES[name](timeout_s=20, **options)
+
+
+# ---- the arguments of a strategy ----
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "misspelt": (
+        {"sync_periode": 4},
+        ["LocalSGDStrategy has no option sync_periode, got sync_periode=4", "sync_period, "],
+    ),
+    "of another algorithm": (
+        {"topology": "ring"},
+        ["has no option topology, got topology='ring'", "it takes sync_period"],
+    ),
+    "transport": (
+        {"transport": "smoke"},
+        ["transport must be ", "got transport='smoke'", '"process_group"'],
+    ),
+    "evaluate": (
+        {"evaluate": "best"},
+        ['evaluate must be "consensus" or "local"', "got evaluate='best'"],
+    ),
+    "no time": ({"timeout_s": 0}, ["timeout_s must be positive, got timeout_s=0; try"]),
+    "no number of seconds": (
+        {"timeout_s": float("nan")},
+        ["timeout_s must be positive, got timeout_s=nan; try"],
+    ),
+    "no heartbeat": (
+        {"heartbeat_timeout_s": -1.0},
+        ["heartbeat_timeout_s must be positive, got heartbeat_timeout_s=-1.0; try"],
+    ),
+    "find_unused_parameters": (
+        {"find_unused_parameters": True},
+        ["cannot honour find_unused_parameters, got find_unused_parameters=True", "leave the"],
+    ),
+    "static_graph": (
+        {"static_graph": True},
+        ["cannot honour static_graph, got static_graph=True", "leave the option out"],
+    ),
+    "gradient_as_bucket_view": (
+        {"gradient_as_bucket_view": True},
+        ["cannot honour gradient_as_bucket_view", "leave the option out"],
+    ),
+    "ddp_comm_hook": ({"ddp_comm_hook": print}, ["cannot honour ddp_comm_hook", '"ddp"']),
+    "model_averaging_period": (
+        {"model_averaging_period": 4},
+        ["cannot honour model_averaging_period", 'use strategy="local_sgd" with sync_period'],
+    ),
+    "FSDP": (
+        {"sharding_strategy": "FULL_SHARD"},
+        ["cannot honour sharding_strategy, got sharding_strategy='FULL_SHARD'", '"fsdp"'],
+    ),
+    "DeepSpeed": ({"stage": 3}, ["cannot honour stage, got stage=3", '"deepspeed"']),
+    "DeepSpeed's file": ({"config": "ds.json"}, ["cannot honour config", '"deepspeed"']),
+    "DDP's, unknown to us": (
+        {"batched_grad_copy": 7},
+        ["LocalSGDStrategy has no option batched_grad_copy, got batched_grad_copy=7"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_an_argument_that_a_strategy_cannot_honour_is_refused_when_it_is_made(case: str) -> None:
+    options, parts = ARGUMENTS[case]
+    with pytest.raises(ValueError, match=re.escape(parts[0])) as caught:
+        LocalSGDStrategy(**options)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_arguments_at_the_default_of_ddp_say_nothing() -> None:
+    """A command line passes all of them."""
+    LocalSGDStrategy(find_unused_parameters=False, broadcast_buffers=None, ddp_comm_hook=None)
+
+
+HYPERPARAMETERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "sync_period=0": (
+        lambda: LocalSGDStrategy(sync_period=0),
+        "sync_period must be a whole number of at least 1, got sync_period=0; try sync_period=8",
+    ),
+    "sync_period=2.5": (
+        lambda: LocalSGDStrategy(sync_period=2.5),
+        "sync_period must be a whole number of at least 1, got sync_period=2.5; try sync_period=8",
+    ),
+    "topology": (
+        lambda: DPSGDStrategy(topology="star"),
+        "topology must be \"ring\", got topology='star'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HYPERPARAMETERS)
+def test_a_hyperparameter_that_cannot_work_is_refused_before_training(case: str) -> None:
+    _, text = HYPERPARAMETERS[case]
+    (outcome,) = FitWorld().outcomes(1, fit_with_hyperparameter, case)
+    assert outcome.error == f"ValueError: {text}"
+
+
+def fit_with_hyperparameter(case: str) -> None:
+    fit(HYPERPARAMETERS[case][0]())
+
+
+# ---- Trainer, callbacks, optimizers, models ----
+
+
+class NeverTrained(Regression):
+    """Fails the test if training begins."""
+
+    def training_step(self, *args: Any) -> Any:
+        raise AssertionError("training has begun")
+
+
+def fit(strategy: Any, model: Any = None, **options: Any) -> None:
+    world_size = int(os.environ["WORLD_SIZE"])
+    model = NeverTrained() if model is None else model
+    trainer(strategy, options.pop("devices", world_size), **options).fit(model, loader())
+
+
+class TwoOwners(NeverTrained):
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        last = self.net[3].bias
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD([last], lr=0.1)]
+
+
+class Newton(NeverTrained):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Sparse(NeverTrained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 3, sparse=True)
+
+
+class Lazy(NeverTrained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(3)
+
+
+class Elsewhere(LightningEnvironment):
+    """Ranks that someone else has started, fewer than there are devices."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return 1
+
+    def global_rank(self) -> int:
+        return 0
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+
+def case_sync_batchnorm(name: str) -> None:
+    fit(make(name), sync_batchnorm=True)
+
+
+def case_two_owners(name: str) -> None:
+    fit(make(name), TwoOwners())
+
+
+def case_newton(name: str) -> None:
+    fit(make(name), Newton())
+
+
+def case_sparse(name: str) -> None:
+    fit(make(name), Sparse())
+
+
+def case_lazy(name: str) -> None:
+    fit(make(name), Lazy())
+
+
+def case_timer(name: str) -> None:
+    fit(make(name), callbacks=[Timer(duration="00:01:00:00")])
+
+
+class OwnTimer(Timer):
+    """A Timer of the user's."""
+
+
+def case_own_timer(name: str) -> None:
+    fit(make(name), callbacks=[OwnTimer(duration="00:01:00:00")])
+
+
+def case_max_time(name: str) -> None:
+    fit(make(name), max_time="00:01:00:00")
+
+
+def case_train_time_interval(name: str) -> None:
+    from datetime import timedelta
+
+    saver = ModelCheckpoint(dirpath="/nowhere", train_time_interval=timedelta(minutes=1))
+    fit(make(name), callbacks=[saver], enable_checkpointing=True)
+
+
+def case_fsdp_precision(name: str) -> None:
+    fit(make(name), plugins=[FSDPPrecision("bf16-mixed")])
+
+
+def case_monitor(name: str) -> None:
+    fit("ddp", callbacks=[CommunicationMonitor()])
+
+
+def case_too_many_stragglers(name: str) -> None:
+    fit(make(name), callbacks=[StragglerInjector(0.1, num_ranks=3)])
+
+
+def case_fewer_processes(name: str) -> None:
+    fit(make(name), devices=4, plugins=[Elsewhere()])
+
+
+ONLY_LOCKSTEP = 'with strategy="{name}"'
+REFUSED: dict[str, tuple[Callable[[str], None], list[str], list[str]]] = {
+    "SyncBatchNorm": (
+        case_sync_batchnorm,
+        ASYNCHRONOUS,
+        ["sync_batchnorm must be off where", "got sync_batchnorm=True", ONLY_LOCKSTEP, "leave it"],
+    ),
+    "SyncBatchNorm on CPUs": (
+        case_sync_batchnorm,
+        ["allreduce"],
+        ["sync_batchnorm must be off on CPUs", "got sync_batchnorm=True", "leave it out"],
+    ),
+    "a parameter of two optimizers": (
+        case_two_owners,
+        ["local_sgd"],
+        ["must belong to one optimizer, got 'net.3.bias' in the optimizers 0 and 1", "give it to"],
+    ),
+    "LBFGS": (case_newton, ["allreduce", "local_sgd"], ["got LBFGS", "use SGD or Adam"]),
+    "a sparse embedding": (
+        case_sparse,
+        ["allreduce", "no_sync"],
+        ["gradients must be dense, got module 'words', Embedding with sparse=True", "sparse=False"],
+    ),
+    "a lazy module": (
+        case_lazy,
+        ["local_sgd"],
+        ["parameters must have a shape, got the lazy parameter 'head.weight'; run a forward pass"],
+    ),
+    "Timer": (case_timer, ASYNCHRONOUS, ["got Timer or ", ONLY_LOCKSTEP, "use Trainer(max_steps="]),
+    "a Timer of the user's": (case_own_timer, ["local_sgd"], ["got OwnTimer or ", "max_steps="]),
+    "max_time": (
+        case_max_time,
+        ["local_sgd"],
+        ["got Timer or Trainer(max_time=...)", "max_steps="],
+    ),
+    "train_time_interval": (
+        case_train_time_interval,
+        ASYNCHRONOUS,
+        ["got train_time_interval", ONLY_LOCKSTEP, "use every_n_train_steps"],
+    ),
+    "FSDP's precision": (
+        case_fsdp_precision,
+        ["local_sgd"],
+        ["got FSDPPrecision", ONLY_LOCKSTEP, 'use precision="16-mixed" or "bf16-mixed"'],
+    ),
+    "CommunicationMonitor without our strategy": (
+        case_monitor,
+        ["ddp"],
+        ["CommunicationMonitor needs a strategy of lightning_dsgd, got DDPStrategy; use"],
+    ),
+    "more stragglers than ranks": (
+        case_too_many_stragglers,
+        ["local_sgd"],
+        ["got num_ranks=3 with 2 ranks; try num_ranks=2"],
+    ),
+}
+
+
+def all_refused(names: list[str], case: str) -> list[str]:
+    """The error under each strategy: one world for all, as errors leave nothing behind."""
+    errors = []
+    for name in names:
+        try:
+            REFUSED[case][0](name)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_on_every_rank_before_training(case: str) -> None:
+    _, names, parts = REFUSED[case]
+    for errors in FitWorld().run(2, all_refused, names, case):
+        assert len(errors) == len(names)
+        for name, error in zip(names, errors, strict=True):
+            for part in parts:
+                assert part.format(name=name) in error
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"delay_s": -0.1}, "delay_s must not be negative, got delay_s=-0.1; try delay_s=0.3"),
+        (
+            {"delay_s": float("nan")},
+            "delay_s must not be negative, got delay_s=nan; try delay_s=0.3",
+        ),
+        (
+            {"delay_s": 0.1, "num_ranks": -1},
+            "num_ranks must not be negative, got num_ranks=-1; try 1",
+        ),
+    ],
+)
+def test_a_straggler_with_bad_numbers_is_refused_when_it_is_made(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        StragglerInjector(**options)
+
+
+# ---- processes ----
+
+
+def test_fewer_processes_than_devices_are_refused() -> None:
+    """One process that someone else has started, with four devices for it."""
+    (outcome,) = FitWorld().outcomes(1, case_fewer_processes, "local_sgd")
+    assert "each device needs a process of its own, got 1 processes for devices=4 and" in (
+        outcome.error
+    )
+    assert "start 4 processes, or set devices and num_nodes so that their product is 1" in (
+        outcome.error
+    )
+
+
+def test_a_world_of_torchrun_smaller_than_the_devices_is_refused() -> None:
+    """By Lightning itself."""
+    (outcome,) = FitWorld().outcomes(1, fit_with_two_devices)
+    assert outcome.error.startswith("ValueError: You set `devices=2`")
+    assert "world size (1)" in outcome.error
+
+
+def fit_with_two_devices() -> None:
+    fit("local_sgd", devices=2)
+
+
+def test_an_unknown_name_is_refused_by_lightning_itself() -> None:
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='localsgd'`"):
+        trainer("localsgd", 2)
+
+
+def test_an_accelerator_that_is_not_there_is_refused_by_lightning_itself() -> None:
+    with pytest.raises(MisconfigurationException, match="can not run on your system"):
+        L.Trainer(strategy="local_sgd", accelerator="mps", devices=1)
+
+
+FORK = """
+import lightning_dsgd
+from tests.test_bad_input import train_with_start_method
+
+if __name__ == "__main__":
+    train_with_start_method("fork")
+"""
+
+
+def train_with_start_method(method: str) -> None:
+    model = Regression()
+    before = weights(model).clone()
+    saver = ModelCheckpoint(save_top_k=0)
+    strategy = LocalSGDStrategy(start_method=method, sync_period=3)
+    runner = trainer(strategy, 2, callbacks=[saver], enable_checkpointing=True)
+    runner.fit(model, loader(), loader(32))
+    assert runner.state.finished
+    assert float(runner.callback_metrics["val_loss"]) > 0
+    assert not torch.equal(before, weights(model)), "the consensus has not come home"
+
+
+def test_ranks_may_be_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The strategy crosses over to them; the model comes back trained."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # and so whatever training sets is taken back
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    train_with_start_method("spawn")
+
+
+def test_ranks_may_be_forked_by_a_script(tmp_path: Path) -> None:
+    """Nothing but training holds it up or fails at its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- ranks that differ ----
+
+
+class Wide(NeverTrained):
+    """Another shape on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 17 if rank() == 1 else 16
+        self.net = nn.Sequential(nn.Linear(10, 16), nn.Linear(16, width), nn.Linear(width, 1))
+
+
+class Deep(NeverTrained):
+    """One layer more on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(10, 10) for _ in range(2 + (rank() == 2))))
+
+
+class Double(NeverTrained):
+    """Another dtype on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if rank() == 0:
+            self.net[3].double()
+
+
+class Counting(NeverTrained):
+    """A buffer of another shape on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3 if rank() == 2 else 2))
+
+
+class Freezing(NeverTrained):
+    """One rank's optimizer leaves a parameter out."""
+
+    def configure_optimizers(self) -> Any:
+        trained = list(self.parameters())
+        return torch.optim.SGD(trained[:-1] if rank() == 1 else trained, lr=0.1)
+
+
+class Shuffled(Regression):
+    """Each rank's optimizer has the parameters in another order, as a set gives them."""
+
+    def configure_optimizers(self) -> Any:
+        order = list(self.parameters())
+        return torch.optim.SGD(order[rank() :] + order[: rank()], lr=0.01)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+MODELS: dict[str, tuple[type[L.LightningModule], list[str]]] = {
+    "shape": (
+        Wide,
+        [
+            "the model must be the same on all ranks",
+            "parameter 'net.1.weight' of shape (16, 16) and torch.float32",
+            "on ranks 0 and 2",
+            "parameter 'net.1.weight' of shape (17, 16) and torch.float32",
+            "on rank 1",
+            "build it from the same arguments everywhere",
+        ],
+    ),
+    "number": (
+        Deep,
+        [
+            "the model must be the same on all ranks",
+            "got 4 parameters and buffers on ranks 0 and 1",
+            "6 parameters and buffers on rank 2",
+            "build it from the same arguments everywhere",
+        ],
+    ),
+    "dtype": (Double, ["'net.3.weight' of shape (1, 16) and torch.float64", "on rank 0"]),
+    "buffer": (Counting, ["buffer 'seen' of shape (3,)", "on rank 2"]),
+    "optimizer": (Freezing, ["'net.3.bias' of shape (1,)", "trained by no optimizer on rank 1"]),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_models_that_differ_between_ranks_are_refused_on_all(case: str) -> None:
+    model, parts = MODELS[case]
+    outcomes = FitWorld().outcomes(3, fit_model, model)
+    errors = {outcome.error for outcome in outcomes}
+    assert len(errors) == 1, errors
+    (error,) = errors
+    assert error.startswith("ValueError: ")
+    for part in parts:
+        assert part in error
+
+
+def fit_model(model: type[L.LightningModule]) -> None:
+    fit(make("local_sgd"), model())
+
+
+@pytest.mark.parametrize("name", ["allreduce", "local_sgd"])
+def test_an_optimizer_may_have_its_parameters_in_another_order_on_each_rank(name: str) -> None:
+    """They meet their own, not those that happen to stand in the same place."""
+    ordered, shuffled = (FitWorld().run(3, train, name, model) for model in (Ordered, Shuffled))
+    assert shuffled == ordered
+
+
+class Ordered(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train(name: str, model: type[L.LightningModule]) -> list[float]:
+    torch.manual_seed(rank())
+    trained = model()
+    fit(make(name), trained)
+    return weights(trained).tolist()
+
+
+DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
+    "hyperparameters": (
+        lambda rank: make("local_sgd", sync_period=8 if rank == 1 else 4),
+        [
+            'strategy="local_sgd" with sync_period=4',
+            "on ranks 0 and 2",
+            'strategy="local_sgd" with sync_period=8',
+            "on rank 1",
+        ],
+    ),
+    "algorithms": (
+        lambda rank: make(ASYNCHRONOUS[rank]),
+        [
+            'strategy="no_sync" with ',
+            "on rank 0",
+            'strategy="local_sgd" with sync_period=8',
+            "on rank 1",
+            "strategy=\"dpsgd\" with topology='ring'",
+            "on rank 2",
+        ],
+    ),
+    "what is evaluated": (
+        lambda rank: make("no_sync", evaluate="local" if rank == 2 else "consensus"),
+        ["evaluate='consensus'", "on ranks 0 and 1", "evaluate='local'", "on rank 2"],
+    ),
+    "buffers": (
+        lambda rank: make("no_sync", average_buffers=rank == 0),
+        ["average_buffers=True", "on rank 0", "average_buffers=False", "on ranks 1 and 2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_strategies_that_differ_between_ranks_are_refused_on_all(case: str) -> None:
+    """Else some would wait for messages that never come, or take one kind for another."""
+    outcomes = FitWorld().outcomes(3, fit_different, case)
+    errors = {outcome.error for outcome in outcomes}
+    assert len(errors) == 1, errors
+    (error,) = errors
+    assert error.startswith("ValueError: the strategy must be the same on all ranks, got ")
+    assert error.endswith("; give every rank the same arguments")
+    for part in DIFFERENT[case][1]:
+        assert part in error
+
+
+def fit_different(case: str) -> None:
+    fit(DIFFERENT[case][0](rank()))
+
+
+def test_a_configuration_that_one_rank_alone_cannot_serve_ends_the_others() -> None:
+    """They do not wait for it."""
+    outcomes = FitWorld().outcomes(3, fit_with_timer_on_one)
+    assert outcomes[1].error.startswith("ValueError: callbacks must not ask rank 0")
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error.startswith("PeerLost: rank 1 failed: ValueError: callbacks must not")
+        assert outcome.seconds < 10
+
+
+def fit_with_timer_on_one() -> None:
+    callbacks = [Timer(duration="00:01:00:00")] if rank() == 1 else []
+    fit(make("local_sgd"), callbacks=callbacks)

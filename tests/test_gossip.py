@@ -1,0 +1,371 @@
+"""Gossip conserves the mean, is nowhere held up, and does what its papers say.
+
+The simulated world first, then real processes under `Trainer.fit`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd import topology
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.sgp import SGP
+from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport.simulated import SimulatedWorld
+
+N = 12
+LR = 0.1
+POWERS = pytest.mark.parametrize("world_size", [2, 4, 8, 16, 32])
+
+
+def whole_numbers(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-1000, 1000, (N,), generator=generator).double()
+
+
+def target(rank: int) -> Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def finish(algorithm: Algorithm, x: Tensor) -> Tensor:
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return x
+
+
+# ---- SGP: mass ----
+
+
+class Ledger:
+    """A network that keeps account of the mass that leaves and enters this rank."""
+
+    def __init__(self, net: Any) -> None:
+        self.net = net
+        self.out = {0: 0.0, 1: torch.zeros(N).double()}
+        self.into = {0: 0.0, 1: torch.zeros(N).double()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.net, name)
+
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> Any:
+        if len(x):
+            self.out[tag] = self.out[tag] + (x.clone() if tag else float(x))
+        return self.net.send(x, dst, tag)
+
+    def recv(self, like: Tensor, src: int, tag: int = 0) -> Any:
+        return _Entry(self, self.net.recv(like, src, tag), tag)
+
+
+class _Entry:
+    def __init__(self, ledger: Ledger, receipt: Any, tag: int) -> None:
+        self.ledger, self.receipt, self.tag = ledger, receipt, tag
+        self.is_entered = False
+
+    def done(self) -> bool:
+        return bool(self.receipt.done())
+
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        x: Tensor = self.receipt.wait(timeout_s)
+        if len(x) and not self.is_entered:
+            into = self.ledger.into
+            into[self.tag] = into[self.tag] + (x.clone() if self.tag else float(x))
+        self.is_entered = True
+        return x
+
+
+def push_at_random_times(
+    net: Any, options: dict[str, Any], seed: int, with_updates: bool
+) -> dict[str, Any]:
+    """What a rank holds after each step, and the mass that has left and entered it until then."""
+    algorithm = SGP(**options)
+    x = whole_numbers(net.rank)
+    begin = x.clone()
+    algorithm.start(net, x)
+    assert algorithm.pusher is not None
+    ledger = Ledger(net)
+    algorithm.pusher.net = ledger
+    draw = random.Random(f"{seed} {net.rank}")
+    states, updates = [], torch.zeros(N).double()
+    for phase in range(2):
+        for _ in range(draw.randrange(7)):
+            net.compute(draw.random() ** 3)
+            algorithm.before_update(x, x[:0])
+            if with_updates:
+                u = torch.tensor([draw.gauss(0, 100) for _ in range(N)]).double()
+                x += u
+                updates += u
+            algorithm.after_update(x)
+            held = algorithm.w * x + ledger.out[1] - ledger.into[1]
+            states.append(float((held - begin - updates).abs().max()))
+            assert algorithm.w + ledger.out[0] - ledger.into[0] == 1  # in halves: exact
+        algorithm.settle(x)
+        consensus = algorithm.consensus(x)
+        assert phase or torch.isfinite(consensus).all()
+    return {
+        "error": max([0.0, *states]),
+        "w": algorithm.w,
+        "x": algorithm.w * x,
+        "updates": updates,
+        "consensus": consensus,
+    }
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("graph", ["exponential", "ring", "complete", "bipartite_exponential"])
+@pytest.mark.parametrize("with_updates", [False, True])
+def test_the_mass_held_and_under_way_is_conserved(
+    overlap: int, graph: str, with_updates: bool
+) -> None:
+    for seed in range(8):
+        world_size = 1 + seed
+        world = SimulatedWorld(world_size, latency_s=0.3)
+        options = {"overlap": overlap, "topology": graph}
+        ranks = world.run(push_at_random_times, options, seed, with_updates)
+        begin = sum(whole_numbers(rank) for rank in range(world_size))
+        assert sum(r["w"] for r in ranks) == world_size  # nothing is under way any more
+        total = sum(r["x"] for r in ranks)
+        expected = begin + sum(r["updates"] for r in ranks)
+        if not with_updates:
+            assert torch.equal(total.round(), expected)
+        torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-9)
+        assert max(r["error"] for r in ranks) < 1e-9
+        for r in ranks:
+            assert torch.equal(r["consensus"], ranks[0]["consensus"])
+            torch.testing.assert_close(r["consensus"], expected / world_size, rtol=1e-13, atol=1e-9)
+
+
+def draws(net: Any, graph: str, num_peers: int) -> tuple[Tensor, float]:
+    x = whole_numbers(net.rank)
+    algorithm = SGP(num_peers=num_peers, topology=graph)
+    algorithm.start(net, x)
+    for _ in range(9):
+        algorithm.before_update(x, x[:0])
+        algorithm.after_update(x)
+    w, middle = algorithm.w, x.clone()
+    finish(algorithm, x)
+    return x, float((middle * w).sum())
+
+
+@pytest.mark.parametrize("graph", ["random", "random_exponential"])
+@pytest.mark.parametrize("num_peers", [1, 2])
+def test_random_graphs_conserve_the_mass_too(graph: str, num_peers: int) -> None:
+    for world_size in (1, 2, 3, 6, 9):
+        ranks = SimulatedWorld(world_size).run(draws, graph, num_peers)
+        begin = sum(whole_numbers(rank) for rank in range(world_size))
+        assert sum(mass for _, mass in ranks) == pytest.approx(float(begin.sum()), abs=1e-8)
+        for x, _ in ranks:
+            torch.testing.assert_close(x, begin / world_size, rtol=1e-12, atol=1e-10)
+
+
+def average_only(net: Any, num_steps: int) -> Tensor:
+    x = whole_numbers(net.rank)
+    algorithm = SGP()
+    algorithm.start(net, x)
+    for _ in range(num_steps):
+        algorithm.before_update(x, x[:0])
+        algorithm.after_update(x)
+    own = x.clone()
+    finish(algorithm, x)
+    return own
+
+
+@POWERS
+def test_averaging_alone_is_exact_after_log2_p_steps(world_size: int) -> None:
+    mean = sum(whole_numbers(rank) for rank in range(world_size)) / world_size
+    steps = world_size.bit_length() - 1
+    assert all(torch.equal(x, mean) for x in SimulatedWorld(world_size).run(average_only, steps))
+    early = SimulatedWorld(world_size).run(average_only, steps - 1)
+    assert not any(torch.equal(x, mean) for x in early)
+
+
+# ---- SGP: the recursion ----
+
+
+def gradient(z: Tensor, rank: int) -> Tensor:
+    return (z - target(rank)) * (1 + rank % 3)
+
+
+def descend(
+    net: Any, make: Callable[[], Algorithm], num_steps: int, momentum: float = 0.0
+) -> list[Tensor]:
+    """The weights after every step, on a quadratic that is another one on every rank."""
+    x = torch.zeros(N).double() if momentum == 0 else target(100)
+    parameter = torch.nn.Parameter(x)
+    optimizer = torch.optim.SGD([parameter], LR, momentum=momentum, nesterov=momentum > 0)
+    algorithm = make()
+    algorithm.start(net, parameter.data)
+    xs = []
+    for _ in range(num_steps):
+        parameter.grad = gradient(parameter.data, net.rank)
+        algorithm.before_update(parameter.data, parameter.grad)
+        optimizer.step()
+        algorithm.after_update(parameter.data)
+        xs.append(parameter.data.clone())
+    finish(algorithm, parameter.data)
+    return [*xs, parameter.data]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_with_all_weights_one_pth_it_is_all_reduce_sgd(world_size: int) -> None:
+    def make() -> Algorithm:
+        return SGP(num_peers=max(1, world_size - 1), topology="complete")
+
+    if world_size > 1:
+        w = torch.tensor(topology.mixing_matrix("complete", 3, world_size, world_size - 1))
+        torch.testing.assert_close(w, torch.full_like(w, 1 / world_size))
+    x = torch.zeros(N).double()
+    expected = []
+    for _ in range(20):
+        x = x - LR * torch.stack([gradient(x, rank) for rank in range(world_size)]).mean(0)
+        expected.append(x)
+    for xs in SimulatedWorld(world_size).run(descend, make, 20):
+        for x, y in zip(xs, expected, strict=False):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("graph", topology.GRAPHS)
+@pytest.mark.parametrize("num_peers", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 5, 8])
+def test_with_nesterov_momentum_it_is_algorithm_2(
+    graph: str, num_peers: int, world_size: int
+) -> None:
+    m, num_steps = 0.9, 15
+    ranks = SimulatedWorld(world_size).run(
+        descend, lambda: SGP(num_peers=num_peers, topology=graph), num_steps, m
+    )
+    x = torch.stack([target(100)] * world_size)
+    w = torch.ones(world_size, 1).double()
+    u, z = torch.zeros_like(x), x.clone()
+    for k in range(num_steps):
+        g = torch.stack([gradient(z[rank], rank) for rank in range(world_size)])
+        u = m * u + g
+        x = x - LR * (m * u + g)
+        p = torch.tensor(topology.mixing_matrix(graph, k, world_size, num_peers)).double()
+        x, w = p @ x, p @ w
+        z = x / w
+        given = torch.stack([xs[k] for xs in ranks])
+        torch.testing.assert_close(given, z, rtol=1e-6, atol=1e-6)
+    mean = x.sum(0) / world_size
+    for xs in ranks:
+        torch.testing.assert_close(xs[-1], mean, rtol=1e-6, atol=1e-6)
+
+
+def with_late_messages(net: Any, latency_steps: int, overlap: int) -> tuple[float, float, float]:
+    x = target(net.rank)
+    algorithm = SGP(overlap=overlap)
+    algorithm.start(net, x)
+    weights, began = [], net.now()
+    for _ in range(12):
+        net.compute(1.0)
+        algorithm.before_update(x, x[:0])
+        algorithm.after_update(x)
+        weights.append(algorithm.w)
+    took = net.now() - began
+    late = algorithm.metrics().get("staleness", 0.0)
+    finish(algorithm, x)
+    assert algorithm.w == 1
+    assert latency_steps == 0 or min(weights) < 1
+    return took, late, weights[-1]
+
+
+def test_with_overlap_nobody_waits_for_messages_that_take_less() -> None:
+    for overlap, latency, steps in ((1, 0.9, 12.0), (2, 1.9, 12.0), (0, 0.5, 18.0)):
+        ranks = SimulatedWorld(8, latency_s=latency).run(with_late_messages, overlap and 1, overlap)
+        for took, late, _ in ranks:
+            assert took == pytest.approx(steps, abs=0.01)
+            assert late == pytest.approx(overlap, abs=0.2)
+
+
+# ---- SGP: nodes ----
+
+
+def in_nodes(net: Any, counts: list[int], overlap: int) -> list[Tensor]:
+    x = target(100)
+    algorithm = SGP(hierarchical=True, node_size=2, overlap=overlap)
+    algorithm.start(net, x)
+    xs = []
+    for _ in range(counts[net.rank]):
+        net.compute(0.1 * (1 + net.rank))
+        g = gradient(x, net.rank)
+        algorithm.before_update(x, g)
+        x -= LR * g
+        algorithm.after_update(x)
+        xs.append(x.clone())
+    algorithm.settle(x)
+    xs.append(x.clone())
+    algorithm.finish(x)
+    return [*xs, x]
+
+
+def test_two_nodes_of_two_ranks_are_two_ranks_with_their_mean_gradients() -> None:
+    ranks = SimulatedWorld(4).run(in_nodes, [10] * 4, 0)
+    z = torch.stack([target(100)] * 2)
+    for k in range(10):
+        g = [(gradient(z[i], 2 * i) + gradient(z[i], 2 * i + 1)) / 2 for i in range(2)]
+        half = z - LR * torch.stack(g)
+        z = half.mean(0).expand(2, N).clone()  # two nodes: both weights 1/2
+        for rank in range(4):
+            torch.testing.assert_close(ranks[rank][k], z[rank // 2], rtol=0, atol=1e-13)
+    assert all(torch.equal(ranks[0][-1], xs[-1]) for xs in ranks)
+
+
+@pytest.mark.parametrize("counts", [[3, 5, 2, 2], [0, 4, 4, 1], [6, 0, 0, 0], [1, 1, 5, 9]])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_node_goes_on_as_long_as_one_of_its_ranks(counts: list[int], overlap: int) -> None:
+    ranks = SimulatedWorld(4, latency_s=0.05).run(in_nodes, counts, overlap)
+    for a, b in ((0, 1), (2, 3)):
+        assert torch.equal(ranks[a][-2], ranks[b][-2])
+    assert all(torch.equal(ranks[0][-1], xs[-1]) for xs in ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_peers": 0}, "num_peers must be at least 1, got num_peers=0"),
+        ({"overlap": -1}, "overlap must not be negative, got overlap=-1"),
+        ({"topology": "star"}, "topology must be one of exponential, .*got topology='star'"),
+        ({"hierarchical": True}, "node_size must divide world_size, got node_size=None"),
+        ({"hierarchical": True, "node_size": 3}, "got node_size=3 with world_size=4"),
+    ],
+)
+def test_sgp_refuses_what_cannot_work(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SGP(**options).check(4)
+
+
+# ---- a rank that dies ----
+
+
+def never_ending(net: Any, make: Callable[[], Algorithm]) -> None:
+    x = target(net.rank)
+    algorithm = make()
+    algorithm.start(net, x)
+    try:
+        while True:
+            net.compute(0.1)
+            algorithm.before_update(x, x[:0])
+            algorithm.after_update(x)
+    finally:
+        algorithm.stop()
+
+
+MAKERS: dict[str, Callable[[], Algorithm]] = {
+    "sgp": SGP,
+    "sgp_overlap": lambda: SGP(overlap=2),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_all_ranks_learn_who_was_killed(make: Callable[[], Algorithm]) -> None:
+    world = SimulatedWorld(5, latency_s=0.01)
+    world.kill(2, at_s=1.75)
+    for rank, outcome in enumerate(world.outcomes(never_ending, make)):
+        if rank != 2:
+            assert isinstance(outcome, PeerLost)
+            assert outcome.rank == 2
