@@ -5,8 +5,8 @@
 1. two gloo ranks, about 10M parameters, balanced work: `allreduce` against `ddp`;
 2. one rank, a step of about 50 ms: `no_sync` against `SingleDeviceStrategy`.
 
-Short fits of both alternate within one job; a sample is the ratio of the two medians of a round, and the
-result is the median of the ratios.  One torch thread a rank.
+Short fits of both alternate within one job; a sample is the ratio of the two medians of a round,
+and the result is the median of the ratios.  One torch thread a rank.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     optimizer.step changes x in place
                            ->  after_update(x)
 
-Legend: x the weights of this rank, one flat tensor that IS the parameters; g the gradient, flat like x;
-P ranks.  The same object runs under Lightning, in the simulated world and in a test: it knows no more
-than a `Transport`.
+Legend: x the weights of this rank, one flat tensor that IS the parameters; g the gradient, flat
+like x; P ranks.  The same object runs under Lightning, in the simulated world and in a test: it
+knows no more than a `Transport`.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ def average(net: Transport, x: Tensor) -> None:
 def num_active(net: Transport, *, active: bool) -> int:
     """How many ranks are still stepping.
 
-    A rank that has stopped keeps calling this in `settle`, so every round of a synchronous algorithm
-    begins with it: the ranks that go on learn who does, those that stopped learn whether to go on serving.
+    A rank that has stopped keeps calling this in `settle`, so every round of a synchronous
+    algorithm begins with it: the ranks that go on learn who does, those that stopped learn whether
+    to go on serving.
     """
     count = torch.tensor([int(active)])
     net.all_reduce(count).wait()

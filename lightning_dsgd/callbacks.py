@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 
 class CommunicationMonitor(pl.Callback):
-    """Logs what a decentralised strategy sends and waits for, under `dsgd/...`, through all loggers.
+    """Logs what a decentralised strategy sends and waits for, as `dsgd/...`, through all loggers.
 
     Every `log_every_n_steps` of the Trainer, from rank 0:
 
@@ -20,7 +20,7 @@ class CommunicationMonitor(pl.Callback):
     | `dsgd/bytes_sent`, `dsgd/messages_sent` | since the last entry, by this rank |
     | `dsgd/wait_s` | how long the training thread was held up since the last entry |
     | `dsgd/comm_overlap` | share of the communication so far that was hidden behind computation |
-    | `dsgd/consensus_distance` | of the last evaluation: the ranks' distance from their mean over its norm |
+    | `dsgd/consensus_distance` | of the last evaluation: distance from the mean over its norm |
     | `dsgd/staleness`, `dsgd/density`, `dsgd/push_weight` | where the algorithm has such a figure |
     """
 
@@ -79,8 +79,8 @@ class StragglerInjector(pl.Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.num_ranks > trainer.world_size:
             raise ValueError(
-                f"num_ranks must be at most the number of ranks, got num_ranks={self.num_ranks} with "
-                f"{trainer.world_size} ranks; try num_ranks={trainer.world_size}"
+                "num_ranks must be at most the number of ranks, got "
+                f"num_ranks={self.num_ranks} with {trainer.world_size} ranks; try num_ranks={trainer.world_size}"
             )
         self._step = 0
 

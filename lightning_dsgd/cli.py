@@ -19,6 +19,7 @@ COMMANDS = {
     "test": "evaluate on the test data",
     "predict": "run on the prediction data",
     "strategies": "list the names for --trainer.strategy",
+    "bench": "measure strategies side by side (`lightning-dsgd bench throughput --help`)",
 }
 
 
@@ -37,7 +38,19 @@ def main(args: Sequence[str] | None = None) -> None:
             argparse.ArgumentParser(prog="lightning-dsgd strategies").parse_args(given[1:])
             print(list_strategies())
             return
+        if command == "bench":
+            _run_bench(given[1:])
+            return
     _run_lightning(None if args is None else given)
+
+
+def _run_bench(args: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="lightning-dsgd bench")
+    parser.add_argument("what", choices=["throughput"], help="steps per second with stragglers")
+    parser.parse_args(args[:1] or ["--help"])
+    from lightning_dsgd.bench import throughput
+
+    throughput.main(args[1:])
 
 
 def list_strategies() -> str:

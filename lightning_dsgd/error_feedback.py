@@ -18,6 +18,8 @@ weights of those that went on once all have stopped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, ClassVar, Final
 
 import torch
@@ -157,21 +159,41 @@ class ErrorFeedback(Algorithm):
     def unpack(self, message: Tensor) -> Selected:
         return sparse.unpack(message, self.wire, self.residual.dtype)
 
-    def allgatherv(self, values: Tensor, indices: Tensor) -> list[Selected]:
-        """Every rank's entries, in the order of the ranks, as all others see them.
+    def send(self, values: Tensor, indices: Tensor, rank: int, tag: int) -> None:
+        self.net.send(self.pack(values, indices), rank, tag)
+
+    def recv(self, rank: int, tag: int) -> Selected:
+        return self.unpack(self.net.recv(self.marks.view(torch.uint8), rank, tag).wait())
+
+    def allgatherv(self, message: Tensor) -> list[Tensor]:
+        """Every rank's message, in the order of the ranks.
 
         In ceil(log2 P) exchanges with ranks 1, 2, 4, ... further on, each of all that has come together
         by then (Bruck et al. 1997; recursive doubling for any P): every rank receives each message once.
         """
         net = self.net
-        messages = [self.pack(values, indices)]  # of this rank, the next one, ...
+        messages = [message]  # of this rank, the next one, ...
         while (distance := len(messages)) < net.world_size:
             num = min(distance, net.world_size - distance)
-            for message in messages[:num]:
-                net.send(message, (net.rank - distance) % net.world_size, GATHER)
+            for known in messages[:num]:
+                net.send(known, (net.rank - distance) % net.world_size, GATHER)
             source = (net.rank + distance) % net.world_size
-            messages += [net.recv(messages[0], source, GATHER).wait() for _ in range(num)]
-        return [
-            self.unpack(messages[(rank - net.rank) % net.world_size])
-            for rank in range(net.world_size)
-        ]
+            messages += [net.recv(message, source, GATHER).wait() for _ in range(num)]
+        return [messages[(rank - net.rank) % net.world_size] for rank in range(net.world_size)]
+
+
+def joined(parts: Sequence[Selected]) -> Selected:
+    """One after the other."""
+    return torch.cat([values for values, _ in parts]), torch.cat([indices for _, indices in parts])
+
+
+def evenly(length: int, num_parts: int) -> list[int]:
+    """Where equal parts begin and end."""
+    return [length * i // num_parts for i in range(num_parts + 1)]
+
+
+def split(selected: Selected, bounds: Sequence[int]) -> list[Selected]:
+    """The entries of each region."""
+    values, indices = selected
+    cuts = torch.searchsorted(indices, torch.tensor(bounds, device=indices.device)).tolist()
+    return [(values[a:b], indices[a:b]) for a, b in pairwise(cuts)]

@@ -1,18 +1,19 @@
 """One rank's copy of the model under an algorithm: what a strategy drives, whatever the trainer.
 
-    weights, split by optimizer and dtype  ->  parts, each a flat tensor x with an algorithm of its own
-    float buffers (BatchNorm statistics)   ->  averaged over all ranks
-    integer buffers                        ->  those of rank 0
+    weights, split by optimizer and dtype  ->  parts, each a flat tensor x with an algorithm of its
+    own float buffers (BatchNorm statistics)   ->  averaged over all ranks integer buffers
+    ->  those of rank 0
 
-Buffers are averaged at evaluation, in checkpoints and at the end; between those each rank has its own.
-Averaging them more often would change nothing: running statistics are linear in what they saw, so the
-mean of the ranks' comes out the same.  With `average_buffers=False`, rank 0's are evaluated and saved.
+Buffers are averaged at evaluation, in checkpoints and at the end; between those each rank has its
+own. Averaging them more often would change nothing: running statistics are linear in what they saw,
+so the mean of the ranks' comes out the same.  With `average_buffers=False`, rank 0's are evaluated
+and saved.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -214,8 +215,8 @@ class Replica:
     def settle(self) -> None:
         """Serves the others until every rank has come here.
 
-        Also where this rank has made no step since the last time: others may have.  While the consensus
-        is shown nobody makes one.
+        Also where this rank has made no step since the last time: others may have.  While the
+        consensus is shown nobody makes one.
         """
         if self._stash is None and not self._is_finished:
             for part in self.parts:
@@ -260,17 +261,17 @@ class Replica:
         return self._stash is not None
 
     @torch.no_grad()
-    def own(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def own(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with this rank's own values, also while the consensus is shown."""
         return _exchanged(checkpoint, self._stash or [])
 
     @torch.no_grad()
-    def consensus(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def consensus(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with the consensus in place of this rank's values; on all ranks together.
 
         What its "state_dict" has that does not lie in the module (weights that another callback has
-        averaged over time) is averaged over the ranks.  Parameters of no optimizer stay as they are,
-        to the bit.
+        averaged over time) is averaged over the ranks.  Parameters of no optimizer stay as they
+        are, to the bit.
         """
         if self._stash is None:
             table = self._consensus()
@@ -284,7 +285,8 @@ class Replica:
         }
         means = dict(zip(foreign, _average(self.net, list(foreign.values())), strict=True))
         exchanged = _exchanged(checkpoint, table)
-        return {**exchanged, "state_dict": {**exchanged["state_dict"], **means}}
+        exchanged["state_dict"].update(means)
+        return exchanged
 
     def _distance(self, table: Sequence[tuple[Tensor, Tensor]]) -> float:
         stash = self._stash or []
@@ -361,7 +363,7 @@ def _digest(text: str) -> int:
 
 
 def _average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) -> list[Tensor]:
-    """The means of float tensors over all ranks (or rank 0's, without `floats`), rank 0's of others."""
+    """The means of float tensors over all ranks; rank 0's of others, and of all without `floats`."""
     results: list[Tensor] = [torch.empty(0)] * len(tensors)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -380,12 +382,12 @@ def _average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) 
     return results
 
 
-def _exchanged(state: Mapping[str, Any], table: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+def _exchanged(state: dict[str, Any], table: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """The same state with every tensor that lies in a live one taken from its counterpart.
 
     Looks into mappings of names: other callbacks keep the weights under names of their own.
     """
-    result = dict(state)
+    result = copy.copy(state)  # with its type and the versions that torch keeps beside a state_dict
     for key, value in state.items():
         if isinstance(value, Tensor):
             found = _find(value, table)

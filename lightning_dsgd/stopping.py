@@ -6,8 +6,8 @@
     rank 0                  stop_at = the largest reply + 1, to every rank
     every rank              goes on until it has begun stop_at batches, then stops
 
-Lanes answer, so that no agreement waits for a training thread that itself waits for another rank's: who
-has begun fewer batches than stop_at goes on, who has not is not needed by anyone.
+Lanes answer, so that no agreement waits for a training thread that itself waits for another rank's:
+who has begun fewer batches than stop_at goes on, who has not is not needed by anyone.
 """
 
 from __future__ import annotations

@@ -12,12 +12,14 @@ samplers and devices are Lightning's.  What it takes away, and why:
 
 - the broadcast before every batch, and the one inside the SIGTERM handler: they would make every
   algorithm wait for rank 0 in every step (`stopping.AgreedStop` does their work);
-- `barrier`, `reduce` and the boolean decisions travel on channels of our own, and first let the algorithm
-  serve ranks that are still training: a rank that waits at the end of its epoch must not stop others;
-- a step's `self.log(..., sync_dist=True)` stays local, with a warning, unless the algorithm waits for all
-  ranks in every step anyway.
+- `barrier`, `reduce` and the boolean decisions travel on channels of our own, and first let the
+  algorithm serve ranks that are still training: a rank that waits at the end of its epoch must not
+  stop others;
+- a step's `self.log(..., sync_dist=True)` stays local, with a warning, unless the algorithm waits
+  for all ranks in every step anyway.
 
-Built twice, for `lightning` and for `pytorch_lightning`, which are two packages with two registries.
+Built twice, for `lightning` and for `pytorch_lightning`, which are two packages with two
+registries.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ from lightning_dsgd.algorithms.eager_sgd import EagerSGD
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.replica import Replica, by_rank, everyones
 from lightning_dsgd.stopping import AgreedStop
@@ -64,11 +68,11 @@ else:
     _Base = object
 
 _NOTICE_WITHIN_S: Final = 15.0
-"""How long a training thread may take to notice that a rank is lost, before its process is ended."""
+"""How long a training thread may take to notice a loss before its process is ended."""
 _CHILDREN_END_WITHIN_S: Final = 10.0
 _POLL_CHILDREN_S: Final = 0.05
 _ALIKE_WITHIN_S: Final = 1.0
-"""How long a rank that fails before training waits to see whether all do, and none needs to be told."""
+"""How long a rank that fails before training waits to see whether all do."""
 
 _NOT_OURS: Final = {
     "find_unused_parameters": "unused parameters need no search here: leave the option out",
@@ -104,15 +108,15 @@ class DecentralizedMixin(_Base):
     """Trains with an algorithm that does not wait for everyone at every step.
 
     Args:
-        algorithm: how the ranks learn from one another
-        transport: "process_group", or "auto", which takes it
-        timeout_s: how long a rank waits for another before it gives up
-        heartbeat_timeout_s: after how much silence a rank counts as lost
-        evaluate: "consensus" validates, tests and monitors the weights that all ranks agree on; "local"
+        algorithm: how the ranks learn from one another transport: "process_group", or "auto", which
+        takes it timeout_s: how long a rank waits for another before it gives up
+        heartbeat_timeout_s: after how much silence a rank counts as lost evaluate: "consensus"
+        validates, tests and monitors the weights that all ranks agree on; "local"
             each rank's own
-        average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's are
-            evaluated and saved
-        check_finite: looks for NaN and inf in gradients and weights before they are sent; one more pass
+        average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's
+            are evaluated and saved
+        check_finite: looks for NaN and inf in gradients and weights before they are sent; one more
+            pass
         **kwargs: what Lightning's own strategies take: cluster_environment, checkpoint_io,
             precision_plugin, process_group_backend, timeout, start_method
     """
@@ -209,6 +213,8 @@ class DecentralizedMixin(_Base):
         assert self._net is not None
         assert self.lightning_module is not None
         self._check_optimizers()
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        self.algorithm.skips_overflow = scaler is not None
         self._replica = Replica(
             self._net.sub("replica"),
             self.lightning_module,
@@ -262,8 +268,8 @@ class DecentralizedMixin(_Base):
         )
         if not self.algorithm.lockstep:
             raise ValueError(
-                f"sync_batchnorm must be off where ranks do not step together, {got}; {way_out}, or, "
-                'on GPUs, use strategy="allreduce"'
+                f"sync_batchnorm must be off where ranks do not step together, {got}; {way_out}, "
+                'or, on GPUs, use strategy="allreduce"'
             )
         if self.root_device.type == "cpu":
             raise ValueError(
@@ -281,8 +287,8 @@ class DecentralizedMixin(_Base):
                 )
             if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                 raise ValueError(
-                    'with precision="16-mixed" gradients must be unscaled before the optimizer steps, '
-                    f"got a fused {type(optimizer).__name__}; use fused=False"
+                    'with precision="16-mixed" gradients must be unscaled before the step, got '
+                    f"a fused {type(optimizer).__name__}; use fused=False"
                 )
 
     # ---- a step ----
@@ -437,7 +443,7 @@ class DecentralizedMixin(_Base):
         return f"failed: {type(exception).__name__}: {text}".removesuffix(": ")
 
     def _await_notice(self, lost: PeerLost) -> None:
-        """The last resort: the training thread may hang in a library that cannot know of the loss."""
+        """The last resort: the training thread may hang in a library that cannot know of it."""
         net = self._net
 
         def end() -> None:
@@ -467,7 +473,7 @@ class DecentralizedMixin(_Base):
                 child.wait()
 
     def _quiet_observer(self) -> None:
-        """Lightning's observer kills this process as soon as a child has died, before it can say why."""
+        """Lightning's observer kills this process when a child has died, before it can say why."""
         for thread in threading.enumerate():
             if thread.name == "child-process-observer" and hasattr(thread, "_child_processes"):
                 thread._child_processes = []
@@ -546,7 +552,8 @@ class DecentralizedMixin(_Base):
         return self._reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        # Not by `reduce`: callbacks also decide right after a batch, and all ranks must do the same.
+        # Not by `reduce`: callbacks also decide right after a batch, and all ranks must do the
+        # same.
         if self._is_broken or self._lightning_net is None:
             return decision
         votes = int(self._reduce(torch.tensor(int(decision)), None, "sum"))
@@ -576,8 +583,8 @@ class DecentralizedMixin(_Base):
     def _settle(self, *, is_stopping: bool = False) -> None:
         """Serves ranks that still train until all are here; all stop here if one of them has to.
 
-        For a rank that is out of data, and waits at the end of its epoch, never comes to the batch at
-        which the others stop.
+        For a rank that is out of data, and waits at the end of its epoch, never comes to the batch
+        at which the others stop.
         """
         if self._replica is None or self._in_batch or self._is_stopping:
             return
@@ -754,11 +761,11 @@ class _WAGMA(DecentralizedMixin):
     """WAGMA-SGD: averages the weights in small, changing groups that nobody waits for.
 
     Args:
-        group_size: S; None takes the power of two nearest sqrt(P)
-        sync_period: tau, how many steps lie between two global averages
-        wait_avoiding: False waits for every rank of the group instead of contributing what is stale
-        dynamic_groups: False keeps the groups of the first step
-        grace_s: how long an activated round waits for this rank before it contributes what is stale;
+        group_size: S; None takes the power of two nearest sqrt(P) sync_period: tau, how many steps
+        lie between two global averages wait_avoiding: False waits for every rank of the group
+        instead of contributing what is stale dynamic_groups: False keeps the groups of the first
+        step grace_s: how long an activated round waits for this rank before it contributes what is
+        stale;
             None takes a share of the measured step time
         overlap: whether training goes on before the group's answer is there
         **kwargs: as for every strategy
@@ -779,7 +786,7 @@ class _WAGMA(DecentralizedMixin):
 
 
 class _EagerSGD(DecentralizedMixin):
-    """Eager-SGD: averages the gradients of those ranks that are there, without waiting for the last ones.
+    """Eager-SGD: averages the gradients of those ranks that are there, not waiting for the last.
 
     Args:
         quorum: "solo" fires with the first rank, "majority" with one drawn at random for each round
@@ -797,7 +804,8 @@ class _HPSGD(DecentralizedMixin):
     """HPSGD: trains on while the sum of what all ranks have learnt travels; nobody waits for it.
 
     Args:
-        max_local_steps: after how many steps since the last synchronisation a rank waits; None: never
+        max_local_steps: after how many steps since the last synchronisation a rank waits; None:
+            never
         outer_lr: learning rate of the outer optimizer, which steps once a synchronisation
         outer_momentum: its Nesterov momentum
         **kwargs: as for every strategy
@@ -811,6 +819,64 @@ class _HPSGD(DecentralizedMixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(HPSGD(max_local_steps, outer_lr, outer_momentum), **kwargs)
+
+
+class _OkTopk(DecentralizedMixin):
+    """Ok-Topk: all-reduces the largest entries of the gradient, in a volume that does not grow with P.
+
+    Args:
+        density: which share of the entries
+        threshold_period: how many steps lie between two exact thresholds
+        repartition_period: how many steps lie between two partitions of the gradient into regions
+        balance_ratio: entries are spread evenly before they are gathered where one rank has so many
+            times the mean
+        warmup_steps: how many steps reduce the whole gradient first
+        wire_dtype: "float32", or "bfloat16", which rounds the values that are sent
+        **kwargs: as for every strategy
+    """
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        threshold_period: int = 32,
+        repartition_period: int = 64,
+        balance_ratio: float = 4.0,
+        warmup_steps: int = 0,
+        wire_dtype: str = "float32",
+        **kwargs: Any,
+    ) -> None:
+        algorithm = OkTopk(
+            density, threshold_period, repartition_period, balance_ratio, warmup_steps, wire_dtype
+        )
+        super().__init__(algorithm, **kwargs)
+
+
+class _TopkAllgather(DecentralizedMixin):
+    """Sends the largest entries of every rank's gradient to all: a baseline for Ok-Topk."""
+
+    def __init__(self, density: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(TopkAllgather(density), **kwargs)
+
+
+class _TopkDSA(DecentralizedMixin):
+    """SparCML's dynamic sparse all-reduce of the largest entries: a baseline for Ok-Topk."""
+
+    def __init__(self, density: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(TopkDSA(density), **kwargs)
+
+
+class _GTopk(DecentralizedMixin):
+    """Sums the ranks' largest entries up a tree, keeping as many of each sum: a baseline for Ok-Topk."""
+
+    def __init__(self, density: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(GTopk(density), **kwargs)
+
+
+class _GaussianTopk(DecentralizedMixin):
+    """Sends what a normal distribution has for the largest entries to all: a baseline for Ok-Topk."""
+
+    def __init__(self, density: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(GaussianTopk(density), **kwargs)
 
 
 class DecentralizedStrategy(DecentralizedMixin, lightning.pytorch.strategies.DDPStrategy):
@@ -845,6 +911,26 @@ class HPSGDStrategy(_HPSGD, DecentralizedStrategy):
     __doc__ = _HPSGD.__doc__
 
 
+class OkTopkStrategy(_OkTopk, DecentralizedStrategy):
+    __doc__ = _OkTopk.__doc__
+
+
+class TopkAllgatherStrategy(_TopkAllgather, DecentralizedStrategy):
+    __doc__ = _TopkAllgather.__doc__
+
+
+class TopkDSAStrategy(_TopkDSA, DecentralizedStrategy):
+    __doc__ = _TopkDSA.__doc__
+
+
+class GTopkStrategy(_GTopk, DecentralizedStrategy):
+    __doc__ = _GTopk.__doc__
+
+
+class GaussianTopkStrategy(_GaussianTopk, DecentralizedStrategy):
+    __doc__ = _GaussianTopk.__doc__
+
+
 STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = {
     "allreduce": AllReduceStrategy,
     "no_sync": NoSyncStrategy,
@@ -853,6 +939,11 @@ STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = {
     "dpsgd": DPSGDStrategy,
     "eager_sgd": EagerSGDStrategy,
     "wagma": WAGMAStrategy,
+    "oktopk": OkTopkStrategy,
+    "topk_allgather": TopkAllgatherStrategy,
+    "topk_dsa": TopkDSAStrategy,
+    "gtopk": GTopkStrategy,
+    "gaussian_topk": GaussianTopkStrategy,
 }
 """The names that `Trainer(strategy=...)` takes."""
 

@@ -1,31 +1,32 @@
 """The first-come collective: a sum over a group of ranks that nobody has to wait for.
 
-A *version* v = 0, 1, 2, ... is one round of sums, one sum in each group of ranks.  Each rank has a lane that
-executes all versions, each once, in order.  The training thread *arrives* at versions, in order too.
+A *version* v = 0, 1, 2, ... is one round of sums, one sum in each group of ranks.  Each rank has a
+lane that executes all versions, each once, in order.  The training thread *arrives* at versions, in
+order too.
 
-1. **Activation.**  The first rank to arrive at v tells the ranks at distance 1, 2, 4, ... after it; whoever
-   hears of v for the first time, or arrives before it has, does the same, at once.  The paths on which the
-   news first travel are the binomial tree rooted at the first rank.  Several first ranks do no
-   harm.  An activation of v is one of all versions before v.
-2. **Execution.**  A lane executes v once v is activated: it asks the member for its contribution and takes
-   part in the all-reduce of its group.  The training thread need not have arrived: the member then
-   contributes what it has, *passively*.  A lane that is behind catches up in order, so messages of
-   v + 1 wait for v.
-3. **Where arrival is needed.**  Global versions, and those in which a rank is alone in its group, are
-   executed only once the own training thread has arrived.  `grace_s` is how long a lane waits
+1. **Activation.**  The first rank to arrive at v tells the ranks at distance 1, 2, 4, ... after it;
+   whoever hears of v for the first time, or arrives before it has, does the same, at once.  The
+   paths on which the news first travel are the binomial tree rooted at the first rank.  Several
+   first ranks do no harm.  An activation of v is one of all versions before v.
+2. **Execution.**  A lane executes v once v is activated: it asks the member for its contribution
+   and takes part in the all-reduce of its group.  The training thread need not have arrived: the
+   member then contributes what it has, *passively*.  A lane that is behind catches up in order, so
+   messages of v + 1 wait for v.
+3. **Where arrival is needed.**  Global versions, and those in which a rank is alone in its group,
+   are executed only once the own training thread has arrived.  `grace_s` is how long a lane waits
    for that in all other versions; infinite, it makes the collective a synchronous one.
-4. **Arrival.**  `arrive(v)` blocks the training thread until v is executed here.  The lane tells the member
-   beforehand (`arrived`), or, when v was executed without it, asks it to make do with the newest sum
-   (`late`).  All calls of the member happen in the lane, between all-reduces: while `arrive` blocks the
-   training thread, what both use needs no lock.
+4. **Arrival.**  `arrive(v)` blocks the training thread until v is executed here.  The lane tells
+   the member beforehand (`arrived`), or, when v was executed without it, asks it to make do with
+   the newest sum (`late`).  All calls of the member happen in the lane, between all-reduces: while
+   `arrive` blocks the training thread, what both use needs no lock.
 5. **Running out.**  A rank that stops to arrive calls `settle`.  Its lane goes on as if it had
-   arrived at whatever others activate.  When all ranks have called it, they agree on the last version V
-   that anyone arrived at, execute all up to V, take in every activation still under way, and only then
-   return: no message is left, and every rank goes on with V + 1.
+   arrived at whatever others activate.  When all ranks have called it, they agree on the last
+   version V that anyone arrived at, execute all up to V, take in every activation still under way,
+   and only then return: no message is left, and every rank goes on with V + 1.
 
-Why nobody waits for ever: a lane that knows of v has passed it on before it can block in the sum of v, and
-blocks in no later one; so once any rank has arrived at v, all come to know of v, or are in sums of
-earlier versions, of which the same holds.
+Why nobody waits for ever: a lane that knows of v has passed it on before it can block in the sum of
+v, and blocks in no later one; so once any rank has arrived at v, all come to know of v, or are in
+sums of earlier versions, of which the same holds.
 
 Versions behind: at a group version, the contribution of a rank may be as old as its last arrival.
 It cannot be older than the last global version, which needed its arrival.
@@ -64,7 +65,7 @@ class Member(Protocol):
         ...
 
     def arrived(self, version: int) -> None:
-        """The training thread has arrived, in time: its newest state may be contributed from now on."""
+        """The training thread has arrived in time: its newest state may be contributed now."""
         ...
 
     def contribute(self, version: int) -> Tensor:

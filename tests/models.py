@@ -16,9 +16,7 @@ class Regression(L.LightningModule):
     def __init__(self, lr: float = 0.05, momentum: float = 0.9) -> None:
         super().__init__()
         self.lr, self.momentum = lr, momentum
-        self.net = nn.Sequential(
-            nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1)
-        )
+        self.net = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return ((self.net(batch[0]) - batch[1]) ** 2).mean()

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from lightning_dsgd import topology
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.adpsgd import ADPSGD
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.dpsgd import DPSGD
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.transport import Transport
@@ -69,6 +71,11 @@ def wagma_bytes(world_size: int, size: int, period: int) -> float:
 def push_bytes(world_size: int, size: int, num_peers: int) -> float:
     """Shares of the weights, each with a push weight, to as many peers as there are."""
     return min(num_peers, (world_size - 1).bit_length()) * (size + 8)
+
+
+def pair_bytes(world_size: int, size: float) -> float:
+    """One message from each rank that has a partner; the mean over ranks."""
+    return (world_size - world_size % 2) / world_size * size
 
 
 TABLE = {
@@ -146,6 +153,22 @@ TABLE |= {
         is_synchronous=False,
         accuracy=1.0,
     ),
+    "popsgd": Row(PopSGD, lambda p, size: pair_bytes(p, size + 8)),
+    "popsgd_local_steps": Row(
+        lambda: PopSGD(local_steps=3, topology="cycle"),
+        lambda p, size: pair_bytes(p, size + 8) / 3,
+        period=3,
+    ),
+    "popsgd_bfloat16": Row(
+        lambda: PopSGD(wire_dtype="bfloat16"), lambda p, size: pair_bytes(p, size / 4 + 8)
+    ),
+    "popsgd_not_blocking": Row(
+        lambda: PopSGD(blocking=False),
+        lambda p, size: pair_bytes(p, size + 24),
+        is_synchronous=False,
+        accuracy=1.0,
+    ),
+    "adpsgd": Row(ADPSGD, pair_bytes, is_synchronous=False, accuracy=1.0),
 }
 ROWS = pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
 SYNCHRONOUS = pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -26,10 +25,10 @@ from lightning_dsgd import (
     LocalSGDStrategy,
     StragglerInjector,
 )
+from tests import worlds
 from tests.models import Regression, loader, trainer, weights
 from tests.worlds import FitWorld
 
-ROOT = Path(__file__).parents[1]
 ASYNCHRONOUS = ["no_sync", "local_sgd", "dpsgd"]
 
 
@@ -387,15 +386,6 @@ def test_an_accelerator_that_is_not_there_is_refused_by_lightning_itself() -> No
         L.Trainer(strategy="local_sgd", accelerator="mps", devices=1)
 
 
-FORK = """
-import lightning_dsgd
-from tests.test_bad_input import train_with_start_method
-
-if __name__ == "__main__":
-    train_with_start_method("fork")
-"""
-
-
 def train_with_start_method(method: str) -> None:
     model = Regression()
     before = weights(model).clone()
@@ -417,18 +407,24 @@ def test_ranks_may_be_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     train_with_start_method("spawn")
 
 
-def test_ranks_may_be_forked_by_a_script(tmp_path: Path) -> None:
-    """Nothing but training holds it up or fails at its end."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORK],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+def test_ranks_may_be_forked() -> None:
+    """Also from a process that ends soon after: nothing fails at its exit."""
+    process = worlds._context.Process(target=train_forked)
+    process.start()
+    process.join(60)
+    if process.is_alive():
+        process.kill()
+    assert process.exitcode == 0
+
+
+def train_forked() -> None:
+    """In a process of its own, so that what the ranks inherit is known."""
+    ignored: list[Any] = []
+    sys.unraisablehook = ignored.append
+    torch.set_num_threads(1)
+    train_with_start_method("fork")
+    atexit._run_exitfuncs()  # which processes of multiprocessing do not
+    sys.exit(len(ignored))
 
 
 # ---- ranks that differ ----
@@ -605,7 +601,6 @@ def test_a_configuration_that_one_rank_alone_cannot_serve_ends_the_others() -> N
     assert outcomes[1].error.startswith("ValueError: callbacks must not ask rank 0")
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error.startswith("PeerLost: rank 1 failed: ValueError: callbacks must not")
-        assert outcome.seconds < 10
 
 
 def fit_with_timer_on_one() -> None:

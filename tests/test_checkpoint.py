@@ -308,7 +308,11 @@ def test_the_file_holds_to_the_bit_the_consensus_that_was_evaluated(
     """On three ranks, where a mean of three equal numbers need not be that number."""
     results = run(3, name, 2, str(tmp_path))
     for epoch in range(2):
-        saved = plain(shared_file(tmp_path / f"epoch={epoch}.ckpt")["state_dict"])
+        state = shared_file(tmp_path / f"epoch={epoch}.ckpt")["state_dict"]
+        assert state._metadata["net.1"] == {"version": 2}, (
+            "BatchNorm's, as plain Lightning saves it"
+        )
+        saved = plain(state)
         assert [result["evaluated"][epoch] for result in results] == [saved] * 3
 
 

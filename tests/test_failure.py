@@ -1,4 +1,4 @@
-"""A rank that raises, is killed or is told to stop: the others end soon, know why, and leave nothing behind.
+"""A rank that raises, dies or is told to stop: the others end soon, know why, and leave nothing.
 
 Functions that run on every rank come before the tests that run them.  Jobs that start their own
 processes are at the end.
@@ -6,27 +6,28 @@ processes are at the end.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
 
-from lightning_dsgd import STRATEGIES
+import lightning_dsgd.strategy
 from lightning_dsgd.stopping import AgreedStop
-from tests.models import Regression, loader, trainer
+from tests import doomed
+from tests.doomed import Doomed, Plan, num_batches
+from tests.models import Regression
 from tests.worlds import FitWorld, Outcome, ProcessWorld
 
+ROOT = Path(__file__).parents[1]
 EMPTY = torch.empty(0)
 SOON_S = 15.0
 
@@ -100,161 +101,223 @@ def test_one_rank_stops_by_itself() -> None:
     assert ProcessWorld().run(1, ask_to_stop_alone)[0] > 5
 
 
-# What a rank does, and when
+# A rank that fails ends all
 
 
-@dataclass
-class Plan:
-    """What one rank does to itself, and where.
-
-    Args:
-        rank: who
-        how: "raise", "kill" (SIGKILL), "stop" (SIGSTOP), or the name of a signal
-        where: the hook of the module
-        at: at which call of the hook; -1 at the last
-        late_s: how long the others wait for that rank before it comes to it
-    """
-
-    rank: int
-    how: str
-    where: str = "training_step"
-    at: int = 20
-    late_s: float = 0.0
-    calls: int = field(default=0, init=False)
-
-    def act(self, hook: str, rank: int) -> None:
-        if hook != self.where or rank != self.rank:
-            return
-        self.calls += 1
-        if self.calls == self.at:
-            time.sleep(self.late_s)
-            if self.how == "raise":
-                raise ValueError(f"no such luck in {hook}")
-            os.kill(os.getpid(), getattr(signal, {"kill": "SIGKILL", "stop": "SIGSTOP"}.get(self.how, self.how)))
+def fit(name: str, folder: str, plans: tuple[Plan, ...], kwargs: dict[str, Any]) -> None:
+    lightning_dsgd.strategy._NOTICE_WITHIN_S = kwargs.pop("notice_within_s", 15.0)
+    doomed.fit(name, folder, plans, **kwargs)
 
 
-class Doomed(Regression):
-    """Follows a plan, and notes after each batch how many there were."""
-
-    def __init__(self, folder: str, *plans: Plan) -> None:
-        L.seed_everything(0, verbose=False)
-        super().__init__()
-        self.folder, self.plans, self.batches = Path(folder), plans, 0
-
-    def act(self, hook: str) -> None:
-        for plan in self.plans:
-            plan.act(hook, self.global_rank)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.batches += 1
-        Path(self.folder, f"batches_{self.global_rank}").write_text(str(self.batches))
-        self.act("training_step")
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.act("validation_step")
-        super().validation_step(batch, batch_idx)
+def outcomes(name: str, folder: Path, *plans: Plan, **kwargs: Any) -> list[Outcome]:
+    found = FitWorld().outcomes(3, fit, name, str(folder), plans, kwargs, limit_s=40.0)
+    for rank, outcome in enumerate(found):
+        print(rank, outcome)
+    return found
 
 
-def _hook(name: str) -> Callable[..., None]:
-    def fn(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.act(name)
-
-    return fn
-
-
-HOOKS = (
-    "setup", "configure_model", "on_fit_start", "on_train_start", "on_train_epoch_start",
-    "on_train_epoch_end", "on_validation_epoch_end", "on_train_end", "on_fit_end", "teardown",
-    "on_save_checkpoint",
-)  # fmt: skip
-for _name in HOOKS:
-    setattr(Doomed, _name, _hook(_name))
-
-
-def fit(name: str, plans: tuple[Plan, ...], folder: str, options: dict[str, Any], epochs: int) -> None:
-    torch.set_num_threads(1)
-    strategy = STRATEGIES[name](timeout_s=60.0, **options)
-    callbacks = []
-    if Path(folder, "save").exists():
-        callbacks = [ModelCheckpoint(folder, "last", save_on_exception=True)]
-    with_validation = any("validation" in plan.where for plan in plans)
-    train = trainer(
-        strategy,
-        3,
-        max_epochs=epochs,
-        callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
-        limit_val_batches=None if with_validation else 0,
-        num_sanity_val_steps=0,
-    )
-    train.fit(Doomed(folder, *plans), loader(), loader(32))
-
-
-def end(
-    name: str,
-    *plans: Plan,
-    folder: Path,
-    epochs: int = 1000,
-    save: bool = False,
-    limit_s: float = 40.0,
-    **options: Any,
-) -> list[Outcome]:
-    if save:
-        Path(folder, "save").touch()
-    return FitWorld().outcomes(3, fit, name, plans, str(folder), options, epochs, limit_s=limit_s)
-
-
-def batches(folder: Path) -> list[int]:
-    return [int(Path(folder, f"batches_{rank}").read_text()) for rank in range(3)]
-
-
-def check_named(outcomes: list[Outcome], rank: int, reason: str) -> None:
-    """Every other rank ended soon, with an exit code, and says which rank it was and why."""
-    for other, outcome in enumerate(outcomes):
-        print(other, outcome)
+def check_named(found: list[Outcome], rank: int, reason: str) -> None:
+    """Every other rank has ended soon, not well, and says which rank it was and why."""
+    for other, outcome in enumerate(found):
         assert outcome.seconds < SOON_S
         assert outcome.exitcode != 0
         if other != rank:
             assert re.match(f"PeerLost: rank {rank} {reason}", outcome.error), outcome.error
 
 
-EVERYWHERE = [("local_sgd", 0), ("local_sgd", 2), ("no_sync", 2), ("allreduce", 0), ("dpsgd", 1)]
-
-
-@pytest.mark.parametrize(("name", "rank"), EVERYWHERE)
-@pytest.mark.parametrize("late_s", [0.0, 1.0])
-def test_a_rank_that_raises_ends_all(name: str, rank: int, late_s: float, tmp_path: Path) -> None:
-    outcomes = end(name, Plan(rank, "raise", late_s=late_s), folder=tmp_path)
-    check_named(outcomes, rank, "failed: ValueError: no such luck in training_step")
-    assert outcomes[rank].error == "ValueError: no such luck in training_step"
-
-
-@pytest.mark.parametrize(("name", "rank"), EVERYWHERE)
-def test_a_rank_that_is_killed_ends_all(name: str, rank: int, tmp_path: Path) -> None:
-    outcomes = end(name, Plan(rank, "kill"), folder=tmp_path)
-    check_named(outcomes, rank, "died")
-
-
-@pytest.mark.parametrize(("name", "rank"), EVERYWHERE)
-def test_sigterm_to_a_rank_stops_all_after_the_same_batch(
-    name: str, rank: int, tmp_path: Path
-) -> None:
-    outcomes = end(name, Plan(rank, "SIGTERM"), folder=tmp_path)
-    counts = batches(tmp_path)
-    assert len(set(counts)) == 1
-    assert counts[0] > 20
-    for me, outcome in enumerate(outcomes):
+def check_stopped(found: list[Outcome], folder: Path, asker: int, batches: list[int]) -> None:
+    """Every rank has ended soon, not well, and says who was told to stop."""
+    for rank, (outcome, number) in enumerate(zip(found, batches, strict=True)):
         assert outcome.error == (
-            f"SIGTERMException: rank {rank} received SIGTERM; all ranks stopped, rank {me} after {counts[0]} batches"
+            f"SIGTERMException: rank {asker} received SIGTERM; all ranks stopped, "
+            f"rank {rank} after {number} batches"
         )
         assert outcome.seconds < SOON_S
         assert outcome.exitcode != 0
+    assert num_batches(folder) == batches
 
 
-@pytest.mark.parametrize("where", HOOKS)
+EVERYWHERE = pytest.mark.parametrize(
+    ("name", "rank"),
+    [("local_sgd", 0), ("local_sgd", 2), ("no_sync", 2), ("allreduce", 0), ("dpsgd", 1)],
+)
+
+
+@EVERYWHERE
+def test_a_rank_that_raises_ends_all(name: str, rank: int, tmp_path: Path) -> None:
+    found = outcomes(name, tmp_path, Plan(rank, "raise"))
+    check_named(found, rank, "failed: ValueError: no such luck in training_step; noticed in")
+    assert found[rank].error == "ValueError: no such luck in training_step"
+
+
+@EVERYWHERE
+def test_a_rank_that_is_killed_ends_all(name: str, rank: int, tmp_path: Path) -> None:
+    found = outcomes(name, tmp_path, Plan(rank, "SIGKILL"))
+    check_named(found, rank, "died")
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_raises_in_any_hook_ends_all(where: str, rank: int, tmp_path: Path) -> None:
-    outcomes = end("local_sgd", Plan(rank, "raise", where, 1), folder=tmp_path, epochs=2)
-    print(outcomes)
-    check_named(outcomes, rank, "failed: ValueError: no such luck")
+def test_ranks_that_wait_for_one_that_fails_end_too(how: str, rank: int, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(rank, how, late_s=1.0))
+    check_named(found, rank, "failed: ValueError" if how == "raise" else "died")
+    for other, outcome in enumerate(found):
+        if other != rank:
+            assert "noticed in: all_reduce" in outcome.error
+            assert "[replica/part-1]" in outcome.error
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "no_sync"])
+def test_a_rank_that_hangs_ends_all(name: str, tmp_path: Path) -> None:
+    """The stopped one itself is killed by the world, in the end."""
+    plan, options = Plan(1, "SIGSTOP"), {"heartbeat_timeout_s": 1.0}
+    found = FitWorld().outcomes(
+        3, fit, name, str(tmp_path), (plan,), {"options": options}, limit_s=8.0
+    )
+    assert "still alive" in found[1].error
+    for rank in (0, 2):
+        assert found[rank].error.startswith("PeerLost: rank 1 has not answered for")
+        assert found[rank].seconds < 7.0
+
+
+def test_a_rank_that_cannot_notice_is_ended(tmp_path: Path) -> None:
+    found = outcomes("no_sync", tmp_path, Plan(2, "SIGKILL"), Plan(1, "sleep"), notice_within_s=1.0)
+    assert found[0].error.startswith("PeerLost: rank 2 died")
+    assert (found[1].error, found[1].exitcode) == ("died", 1)
+    assert found[1].seconds < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("rank", "where"),
+    [
+        (0, "setup"),
+        (2, "setup"),
+        (1, "configure_model"),
+        (0, "on_fit_start"),
+        (2, "on_train_start"),
+        (0, "on_train_epoch_start"),
+        (2, "on_train_epoch_end"),
+        (0, "validation_step"),
+        (2, "validation_step"),
+        (1, "on_validation_epoch_end"),
+        (0, "on_train_end"),
+        (2, "on_train_end"),
+    ],
+)
+def test_a_rank_that_raises_in_a_hook_ends_all(rank: int, where: str, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(rank, "raise", where, 1), epochs=2)
+    check_named(found, rank, f"failed: ValueError: no such luck in {where}")
+    assert found[rank].error == f"ValueError: no such luck in {where}"
+
+
+@pytest.mark.parametrize("where", ["setup", "on_fit_start"])
+def test_what_all_ranks_raise_before_training_each_raises_itself(
+    where: str, tmp_path: Path
+) -> None:
+    for outcome in outcomes("local_sgd", tmp_path, Plan(-1, "raise", where, 1)):
+        assert outcome.error == f"ValueError: no such luck in {where}"
+        assert outcome.seconds < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("SIGKILL", "died"), ("SIGTERM", "received SIGTERM"), ("SIGINT", "was int")]
+)
+def test_a_signal_while_validating_ends_all(how: str, reason: str, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(1, how, "validation_step", 2))
+    check_named(found, 1, reason)
+
+
+def test_after_training_each_rank_ends_by_itself(tmp_path: Path) -> None:
+    """Then no rank needs another, and who looks after the processes sees the exit code."""
+    found = outcomes("local_sgd", tmp_path, Plan(1, "raise", "on_fit_end", 1), epochs=1)
+    assert found[1].error == "ValueError: no such luck in on_fit_end"
+    assert [outcome.exitcode for outcome in found] == [0, 1, 0]
+
+
+# A rank that is told to stop stops all
+
+
+@EVERYWHERE
+def test_sigterm_to_a_rank_stops_all_after_the_same_batch(
+    name: str, rank: int, tmp_path: Path
+) -> None:
+    found = outcomes(name, tmp_path, Plan(rank, "SIGTERM", at=50))
+    last = num_batches(tmp_path)[0]
+    assert last > 50
+    check_stopped(found, tmp_path, rank, [last] * 3)
+
+
+def test_sigterm_to_all_ranks_stops_them_once(tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(-1, "SIGTERM"), Plan(-1, "SIGTERM", at=21))
+    last = num_batches(tmp_path)[0]
+    asker = int(found[0].error.split()[2])
+    check_stopped(found, tmp_path, asker, [last] * 3)
+
+
+def test_a_first_interrupt_stops_all_after_the_same_batch(tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(1, "SIGINT"))
+    for outcome in found:
+        assert outcome.error == "SystemExit: 1"  # as Lightning ends after a KeyboardInterrupt
+        assert outcome.seconds < SOON_S
+    assert len(set(num_batches(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "no_sync", "allreduce"])
+def test_ranks_that_are_out_of_data_stop_with_the_others(name: str, tmp_path: Path) -> None:
+    """Rank 0 waits at the end of its epoch for the others, and would begin no further batch."""
+    samples = (8 * 10, 8 * 1000, 8 * 1000)
+    found = outcomes(name, tmp_path, Plan(1, "SIGTERM", at=50), num_samples=samples)
+    batches = num_batches(tmp_path)
+    assert batches[0] == 10
+    assert batches[1] == batches[2] > 50
+    check_stopped(found, tmp_path, 1, batches)
+
+
+def test_sigterm_in_the_last_batch_is_not_forgotten(tmp_path: Path) -> None:
+    """Rank 2 waits, in its last batch, until rank 1 has asked."""
+    plans = Plan(1, "SIGTERM", at=16), Plan(-1, "wait", at=16, late_s=0.5)
+    found = outcomes("local_sgd", tmp_path, *plans, epochs=1)
+    check_stopped(found, tmp_path, 1, [16] * 3)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_is_saved_when_all_stop_is_the_consensus(rank: int, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(rank, "SIGTERM"), saves=True)
+    last = num_batches(tmp_path)[0]
+    check_stopped(found, tmp_path, rank, [last] * 3)
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    replicas = [
+        torch.load(file, weights_only=True)
+        for file in sorted(Path(tmp_path, "saved.ckpt.replicas").iterdir())
+    ]
+    assert saved["global_step"] == last - 1 or saved["global_step"] == last
+    assert len(replicas) == 3
+    for key in ("net.0.weight", "net.3.bias"):
+        mean = torch.stack([replica["state_dict"][key] for replica in replicas]).mean(0)
+        assert torch.allclose(saved["state_dict"][key], mean, atol=1e-6)
+    Regression.load_from_checkpoint(tmp_path / "saved.ckpt")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_failed_training_is_saved_by_rank_0_if_that_is_alive(rank: int, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(rank, "raise"), saves=True)
+    check_named(found, rank, "failed: ValueError: no such luck in training_step")
+    Regression.load_from_checkpoint(tmp_path / "saved.ckpt")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_fails_while_all_stop_ends_all(rank: int, tmp_path: Path) -> None:
+    plans = Plan(1, "SIGTERM"), Plan(rank, "raise", "on_save_checkpoint", 1)
+    found = outcomes("local_sgd", tmp_path, *plans, saves=True)
+    assert found[rank].error == "ValueError: no such luck in on_save_checkpoint"
+    check_named(found, rank, "")
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_a_rank_that_fails_between_the_order_to_stop_and_the_stop_ends_all(
+    how: str, tmp_path: Path
+) -> None:
+    """Rank 0 holds at its next batch, so that all others still make one more."""
+    plans = Plan(0, "SIGTERM", at=20), Plan(2, how, at=21, late_s=0.5)
+    found = outcomes("local_sgd", tmp_path, *plans, options={"sync_period": 100})
+    check_named(found, 2, "failed: ValueError" if how == "raise" else "died")

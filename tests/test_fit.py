@@ -10,10 +10,10 @@ import csv
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import lightning as L
 import pytest
 import pytorch_lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
@@ -569,11 +570,19 @@ class Pair(Adversaries):
         self.register_buffer("unused", torch.zeros(1))
 
 
-@pytest.mark.skip
+SETTLES_PART_BY_PART = pytest.mark.xfail(
+    reason="a rank that is done with its batches serves one part after the other, not all at once",
+    raises=AssertionError,
+)
+
+
 @pytest.mark.parametrize("make", [TwoDtypes, Pair])
-@every_strategy
+@pytest.mark.parametrize(
+    "name",
+    ["no_sync", *(pytest.param(n, marks=SETTLES_PART_BY_PART) for n in NAMES if n != "no_sync")],
+)
 def test_models_of_several_parts_end_together_too(name: str, make: Callable[..., Any]) -> None:
-    ranks = run(2, fit_uneven, name, (3, 11), make, {})
+    ranks = run(2, fit_uneven, name, (3, 11), make, {"options": {"timeout_s": 3.0}})
     assert same([x for x, _, _ in ranks])
 
 
@@ -1057,37 +1066,32 @@ def test_parameters_that_the_optimizer_gets_later_are_trained_together_from_then
 
 
 class Slow(Plain):
-    """One rank takes long over every batch."""
+    """One rank is not done with its first batch before all others are done with their last one."""
 
-    slow_rank, delay_s = 2, 0.05
+    slow_rank, patience_s = 2, 20.0
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
         super().__init__()
-        self.begin = self.end = 0.0
-
-    def on_train_start(self) -> None:
-        self.begin = time.monotonic()
+        self.news = dist.FileStore(f"{folder}/news", dist.get_world_size())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.global_rank == self.slow_rank:
-            time.sleep(self.delay_s)
+        if (self.global_rank, batch_idx) == (self.slow_rank, 0):
+            fast = [f"rank {r}" for r in range(self.trainer.world_size) if r != self.slow_rank]
+            self.news.wait(fast, timedelta(seconds=self.patience_s))
         return super().training_step(batch, batch_idx)
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.end = time.monotonic()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.trainer.num_training_batches:
+            self.news.set(f"rank {self.global_rank}", "done")
 
 
-def fit_slow(name: str) -> float:
-    model, _ = fit(name, Slow, {"num_samples": 3 * 8 * 20})
-    assert isinstance(model, Slow)
-    return model.end - model.begin
+def fit_slow(name: str, folder: str) -> int:
+    return fit(name, lambda: Slow(folder), {"num_samples": 3 * 8 * 20})[1].global_step
 
 
-def test_fast_ranks_train_at_their_own_speed() -> None:
-    """Lightning's broadcast before every batch would hold them up at the slow rank's."""
-    *fast, slow = run(3, fit_slow, "no_sync")
-    assert slow >= 20 * Slow.delay_s
-    assert max(fast) < slow / 2
+def test_fast_ranks_train_at_their_own_speed(tmp_path: Path) -> None:
+    """Lightning's broadcast before every batch would make them wait for the slow rank."""
+    assert run(3, fit_slow, "no_sync", str(tmp_path)) == [20, 20, 20]
 
 
 # ---- what goes wrong ----

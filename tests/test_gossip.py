@@ -47,35 +47,38 @@ class Ledger:
 
     def __init__(self, net: Any) -> None:
         self.net = net
-        self.out = {0: 0.0, 1: torch.zeros(N).double()}
-        self.into = {0: 0.0, 1: torch.zeros(N).double()}
+        self.w_out = self.w_into = 0.0
+        self.x_out = self.x_into = torch.zeros(N).double()
+        self.seen: dict[int, float] = {}  # weights that have come, by rank; x is taken after w
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.net, name)
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> Any:
-        if len(x):
-            self.out[tag] = self.out[tag] + (x.clone() if tag else float(x))
+        if tag:
+            self.x_out = self.x_out + x
+        elif len(x):
+            self.w_out += float(x)
         return self.net.send(x, dst, tag)
 
     def recv(self, like: Tensor, src: int, tag: int = 0) -> Any:
-        return _Entry(self, self.net.recv(like, src, tag), tag)
+        return _Entry(self, self.net.recv(like, src, tag), tag, src)
 
 
 class _Entry:
-    def __init__(self, ledger: Ledger, receipt: Any, tag: int) -> None:
-        self.ledger, self.receipt, self.tag = ledger, receipt, tag
-        self.is_entered = False
+    def __init__(self, ledger: Ledger, receipt: Any, tag: int, src: int) -> None:
+        self.ledger, self.receipt, self.tag, self.src = ledger, receipt, tag, src
 
     def done(self) -> bool:
         return bool(self.receipt.done())
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         x: Tensor = self.receipt.wait(timeout_s)
-        if len(x) and not self.is_entered:
-            into = self.ledger.into
-            into[self.tag] = into[self.tag] + (x.clone() if self.tag else float(x))
-        self.is_entered = True
+        if self.tag:
+            self.ledger.x_into = self.ledger.x_into + x
+            self.ledger.w_into += self.ledger.seen[self.src]
+        elif len(x):
+            self.ledger.seen[self.src] = float(x)
         return x
 
 
@@ -101,9 +104,9 @@ def push_at_random_times(
                 x += u
                 updates += u
             algorithm.after_update(x)
-            held = algorithm.w * x + ledger.out[1] - ledger.into[1]
+            held = algorithm.w * x + ledger.x_out - ledger.x_into
             states.append(float((held - begin - updates).abs().max()))
-            assert algorithm.w + ledger.out[0] - ledger.into[0] == 1  # in halves: exact
+            assert algorithm.w + ledger.w_out - ledger.w_into == 1  # in halves: exact
         algorithm.settle(x)
         consensus = algorithm.consensus(x)
         assert phase or torch.isfinite(consensus).all()
@@ -246,14 +249,15 @@ def test_with_nesterov_momentum_it_is_algorithm_2(
         g = torch.stack([gradient(z[rank], rank) for rank in range(world_size)])
         u = m * u + g
         x = x - LR * (m * u + g)
-        p = torch.tensor(topology.mixing_matrix(graph, k, world_size, num_peers)).double()
+        rows = topology.mixing_matrix(graph, k, world_size, num_peers)
+        p = torch.tensor(rows, dtype=torch.float64)
         x, w = p @ x, p @ w
         z = x / w
         given = torch.stack([xs[k] for xs in ranks])
-        torch.testing.assert_close(given, z, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(given, z, rtol=0, atol=1e-12)
     mean = x.sum(0) / world_size
     for xs in ranks:
-        torch.testing.assert_close(xs[-1], mean, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(xs[-1], mean, rtol=0, atol=1e-12)
 
 
 def with_late_messages(net: Any, latency_steps: int, overlap: int) -> tuple[float, float, float]:

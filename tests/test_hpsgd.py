@@ -151,13 +151,13 @@ def initial() -> Tensor:
 
 
 def descend(
-    net: Any, optimizer: str, num_steps: int, outer: tuple[float, float] = (1.0, 0.0)
+    net: Any, optimizer: str, num_steps: list[int], outer: tuple[float, float] = (1.0, 0.0)
 ) -> tuple[Recorded, Tensor]:
     x = initial()
     algorithm = Recorded(outer_lr=outer[0], outer_momentum=outer[1])
     algorithm.start(net, x)
     local = OPTIMIZERS[optimizer]([x])
-    for k in range(num_steps - net.rank):  # each rank runs out at another step
+    for k in range(num_steps[net.rank]):
         net.compute(0.1 * (1 + (k * 3 + net.rank) % 4))
         algorithm.before_update(x, x[:0])
         x.grad = gradient(net.rank, k, x)
@@ -208,10 +208,10 @@ def reference(
 
 
 def trained(
-    world_size: int, optimizer: str, outer: tuple[float, float] = (1.0, 0.0)
+    num_steps: list[int], optimizer: str, outer: tuple[float, float] = (1.0, 0.0)
 ) -> tuple[list[Recorded], list[Tensor]]:
-    world = SimulatedWorld(world_size, latency_s=0.03, bandwidth_bytes_s=3e3)
-    ranks = world.run(descend, optimizer, 25, outer)
+    world = SimulatedWorld(len(num_steps), latency_s=0.03, bandwidth_bytes_s=3e3)
+    ranks = world.run(descend, optimizer, num_steps, outer)
     assert all(torch.equal(x, ranks[0][1]) for _, x in ranks)
     return [algorithm for algorithm, _ in ranks], [x for _, x in ranks]
 
@@ -220,9 +220,10 @@ def trained(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_equation_1_against_a_sequential_reference(world_size: int, optimizer: str) -> None:
     """For plain SGD the reference sums gradients, else the updates of each rank's optimizer."""
-    ranks, xs = trained(world_size, optimizer)
+    num_steps = [25 - rank for rank in range(world_size)]
+    ranks, xs = trained(num_steps, optimizer)
     counts = [algorithm.counts for algorithm in ranks]
-    assert [sum(c) for c in counts] == [25 - rank for rank in range(world_size)]
+    assert [sum(c) for c in counts] == num_steps
     expected = reference(optimizer, [[*c, 0] for c in counts])
     assert len(ranks[0].models) == len(expected) >= 5
     for model, wanted in zip(ranks[0].models, expected, strict=True):
@@ -231,17 +232,19 @@ def test_equation_1_against_a_sequential_reference(world_size: int, optimizer: s
 
 
 def test_equation_2_the_global_model_is_the_mean_of_the_replicas() -> None:
-    ranks, _ = trained(3, "sgd")
+    ranks, _ = trained([25, 25, 24], "sgd")
     for round_, model in enumerate(ranks[0].models):
         mean = torch.stack([algorithm.replicas[round_] for algorithm in ranks]).mean(0)
         torch.testing.assert_close(model, mean, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("outer", [(0.7, 0.9), (0.5, 0.0), (1.0, 0.5)])
+@pytest.mark.parametrize("num_steps", [[25, 24, 25], [0, 9, 20]])
 def test_the_outer_optimizer_is_nesterov_momentum_on_the_global_model(
-    outer: tuple[float, float],
+    outer: tuple[float, float], num_steps: list[int]
 ) -> None:
-    ranks, xs = trained(3, "adam", outer)
+    """Against torch's; also with a rank that has no batch at all."""
+    ranks, xs = trained(num_steps, "adam", outer)
     expected = reference("adam", [[*a.counts, 0] for a in ranks], outer)
     for model, wanted in zip(ranks[0].models, expected, strict=True):
         torch.testing.assert_close(model, wanted, rtol=0, atol=1e-12)
@@ -282,11 +285,11 @@ def test_the_trainer_never_waits_and_local_steps_follow_the_link(k: float, world
     [t_sync, *_] = SimulatedWorld(world_size, 1e-3, 1e3).run(measure_sync)
     step_s = t_sync / k
     world = SimulatedWorld(world_size, 1e-3, 1e3)
-    num_steps = 60
+    num_steps = 40 * math.ceil(k)
     for seconds, waited, figures in world.run(run_steps, HPSGD, [step_s] * world_size, num_steps):
         assert waited == 0
         assert seconds == pytest.approx(num_steps * step_s, rel=1e-3)
-        assert figures["local_steps_per_sync"] == pytest.approx(math.ceil(k), abs=0.3)
+        assert figures["local_steps_per_sync"] == pytest.approx(math.ceil(k), rel=0.05)
 
 
 def test_no_slower_than_without_any_synchronisation() -> None:
@@ -416,8 +419,8 @@ def hold_tensors(net: Any, outer: tuple[float, float]) -> int:
         algorithm.before_update(x, x[:0])
         x -= 1
         algorithm.after_update(x)
-    algorithm.settle(x)
     held = [*vars(algorithm).values(), *vars(algorithm.outer or object).values()]
+    algorithm.settle(x)
     algorithm.finish(x)
     return sum(t.nbytes for t in held if isinstance(t, Tensor)) // x.nbytes
 
@@ -558,7 +561,7 @@ def test_fit_ends_in_one_model_and_evaluates_the_global_one(
             a, b = (torch.as_tensor(torch.stack(r[key]) if key == "evaluated" else r[key])
                     for r in (result, ranks[0]))  # fmt: skip
             assert torch.equal(a, b), key
-        assert result["losses"][-1] < result["losses"][0] / 2
+        assert result["losses"][-1] < 0.75 * result["losses"][0]
         assert torch.equal(result["weights"], result["evaluated"][-1])
         assert result["figures"]["num_syncs"] >= 6
         batches = math.ceil(math.ceil(128 / world_size) / 8)

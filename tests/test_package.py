@@ -22,7 +22,16 @@ PACKAGE = ROOT / "lightning_dsgd"
 MAY_IMPORT = {
     "algorithm": {"torch", "transport"},
     "algorithms": {"algorithms"},
-    "algorithms.*": {"torch", "algorithm", "topology", "sparse", "wait_avoiding", "transport"},
+    "algorithms.*": {
+        "torch",
+        "algorithm",
+        "topology",
+        "sparse",
+        "error_feedback",
+        "wait_avoiding",
+        "transport",
+    },
+    "error_feedback": {"torch", "algorithm", "sparse", "transport"},
     "wait_avoiding": {"torch", "algorithm", "topology", "transport"},
     "topology": set(),
     "sparse": {"torch"},

@@ -3,9 +3,9 @@
 `ProcessWorld`: `fn(net, *args)` in real processes, joined by gloo, each with a transport.
 `FitWorld`: `fn(*args)` in the same processes, set up as torchrun sets them up, for `Trainer.fit`.
 
-The processes are forked from a server that has torch and Lightning loaded.  `fn` must be a function of
-a module, and its results picklable, as they come home through a pipe of `multiprocessing` (the tests'
-own, not the package's).
+The processes are forked from a server that has torch and Lightning loaded.  `fn` must be a function
+of a module, and its results picklable, as they come home through a pipe of `multiprocessing` (the
+tests' own, not the package's).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "lightning_dsgd", "tests.worlds"])
+_context.set_forkserver_preload(["torch", "pytest", "lightning_dsgd", "tests.worlds"])
 
 
 @dataclass
@@ -111,7 +111,7 @@ class ProcessWorld:
 
 @dataclass
 class FitWorld(ProcessWorld):
-    """P processes that a Trainer takes for those of torchrun: `Trainer(devices=P, accelerator="cpu")`."""
+    """P processes that a Trainer takes for those of torchrun: `Trainer(devices=P, ...)`."""
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         rank, world_size = dist.get_rank(), dist.get_world_size()

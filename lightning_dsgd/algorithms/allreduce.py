@@ -2,9 +2,9 @@
 
     g <- (1/P) sum_i g_i        before every optimizer step
 
-Differs from DistributedDataParallel: the gradient is reduced once, whole, after backward, and ranks may
-have different numbers of batches: a rank that has run out contributes nothing, the mean is over those
-that go on, and their weights are taken over once all have stopped.
+Differs from DistributedDataParallel: the gradient is reduced once, whole, after backward, and ranks
+may have different numbers of batches: a rank that has run out contributes nothing, the mean is over
+those that go on, and their weights are taken over once all have stopped.
 
 Every rank waits for every other in every step.  Sends 2(P-1)/P |g| and one word a step.
 """
@@ -50,7 +50,8 @@ class AllReduce(Algorithm):
         self.step = take_over_newest(self.net, x, self.step)
 
     def consensus(self, x: Tensor) -> Tensor:
-        # All ranks hold the same, unless they took over weights while keeping their optimizer's state.
+        # All ranks hold the same, unless they took over weights while keeping their optimizer's
+        # state.
         return self.net.broadcast(x.clone(), src=0).wait()
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
     x_i <- sum_j W_ij x_j - lr * g_i(x_i)      W: mixing weights of the ring
 
-A rank that stops (to evaluate, to save, out of data) sends each neighbour an empty message in place of
-its weights.  The neighbours then leave it out, giving its share of W to themselves: W stays symmetric and
-doubly stochastic, so the mean over the ranks is conserved.
+A rank that stops (to evaluate, to save, out of data) sends each neighbour an empty message in place
+of its weights.  The neighbours then leave it out, giving its share of W to themselves: W stays
+symmetric and doubly stochastic, so the mean over the ranks is conserved.
 
-Differs from the paper: with an optimizer other than plain SGD, its update takes the place of lr * g.
-Every rank waits for its two neighbours in every step.  Sends 2 |x| a step.
+Differs from the paper: with an optimizer other than plain SGD, its update takes the place of lr *
+g. Every rank waits for its two neighbours in every step.  Sends 2 |x| a step.
 """
 
 from __future__ import annotations

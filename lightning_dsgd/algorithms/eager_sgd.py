@@ -1,4 +1,4 @@
-"""Eager-SGD (Li et al., PPoPP 2020, https://arxiv.org/abs/1908.04207): partial all-reduce of gradients.
+"""Eager-SGD (Li et al., PPoPP 2020, https://arxiv.org/abs/1908.04207): partial all-reduces.
 
     pending <- pending + g
     sum     <- wait_avoiding_allreduce(pending)      what is contributed is cleared from pending
@@ -6,17 +6,17 @@
 
 Legend: g this rank's gradient, P ranks, `pending` what no sum holds yet.
 
-A round fires with the first rank to arrive ("solo"), or when the rank that a shared seed draws for it
-arrives, by when half of the ranks have on average ("majority").  A rank that comes too late has taken
-part with what was pending; its gradient goes into its next contribution.  None is lost, and no sum either:
-a rank that was away for several rounds applies all of theirs at its next step.
+A round fires with the first rank to arrive ("solo"), or when the rank that a shared seed draws for
+it arrives, by when half of the ranks have on average ("majority").  A rank that comes too late has
+taken part with what was pending; its gradient goes into its next contribution.  None is lost, and
+no sum either: a rank that was away for several rounds applies all of theirs at its next step.
 
-Differs from the paper: keeps the sums of all rounds that a rank has missed, where the paper keeps the
-newest.  A rank that stops (to evaluate, to save, out of data) leaves what is pending for its next step;
-at the end it is dropped.
+Differs from the paper: keeps the sums of all rounds that a rank has missed, where the paper keeps
+the newest.  A rank that stops (to evaluate, to save, out of data) leaves what is pending for its
+next step; at the end it is dropped.
 
-Waits for the round to fire and to be answered.  Sends 2(P-1)/P |g| a step, and an activation to about one
-rank.
+Waits for the round to fire and to be answered.  Sends 2(P-1)/P |g| a step, and log2 P activations
+of 24 bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _SEED = 1
 class EagerSGD(Algorithm):
     """Averages the gradients of those ranks that are there, without waiting for the last ones.
 
-    Memory above plain training: 4 |g|: the gradient, what is pending, the sum, and the sums not applied yet.
+    Memory above plain training: 4 |g|: the gradient, what is pending, the sum, and the sums not
+    applied yet.
 
     Args:
         quorum: "solo" fires with the first rank, "majority" with one drawn at random for each round

@@ -6,12 +6,12 @@
     r_i <- r_i + W_{s+1} - (r_i at switch s)                     at switch s + 1
 
 Legend: r_i the replica of rank i (x), W_s the global model, g gradient, mu learning rate, P ranks;
-switch s is the step boundary at which a rank merges the all-reduce of round s - 1 and hands over for
-round s; [s] are the steps that it has made between its switches s - 1 and s.
+switch s is the step boundary at which a rank merges the all-reduce of round s - 1 and hands over
+for round s; [s] are the steps that it has made between its switches s - 1 and s.
 
-**Two roles.**  The trainer is the training thread.  It owns x, and acts at step boundaries only: if
-the sum in flight is there, it switches, else it goes on.  The synchroniser is a lane.  It executes
-the rounds in order, and it alone waits for other ranks.
+**Two roles.**  The trainer is the training thread.  It owns x, and acts at step boundaries only:
+if the sum in flight is there, it switches, else it goes on.  The synchroniser is a lane.  It
+executes the rounds in order, and it alone waits for other ranks.
 
 **Two sums.**  One is in flight while the other fills, and neither is ever added to:
 
@@ -21,32 +21,36 @@ the rounds in order, and it alone waits for other ranks.
 So a step costs nothing, and a switch one addition and one copy of |x|.  "Updates" are what the
 optimizer did to x: -mu * g for plain SGD, its own steps for any other, whose state stays local.
 
-**When all merge.**  (a) A rank hands over for round s once, at its first step boundary after its lane
-has finished round s - 1.  (b) No lane finishes round s before every rank has handed over for it: it
-is an all-reduce.  This is the whole agreement, and no message says "now".  By induction over s:
+**When all merge.**  (a) A rank hands over for round s once, at its first step boundary after its
+lane has finished round s - 1.  (b) No lane finishes round s before every rank has handed over for
+it: it is an all-reduce.  This is the whole agreement, and no message says "now".  By induction
+over s:
 
-1. *The same models.*  Every rank executes the same rounds in the same order, and an all-reduce leaves
-   the same bits everywhere: W_0, W_1, ... is one sequence.  No rank is two switches ahead of another.
+1. *The same models.*  Every rank executes the same rounds in the same order, and an all-reduce
+   leaves the same bits everywhere: W_0, W_1, ... is one sequence.  No rank is two switches ahead
+   of another.
 2. *Each update once.*  A step lies between two consecutive switches of its rank: in one [s].
-3. *Nobody waits.*  A trainer only looks.  A round takes t_sync after the slowest rank's hand-over, so
-   the number of steps in [s] follows t_sync / t_train, on each rank by itself.
+3. *Nobody waits.*  A trainer only looks.  A round takes t_sync after the slowest rank's hand-over,
+   so the number of steps in [s] follows t_sync / t_train, on each rank by itself.
 
-**Standing still.**  A rank that stops (`settle`) merges what is in flight, hands over what is left, and
-goes on handing over, with nothing added, whenever it has merged.  Each round first counts the ranks
-that stand still.  The round in which all do is the last one: it holds every update that is in no
-round before it, and leaves the global model in all replicas, to the bit.
+**Standing still.**  A rank that stops (`settle`) merges what is in flight, hands over what is
+left, and goes on handing over, with nothing added, whenever it has merged.  Each round first
+counts the ranks that stand still.  The round in which all do is the last one: it holds every
+update that is in no round before it, and leaves the global model in all replicas, to the bit.
 
 Differs from the paper:
 
-- Ranks switch together in the sense of (a) and (b), each at its own step number.  A common step number
-  that nobody waits to reach does not exist where speeds differ: when the slowest rank has reached
-  step T and the sum is made, the fastest is at c * T, c > 1, so the next one is at least c * T, then c^2 * T.
+- Ranks switch together in the sense of (a) and (b), each at its own step number.  Where speeds
+  differ, a common step number T that nobody waits for runs away: when the slowest rank gets there,
+  the fastest is at c * T, c > 1, already, and the next common number is no less than that.
 - The replica keeps this rank's own sum in flight; in Algorithm 2 it restarts without it.
-- The replica is sent in place of the sum of gradients: by Equation (2) the same.  The paper's reason
-  not to, two threads that write the weights at once, does not arise where only one writes them.
-- Any optimizer; a bound on the steps between two switches; an outer optimizer as in DiLoCo (Douillard
-  et al., 2023, https://arxiv.org/abs/2311.08105), for which W_s minus the right side of Equation (1)
-  is the gradient.  By default it is plain SGD with the learning rate 1, which is Equation (1).
+- The replica is sent in place of the sum of gradients: by Equation (2) the same.  The paper's
+  reason not to, two threads that write the weights at once, does not arise where only one writes
+  them.
+- Any optimizer; a bound on the steps between two switches; an outer optimizer as in DiLoCo
+  (Douillard et al., 2023, https://arxiv.org/abs/2311.08105), for which W_s minus the right side of
+  Equation (1) is the gradient.  By default it is plain SGD with the learning rate 1, which is
+  Equation (1).
 
 Waits for nobody; with `max_local_steps` for the sum in flight, once so many steps are made.  Sends
 2(P-1)/P |x| and two words a synchronisation.
@@ -69,7 +73,7 @@ _WORDS = torch.empty(0, dtype=torch.int64)
 
 @dataclass
 class HPSGD(Algorithm):
-    """Trains on while the sum of what all ranks have learnt travels, and merges it when it is there.
+    """Trains on while the sum of all ranks' progress travels, and merges it when it is there.
 
     Memory above plain training: 2 |x|; with an outer optimizer 4 |x|.
 
@@ -158,6 +162,8 @@ class HPSGD(Algorithm):
         is_last: bool = num_standing_still == self.net.world_size
         if is_last:
             x.copy_(self.merged)
+            if self.outer is not None:
+                self.outer.end()
         else:
             x += self.merged
         return is_last
@@ -165,6 +171,8 @@ class HPSGD(Algorithm):
     def hand_over(self, x: Tensor, *, stands_still: bool) -> None:
         """Has the lane begin a round with x as it is; from here on another sum fills."""
         self.handed_over.copy_(x)
+        if self.outer is not None:
+            self.outer.begin(x)  # without a step since the last round, x is still the global model
         self.in_flight = self.home.recv(_WORDS, self.net.rank)
         words = torch.tensor([int(stands_still), self.num_local_steps])
         self.lane.net.send(words, self.net.rank)
@@ -221,11 +229,11 @@ class HPSGD(Algorithm):
 
 
 class _Nesterov:
-    """SGD with Nesterov momentum on the global model; the gradient is what a round has moved it by.
+    """SGD with Nesterov momentum on the global model, which takes what a round adds to it.
 
-    v <- m v + (W - W'),    W <- W - lr ((W - W') + m v)
+    v <- m v + (W' - W),    W <- W + lr ((W' - W) + m v)
 
-    Legend: W the global model, W' that of Equation (1), v the momentum, m its factor.
+    Legend: W the global model, W' what Equation (1) makes of it, v the momentum, m its factor.
     """
 
     def __init__(self, lr: float, factor: float) -> None:
@@ -235,19 +243,22 @@ class _Nesterov:
         self._model: Tensor | None = None
 
     def begin(self, x: Tensor) -> None:
-        """Before the first step x is the global model."""
+        """Where nothing is in flight and no step has been made, x is the global model."""
         if self._model is None:
             self._model = x.clone()
 
+    def end(self) -> None:
+        """All replicas are the global model; what is done to them from here on is done to it."""
+        self._model = None
+
     def step(self, averaged: Tensor, *, is_update: bool) -> None:
         """Makes W of W', in place; a round without any local step moves nothing."""
-        if self._model is None:
-            self._model = averaged.clone()
+        assert self._model is not None, "every rank begins before it hands over"
         if is_update:
-            gradient = self._model - averaged
             if self.momentum is None:
                 self.momentum = torch.zeros_like(averaged)
-            self.momentum.mul_(self._factor).add_(gradient)
-            gradient.add_(self.momentum, alpha=self._factor)
-            self._model.sub_(gradient, alpha=self._lr)
+            averaged -= self._model
+            self.momentum.mul_(self._factor).add_(averaged)
+            self._model.add_(averaged, alpha=self._lr)
+            self._model.add_(self.momentum, alpha=self._lr * self._factor)
         averaged.copy_(self._model)

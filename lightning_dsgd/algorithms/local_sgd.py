@@ -3,10 +3,10 @@
     x_i <- x_i - lr * g_i(x_i)                  every step
     x_i <- (1/P) sum_j x_j                      every sync_period-th step
 
-Differs from the paper: any optimizer takes the local step, its state stays local; a rank that has run
-out of data goes on taking part in the averages with the weights it has.
+Differs from the paper: any optimizer takes the local step, its state stays local; a rank that has
+run out of data goes on taking part in the averages with the weights it has.
 
-Every rank waits for every other once a period.  Sends (2(P-1)/P |x| and one word) / sync_period a step.
+Every rank waits for every other once a period, and then sends 2(P-1)/P |x| and one word.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     x_i <- x_i - lr * g_i(x_i)
 
-The mean of the ranks' weights is what is evaluated, saved and left at the end; for a model that is not
-convex it need not be a good one.  Sends nothing in a step.
+The mean of the ranks' weights is what is evaluated, saved and left at the end; for a model that is
+not convex it need not be a good one.  Sends nothing in a step.
 """
 
 from __future__ import annotations

@@ -38,7 +38,15 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import sparse
-from lightning_dsgd.error_feedback import BALANCE, SPLIT, ErrorFeedback, Selected
+from lightning_dsgd.error_feedback import (
+    BALANCE,
+    SPLIT,
+    ErrorFeedback,
+    Selected,
+    evenly,
+    joined,
+    split,
+)
 from lightning_dsgd.transport import Transport
 
 BUCKET_SIZE: Final = 8
@@ -103,7 +111,7 @@ class OkTopk(ErrorFeedback):
             self.wire = torch.bfloat16
         self.local_threshold = self.residual.new_zeros(())
         self.global_threshold = self.residual.new_zeros(())
-        self.boundaries = _evenly(len(x), net.world_size)
+        self.boundaries = evenly(len(x), net.world_size)
         self.room = self.residual.new_zeros(0)  # for the region; zeros between two steps
         self.num_selected = 0
         self.num_balanced = 0
@@ -141,7 +149,9 @@ class OkTopk(ErrorFeedback):
     # ---- selection ----
 
     def th_re_evaluate(self) -> Tensor:
-        """The exact local threshold."""
+        """The exact local threshold; 0 where all entries are wanted, in the steps to come too."""
+        if self.k == len(self.residual):
+            return self.residual.new_zeros(())
         return sparse.kth_magnitude(self.residual, self.k)
 
     def select_local(self, is_exact: bool) -> Selected:
@@ -163,6 +173,8 @@ class OkTopk(ErrorFeedback):
 
         Magnitudes are ordered like the integers that their bits are.
         """
+        if self.k == len(self.residual):
+            return region.new_zeros(())
         values, _ = sparse.select(region, region.new_zeros(()))
         bits = values.abs().view(torch.int64 if values.dtype == torch.float64 else torch.int32)
         wanted, prefix = self.k, 0
@@ -212,9 +224,9 @@ class OkTopk(ErrorFeedback):
     def space_repartition(self, indices: Tensor) -> list[int]:
         """Regions that hold equally many of the selected entries, by the mean of all ranks' wishes."""
         n, num_ranks = len(self.residual), self.net.world_size
-        wishes = torch.tensor(_evenly(n, num_ranks)[1:-1], dtype=torch.int64)
+        wishes = torch.tensor(evenly(n, num_ranks)[1:-1], dtype=torch.int64)
         if len(indices):
-            wishes = indices[_evenly(len(indices), num_ranks)[1:-1]].cpu()
+            wishes = indices[evenly(len(indices), num_ranks)[1:-1]].cpu()
         self.net.all_reduce(wishes).wait()
         return [0, *(wishes // num_ranks).tolist(), n]
 
@@ -229,19 +241,20 @@ class OkTopk(ErrorFeedback):
         """
         net = self.net
         start, stop = self.boundaries[net.rank : net.rank + 2]
-        cuts = torch.searchsorted(indices, torch.tensor(self.boundaries, device=indices.device))
-        spans = [slice(a, b) for a, b in zip(cuts.tolist(), cuts.tolist()[1:], strict=False)]
+        parts = split((values, indices), self.boundaries)
         if len(self.room) < stop - start:
             self.room = self.residual.new_zeros(stop - start)
         region = self.room[: stop - start]
-        mine = spans[net.rank]
-        touched = [indices[mine] - start]
-        region[touched[0]] = values[mine]
+        mine, places = parts[net.rank]
+        touched = [places - start]
+        region[touched[0]] = mine
 
         def reduce(distances: Sequence[int]) -> None:
             for distance in distances:
                 source = (net.rank - distance) % net.world_size
-                theirs, places = self.unpack(net.recv(self.marks.view(torch.uint8), source, SPLIT).wait())
+                theirs, places = self.unpack(
+                    net.recv(self.marks.view(torch.uint8), source, SPLIT).wait()
+                )
                 touched.append(places.sub_(start))
                 region[places] += theirs  # no place comes twice in one message
 
@@ -250,7 +263,7 @@ class OkTopk(ErrorFeedback):
             before, bucket = bucket, range(first, min(first + BUCKET_SIZE, net.world_size))
             for distance in bucket:
                 rank = (net.rank + distance) % net.world_size
-                net.send(self.pack(values[spans[rank]], indices[spans[rank]]), rank, SPLIT)
+                self.send(*parts[rank], rank, SPLIT)
             reduce(before)
         reduce(bucket)
         return region, torch.cat(touched)
@@ -262,14 +275,14 @@ class OkTopk(ErrorFeedback):
         if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
             values, indices = self.balance(values, indices, sizes)
             self.num_balanced += 1
-        gathered = self.allgatherv(values, indices)
-        return torch.cat([v for v, _ in gathered]), torch.cat([i for _, i in gathered])
+        gathered = self.allgatherv(self.pack(values, indices))
+        return joined([self.unpack(message) for message in gathered])
 
     def balance(self, values: Tensor, indices: Tensor, sizes: Sequence[int]) -> Selected:
         """Spreads the entries evenly, in their order: all know who has to send what to whom."""
         net = self.net
         ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        goals = _evenly(ends[-1], net.world_size)
+        goals = evenly(ends[-1], net.world_size)
 
         def shared(source: int, goal: int) -> slice:
             """Of the entries of one rank, those that another shall have."""
@@ -281,16 +294,15 @@ class OkTopk(ErrorFeedback):
             rank = (net.rank + distance) % net.world_size
             span = shared(net.rank, rank)
             if span.start < span.stop:
-                net.send(self.pack(values[span], indices[span]), rank, BALANCE)
+                self.send(values[span], indices[span], rank, BALANCE)
         received = []
         for rank in range(net.world_size):
             span = shared(rank, net.rank)
             if rank == net.rank:
                 received.append((values[span], indices[span]))
             elif span.start < span.stop:
-                message = net.recv(self.marks.view(torch.uint8), rank, BALANCE).wait()
-                received.append(self.unpack(message))
-        return torch.cat([v for v, _ in received]), torch.cat([i for _, i in received])
+                received.append(self.recv(rank, BALANCE))
+        return joined(received)
 
     # ---- the residual ----
 
@@ -331,8 +343,3 @@ class OkTopk(ErrorFeedback):
     def metrics(self) -> dict[str, float]:
         n = max(1, len(self.residual))
         return super().metrics() | {"local_density": self.num_selected / n}
-
-
-def _evenly(length: int, num_parts: int) -> list[int]:
-    """Where equal parts begin and end."""
-    return [length * i // num_parts for i in range(num_parts + 1)]

@@ -6,20 +6,22 @@
     W <- (sum + W') / (S + 1)      if it came too late and an older W' is in it
     W <- (1/P) allreduce(W')                       t + 1 a multiple of tau
 
-Legend: W weights (x), G gradient, U the optimizer, t the step, P ranks, S group_size, tau sync_period.
+Legend: W weights (x), G gradient, U the optimizer, t the step, P ranks, S group_size,
+tau sync_period.
 
-Differs from the paper: any P and S (`topology.groups`); a late rank takes the newest sum that it has
-executed, each sum once; a rank that has run out of data goes on contributing its last W'; ranks may wait a
-little for one another before they contribute what is stale (`grace_s`).  Ours: with `overlap`, nobody waits
-for its group either.  The sum of step t is worked in when it is there, as the correction
+Differs from the paper: any P and S (`topology.groups`); a late rank takes the newest sum that it
+has executed, each sum once; a rank that has run out of data goes on contributing its last W'; ranks
+may wait a little for one another before they contribute what is stale (`grace_s`).  Ours: with
+`overlap`, nobody waits for its group either.  The sum of step t is worked in when it is there, as
+the correction
 
     W <- W + sum / S - W'_t        W'_t: what this rank had contributed
 
-that of the global average at the latest when the next one is due, so a contribution is less than 2 tau steps
-old.
+that of the global average at the latest when the next one is due, so a contribution is less than 2
+tau steps old.
 
 Waits for the group's answer (`overlap=False`) and, every tau steps, for every rank.  Sends
-2(S-1)/S |x| a step, 2(P-1)/P |x| at a global one, and an activation to about one rank a step.
+2(S-1)/S |x| a step, 2(P-1)/P |x| at a global one, and log2 P activations of 24 bytes.
 """
 
 from __future__ import annotations
@@ -45,18 +47,18 @@ GRACE_SHARE = 0.05
 
 @dataclass
 class WAGMA(Algorithm):
-    """Averages the weights in small, changing groups that nobody waits for, and globally every tau steps.
+    """Averages weights in small, changing groups that nobody waits for, and globally every tau steps.
 
-    Memory above plain training: 2 |x|, what was published last and the sum.  Copies a step: W' is published
-    (one pass), contributed (one), and the sum scaled into W (one).
+    Memory above plain training: 2 |x|, what was published last and the sum.  Passes a step: W' is
+    published (one), contributed (one), and the sum scaled into W (one).
 
     Args:
         group_size: S; None takes the power of two nearest sqrt(P)
         sync_period: tau, how many steps lie between two global averages
         wait_avoiding: False waits for every rank of the group instead of contributing what is stale
         dynamic_groups: False keeps the groups of the first step
-        grace_s: how long an activated round waits for this rank before it contributes what is stale;
-            None takes a share of the time of the last step
+        grace_s: how long an activated round waits for this rank before it contributes what is
+            stale; None takes a share of the time of its last step
         overlap: whether training goes on before the sum is there
     """
 

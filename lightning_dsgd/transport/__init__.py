@@ -8,24 +8,26 @@ change as soon as the call returns, and its Work may be dropped.  Every other op
 argument in place or keeps it: leave it alone until the Work is done.
 
 **Order.**  Messages between one pair of ranks with one tag arrive in the order in which they were
-sent.  Collectives of one group are matched by the order in which each member calls them; a member that
-calls another operation than the others gets a `TransportError` that names both.  A collective moves on while
-somebody waits for it or asks whether it is done, so wait for several in the same order everywhere.  Point-to-point
-messages, the collectives of each group, and every lane and sub-transport are independent channels: none can
-take a message meant for another.
+sent.  Collectives of one group are matched by the order in which each member calls them; a member
+that calls another operation than the others gets a `TransportError` that names both.  A collective
+moves on while somebody waits for it or asks whether it is done, so wait for several in the same
+order everywhere.  Point-to-point messages, the collectives of each group, and every lane and
+sub-transport are independent channels: none can take a message meant for another.
 
 **Lanes.**  `spawn_lane(fn)` runs `fn(lane_transport)` in a thread beside the training thread, on
-channels of its own.  Ranks that spawn their lanes in the same order talk to each other's.  The threads
-of one rank talk by sending to their own rank: that is immediate and not counted.  Any thread of a rank
-may send on any of its endpoints; only the thread that an endpoint was made for receives on it.
+channels of its own.  Ranks that spawn their lanes in the same order talk to each other's.  The
+threads of one rank talk by sending to their own rank: that is immediate and not counted.  Any
+thread of a rank may send on any of its endpoints; only the thread that an endpoint was made for
+receives on it.
 
 **Failure.**  Once a rank is lost, every wait on every rank raises `PeerLost` naming it, waits that
 had nothing to do with it included.  A wait that takes longer than `timeout_s` raises `Timeout`,
 saying who waited for what.  Nothing waits for ever.
 
 **Counting.**  `bytes_sent` counts the payload that left this rank, lanes included; `messages_sent`
-the messages.  `wait_s` is the time that the training thread was held up, lanes excluded; `comm_s` the
-time from the start to the completion of every operation that somebody waited for, lanes included.
+the messages.  `wait_s` is the time that the training thread was held up, lanes excluded; `comm_s`
+the time from the start to the completion of every operation that somebody waited for, lanes
+included.
 """
 
 from __future__ import annotations
@@ -90,9 +92,10 @@ class Work(Protocol[T_co]):
     """Something under way."""
 
     def wait(self, timeout_s: float | None = None) -> T_co:
-        """The result, as soon as it is there; `Timeout` after `timeout_s` (default: the transport's).
+        """The result, once it is there; `Timeout` after `timeout_s` (default: the transport's).
 
-        With `math.inf`, for lanes that serve, only the loss of a rank or the end of the lane ends it.
+        With `math.inf`, for lanes that serve, only the loss of a rank or the end of the lane ends
+        it.
         """
         ...
 

@@ -3,9 +3,10 @@
     _post(x, dst, channel, tag, kind)      a message leaves
     _collect(like, src, channel, tag, kind)  a message is waited for
 
-A collective is a generator that yields the Works it depends on; `Collective` drives it from `wait` and
-`done`, so that it moves on without a thread of its own.  One code on every wire means that bytes,
-messages, the order of additions and hence every bit of the result are the same on all of them.
+A collective is a generator that yields the Works it depends on; `Collective` drives it from `wait`
+and `done`, so that it moves on without a thread of its own.  One code on every wire means that
+bytes, messages, the order of additions and hence every bit of the result are the same on all of
+them.
 
 Legend: P members of the group, `me` this rank's place among them, n elements, member i owns the
 elements bounds[i]:bounds[i + 1].
@@ -98,13 +99,13 @@ class Endpoint(ABC):
     def _post(
         self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
     ) -> Work[None]:
-        """Starts sending `x`; with `copy` it may change at once, else not before the Work is done."""
+        """Starts sending `x`; with `copy` it may change at once, else once the Work is done."""
 
     @abstractmethod
     def _collect(
         self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
     ) -> Receipt:
-        """The next message of this channel and tag from `src`, placed into `into` where that is given."""
+        """The next message of this channel and tag from `src`, placed into `into` if given."""
 
     @abstractmethod
     def now(self) -> float:
@@ -171,11 +172,11 @@ class Endpoint(ABC):
     def _all_reduce(self, x: Tensor, call: _Call) -> Steps[Tensor]:
         """Reduce-scatter, then all-gather: 2n(P-1)/P elements sent, the least there is.
 
-        By recursive halving and doubling (2 log2 P exchanges) where P is a power of two, else with every
-        member at once (2(P-1) exchanges).  Sums of bf16 and fp16 are made, and sent, in fp32.
+        By recursive halving and doubling (2 log2 P exchanges) where P is a power of two, else with
+        every member at once (2(P-1) exchanges).  Sums of bf16 and fp16 are made, and sent, in fp32.
 
-        A total comes back only after our own share of it was taken, so it may be received right over
-        that share, and is asked for before anything is sent.
+        A total comes back only after our own share of it was taken, so it may be received right
+        over that share, and is asked for before anything is sent.
         """
         if call.size == 1:
             return x
@@ -288,7 +289,7 @@ class Endpoint(ABC):
 
 
 class _Call:
-    """One call of one collective: who takes part, and the channel and number that mark its messages."""
+    """One call of one collective: who takes part, and what marks its messages."""
 
     def __init__(self, net: Endpoint, group: Sequence[int] | None, kind: str) -> None:
         self.members = tuple(range(net.world_size)) if group is None else tuple(group)

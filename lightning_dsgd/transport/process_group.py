@@ -70,7 +70,7 @@ _SIOCGIFADDR: Final = 0x8915
 _CONNECT_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 5.0
 _SWITCH_INTERVAL_S: Final = 0.0005
-"""How soon the mesh gets the interpreter from a thread that runs pure Python (Python's default: 5 ms)."""
+"""How soon the mesh gets the interpreter from a thread that runs Python (by default: 5 ms)."""
 
 _meshes: weakref.WeakSet[_Mesh] = weakref.WeakSet()
 
@@ -81,8 +81,8 @@ class ProcessGroupTransport(Endpoint):
     Args:
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
-        native_devices: device types whose world-wide all-reduces from the training thread go through
-            torch's own collectives
+        native_devices: device types whose world-wide all-reduces from the training thread go
+            through torch's own collectives
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ProcessGroupTransport(Endpoint):
         self._mesh.check("a check between two steps")
 
     def on_lost(self, callback: Callable[[PeerLost], None]) -> None:
-        """Has `callback` called, from the mesh's thread, when another rank is lost; at once if one is."""
+        """Has `callback` called, by the mesh's thread, when another rank is lost; at once if it is."""
         self._mesh.on_lost = callback
         lost = self._mesh.mailboxes.failure
         if lost is not None and lost.rank != self.rank:
@@ -116,7 +116,7 @@ class ProcessGroupTransport(Endpoint):
 
     @contextlib.contextmanager
     def blaming(self, what: str) -> Iterator[None]:
-        """Around another library's collective: raises `PeerLost` if it fails because a rank is lost."""
+        """Around another library's collective: raises `PeerLost` if it failed for a lost rank."""
         try:
             yield
         except RuntimeError:
@@ -352,7 +352,7 @@ class _Mailboxes:
             return True
 
     def break_off(self, failure: PeerLost | None = None, left: int | None = None) -> None:
-        """Fails all receives that have become vain: all of them, or those that want a rank that left."""
+        """Fails the receives that have become vain: all, or those that want a rank that left."""
         with self._lock:
             if failure is not None:
                 self.failure = failure
@@ -370,8 +370,11 @@ class _Mailboxes:
 
 
 class _Connection:
-    """One TCP connection.  Messages travel on the one that their sender made; news of life and death
-    (heartbeat, farewell, loss) in both directions."""
+    """One TCP connection.
+
+    Messages travel on the one that their sender made, news of life and death (heartbeat, farewell,
+    loss) in both directions.
+    """
 
     def __init__(self, mesh: _Mesh, sock: socket.socket, rank: int = -1) -> None:
         self.rank = rank  # -1: unknown until the hello

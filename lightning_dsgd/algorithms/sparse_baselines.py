@@ -1,0 +1,202 @@
+"""The sparse all-reduces that Ok-Topk is compared with (Li & Hoefler, PPoPP 2022, Table 1).
+
+    acc_i <- e_i + g_i,   s_i <- Topk(acc_i)
+
+    TopkAllgather   u <- sum_i s_i      s_i to all                               2k (P-1) words
+    GaussianTopk    the same, with a threshold from a normal distribution        2k (P-1)
+    TopkDSA         u <- sum_i s_i      by regions, then all-gathered            4k (P-1)/P to (2k + n)(P-1)/P
+    GTopk           u <- Topk(s_0 + s_1) ... up a tree, then down it             4k log2 P, on its longest way
+
+Legend: g gradient, e residual, k = density n entries of n are selected, u what is applied (times 1/P), P
+ranks; a word is 4 bytes, an entry two words: a value and its index.
+
+Papers: TopkAllgather and TopkDSA: SparCML (Renggli et al., SC 2019, https://arxiv.org/abs/1802.08021); GTopk:
+Shi et al., ICDCS 2019, https://arxiv.org/abs/1901.04359; GaussianTopk: Shi et al. 2019,
+https://arxiv.org/abs/1911.08772.
+
+Differ from the papers: indices are packed (`sparse.pack`), for all alike; a rank that has run out of data
+goes on with its residual (`error_feedback`).  Every rank waits for every other in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd import sparse
+from lightning_dsgd.error_feedback import (
+    GATHER,
+    SPLIT,
+    ErrorFeedback,
+    Selected,
+    evenly,
+    joined,
+    split,
+)
+
+LOWERED_BY: Final = 0.9
+"""What a Gaussian threshold is multiplied with until enough gets through."""
+
+
+@dataclass
+class TopkAllgather(ErrorFeedback):
+    """Sends the k largest entries of every rank to all; u has up to P k entries.
+
+    Memory above plain training: |g|, the residual |g|, and one byte an element.
+
+    Args:
+        density: k / n
+    """
+
+    name: ClassVar[str] = "topk_allgather"
+
+    density: float = 0.01
+
+    def sparse_allreduce(self, g: Tensor) -> Selected:
+        self.accumulate(g)
+        values, indices = self.select()
+        self.take_out(values, indices)
+        total = g if g.dtype == values.dtype else torch.zeros_like(self.residual)
+        for message in self.allgatherv(self.pack(values, indices)):
+            theirs, places = self.unpack(message)
+            total[places] += theirs
+        return sparse.select(total, total.new_zeros(()))
+
+    def select(self) -> Selected:
+        return self.local_topk()
+
+
+@dataclass
+class GaussianTopk(TopkAllgather):
+    """Like `TopkAllgather`, with the threshold that k of n normally distributed entries would reach.
+
+    It is lowered until more than 3k/4 entries reach it, as in Ok-Topk's comparison; there may be more than
+    k, if fewer than k are larger than a normal distribution has them.
+
+    Memory above plain training: |g|, the residual |g|, and one byte an element.
+
+    Args:
+        density: k / n
+    """
+
+    name: ClassVar[str] = "gaussian_topk"
+
+    density: float = 0.01
+
+    def select(self) -> Selected:
+        e = self.residual
+        if self.k == len(e):
+            return self.local_topk()
+        deviation, mean = torch.std_mean(e, correction=0)
+        quantile = math.sqrt(2) * torch.erfinv(deviation.new_tensor(1 - self.k / len(e)))
+        limits = torch.finfo(e.dtype)
+        threshold = (mean.abs() + deviation * quantile).clamp(max=limits.max)
+        sparse.mark(e, threshold, self.marks)
+        while 4 * int(self.marks.sum()) <= 3 * self.k and threshold > limits.tiny:
+            threshold = threshold * LOWERED_BY
+            sparse.mark(e, threshold, self.marks)
+        return self.marked()
+
+
+@dataclass
+class TopkDSA(ErrorFeedback):
+    """SparCML's dynamic sparse all-reduce: equal regions are summed, then gathered by all.
+
+    What a rank has summed is sent dense as soon as that takes fewer bytes.
+
+    Memory above plain training: |g|, the residual |g|, a region |g| / P, and one byte an element.
+
+    Args:
+        density: k / n
+    """
+
+    name: ClassVar[str] = "topk_dsa"
+
+    density: float = 0.01
+
+    def sparse_allreduce(self, g: Tensor) -> Selected:
+        net = self.net
+        self.accumulate(g)
+        selected = self.local_topk()
+        self.take_out(*selected)
+        bounds = evenly(len(g), net.world_size)
+        start, stop = bounds[net.rank : net.rank + 2]
+        parts = split(selected, bounds)
+        for distance in range(1, net.world_size):
+            rank = (net.rank + distance) % net.world_size
+            self.send(*parts[rank], rank, SPLIT)
+        region = self.residual.new_zeros(stop - start)
+        region[parts[net.rank][1] - start] = parts[net.rank][0]
+        for distance in range(1, net.world_size):
+            theirs, places = self.recv((net.rank - distance) % net.world_size, SPLIT)
+            region[places - start] += theirs
+        values, places = sparse.select(region, region.new_zeros(()))
+        message = self.pack(values, places + start)
+        if len(message) >= region.nbytes:
+            message = region.view(torch.uint8)
+        messages = self.allgatherv(message)
+        return joined(
+            [self.read(m, *span) for m, span in zip(messages, pairwise(bounds), strict=True)]
+        )
+
+    def read(self, message: Tensor, start: int, stop: int) -> Selected:
+        """The sums of a region, dense if they fill it: no sparse message is as long."""
+        if len(message) != (stop - start) * self.residual.itemsize:
+            return self.unpack(message)
+        values, places = sparse.select(
+            message.view(self.residual.dtype), self.residual.new_zeros(())
+        )
+        return values, places + start
+
+
+@dataclass
+class GTopk(ErrorFeedback):
+    """Sums the ranks' k largest entries two by two, up a binomial tree, and keeps k of each sum.
+
+    Differs from the paper: any P; what a rank drops from a sum goes into its own residual.  (The paper
+    returns a rank's entry to it if its index is not in the result, and so loses what was dropped on one way
+    up at an index that came to the top on another.)
+
+    Memory above plain training: |g|, the residual |g|, and one byte an element.
+
+    Args:
+        density: k / n
+    """
+
+    name: ClassVar[str] = "gtopk"
+
+    density: float = 0.01
+
+    def sparse_allreduce(self, g: Tensor) -> Selected:
+        rank, world_size = self.net.rank, self.net.world_size
+        self.accumulate(g)
+        selected = self.local_topk()
+        self.take_out(*selected)
+        distances = [1 << i for i in range((world_size - 1).bit_length())]
+        for distance in distances:
+            if rank % (2 * distance) == distance:
+                self.send(*selected, rank - distance, SPLIT)
+            elif rank % (2 * distance) == 0 and rank + distance < world_size:
+                selected = self.merge(selected, self.recv(rank + distance, SPLIT))
+        for distance in reversed(distances):
+            if rank % (2 * distance) == distance:
+                selected = self.recv(rank - distance, GATHER)
+            elif rank % (2 * distance) == 0 and rank + distance < world_size:
+                self.send(*selected, rank + distance, GATHER)
+        return selected
+
+    def merge(self, ours: Selected, theirs: Selected) -> Selected:
+        """The k largest of the sum; the rest goes into the residual."""
+        values, indices = joined([ours, theirs])
+        indices, place = indices.unique(return_inverse=True)
+        sums = values.new_zeros(len(indices)).index_add_(0, place, values)  # two terms at most
+        if len(sums) <= self.k:
+            return sums, indices
+        keep = sparse.largest(sums, self.k)
+        self.residual[indices[~keep]] += sums[~keep]
+        return sums[keep], indices[keep]

@@ -1,0 +1,1 @@
+"""Measurements of the strategies in real processes, through `Trainer.fit`."""

@@ -1,0 +1,13 @@
+"""A job that goes wrong as its argument says: the arguments of `tests.doomed.fit`, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.doomed import Plan, fit
+
+arguments = json.loads(sys.argv[1])
+plans = tuple(Plan(**plan) for plan in arguments.pop("plans"))
+fit(plans=plans, **arguments)
+print("the script has come to its end")
