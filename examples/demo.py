@@ -3,8 +3,8 @@
     python examples/demo.py [--output FOLDER]
 
 Four ranks on this machine classify handwritten digits.  In every step one random rank is held up
-for a few milliseconds, as happens in clusters: DDP waits for it in every step, `wagma` only where it
-averages over all ranks, every tenth step.  Both train for the same number of epochs.
+for a few milliseconds, as happens in clusters: DDP waits for it in every step, `wagma` only where
+it averages over all ranks, every tenth step.  Both train for the same number of epochs.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.callbacks import CommunicationMonitor, StragglerInjector
 from lightning_dsgd.strategy import (
     STRATEGIES,
+    ADPSGDStrategy,
     AllReduceStrategy,
     DecentralizedStrategy,
     DPSGDStrategy,
@@ -22,6 +23,8 @@ from lightning_dsgd.strategy import (
     LocalSGDStrategy,
     NoSyncStrategy,
     OkTopkStrategy,
+    PopSGDStrategy,
+    SGPStrategy,
     TopkAllgatherStrategy,
     TopkDSAStrategy,
     WAGMAStrategy,
@@ -31,6 +34,7 @@ from lightning_dsgd.transport import PeerLost, Timeout, Transport, TransportErro
 
 __all__ = [
     "STRATEGIES",
+    "ADPSGDStrategy",
     "Algorithm",
     "AllReduceStrategy",
     "CommunicationMonitor",
@@ -44,12 +48,14 @@ __all__ = [
     "NoSyncStrategy",
     "OkTopkStrategy",
     "PeerLost",
+    "PopSGDStrategy",
+    "SGPStrategy",
     "StragglerInjector",
     "Timeout",
-    "Transport",
-    "TransportError",
     "TopkAllgatherStrategy",
     "TopkDSAStrategy",
+    "Transport",
+    "TransportError",
     "WAGMAStrategy",
 ]
 

@@ -37,8 +37,10 @@ class Algorithm:
     """Whether every rank waits for every other in every step."""
 
     skips_overflow: bool = False
-    """Whether whoever drives it skips, on all ranks, a step before which g is left with NaN or inf in it
-    (a loss that is scaled for fp16 overflows now and then)."""
+    """Whether all ranks skip a step before which g is left with NaN or inf in it.
+
+    Set by whoever drives it: a loss that is scaled for fp16 overflows now and then.
+    """
 
     net: Transport
 
@@ -94,7 +96,7 @@ class Algorithm:
 
 
 def average(net: Transport, x: Tensor) -> None:
-    """x <- the mean of x over all ranks."""
+    """Puts the mean of x over all ranks into x."""
     net.all_reduce(x).wait()
     x /= net.world_size
 

@@ -80,7 +80,8 @@ class StragglerInjector(pl.Callback):
         if self.num_ranks > trainer.world_size:
             raise ValueError(
                 "num_ranks must be at most the number of ranks, got "
-                f"num_ranks={self.num_ranks} with {trainer.world_size} ranks; try num_ranks={trainer.world_size}"
+                f"num_ranks={self.num_ranks} with {trainer.world_size} ranks; "
+                f"try num_ranks={trainer.world_size}"
             )
         self._step = 0
 

@@ -3,12 +3,12 @@
     training thread   publish:   x <- x + c,  c <- 0,  y <- x
     lane              correct:   y <- y + d,  c <- c + d
 
-Legend: x the weights, which only the training thread touches; y the published copy, what the others are
-told; c the corrections that x does not have yet; d half the difference to a partner's copy.
+Legend: x the weights, which only the training thread touches; y the published copy, what the
+others are told; c the corrections that x does not have yet; d half the difference to a partner's.
 
 At all times y is what x was when it was published, and all corrections since.  What the optimizer
-adds to x in the meantime is neither lost nor torn: it is published the next time.  Two partners take
-the same d, one of them with the opposite sign, so the sum of x + c over all ranks is conserved.
+adds to x in the meantime is neither lost nor torn: it is published the next time.  Two partners
+take the same d, one of them with the opposite sign, so the sum of x + c over all ranks is kept.
 """
 
 from __future__ import annotations

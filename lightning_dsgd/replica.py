@@ -1,8 +1,8 @@
 """One rank's copy of the model under an algorithm: what a strategy drives, whatever the trainer.
 
-    weights, split by optimizer and dtype  ->  parts, each a flat tensor x with an algorithm of its
-    own float buffers (BatchNorm statistics)   ->  averaged over all ranks integer buffers
-    ->  those of rank 0
+    weights, split by optimizer and dtype  ->  parts: a flat tensor x with an algorithm of its own
+    float buffers (BatchNorm statistics)   ->  averaged over all ranks
+    integer buffers                        ->  those of rank 0
 
 Buffers are averaged at evaluation, in checkpoints and at the end; between those each rank has its
 own. Averaging them more often would change nothing: running statistics are linear in what they saw,
@@ -37,6 +37,7 @@ class Part:
 
     @property
     def x(self) -> Tensor:
+        """The weights, flat."""
         return self.weights.x
 
 
@@ -117,6 +118,7 @@ class Replica:
 
     @property
     def parts(self) -> list[Part]:
+        """All parts, in the order of the optimizers."""
         return [part for optimizer in self._optimizers for part in self._parts[id(optimizer)]]
 
     def _check_disjoint(self) -> None:
@@ -128,8 +130,8 @@ class Replica:
                         (n for n, p in self.module.named_parameters() if p is parameter), "?"
                     )
                     raise ValueError(
-                        f"each parameter must belong to one optimizer, got {name!r} in the optimizers "
-                        f"{owner[parameter]} and {index}; give it to one of them"
+                        f"each parameter must belong to one optimizer, got {name!r} in the "
+                        f"optimizers {owner[parameter]} and {index}; give it to one of them"
                     )
 
     def _check_alike(self) -> None:
@@ -145,8 +147,8 @@ class Replica:
                 return
             counts = everyones(self.net, entries[differing])
         raise ValueError(
-            f"the model must be the same on all ranks, got {by_rank(counts)}; build it from the same "
-            "arguments everywhere"
+            f"the model must be the same on all ranks, got {by_rank(counts)}; build it from the "
+            "same arguments everywhere"
         )
 
     def _descriptions(self) -> list[str]:
@@ -179,6 +181,7 @@ class Replica:
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer) -> None:
+        """Gathers the gradients where the algorithm wants them, and lets it talk."""
         self._num_steps += 1
         for part in self._parts_of(optimizer):
             if part.algorithm.uses_gradient:
@@ -192,6 +195,7 @@ class Replica:
 
     @torch.no_grad()
     def after_update(self, optimizer: Optimizer) -> None:
+        """Lets the algorithm talk about the weights that the optimizer has made."""
         for part in self._parts_of(optimizer):
             if self._check_finite:
                 self._require_finite(part, part.x, "weight")
@@ -204,8 +208,8 @@ class Replica:
                 n for n, v in zip(part.weights.names, views, strict=True) if not v.isfinite().all()
             ]
             raise FloatingPointError(
-                f"check_finite: every {what} must be finite, got NaN or inf on rank {self.net.rank} "
-                f"at step {self._num_steps} in {', '.join(bad[:3])}"
+                f"check_finite: every {what} must be finite, got NaN or inf on rank "
+                f"{self.net.rank} at step {self._num_steps} in {', '.join(bad[:3])}"
                 + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
             )
 
@@ -258,6 +262,7 @@ class Replica:
 
     @property
     def shows_consensus(self) -> bool:
+        """Whether the module holds the consensus now."""
         return self._stash is not None
 
     @torch.no_grad()
@@ -315,6 +320,7 @@ class Replica:
         return [part.algorithm.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes over what `state_dict` gave."""
         for part, state in zip(self.parts, states, strict=True):
             part.algorithm.load_state_dict(state)
 
@@ -363,7 +369,7 @@ def _digest(text: str) -> int:
 
 
 def _average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) -> list[Tensor]:
-    """The means of float tensors over all ranks; rank 0's of others, and of all without `floats`."""
+    """The means of float tensors over the ranks; rank 0's of others, of all without `floats`."""
     results: list[Tensor] = [torch.empty(0)] * len(tensors)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):

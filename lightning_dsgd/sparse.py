@@ -65,15 +65,18 @@ def kth_magnitude(x: Tensor, k: int) -> Tensor:
     return x.abs().topk(k, sorted=False).values.min()
 
 
-def corrected(threshold: Tensor, count: int, k: int) -> Tensor:
-    """The threshold, gently moved when it has let through fewer than 2k/3 or more than 5k/4.
+def is_near(count: int, k: int) -> bool:
+    """Whether a threshold has let through so nearly k that it may go on: 2k/3 to 5k/4."""
+    return 2 * k <= 3 * count and 4 * count <= 5 * k
 
-    By the fourth root of what is missing, at most by a fifth: the tails of gradients fall off by a power
-    between that of a normal distribution at 1% (about 6) and that of a heavy one (2 to 3).
+
+def corrected(threshold: Tensor, count: int, k: int) -> Tensor:
+    """The threshold, gently moved towards the one that would have let k through.
+
+    By the tenth root of the error: the tail of what accumulates is steep, as all that lay above the
+    threshold before is gone, and a threshold that is moved too far lets through too many and too few in turn.
     """
-    if 2 * k <= 3 * count and 4 * count <= 5 * k:
-        return threshold
-    return threshold * min(1.25, max(0.8, (max(count, 1) / k) ** 0.25))
+    return threshold * (count / k) ** 0.1 if count else threshold
 
 
 # ---- selection ----

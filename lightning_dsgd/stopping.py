@@ -32,6 +32,7 @@ class AgreedStop:
         origin: the rank that got the signal
         stop_at: how many batches every rank begins
         num_begun: how many this rank has begun
+        requested: the signal that this rank got itself, or 0
     """
 
     def __init__(self, net: Transport) -> None:
@@ -40,15 +41,16 @@ class AgreedStop:
         self.stop_at = -1
         self._net = net
         self._lock = threading.Lock()
-        self.num_begun = 0
+        self.num_begun = self.requested = 0
         self._holding = False
         self._decided = threading.Event()
         self._replies: dict[int, int] = {}  # on rank 0
         self._lane: Lane | None = net.spawn_lane(self._serve, "stop")
-        self._channel = self._lane.net
+        self._channel: Transport = self._lane.net
 
     def request(self, signum: int) -> None:
         """Asks all ranks to stop; safe in a signal handler."""
+        self.requested = signum
         # A handler may have interrupted the very code that sending needs: hence the thread.
         threading.Thread(target=self._request, args=(signum,), daemon=True).start()
 
@@ -71,8 +73,8 @@ class AgreedStop:
             self._net.check()
             if self._net.now() > deadline:
                 raise Timeout(
-                    f"rank {self._net.rank} has waited {self._net.timeout_s:g} s for rank 0 to say at "
-                    "which batch all ranks stop"
+                    f"rank {self._net.rank} has waited {self._net.timeout_s:g} s for rank 0 to say "
+                    "at which batch all ranks stop"
                 )
 
     @property
@@ -81,6 +83,7 @@ class AgreedStop:
         return self._holding
 
     def close(self) -> None:
+        """Ends the lane."""
         lane, self._lane = self._lane, None
         if lane is not None:
             lane.stop()
@@ -109,6 +112,7 @@ class AgreedStop:
             self._decided.set()
 
     def _serve(self, net: Transport) -> None:
+        self._channel = net  # here too: the first message may come before there is a lane
         while True:
             receipt = net.recv(torch.empty(0, dtype=torch.int64), ANY)
             kind, value, origin, signum = receipt.wait(timeout_s=math.inf).tolist()

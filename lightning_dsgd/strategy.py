@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import lightning.pytorch
 import pytorch_lightning
@@ -48,6 +48,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_dsgd import checkpoint as files
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.adpsgd import ADPSGD
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.dpsgd import DPSGD
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
@@ -55,6 +56,8 @@ from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
 from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.popsgd import PopSGD
+from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.replica import Replica, by_rank, everyones
@@ -99,8 +102,16 @@ _OWN: Final = (
     "transport", "timeout_s", "heartbeat_timeout_s", "evaluate", "average_buffers", "check_finite",
 )  # fmt: skip
 _LIGHTNINGS: Final = frozenset(
-    "accelerator parallel_devices cluster_environment checkpoint_io precision_plugin "
-    "process_group_backend timeout start_method".split()
+    [
+        "accelerator",
+        "parallel_devices",
+        "cluster_environment",
+        "checkpoint_io",
+        "precision_plugin",
+        "process_group_backend",
+        "timeout",
+        "start_method",
+    ]
 )
 
 
@@ -108,11 +119,12 @@ class DecentralizedMixin(_Base):
     """Trains with an algorithm that does not wait for everyone at every step.
 
     Args:
-        algorithm: how the ranks learn from one another transport: "process_group", or "auto", which
-        takes it timeout_s: how long a rank waits for another before it gives up
-        heartbeat_timeout_s: after how much silence a rank counts as lost evaluate: "consensus"
-        validates, tests and monitors the weights that all ranks agree on; "local"
-            each rank's own
+        algorithm: how the ranks learn from one another
+        transport: "process_group", or "auto", which takes it
+        timeout_s: how long a rank waits for another before it gives up
+        heartbeat_timeout_s: after how much silence a rank counts as lost
+        evaluate: "consensus" validates, tests and monitors the weights that all ranks agree on;
+            "local" each rank's own
         average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's
             are evaluated and saved
         check_finite: looks for NaN and inf in gradients and weights before they are sent; one more
@@ -169,7 +181,7 @@ class DecentralizedMixin(_Base):
         self._is_broken = self._is_stopping = self._has_own_replica = False
         if self._children() and not self._awaits_children:
             self._awaits_children = True
-            atexit.register(self._await_children)
+            atexit.register(self._await_children, os.getpid())
         super().setup_environment()
         self.algorithm.check(self.world_size)
         self._random_states = None
@@ -190,8 +202,8 @@ class DecentralizedMixin(_Base):
         texts = everyones(net, re.sub(" at 0x[0-9a-f]+", "", mine))
         if len(set(texts)) > 1:
             raise ValueError(
-                f"the strategy must be the same on all ranks, got {by_rank(texts)}; give every rank the "
-                "same arguments"
+                f"the strategy must be the same on all ranks, got {by_rank(texts)}; give every "
+                "rank the same arguments"
             )
 
     def setup(self, trainer: Any) -> None:
@@ -242,7 +254,8 @@ class DecentralizedMixin(_Base):
             raise ValueError(
                 f"each device needs a process of its own, got {self.world_size} processes for "
                 f"devices={self.num_processes} and num_nodes={self.num_nodes}; start {processes} "
-                f"processes, or set devices and num_nodes so that their product is {self.world_size}"
+                "processes, or set devices and num_nodes so that their product is "
+                f"{self.world_size}"
             )
         if self._layer_sync is not None:
             self._check_sync_batchnorm()
@@ -361,11 +374,13 @@ class DecentralizedMixin(_Base):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._replica is not None and not self._is_broken:
-            self._settle(is_stopping=self._stop is not None and self._stop.is_asked)
+        if self._replica is not None and self._stop is not None and not self._is_broken:
+            self._settle(is_stopping=self._stop.is_asked)
+            self._in_training = False
+            if self._stop.requested:  # since: the others may know, or may not
+                self._interrupt(self._stop.requested, f"rank {self.global_rank} received")
             self._replica.finish()
         self._restore_sigint()
-        self._in_training = False
 
     def teardown(self) -> None:
         self._in_training = self._in_batch = False
@@ -449,8 +464,8 @@ class DecentralizedMixin(_Base):
         def end() -> None:
             if self._net is net and not self._is_broken:
                 _say(
-                    f"[rank {self.global_rank}] ends: {lost}, and training did not come back to notice "
-                    f"within {_NOTICE_WITHIN_S:g} s"
+                    f"[rank {self.global_rank}] ends: {lost}, and training did not come back to "
+                    f"notice within {_NOTICE_WITHIN_S:g} s"
                 )
                 self._end_children(within_s=0.0)
                 os._exit(1)
@@ -478,8 +493,10 @@ class DecentralizedMixin(_Base):
             if thread.name == "child-process-observer" and hasattr(thread, "_child_processes"):
                 thread._child_processes = []
 
-    def _await_children(self) -> None:
+    def _await_children(self, pid: int) -> None:
         """A job is done when all its ranks are; it has failed when one of them has."""
+        if os.getpid() != pid:
+            return  # a fork, to which nobody is a child
         self._quiet_observer()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()  # ends the waits of others for this rank
@@ -504,7 +521,13 @@ class DecentralizedMixin(_Base):
         if self._in_training and self._stop is not None and not self._trainer.validating:
             self._stop.request(signum)
         else:
-            raise self._exceptions.SIGTERMException(f"rank {self.global_rank} received SIGTERM")
+            self._interrupt(signum, f"rank {self.global_rank} received")
+
+    def _interrupt(self, signum: int, begin: str, end: str = "") -> NoReturn:
+        text = f"{begin} {signal.Signals(signum).name}{end}"
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt(text)
+        raise self._exceptions.SIGTERMException(text)
 
     def _on_sigint(self, signum: int, _: Any) -> None:
         """The first Ctrl-C lets all ranks stop together, the second interrupts at once."""
@@ -596,14 +619,9 @@ class DecentralizedMixin(_Base):
             self._stop.await_decision()
             self._is_stopping = True
             self._quiet_observer()
-            name = signal.Signals(self._stop.signum).name
-            text = (
-                f"rank {self._stop.origin} received {name}; all ranks stopped, "
-                f"rank {self.global_rank} after {self._stop.num_begun} batches"
-            )
-            if self._stop.signum == signal.SIGINT:
-                raise KeyboardInterrupt(text)
-            raise self._exceptions.SIGTERMException(text)
+            where = f"rank {self.global_rank} after {self._stop.num_begun} batches"
+            begin, end = f"rank {self._stop.origin} received", f"; all ranks stopped, {where}"
+            self._interrupt(self._stop.signum, begin, end)
 
     def _warn_of_local_logs(self) -> None:
         if not self._warned_of_local_logs:
@@ -622,14 +640,13 @@ class DecentralizedMixin(_Base):
         if self._replica is None or self._is_broken:
             if self._is_broken and self.is_global_zero:
                 rank_zero_warn(
-                    f"saving the weights of rank 0 alone to {filepath}: the other ranks are not there"
+                    f"saving the weights of rank 0 alone to {filepath}: the other ranks are gone"
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self._net is not None
-        filepath = self.broadcast(
-            filepath
-        )  # ranks that have made other numbers of steps name others
+        # Ranks that have made other numbers of steps have other names for it.
+        filepath = self.broadcast(filepath)
         mark = {
             "algorithm": self.algorithm.name,
             "hyperparameters": self.algorithm.hyperparameters(),
@@ -757,16 +774,84 @@ class _DPSGD(DecentralizedMixin):
         super().__init__(DPSGD(topology=topology), **kwargs)
 
 
+class _SGP(DecentralizedMixin):
+    """Stochastic Gradient Push: pushes shares of the weights along a directed graph, in every step.
+
+    Args:
+        num_peers: to how many ranks a rank sends in each step, fewer where the graph has fewer
+        overlap: how many steps late a message may be taken; 0 waits for those of the step
+        hierarchical: averages gradients inside a node, and pushes from node to node
+        topology: "exponential", "ring", "bipartite_exponential", "complete", "random_exponential",
+            "random"
+        node_size: how many ranks a node has, with `hierarchical`; None takes the Trainer's
+            `devices`
+        **kwargs: as for every strategy
+    """
+
+    def __init__(
+        self,
+        num_peers: int = 1,
+        overlap: int = 0,
+        hierarchical: bool = False,
+        topology: str = "exponential",
+        node_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(SGP(num_peers, overlap, hierarchical, topology, node_size), **kwargs)
+
+    def setup_environment(self) -> None:
+        assert isinstance(self.algorithm, SGP)
+        if self.algorithm.hierarchical and self.algorithm.node_size is None:
+            self.algorithm.node_size = self.num_processes
+        super().setup_environment()
+
+
+class _ADPSGD(DecentralizedMixin):
+    """AD-PSGD: averages the weights with those of random neighbours, beside the training.
+
+    Args:
+        seed: of the neighbours that are asked
+        **kwargs: as for every strategy
+    """
+
+    def __init__(self, seed: int = 0, **kwargs: Any) -> None:
+        super().__init__(ADPSGD(seed), **kwargs)
+
+
+class _PopSGD(DecentralizedMixin):
+    """PopSGD: averages the weights in random pairs that nobody else waits for.
+
+    Args:
+        local_steps: how many steps lie between two interactions
+        blocking: whether to wait for the partner; False averages with what it published last
+        topology: "complete", anyone may meet anyone, or "cycle"
+        wire_dtype: None sends the weights as they are, "bfloat16" rounded
+        seed: of the pairs
+        **kwargs: as for every strategy
+    """
+
+    def __init__(
+        self,
+        local_steps: int = 1,
+        blocking: bool = True,
+        topology: str = "complete",
+        wire_dtype: str | None = None,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(PopSGD(local_steps, blocking, topology, wire_dtype, seed), **kwargs)
+
+
 class _WAGMA(DecentralizedMixin):
     """WAGMA-SGD: averages the weights in small, changing groups that nobody waits for.
 
     Args:
-        group_size: S; None takes the power of two nearest sqrt(P) sync_period: tau, how many steps
-        lie between two global averages wait_avoiding: False waits for every rank of the group
-        instead of contributing what is stale dynamic_groups: False keeps the groups of the first
-        step grace_s: how long an activated round waits for this rank before it contributes what is
-        stale;
-            None takes a share of the measured step time
+        group_size: S; None takes the power of two nearest sqrt(P)
+        sync_period: tau, how many steps lie between two global averages
+        wait_avoiding: False waits for every rank of the group instead of contributing what is stale
+        dynamic_groups: False keeps the groups of the first step
+        grace_s: how long an activated round waits for this rank before it contributes what is
+            stale; None takes a share of the measured step time
         overlap: whether training goes on before the group's answer is there
         **kwargs: as for every strategy
     """
@@ -822,7 +907,7 @@ class _HPSGD(DecentralizedMixin):
 
 
 class _OkTopk(DecentralizedMixin):
-    """Ok-Topk: all-reduces the largest entries of the gradient, in a volume that does not grow with P.
+    """Ok-Topk: all-reduces the largest entries of the gradient, in a volume that P does not change.
 
     Args:
         density: which share of the entries
@@ -866,14 +951,14 @@ class _TopkDSA(DecentralizedMixin):
 
 
 class _GTopk(DecentralizedMixin):
-    """Sums the ranks' largest entries up a tree, keeping as many of each sum: a baseline for Ok-Topk."""
+    """Sums the ranks' largest entries up a tree, keeping as many of each sum: a baseline."""
 
     def __init__(self, density: float = 0.01, **kwargs: Any) -> None:
         super().__init__(GTopk(density), **kwargs)
 
 
 class _GaussianTopk(DecentralizedMixin):
-    """Sends what a normal distribution has for the largest entries to all: a baseline for Ok-Topk."""
+    """Sends what a normal distribution has for the largest entries to all: a baseline."""
 
     def __init__(self, density: float = 0.01, **kwargs: Any) -> None:
         super().__init__(GaussianTopk(density), **kwargs)
@@ -897,6 +982,18 @@ class LocalSGDStrategy(_LocalSGD, DecentralizedStrategy):
 
 class DPSGDStrategy(_DPSGD, DecentralizedStrategy):
     __doc__ = _DPSGD.__doc__
+
+
+class SGPStrategy(_SGP, DecentralizedStrategy):
+    __doc__ = _SGP.__doc__
+
+
+class ADPSGDStrategy(_ADPSGD, DecentralizedStrategy):
+    __doc__ = _ADPSGD.__doc__
+
+
+class PopSGDStrategy(_PopSGD, DecentralizedStrategy):
+    __doc__ = _PopSGD.__doc__
 
 
 class WAGMAStrategy(_WAGMA, DecentralizedStrategy):
@@ -937,6 +1034,9 @@ STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = {
     "local_sgd": LocalSGDStrategy,
     "hpsgd": HPSGDStrategy,
     "dpsgd": DPSGDStrategy,
+    "sgp": SGPStrategy,
+    "adpsgd": ADPSGDStrategy,
+    "popsgd": PopSGDStrategy,
     "eager_sgd": EagerSGDStrategy,
     "wagma": WAGMAStrategy,
     "oktopk": OkTopkStrategy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from itertools import pairwise, zip_longest
 from typing import Final
 
@@ -31,10 +32,11 @@ def near_sqrt(world_size: int) -> int:
 def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
     """Who averages with whom at a version: a partition of the ranks that changes with it.
 
-    At powers of two, Algorithm 1 of WAGMA-SGD: a butterfly whose phases move on by log2 S a version, so
-    that every update reaches every rank within log_S P versions, rounded up.  At other numbers, groups
-    whose sizes differ by at most one; the members of each are dealt to different groups of the next
-    version, and every update reaches every rank within 2 log_S P versions, rounded up.
+    At powers of two, Algorithm 1 of WAGMA-SGD: a butterfly whose phases move on by log2 S a
+    version, so that every update reaches every rank within log_S P versions, rounded up.  At other
+    numbers, groups whose sizes differ by at most one; the members of each are dealt to different
+    groups of the next version, and every update reaches every rank within 2 log_S P versions,
+    rounded up.
     """
     if _is_power_of_two(world_size) and _is_power_of_two(group_size):
         return _butterfly_groups(version, world_size, group_size)
@@ -215,9 +217,10 @@ def _across(rank: int, world_size: int, shift: int) -> int | None:
 # ---- pairs ----
 
 
+@lru_cache(maxsize=128)
 def random_partners(
     version: int, world_size: int, topology: str = "complete", seed: int = 0
-) -> list[int]:
+) -> tuple[int, ...]:
     """Each rank's partner at a version, itself if it has none: the same draw on every rank.
 
     complete: a perfect matching, drawn uniformly from all; where P is odd, one rank is left out
@@ -232,4 +235,4 @@ def random_partners(
     partners = list(range(world_size))
     for a, b in zip(order[::2], order[1::2], strict=False):
         partners[a], partners[b] = b, a
-    return partners
+    return tuple(partners)

@@ -38,13 +38,16 @@ class Plan:
     late_s: float = 0.0
     num_calls: int = field(default=0, init=False)
 
-    def act(self, hook: str, rank: int) -> None:
+    def act(self, hook: str, rank: int, folder: Path) -> None:
         if hook != self.where or self.rank not in (rank, -1):
             return
         self.num_calls += 1
         if self.num_calls != self.at:
             return
         time.sleep(self.late_s)
+        Path(folder, "event").write_text(str(time.monotonic()))
+        if self.how == "SIGSTOP":
+            Path(folder, f"stopped_{rank}").write_text(str(os.getpid()))
         if self.how == "raise":
             raise ValueError(f"no such luck in {hook}")
         if self.how == "wait":
@@ -64,7 +67,7 @@ class Doomed(Regression):
 
     def act(self, hook: str) -> None:
         for plan in self.plans:
-            plan.act(hook, self.global_rank)
+            plan.act(hook, self.global_rank, self.folder)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.num_batches += 1

@@ -22,8 +22,10 @@ from lightning_dsgd.algorithms.eager_sgd import EagerSGD
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
+from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
@@ -48,6 +50,8 @@ class Row:
     """Whether what is averaged does not depend on who is late: the mean is conserved then."""
     steps_together: bool = True
     """Whether ranks that arrive at the same moment are all in time."""
+    is_sparse: bool = False
+    """Whether a step leaves out a part of the gradient, on one rank too."""
     accuracy: float = 1e-6
     """How near the constant learning rate comes to a minimum that is another one on every rank."""
 
@@ -76,6 +80,11 @@ def push_bytes(world_size: int, size: int, num_peers: int) -> float:
 def pair_bytes(world_size: int, size: float) -> float:
     """One message from each rank that has a partner; the mean over ranks."""
     return (world_size - world_size % 2) / world_size * size
+
+
+def entry_bytes(count: int) -> float:
+    """A message of values of 8 bytes with their indices, at densities above 1%."""
+    return 24 + 8 * count + count - 1
 
 
 TABLE = {
@@ -170,6 +179,48 @@ TABLE |= {
     ),
     "adpsgd": Row(ADPSGD, pair_bytes, is_synchronous=False, accuracy=1.0),
 }
+K = 260
+# Errors that were fed back come in bursts: what is left moves around the minimum.
+TABLE |= {
+    "oktopk": Row(
+        lambda: OkTopk(density=K / N, threshold_period=5, repartition_period=10),
+        lambda p, size: 2 * (p - 1) / p * (entry_bytes(K) + 8 * 1024 / 5),
+        period=10,
+        slack=0.1,
+        mixes_weights=False,
+        is_sparse=True,
+        accuracy=1.0,
+    ),
+    "topk_allgather": Row(
+        lambda: TopkAllgather(K / N),
+        lambda p, size: (p - 1) * entry_bytes(K) + flag_bytes(p),
+        mixes_weights=False,
+        is_sparse=True,
+        accuracy=1.0,
+    ),
+    "topk_dsa": Row(
+        lambda: TopkDSA(K / N),
+        lambda p, size: 2 * (p - 1) / p * entry_bytes(K),
+        slack=0.1,
+        mixes_weights=False,
+        is_sparse=True,
+        accuracy=1.0,
+    ),
+    "gtopk": Row(
+        lambda: GTopk(K / N),
+        lambda p, size: 2 * (p - 1) / p * entry_bytes(K) + flag_bytes(p),
+        mixes_weights=False,
+        is_sparse=True,
+        accuracy=1.0,
+    ),
+    "gaussian_topk": Row(  # which takes all of equal entries
+        lambda: GaussianTopk(K / N),
+        lambda p, size: (p - 1) * entry_bytes(N) + flag_bytes(p),
+        mixes_weights=False,
+        is_sparse=True,
+        accuracy=1.0,
+    ),
+}
 ROWS = pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
 SYNCHRONOUS = pytest.mark.parametrize(
     "row", [pytest.param(row, id=name) for name, row in TABLE.items() if row.is_synchronous]
@@ -223,7 +274,9 @@ def train(
     return x, net.now()
 
 
-@ROWS
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=name) for name, row in TABLE.items() if not row.is_sparse]
+)
 def test_one_rank_is_plain_sgd(row: Row) -> None:
     [(x, _)] = SimulatedWorld(1).run(train, row, 20)
     expected = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -5,19 +5,28 @@ The simulated world first, then real processes under `Trainer.fit`.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_dsgd import topology
+from lightning_dsgd import ADPSGDStrategy, PopSGDStrategy, SGPStrategy, topology
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.adpsgd import ADPSGD
+from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.models import Regression, loader, trainer, weights
+from tests.worlds import FitWorld
 
 N = 12
 LR = 0.1
@@ -343,6 +352,202 @@ def test_sgp_refuses_what_cannot_work(options: dict[str, Any], says: str) -> Non
         SGP(**options).check(4)
 
 
+# ---- pairs: PopSGD and AD-PSGD ----
+
+PAIRS: dict[str, Callable[[], Algorithm]] = {
+    "popsgd": PopSGD,
+    "popsgd_cycle": lambda: PopSGD(local_steps=2, topology="cycle", seed=5),
+    "popsgd_bfloat16": lambda: PopSGD(wire_dtype="bfloat16"),
+    "popsgd_not_blocking": lambda: PopSGD(blocking=False),
+    "popsgd_not_blocking_bfloat16": lambda: PopSGD(
+        local_steps=2, blocking=False, wire_dtype="bfloat16"
+    ),
+    "adpsgd": ADPSGD,
+}
+EVERY_PAIR = pytest.mark.parametrize("make", PAIRS.values(), ids=PAIRS)
+SCHEDULES = 1
+"""For each P: `DSGD_SCHEDULES=100 pytest tests/test_gossip.py` runs thousands of each algorithm."""
+
+
+def at_random_times(
+    net: Any, make: Callable[[], Algorithm], seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Two phases of steps at random times, as many as each rank likes; with whole updates."""
+    algorithm = make()
+    x = whole_numbers(net.rank)
+    algorithm.start(net, x)
+    draw = random.Random(f"{seed} {net.rank}")
+    updates = torch.zeros(N).double()
+    for _ in range(2):
+        for _ in range(draw.randrange(6)):
+            net.compute(draw.random() ** 4)
+            algorithm.before_update(x, x[:0])
+            u = float(draw.randrange(-50, 50))
+            x += u
+            updates += u
+            algorithm.after_update(x)
+        algorithm.settle(x)
+    own = x.clone()
+    return own, updates, finish(algorithm, x)
+
+
+@EVERY_PAIR
+@pytest.mark.parametrize("world_size", range(1, 34))
+def test_the_mean_is_conserved_and_nobody_waits_for_ever(
+    make: Callable[[], Algorithm], world_size: int
+) -> None:
+    for seed in range(int(os.environ.get("DSGD_SCHEDULES", SCHEDULES))):
+        world = SimulatedWorld(world_size, latency_s=random.Random(seed).random())
+        ranks = world.run(at_random_times, make, seed)  # raises Deadlock, and for messages left
+        expected = sum(whole_numbers(rank) for rank in range(world_size))
+        expected = expected + sum(updates for _, updates, _ in ranks)
+        total = sum(own for own, _, _ in ranks)
+        assert torch.equal(total.round(), expected)
+        torch.testing.assert_close(total, expected, rtol=0, atol=1e-9)
+        for _, _, end in ranks:
+            torch.testing.assert_close(end, expected / world_size, rtol=0, atol=1e-9)
+
+
+def meet(net: Any, num_steps: int) -> tuple[list[Tensor], list[int]]:
+    algorithm, x = PopSGD(seed=3), whole_numbers(net.rank)
+    algorithm.start(net, x)
+    xs, clocks = [], []
+    for _ in range(num_steps):
+        net.compute(0.1 * (1 + net.rank))
+        x += net.rank
+        algorithm.before_update(x, x[:0])
+        algorithm.after_update(x)
+        xs.append(x.clone())
+        clocks.append(algorithm.clock)
+    finish(algorithm, x)
+    return xs, clocks
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 8, 9])
+def test_partners_hold_the_same_bits_and_the_lower_tick_moves_on(world_size: int) -> None:
+    ranks = SimulatedWorld(world_size).run(meet, 30)
+    x = [whole_numbers(rank) for rank in range(world_size)]
+    ticks = [0] * world_size
+    for k in range(30):
+        partners = topology.random_partners(k, world_size, seed=3)
+        half = [x[rank] + rank for rank in range(world_size)]
+        x = [(half[rank] + half[p]) / 2 for rank, p in enumerate(partners)]
+        for a, b in enumerate(partners):
+            if a < b:
+                ticks[a if ticks[a] <= ticks[b] else b] += 1
+        assert all(torch.equal(ranks[rank][0][k], x[rank]) for rank in range(world_size))
+        assert [ranks[rank][1][k] for rank in range(world_size)] == ticks
+    assert sum(ticks) == 30 * (world_size // 2)
+    assert max(ticks) - min(ticks) <= 6
+
+
+def steps_in_time(net: Any, make: Callable[[], Algorithm], until_s: float) -> int:
+    """How many steps a rank makes; rank 0 needs ten times as long for each."""
+    algorithm, x = make(), target(net.rank)
+    algorithm.start(net, x)
+    steps = 0
+    while net.now() < until_s:
+        net.compute(1.0 if net.rank == 0 else 0.1)
+        algorithm.before_update(x, x[:0])
+        algorithm.after_update(x)
+        steps += 1
+    finish(algorithm, x)
+    return steps
+
+
+@pytest.mark.parametrize("name", ["popsgd_not_blocking", "adpsgd"])
+@pytest.mark.parametrize("world_size", [4, 7])
+def test_a_slow_rank_holds_up_nobody(name: str, world_size: int) -> None:
+    steps = SimulatedWorld(world_size, latency_s=0.02).run(steps_in_time, PAIRS[name], 20.0)
+    assert steps[0] == pytest.approx(20, abs=1)
+    assert all(n == pytest.approx(200, abs=10) for n in steps[1:])
+
+
+def with_a_slow_partner(net: Any, num_versions: int) -> list[float]:
+    algorithm, x = PopSGD(), target(net.rank)
+    algorithm.start(net, x)
+    times = []
+    for _ in range(num_versions):
+        net.compute(10.0 if net.rank == 0 else 1.0)
+        algorithm.before_update(x, x[:0])
+        algorithm.after_update(x)
+        times.append(net.now())
+    finish(algorithm, x)
+    return times
+
+
+def test_popsgd_waits_for_its_partner_alone() -> None:
+    ranks = SimulatedWorld(8).run(with_a_slow_partner, 6)
+    expected = [0.0] * 8
+    for k in range(6):
+        ready = [t + (10.0 if rank == 0 else 1.0) for rank, t in enumerate(expected)]
+        partners = topology.random_partners(k, 8)
+        expected = [max(ready[rank], ready[p]) for rank, p in enumerate(partners)]
+        assert [times[k] for times in ranks] == pytest.approx(expected)
+    assert min(expected) < 60
+
+
+def exchange_in_halves(net: Any) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Rank 1 asks rank 0 while both are within a step."""
+    algorithm, x = ADPSGD(), whole_numbers(net.rank)
+    algorithm.start(net, x)
+    algorithm.before_update(x, x[:0])
+    algorithm.after_update(x)
+    before = x.clone()
+    net.compute(1.0)  # the exchange takes place
+    assert torch.equal(x, before)  # nothing touches the weights meanwhile
+    algorithm.before_update(x, x[:0])
+    x += 7.0  # what the optimizer does to weights that lack the correction
+    algorithm.after_update(x)
+    after, figures = x.clone(), algorithm.metrics()
+    finish(algorithm, x)
+    return before, after, figures
+
+
+def test_adpsgd_loses_no_update_to_an_exchange() -> None:
+    (a, x, ask), (b, y, answer) = SimulatedWorld(2, latency_s=0.1).run(exchange_in_halves)
+    assert torch.equal(x, (a + b) / 2 + 7)
+    assert torch.equal(y, x)
+    assert ask["exchanges_per_step"] == answer["exchanges_per_step"] == 0.5
+
+
+def agree(net: Any, make: Callable[[], Algorithm], num_steps: int) -> Tensor:
+    algorithm, x = make(), target(net.rank)
+    algorithm.start(net, x)
+    for _ in range(num_steps):
+        net.compute(1.0)
+        algorithm.before_update(x, x[:0])
+        algorithm.after_update(x)
+    algorithm.settle(x)
+    own = x.clone()
+    finish(algorithm, x)
+    return own
+
+
+@EVERY_PAIR
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 13])
+def test_pairs_bring_all_ranks_together(make: Callable[[], Algorithm], world_size: int) -> None:
+    begin = torch.stack([target(rank) for rank in range(world_size)])
+    for steps, factor in ((40, 0.2), (160, 0.02)):
+        ranks = SimulatedWorld(world_size).run(agree, make, steps)
+        if make is PAIRS["popsgd_cycle"] and world_size == 13:
+            factor **= 0.5
+        assert torch.stack(ranks).std(0).mean() < factor * begin.std(0).mean()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        (PopSGD(local_steps=0), "local_steps must be at least 1, got local_steps=0"),
+        (PopSGD(topology="star"), 'must be "complete" or "cycle", got topology=\'star\''),
+        (PopSGD(wire_dtype="int8"), "wire_dtype must be None or .*got wire_dtype='int8'"),
+    ],
+)
+def test_popsgd_refuses_what_cannot_work(algorithm: PopSGD, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        algorithm.check(4)
+
+
 # ---- a rank that dies ----
 
 
@@ -362,6 +567,9 @@ def never_ending(net: Any, make: Callable[[], Algorithm]) -> None:
 MAKERS: dict[str, Callable[[], Algorithm]] = {
     "sgp": SGP,
     "sgp_overlap": lambda: SGP(overlap=2),
+    "popsgd": PopSGD,
+    "popsgd_not_blocking": lambda: PopSGD(blocking=False),
+    "adpsgd": ADPSGD,
 }
 
 
@@ -373,3 +581,95 @@ def test_all_ranks_learn_who_was_killed(make: Callable[[], Algorithm]) -> None:
         if rank != 2:
             assert isinstance(outcome, PeerLost)
             assert outcome.rank == 2
+
+
+# ---- under Trainer.fit ----
+
+FITS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "sgp": (3, SGPStrategy),
+    "sgp_two_peers": (4, lambda: SGPStrategy(num_peers=2)),
+    "sgp_overlap": (4, lambda: SGPStrategy(overlap=1)),
+    "sgp_hierarchical": (4, lambda: SGPStrategy(hierarchical=True, node_size=2)),
+    "sgp_one_node": (2, lambda: SGPStrategy(hierarchical=True)),
+    "adpsgd": (3, ADPSGDStrategy),
+    "popsgd": (4, lambda: PopSGDStrategy(topology="cycle")),
+    "popsgd_not_blocking": (3, lambda: PopSGDStrategy(blocking=False, wire_dtype="bfloat16")),
+}
+DETERMINISTIC = ("sgp", "sgp_two_peers", "sgp_hierarchical", "popsgd")
+
+
+class Watched(Regression):
+    """A model that the ranks validate, with the push weight of every moment at which it is seen."""
+
+    def __init__(self) -> None:
+        L.seed_everything(0, verbose=False)
+        super().__init__(lr=0.01)
+        self.seen: list[tuple[str, float]] = []
+        self.losses: list[float] = []
+
+    def see(self, moment: str) -> None:
+        figures = self.trainer.strategy.communication()
+        self.seen.append((moment, figures.get("push_weight", 1.0)))
+
+    def on_validation_epoch_start(self) -> None:
+        self.see("validation")
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.see("save")
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["val_loss"]))
+
+
+def fit(name: str, folder: str, epochs: int, resume: str | None) -> dict[str, Any]:
+    world_size, make = FITS[name]
+    model = Watched()
+    saver = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    runner = trainer(
+        make(), world_size, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True
+    )
+    runner.fit(model, loader(256, 8, shuffle=True), loader(64), ckpt_path=resume)
+    return {"weights": weights(model).tolist(), "losses": model.losses, "seen": model.seen}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_ends_in_consensus_and_shows_no_share_of_a_model(name: str, tmp_path: Path) -> None:
+    world_size, _ = FITS[name]
+    ranks = FitWorld().run(world_size, fit, name, str(tmp_path), 3, None)
+    assert all(rank["weights"] == ranks[0]["weights"] for rank in ranks)
+    assert ranks[0]["losses"][-1] < 0.5 * ranks[0]["losses"][0]
+    for moment in ("validation", "save"):
+        total = sum(w for rank in ranks for what, w in rank["seen"][-2:] if what == moment)
+        assert total == pytest.approx(world_size, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_a_resumed_fit_equals_the_uninterrupted_one_to_the_bit(name: str, tmp_path: Path) -> None:
+    world_size, _ = FITS[name]
+    straight = FitWorld().run(world_size, fit, name, str(tmp_path / "a"), 3, None)
+    file = str(tmp_path / "a" / "epoch=0.ckpt")
+    resumed = FitWorld().run(world_size, fit, name, str(tmp_path / "b"), 3, file)
+    assert [rank["weights"] for rank in resumed] == [rank["weights"] for rank in straight]
+
+
+class Dies(L.Callback):
+    """Rank 1 is killed in the middle of the epoch."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_and_die(name: str) -> None:
+    world_size, make = FITS[name]
+    runner = trainer(make(), world_size, callbacks=[Dies()], max_epochs=50)
+    runner.fit(Watched(), loader(96, 4), loader(32))
+
+
+@pytest.mark.parametrize("name", ["sgp", "sgp_overlap", "adpsgd", "popsgd", "popsgd_not_blocking"])
+def test_a_rank_killed_in_the_middle_is_named_by_all_others(name: str) -> None:
+    world_size, _ = FITS[name]
+    for rank, outcome in enumerate(FitWorld().outcomes(world_size, fit_and_die, name)):
+        if rank != 1:
+            assert outcome.error.startswith("PeerLost: rank 1 died"), outcome.error
+            assert outcome.seconds < 15

@@ -26,6 +26,7 @@ from lightning_dsgd.algorithms.no_sync import NoSync
 from lightning_dsgd.transport import PeerLost, Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.models import Regression, loader, trainer, weights
+from tests.test_fit import Pair, TwoDtypes, fit_uneven
 from tests.worlds import FitWorld, ProcessWorld
 
 N = 24
@@ -615,3 +616,11 @@ def test_a_save_in_the_middle_of_a_flight_holds_the_global_model(tmp_path: Path)
             if value.is_floating_point() and "running" not in name:
                 assert torch.equal(value, shared[name]), name
         assert own["lightning_dsgd"]["algorithms"][0]["num_synced_steps"] == 5
+
+
+@pytest.mark.parametrize("make", [TwoDtypes, Pair])
+def test_models_of_several_parts_with_uneven_batches_end_together(make: Callable[..., Any]) -> None:
+    """Each part settles by itself, while other ranks still train: nobody waits for them."""
+    kwargs = {"options": {"timeout_s": 20.0}}
+    ranks = FitWorld().run(2, fit_uneven, "hpsgd", (3, 11), make, kwargs)
+    assert all(torch.equal(x, ranks[0][0]) for x, _, _ in ranks)

@@ -1,4 +1,4 @@
-"""What only the network of real processes promises: that it notices death, and leaves nothing behind.
+"""What only the network of real processes promises: it notices death, and leaves nothing behind.
 
 Functions that run on every rank come before the tests that run them.
 """
@@ -245,7 +245,7 @@ def test_a_dead_ranks_child_does_not_keep_its_connections_open(tmp_path: Path) -
 
 
 def leave_at_once(net: Any, size: int) -> tuple[list[int], str]:
-    """Rank 1 leaves right after it has sent; rank 0 has a connection to it, to be told of that on."""
+    """Rank 1 leaves right after it has sent; rank 0 is told of that on another connection."""
     if net.rank == 1:
         for _ in range(4):
             net.send(torch.full((size,), 7.0), 0)

@@ -19,7 +19,6 @@ from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from lightning_dsgd.wait_avoiding import WaitAvoiding
 
-
 NUM_BLOCKS = int(os.environ.get("DSGD_SCHEDULE_BLOCKS", "2"))
 """Of 50 schedules each; 40 blocks are thousands of them, and take some minutes."""
 

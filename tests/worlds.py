@@ -31,7 +31,7 @@ import torch.distributed as dist
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pytest", "lightning_dsgd", "tests.worlds"])
+_context.set_forkserver_preload(["tests.preload"])
 
 
 @dataclass

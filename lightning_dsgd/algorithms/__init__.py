@@ -1,0 +1,1 @@
+"""One paper a file; the hyperparameters are the fields of its dataclass."""

@@ -8,15 +8,15 @@ Legend: x the weights, g the gradient, P ranks.
 The graph is bipartite, so that no cycle of ranks can wait: odd ranks ask, even ranks answer.  Odd
 ranks ask once a step, unless the last exchange still goes on; neighbours are 1, 3, 7, ... hops away
 (the bipartite exponential graph).  An exchange is atomic on both sides: who asks has no other under
-way, who answers makes one after the other.  It works on published copies; both sides get half of the
-difference, the same bits with opposite signs, and add it to their weights after their next step
-(`published.py`).  So the mean over the ranks is conserved, and what the optimizers do in the meantime
-is kept.
+way, who answers makes one after the other.  It works on published copies; both sides get half of
+the difference, the same bits with opposite signs, and add it to their weights after their next step
+(`published.py`).  So the mean over the ranks is conserved, and what the optimizers do in the
+meantime is kept.
 
 A rank that has run out of data asks no more, but answers as long as others ask.
 
-Differs from the paper: any optimizer; odd P; an average reaches the weights after a step, not in the
-middle of one.
+Differs from the paper: any optimizer; odd P; an average reaches the weights after a step, not in
+the middle of one.
 
 Waits for nobody.  Sends |x| a step (who asks: its copy; who answers: half of the difference).
 """
@@ -61,11 +61,14 @@ class ADPSGD(Algorithm):
         self.asks = net.rank % 2 == 1
         self.home = net.sub("home")  # where the training thread is answered
         self.lane: Lane | None = None
-        self.is_asking = False
+        self.is_asking = self.has_settled = False
         self.num_steps = self.num_exchanges = 0
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         self._begin(x)
+        if self.has_settled:  # since then, others may have put something else into x
+            self.published.publish(x)
+            self.has_settled = False
 
     def after_update(self, x: Tensor) -> None:
         self.num_steps += 1
@@ -87,6 +90,7 @@ class ADPSGD(Algorithm):
         self.home.barrier().wait()  # all that was asked has been answered
         self.published.publish(x)
         self.home.barrier().wait()  # nobody asks before all are here
+        self.has_settled = True
 
     def _begin(self, x: Tensor) -> None:
         """Publishes the first weights; what a resume restores has come by now."""

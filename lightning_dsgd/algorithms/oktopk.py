@@ -15,11 +15,11 @@ Differs from the paper:
 - Algorithm 2 accumulates lr * g and subtracts u / P from the weights.  Here gradients are accumulated and
   the optimizer comes afterwards, as in the paper's runs with Adam; with plain SGD and a constant lr the
   two are the same.  When the lr changes, the residual is applied with the new one.
-- A step with an exact threshold selects exactly k, the first of equal ones.  Between, a count above 5k/4
-  (locally, or in total) is cut to k at once, so that the volume is bounded; one under 2k/3 lowers the
-  threshold gently for the next step.
-- The exact global threshold is found by counting digits, in all-reduces of 1 KB, where the paper gathers
-  all sums on all ranks, up to P k of them.
+- A step with an exact threshold selects exactly k, the first of equal ones.  Between, the thresholds
+  follow their counts gently, and one that lets through fewer than 2k/3 or more than 5k/4 is evaluated
+  anew at once, so that no step sends next to nothing, and none more than the volume below.
+- The exact global threshold is found by counting digits, in four all-reduces of 1 KB, where the paper
+  gathers all sums on all ranks, up to P k of them.
 - Any P: the all-gather is Bruck's, which is recursive doubling where P is a power of two.
 - Indices are packed (`sparse.pack`), not sent as coordinates of 4 bytes.
 - A rank that has run out of data goes on with its residual (`error_feedback`).
@@ -53,6 +53,8 @@ BUCKET_SIZE: Final = 8
 """How many destinations are sent to before what came from the bucket before them is reduced."""
 
 DIGIT_BITS: Final = 8
+FEW: Final = 4096
+"""For a smaller k, digits of half as many bits are counted: twice the exchanges, an eighth of the bytes."""
 
 
 @dataclass
@@ -136,6 +138,7 @@ class OkTopk(ErrorFeedback):
         else:
             sparse.accumulate_and_mark(self.residual, g, self.local_threshold, self.marks)
         local = self.select_local(is_exact)
+        self.num_selected = len(local[0])
         if t % self.repartition_period == 0:
             self.boundaries = self.space_repartition(local[1])
         region, touched = self.split_and_reduce(*local)
@@ -155,18 +158,19 @@ class OkTopk(ErrorFeedback):
         return sparse.kth_magnitude(self.residual, self.k)
 
     def select_local(self, is_exact: bool) -> Selected:
-        """What the threshold lets through, k entries of it where that is too many."""
+        """What the threshold lets through; by an exact one, k entries."""
         selected = self.marked()
         count = len(selected[0])
-        if 4 * count > 5 * self.k and not is_exact:
-            # The k-th of what was let through is the exact threshold.
-            self.local_threshold = sparse.kth_magnitude(selected[0], self.k)
-        if 4 * count > 5 * self.k or is_exact:
-            selected = self.cut(selected, self.k)
-        elif not is_exact:
+        if not is_exact and sparse.is_near(count, self.k):
             self.local_threshold = sparse.corrected(self.local_threshold, count, self.k)
-        self.num_selected = len(selected[0])
-        return selected
+            return selected
+        if not is_exact and count >= self.k:
+            self.local_threshold = sparse.kth_magnitude(selected[0], self.k)
+        elif not is_exact:
+            self.local_threshold = self.th_re_evaluate()
+            sparse.mark(self.residual, self.local_threshold, self.marks)
+            selected = self.marked()
+        return self.cut(selected, self.k)
 
     def th_re_evaluate_global(self, region: Tensor) -> Tensor:
         """The exact k-th largest magnitude of all regions, digit by digit from the highest.
@@ -178,16 +182,17 @@ class OkTopk(ErrorFeedback):
         values, _ = sparse.select(region, region.new_zeros(()))
         bits = values.abs().view(torch.int64 if values.dtype == torch.float64 else torch.int32)
         wanted, prefix = self.k, 0
-        for shift in range(8 * values.itemsize - DIGIT_BITS, -1, -DIGIT_BITS):
-            digits = (bits >> shift) & ((1 << DIGIT_BITS) - 1)
-            counts = torch.bincount(digits, minlength=1 << DIGIT_BITS).to(torch.int32)
+        width = DIGIT_BITS if self.k >= FEW else DIGIT_BITS // 2
+        for shift in range(8 * values.itemsize - width, -1, -width):
+            digits = (bits >> shift) & ((1 << width) - 1)
+            counts = torch.bincount(digits, minlength=1 << width).to(torch.int32)
             self.net.all_reduce(counts).wait()
             at_least = counts.flip(0).cumsum(0).flip(0).tolist()  # with this digit or a higher one
             if at_least[0] < wanted:
                 return region.new_zeros(())  # there are fewer than k in all
             digit = max(d for d, num in enumerate(at_least) if num >= wanted)
             wanted -= at_least[digit + 1] if digit + 1 < len(at_least) else 0
-            prefix = prefix << DIGIT_BITS | digit
+            prefix = prefix << width | digit
             bits = bits[digits == digit]
         return torch.tensor(prefix, dtype=bits.dtype, device=region.device).view(region.dtype)
 
@@ -196,28 +201,35 @@ class OkTopk(ErrorFeedback):
 
         No more than 5k/4 in all, no more than k by an exact threshold; the first of equal ones.
         """
-        start = self.boundaries[self.net.rank]
-        values, offsets = sparse.select(region, self.global_threshold)
-        is_tie = values.abs() == self.global_threshold
-        counts = torch.tensor([len(values), int(is_tie.sum())])
-        gathered = [theirs.tolist() for theirs in self.net.all_gather(counts).wait()]
-        sizes, ties = ([c[i] for c in gathered] for i in (0, 1))
-        total = sum(sizes)
-        if not is_exact and 4 * total > 5 * self.k:
-            self.global_threshold = self.th_re_evaluate_global(region)
-            return self.select_global(region, is_exact=True)
         if not is_exact:
-            self.global_threshold = sparse.corrected(self.global_threshold, total, self.k)
-        elif total > self.k:
-            may_stay = sum(ties) - (total - self.k)
-            for rank, num in enumerate(ties):
-                stay = min(num, max(0, may_stay - sum(ties[:rank])))
-                sizes[rank] -= num - stay
-                if rank == self.net.rank:
-                    keep = ~is_tie
-                    keep[is_tie.nonzero().squeeze(1)[:stay]] = True
-            values, offsets = values[keep], offsets[keep]
-        return (values, offsets + start), sizes
+            selected, sizes, _ = self.count(region)
+            total = sum(sizes)
+            if sparse.is_near(total, self.k):
+                self.global_threshold = sparse.corrected(self.global_threshold, total, self.k)
+                return selected, sizes
+            self.global_threshold = self.th_re_evaluate_global(region)
+        selected, sizes, ties = self.count(region)
+        excess = sum(sizes) - self.k
+        if excess <= 0:
+            return selected, sizes
+        values, indices = selected
+        may_stay = sum(ties) - excess
+        for rank, num in enumerate(ties):
+            stay = min(num, max(0, may_stay))
+            may_stay -= stay
+            sizes[rank] -= num - stay
+            if rank == self.net.rank:
+                keep = values.abs() > self.global_threshold
+                keep[keep.logical_not().nonzero().squeeze(1)[:stay]] = True
+        return (values[keep], indices[keep]), sizes
+
+    def count(self, region: Tensor) -> tuple[Selected, list[int], list[int]]:
+        """What the threshold lets through of the region; of every rank, how much and how much just so."""
+        values, places = sparse.select(region, self.global_threshold)
+        counts = torch.tensor([len(values), int((values.abs() == self.global_threshold).sum())])
+        theirs = torch.stack(self.net.all_gather(counts).wait())
+        selected = values, places + self.boundaries[self.net.rank]
+        return selected, theirs[:, 0].tolist(), theirs[:, 1].tolist()
 
     # ---- the two phases ----
 

@@ -3,20 +3,21 @@
     x_i <- x_i - lr * g(x_i),  x_j <- x_j - lr * g(x_j)       local_steps times
     x_i, x_j <- (x_i + x_j) / 2                               j: a random partner
 
-Legend: x the weights, g the gradient.  Two-sided: both partners hold the mean afterwards, the same to
-the bit, and the mean over all ranks is conserved.
+Legend: x the weights, g the gradient.  Two-sided: both partners hold the mean afterwards, the same
+to the bit, and the mean over all ranks is conserved.
 
 Partners are drawn from a shared seed, a perfect matching for each version: a rank's v-th
-interaction is with its partner of version v.  Nobody waits for anyone but its partner, and ranks may
-be any number of versions apart.  Where P is odd, one rank has no partner.
+interaction is with its partner of version v.  Nobody waits for anyone but its partner, and ranks
+may be any number of versions apart.  Where P is odd, one rank has no partner.
 
 Phase clock (section 3): of two that meet, the one with the lower tick moves on by one, so all
 ticks stay near the number of interactions divided by P, for schedules of the learning rate.
 
 `blocking=False` averages with what the partner published last.  A lane executes all versions in
 order, each as soon as one of the two partners arrives at it; the other's lane answers in its place.
-What they exchange is worked into x at the next interaction (`published.py`); a rank waits only while
-its own lane has not finished the interaction before.
+What they exchange is worked into x at the next interaction (`published.py`); a rank waits only
+while its own lane has not finished the interaction before, as it does if the partner has not begun
+to train.
 
 `wire_dtype="bfloat16"` sends q(x), rounded, and conserves the mean nevertheless:
 

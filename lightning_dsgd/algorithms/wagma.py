@@ -40,14 +40,13 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.wait_avoiding import WaitAvoiding
 
-
 GRACE_SHARE = 0.05
 """Of the time of a local step: how long a round waits for a rank by default."""
 
 
 @dataclass
 class WAGMA(Algorithm):
-    """Averages weights in small, changing groups that nobody waits for, and globally every tau steps.
+    """Averages weights in small, changing groups that nobody waits for, and sometimes globally.
 
     Memory above plain training: 2 |x|, what was published last and the sum.  Passes a step: W' is
     published (one), contributed (one), and the sum scaled into W (one).

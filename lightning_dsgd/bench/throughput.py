@@ -73,7 +73,8 @@ def run_rank(args: argparse.Namespace) -> None:
             )
             if dist.get_rank() == 0:
                 print(
-                    f"round {turn + 1}/{args.rounds}  {spec:32} {results[-1]['steps_per_s']:.3f} steps/s",
+                    f"round {turn + 1}/{args.rounds}  {spec:32} "
+                    f"{results[-1]['steps_per_s']:.3f} steps/s",
                     flush=True,
                 )
     if dist.get_rank() == 0:
@@ -182,7 +183,8 @@ def summarize(cells: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]
 def table(rows: list[dict[str, Any]], baseline: str) -> str:
     """The summary in Markdown."""
     lines = [
-        f"| strategy | steps/s | x {baseline} | of no_sync | waited, ms a step | MB sent a step | late |",
+        f"| strategy | steps/s | x {baseline} | of no_sync | waited, ms a step | MB sent a step "
+        "| late |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -149,8 +149,10 @@ class Transport(Protocol):
         ...
 
     def recv(self, like: Tensor, src: int, tag: int = 0) -> Receipt:
-        """The next message from `src` (or ANY) with this tag: a new tensor of any length, of the
-        dtype and on the device of `like`."""
+        """The next message from `src` (or ANY) with this tag.
+
+        A new tensor of any length, of the dtype and on the device of `like`.
+        """
         ...
 
     def all_reduce(self, x: Tensor, group: Sequence[int] | None = None) -> Work[Tensor]:

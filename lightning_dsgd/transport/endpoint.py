@@ -345,7 +345,7 @@ def _add(mine: Tensor, share: Tensor, other: int) -> None:
 
 def _each(works: Iterable[Work[Any]]) -> Steps[None]:
     for work in works:
-        yield work  # noqa: UP028 - results are sent in, which an iterator does not take
+        yield work  # noqa: UP028 - results are sent in here, and an iterator takes none
 
 
 def parts(x: Tensor) -> Iterable[Tensor]:

@@ -108,7 +108,7 @@ class ProcessGroupTransport(Endpoint):
         self._mesh.check("a check between two steps")
 
     def on_lost(self, callback: Callable[[PeerLost], None]) -> None:
-        """Has `callback` called, by the mesh's thread, when another rank is lost; at once if it is."""
+        """Has the mesh's thread call `callback` when another rank is lost; at once if it is."""
         self._mesh.on_lost = callback
         lost = self._mesh.mailboxes.failure
         if lost is not None and lost.rank != self.rank:
@@ -593,7 +593,7 @@ class _Mesh:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         _meshes.add(self)
-        atexit.register(self._end)
+        atexit.register(self.end)
         sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._serve, name="dsgd-mesh", daemon=True)
         self._thread.start()
@@ -604,14 +604,14 @@ class _Mesh:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        atexit.unregister(self._end)
+        atexit.unregister(self.end)
         self._say_farewell()
         self._closing_at = time.monotonic() + _CLOSE_TIMEOUT_S
         self._wake()
         thread.join()
         sys.setswitchinterval(self._switch_interval_s)
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """The process ends; its other threads live on while it waits for child processes."""
         self.lose(self.rank, "ended before it had closed its network")
         self.close()
@@ -811,7 +811,7 @@ class _Lane:
             self._fn(self.net)
         except LaneStopped:
             pass
-        except BaseException as failure:  # noqa: BLE001 - raised again by join and check
+        except BaseException as failure:
             self._failure = failure
             self.net._mesh.lose(self.net.rank, f"failed: {type(failure).__name__}: {failure}")
 
@@ -899,6 +899,7 @@ def _allow_open_files(count: int) -> None:
 def _close_files_after_fork() -> None:
     # A DataLoader worker that kept them would hide its parent's death from the other ranks.
     for mesh in list(_meshes):
+        atexit.unregister(mesh.end)
         mesh.close_files()
 
 

@@ -1,0 +1,205 @@
+"""How soon a lane answers while its training thread is busy, and what that costs the latter.
+
+    python benchmarks/lane_latency.py --output docs/results/lane_latency.json
+
+Two processes.  Rank 0 sends 1 MB to rank 1's lane, which sends it back; meanwhile rank 1's
+training thread runs small torch operations, a network of 25M parameters, convolutions, or plain
+Python.  Cost: how many of its iterations rank 1 does a second with that traffic, over how many
+without, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dsgd.transport import LaneStopped
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+
+PAYLOAD = 250_000  # float32
+
+
+def small_operations() -> Callable[[], None]:
+    x = torch.randn(64, 64)
+
+    def step() -> None:
+        for _ in range(200):
+            (x @ x).relu().sum()
+
+    return step
+
+
+def large_network() -> Callable[[], None]:
+    net = nn.Sequential(*(nn.Linear(2900, 2900) for _ in range(3)))
+    x = torch.randn(8, 2900)
+
+    def step() -> None:
+        net(x).sum().backward()
+
+    return step
+
+
+def convolutions() -> Callable[[], None]:
+    net = nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3))
+    x = torch.randn(8, 16, 32, 32)
+
+    def step() -> None:
+        net(x).sum().backward()
+
+    return step
+
+
+def plain_python() -> Callable[[], None]:
+    def step() -> None:
+        total = 0
+        for i in range(200_000):
+            total += i * i
+
+    return step
+
+
+LOADS = {
+    "idle": None,
+    "small torch operations": small_operations,
+    "network of 25M parameters": large_network,
+    "convolutions": convolutions,
+    "plain Python": plain_python,
+}
+
+
+def serve(net: Any) -> None:
+    """Sends back whatever comes."""
+    like = torch.empty(0)
+    while True:
+        receipt = net.recv(like, 0)
+        net.send(receipt.wait(math.inf), 0)
+
+
+def echo(net: Any, channel: Any, seconds: float) -> list[float]:
+    payload = torch.zeros(PAYLOAD)
+    times: list[float] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        begin = time.monotonic()
+        channel.send(payload, 1)
+        channel.recv(payload, 1).wait()
+        times.append(time.monotonic() - begin)
+    return times
+
+
+def iterations_per_s(step: Callable[[], None] | None, seconds: float) -> float:
+    begin, count = time.monotonic(), 0
+    while time.monotonic() < begin + seconds:
+        if step is None:
+            time.sleep(0.001)
+        else:
+            step()
+        count += 1
+    return count / (time.monotonic() - begin)
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    net = ProcessGroupTransport()
+    report: dict[str, Any] = {}
+    # Both spawn a lane, so that the channels match; rank 0 uses its own only to learn the path.
+    lane = net.spawn_lane(serve if net.rank else _sleep, "echo")
+    channel = net._at(lane.net.path)
+    for load, make in LOADS.items():
+        step = make() if make is not None and net.rank == 1 else None
+        rates: dict[bool, list[float]] = {True: [], False: []}
+        times: list[float] = []
+        for _ in range(args.rounds):
+            for with_traffic in (True, False):
+                net.barrier().wait()
+                if net.rank == 1:
+                    rates[with_traffic].append(iterations_per_s(step, args.seconds))
+                elif with_traffic:
+                    times += echo(net, channel, args.seconds * 0.95)
+                else:
+                    time.sleep(args.seconds)
+        mine = torch.tensor(rates[True] + rates[False], dtype=torch.float64)
+        everyones: list[Tensor] = net.all_gather(mine).wait()
+        if net.rank == 0:
+            values = everyones[1].tolist()
+            ratios = [
+                a / b for a, b in zip(values[: args.rounds], values[args.rounds :], strict=True)
+            ]
+            report[load] = {
+                "round_trip_ms": {
+                    "median": 1e3 * statistics.median(times),
+                    "p95": 1e3 * sorted(times)[int(0.95 * len(times))],
+                    "samples": len(times),
+                },
+                "training_thread_rate": statistics.median(ratios),
+                "rates": ratios,
+            }
+            row = report[load]
+            print(
+                f"{load:28} {row['round_trip_ms']['median']:6.2f} ms "
+                f"(95%: {row['round_trip_ms']['p95']:6.2f} ms)   training thread at "
+                f"{row['training_thread_rate']:.2f} of its rate",
+                flush=True,
+            )
+    net.barrier().wait()
+    lane.stop()
+    net.close()
+    if net.rank == 0:
+        Path(args.part).write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+def _sleep(net: Any) -> None:
+    net.recv(torch.empty(0), 1, tag=1).wait(math.inf)
+    raise LaneStopped
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--output", default="docs/results/lane_latency.json")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        run_rank(args)
+        return
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_suffix(".part")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*launch, __file__, *sys.argv[1:], "--part", str(part)],
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    loads = json.loads(part.read_text())
+    part.unlink()
+    result = {
+        "command": "python benchmarks/lane_latency.py",
+        "cores": os.cpu_count(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "payload_bytes": 4 * PAYLOAD,
+        "loads": loads,
+    }
+    output.write_text(json.dumps(result, indent=1))
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    main()
