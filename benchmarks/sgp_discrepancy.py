@@ -1,8 +1,8 @@
 """How far the ranks' models are apart while SGP trains: the paper's figure B.12, on digits.
 
-A two-layer network on scikit-learn's handwritten digits, Nesterov momentum, the learning rate divided by
-ten after one and two thirds of the steps; ranks in the simulated world, each with its own part of
-the data.  Plots mean, minimum and maximum over the ranks of the training and test error, each rank's own model.
+A two-layer network on scikit-learn's digits, Nesterov momentum, the learning rate divided by
+ten after one and two thirds of the steps; ranks in the simulated world, each with its own
+part of the data.  Plots mean, minimum and maximum over the ranks of the errors of their own models.
 
     PYTHONPATH=. python benchmarks/sgp_discrepancy.py [--ranks 4 32] [--steps 450]
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.models import Regression, loader, trainer, weights
-from tests.worlds import FitWorld
+from tests.worlds import FitWorld, ProcessWorld
 
 N = 12
 LR = 0.1
@@ -581,6 +582,46 @@ def test_all_ranks_learn_who_was_killed(make: Callable[[], Algorithm]) -> None:
         if rank != 2:
             assert isinstance(outcome, PeerLost)
             assert outcome.rank == 2
+
+
+# ---- real processes and real threads ----
+
+LARGE = 300_000
+
+
+def step_for_real(net: Any, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Many quick steps, as many as each rank likes; gives sums over 100 parts of x."""
+    algorithm = EVERYTHING[name]()
+    x = torch.full((LARGE,), float(net.rank), dtype=torch.float64)
+    begin = x.clone()
+    algorithm.start(net, x)
+    draw = random.Random(net.rank)
+    updates = torch.zeros_like(x)
+    for _ in range(2):
+        for _ in range(draw.randrange(5, 40)):
+            time.sleep(0.002 * draw.random())
+            algorithm.before_update(x, x[:0])
+            place = draw.randrange(LARGE)
+            x[place:] += 1.0
+            updates[place:] += 1.0
+            algorithm.after_update(x)
+        algorithm.settle(x)
+    w = getattr(algorithm, "w", 1.0)
+    own, expected = w * x, begin + updates
+    finish(algorithm, x)
+    return tuple(y.view(100, -1).sum(1) for y in (own, expected, x))  # type: ignore[return-value]
+
+
+EVERYTHING = {**PAIRS, "sgp": SGP, "sgp_overlap": lambda: SGP(overlap=2)}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_no_update_is_lost_or_torn_between_real_threads(name: str) -> None:
+    ranks = ProcessWorld().run(3, step_for_real, name)
+    expected = sum(given for _, given, _ in ranks)
+    torch.testing.assert_close(sum(own for own, _, _ in ranks), expected, rtol=1e-12, atol=0)
+    for _, _, end in ranks:
+        torch.testing.assert_close(end, expected / 3, rtol=1e-12, atol=0)
 
 
 # ---- under Trainer.fit ----

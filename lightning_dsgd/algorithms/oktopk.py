@@ -161,7 +161,7 @@ class OkTopk(ErrorFeedback):
         """What the threshold lets through; by an exact one, k entries."""
         selected = self.marked()
         count = len(selected[0])
-        if not is_exact and sparse.is_near(count, self.k):
+        if not is_exact and self.may_go_on(self.local_threshold, count):
             self.local_threshold = sparse.corrected(self.local_threshold, count, self.k)
             return selected
         if not is_exact and count >= self.k:
@@ -171,6 +171,10 @@ class OkTopk(ErrorFeedback):
             sparse.mark(self.residual, self.local_threshold, self.marks)
             selected = self.marked()
         return self.cut(selected, self.k)
+
+    def may_go_on(self, threshold: Tensor, count: int) -> bool:
+        """Whether it has let through about k, or fewer because there are no more."""
+        return sparse.is_near(count, self.k) or (count < self.k and not threshold)
 
     def th_re_evaluate_global(self, region: Tensor) -> Tensor:
         """The exact k-th largest magnitude of all regions, digit by digit from the highest.
@@ -204,7 +208,7 @@ class OkTopk(ErrorFeedback):
         if not is_exact:
             selected, sizes, _ = self.count(region)
             total = sum(sizes)
-            if sparse.is_near(total, self.k):
+            if self.may_go_on(self.global_threshold, total):
                 self.global_threshold = sparse.corrected(self.global_threshold, total, self.k)
                 return selected, sizes
             self.global_threshold = self.th_re_evaluate_global(region)

@@ -344,8 +344,8 @@ def _add(mine: Tensor, share: Tensor, other: int) -> None:
 
 
 def _each(works: Iterable[Work[Any]]) -> Steps[None]:
-    for work in works:
-        yield work  # noqa: UP028 - results are sent in here, and an iterator takes none
+    for work in works:  # noqa: UP028 - results are sent in here, and an iterator takes none
+        yield work
 
 
 def parts(x: Tensor) -> Iterable[Tensor]:

@@ -99,7 +99,7 @@ class ProcessGroupTransport(Endpoint):
         self._native: Any = dist.new_group() if native else None
         self._mesh = _Mesh(self.rank, self.world_size, timeout_s, heartbeat_timeout_s)
         self._mesh.open()
-        self.barrier().wait()  # nobody leaves before all have found each other
+        self.sub("opening").barrier().wait()  # nobody leaves before all have found each other
 
     def now(self) -> float:
         return time.monotonic()
