@@ -1,6 +1,7 @@
 """What a step costs under gossip, next to all-reduce, as P grows: in the simulated world.
 
-10M parameters in fp32, links of 1 Gbit/s in both directions, 0.1 ms; compute is a virtual sleep.  The
+10M parameters in fp32, links of 1 Gbit/s in both directions, 0.1 ms; compute is a virtual sleep.
+The
 algorithms are the package's own; a tensor of 1,000 elements stands for all 10M.
 
     PYTHONPATH=. python benchmarks/gossip_step_time.py [--ranks 4 8 16] [--compute-ms 200 400]

@@ -9,6 +9,8 @@ another, every strategy once a round, in an order that changes from round to rou
 
 steps_per_s     steps / (time until the slowest rank has made its last step)
 with_finish     steps / (time until the slowest rank has the final model)
+ratios          steps_per_s over that of no_sync in the same round
+wait_s          how long the training thread was held up by messages, mean over ranks
 allreduce_s     of the parameters over all ranks, nothing else going on, before the first round
 """
 
@@ -28,7 +30,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-STRATEGIES = ("no_sync", "hpsgd", "local_sgd", "ddp")
 NAMES = "hpsgd-bench"
 NETWORK = "10.78.0"
 
@@ -81,8 +82,9 @@ def run_rank(args: argparse.Namespace) -> None:
     cells: list[dict[str, Any]] = []
     allreduce_s = time_allreduce(args)
     for turn in range(args.rounds):
-        shift = turn % len(STRATEGIES)
-        for name in STRATEGIES[shift:] + STRATEGIES[:shift]:
+        names = args.strategies.split(",")
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
             cell = fit(name, args)
             everyones: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyones, cell)
@@ -144,17 +146,24 @@ def fit(name: str, args: argparse.Namespace) -> dict[str, Any]:
             return torch.optim.SGD(self.parameters(), lr=1e-6)
 
     class Clock(L.Callback):
-        begin = end = 0.0
+        begin = end = waited = 0.0
         figures: dict[str, float] | None = None
 
-        def on_train_start(self, *_: Any) -> None:
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
             torch.distributed.barrier()
+            self.waited = self.wait_s(trainer)
             self.begin = time.perf_counter()
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             self.end = time.perf_counter()
+            self.figures = {"wait_s": self.wait_s(trainer) - self.waited}
             if hasattr(trainer.strategy, "communication"):
-                self.figures = trainer.strategy.communication()
+                self.figures = trainer.strategy.communication() | self.figures
+
+        def wait_s(self, trainer: Any) -> float:
+            if not hasattr(trainer.strategy, "communication"):
+                return 0.0  # Lightning's own do not say
+            return float(trainer.strategy.communication()["wait_s"])
 
     clock = Clock()
     options = {"local_sgd": {"sync_period": 8}}.get(name, {})
@@ -185,6 +194,7 @@ def run_rate(rate: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         part = str(Path(folder, "part.json"))
         command = [sys.executable, __file__, "--part", part, "--params", str(args.params)]
+        command += ["--strategies", args.strategies]
         for option in ("steps", "rounds", "compute_ms"):
             command += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
         with socket.socket() as probe:
@@ -224,14 +234,25 @@ def run_rate(rate: str, args: argparse.Namespace) -> dict[str, Any]:
             key: statistics.median(c[key] for c in result["cells"] if c["strategy"] == name)
             for key in ("steps_per_s", "with_finish", "wait_s")
         }
-        for name in STRATEGIES
+        for name in args.strategies.split(",")
     }
+    result["ratios_to_no_sync"] = ratios(result["cells"])
     return {"rate": rate, **result}
+
+
+def ratios(cells: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Steps per second relative to those of no_sync in the same round, in order."""
+    base = {c["round"]: c["steps_per_s"] for c in cells if c["strategy"] == "no_sync"}
+    result: dict[str, list[float]] = {}
+    for cell in cells:
+        result.setdefault(cell["strategy"], []).append(cell["steps_per_s"] / base[cell["round"]])
+    return {name: sorted(values) for name, values in result.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--strategies", default="no_sync,hpsgd,local_sgd,ddp")
     parser.add_argument("--rates", default="800mbit,300mbit")
     parser.add_argument("--params", type=float, default=1e7)
     parser.add_argument("--compute-ms", type=float, default=200)
@@ -252,11 +273,10 @@ def main() -> None:
     for rate in args.rates.split(","):
         print(f"{args.ranks} ranks, {rate}", flush=True)
         rates.append(run_rate(rate, args))
-        medians = rates[-1]["medians"]
-        base = medians["no_sync"]["steps_per_s"]
         print(f"  an all-reduce takes {rates[-1]['allreduce_s']:.2f} s; relative to no_sync:")
-        for name, median in medians.items():
-            print(f"  {name:10} {median['steps_per_s'] / base:.3f}")
+        for name, values in rates[-1]["ratios_to_no_sync"].items():
+            low, high = min(values), max(values)
+            print(f"  {name:10} {statistics.median(values):.3f} (from {low:.3f} to {high:.3f})")
     report = {
         "command": " ".join(["python", "benchmarks/hpsgd_throughput.py", *sys.argv[1:]]),
         "cores": os.cpu_count(),

@@ -129,7 +129,7 @@ class ErrorFeedback(Algorithm):
     def marked(self) -> Selected:
         """The entries of the residual that are marked."""
         indices = sparse.marked(self.marks)
-        values = self.residual[indices]
+        values = self.residual.index_select(0, indices)
         if not values.isfinite().all():
             raise FloatingPointError(
                 f"gradients must be finite, got NaN or inf on rank {self.net.rank} at step {self.step}; "

@@ -117,9 +117,10 @@ def marked(marks: Tensor) -> Tensor:
 
     Looks at eight marks at a time, as most have none among them.
     """
-    (words,) = marks.view(torch.int64).nonzero(as_tuple=True)
-    row, column = marks.view(-1, 8)[words].nonzero(as_tuple=True)
-    return words[row].mul_(8).add_(column)
+    words = marks.view(torch.int64)
+    places = words.nonzero().squeeze(1)
+    within = words.index_select(0, places).view(torch.bool).nonzero().squeeze(1)
+    return places.index_select(0, within >> 3).mul_(8).add_(within.bitwise_and_(7))
 
 
 def select(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +128,7 @@ def select(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     marks = marks_for(x)
     mark(x, threshold, marks)
     indices = marked(marks)
-    return x[indices], indices
+    return x.index_select(0, indices), indices
 
 
 def largest(values: Tensor, k: int) -> Tensor:

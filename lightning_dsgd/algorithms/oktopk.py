@@ -145,7 +145,7 @@ class OkTopk(ErrorFeedback):
         if is_exact:
             self.global_threshold = self.th_re_evaluate_global(region)
         u = self.balance_and_allgatherv(region, is_exact)
-        region[touched] = 0
+        region.index_fill_(0, touched, 0)
         self.update_residual(u[1])
         return u
 
@@ -333,7 +333,7 @@ class OkTopk(ErrorFeedback):
         """
         applied = global_indices[self.marks[global_indices]]
         if self.wire == self.residual.dtype:
-            self.residual[applied] = 0
+            self.residual.index_fill_(0, applied, 0)
             return
         start, stop = self.boundaries[self.net.rank : self.net.rank + 2]
         self.take_out(self.residual[applied], applied)
