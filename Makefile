@@ -21,7 +21,7 @@ help:
 	@echo "make clean   remove the virtual environment, caches and the demo's output"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -2,9 +2,9 @@
 
     python benchmarks/sparse_selection.py --samples 20 > docs/results/sparse_selection.json
 
-All variants take turns in a shuffled order, so that noise of the machine meets them alike; times are
-in milliseconds.  The share of the copy bandwidth is the time of `b.copy_(a)`, one read and one write
-of n elements, over that of a variant.
+All variants take turns in a shuffled order, so that noise of the machine meets them alike; times
+are in milliseconds.  The share of the copy bandwidth is the time of `b.copy_(a)`, one read and one
+write of n elements, over that of a variant.
 
     select        marks of |r_i| >= th, their indices and values, and zeros in their places of r
     accumulate    the same, with r += g and g <- 0 on the way: two reads and two writes at the least

@@ -1,19 +1,19 @@
-"""What sparse all-reduces have in common: only the largest entries are sent, the rest is kept for later.
+"""What sparse all-reduces share: the largest entries are sent, the rest is kept for later.
 
     acc_i <- e_i + g_i
     u, I_i <- sparse_allreduce(acc)         I_i: the entries of acc_i that are in u
     e_i <- acc_i - acc_i[I_i]
     g_i <- u / P
 
-Legend: e the residual, g the gradient, acc what has been accumulated (in the memory of e), u the sum that
-all ranks get, n elements, k of them to be selected, P ranks that are still stepping.
+Legend: e the residual, g the gradient, acc what has been accumulated (in the memory of e), u the
+sum that all ranks get, n elements, k of them to be selected, P ranks that are still stepping.
 
-Nothing is lost and nothing counted twice: over all ranks, what was accumulated = what was applied + the
-residuals.
+Nothing is lost and nothing counted twice: over all ranks, what was accumulated = what was applied +
+the residuals.
 
-A rank that has run out of data goes on with a gradient of zero: its residual is sent like the others',
-and the sum is divided by the number of ranks that have a gradient, as in `allreduce`.  It takes over the
-weights of those that went on once all have stopped.
+A rank that has run out of data goes on with a gradient of zero: its residual is sent like the
+others', and the sum is divided by the number of ranks that have a gradient, as in `allreduce`.  It
+takes over the weights of those that went on once all have stopped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ GATHER: Final = 3
 class ErrorFeedback(Algorithm):
     """Sends the largest entries of the accumulated gradient; subclasses say how they are summed.
 
-    Memory above plain training: |g|, the residual |g| in fp32 or wider, and a mark of one byte an element.
+    Memory above plain training: |g|, the residual |g| in fp32 or wider, and a mark of one byte an
+    element.
     """
 
     uses_gradient: ClassVar[bool] = True
@@ -68,7 +69,7 @@ class ErrorFeedback(Algorithm):
         self.num_applied = 0
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
-        """Adds g to the residual, leaves zeros in g, and gives the entries of the sum over all ranks.
+        """Adds g to the residual, leaves zeros in g, gives the entries of the sum over all ranks.
 
         What it gives is taken out of the residuals.
         """
@@ -97,7 +98,7 @@ class ErrorFeedback(Algorithm):
         self.num_applied = len(values)
 
     def consensus(self, x: Tensor) -> Tensor:
-        # All ranks hold the same, unless they took over weights while keeping their optimizer's state.
+        # All ranks hold the same, unless they took over weights and kept their optimizer's state.
         return self.net.broadcast(x.clone(), src=0).wait()
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +123,7 @@ class ErrorFeedback(Algorithm):
         g.zero_()
 
     def local_topk(self) -> Selected:
-        """The k largest entries of the residual, exactly, fewer where the others are zero; marked."""
+        """The k largest entries of the residual, fewer where the others are zero; marked."""
         sparse.mark(self.residual, sparse.kth_magnitude(self.residual, self.k), self.marks)
         return self.cut(self.marked(), self.k)
 
@@ -132,14 +133,14 @@ class ErrorFeedback(Algorithm):
         values = self.residual.index_select(0, indices)
         if not values.isfinite().all():
             raise FloatingPointError(
-                f"gradients must be finite, got NaN or inf on rank {self.net.rank} at step {self.step}; "
-                "look at the learning rate and the loss, or set check_finite=True, which names the "
-                "parameter"
+                f"gradients must be finite, got NaN or inf on rank {self.net.rank} at step "
+                f"{self.step}; look at the learning rate and the loss, or set check_finite=True, "
+                "which names the parameter"
             )
         return values, indices
 
     def cut(self, selected: Selected, k: int) -> Selected:
-        """The k largest of what was selected, the first of equal ones; takes the others' marks away."""
+        """The k largest of what was selected, the first of equal ones; unmarks the others."""
         values, indices = selected
         if len(values) <= k:
             return selected
@@ -168,8 +169,9 @@ class ErrorFeedback(Algorithm):
     def allgatherv(self, message: Tensor) -> list[Tensor]:
         """Every rank's message, in the order of the ranks.
 
-        In ceil(log2 P) exchanges with ranks 1, 2, 4, ... further on, each of all that has come together
-        by then (Bruck et al. 1997; recursive doubling for any P): every rank receives each message once.
+        In ceil(log2 P) exchanges with ranks 1, 2, 4, ... further on, each of all that has come
+        together by then (Bruck et al. 1997; recursive doubling for any P): every rank receives each
+        message once.
         """
         net = self.net
         messages = [message]  # of this rank, the next one, ...

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -223,8 +224,7 @@ class Replica:
         consensus is shown nobody makes one.
         """
         if self._stash is None and not self._is_finished:
-            for part in self.parts:
-                part.algorithm.settle(part.x)
+            _settle_together(self.parts)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -331,6 +331,24 @@ class Replica:
             for name, value in part.algorithm.metrics().items():
                 figures.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+def _settle_together(parts: Sequence[Part]) -> None:
+    """All parts at once: a rank that still trains waits now for one of ours, now for another."""
+    if len(parts) == 1:
+        parts[0].algorithm.settle(parts[0].x)
+        return
+
+    @torch.no_grad()  # a setting of each thread
+    def settle(part: Part) -> None:
+        part.algorithm.settle(part.x)
+
+    threads = ThreadPoolExecutor(max(1, len(parts)), "dsgd-settle")
+    try:
+        for settled in as_completed([threads.submit(settle, part) for part in parts]):
+            settled.result()
+    finally:
+        threads.shutdown(wait=False)  # a failure ends the network, and so what is left of them
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

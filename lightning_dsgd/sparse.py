@@ -1,24 +1,25 @@
-"""What is sent of a tensor of which only the largest entries are: thresholds, selection, wire format.
+"""What is sent where only the largest entries are: thresholds, selection, the wire format.
 
     kth_magnitude          th <- k-th largest |x_i|         reads x once, and about 1.3 k candidates
     mark                   marks_i <- |x_i| >= th           reads x once, writes n bytes
-    accumulate_and_mark    r += g, g <- 0, marks of r       reads r and g, writes r, g and n bytes, once
+    accumulate_and_mark    r += g, g <- 0, marks of r       reads r and g, writes r, g and n bytes
     marked                 indices <- where marks           reads n bytes
     pack, unpack           (values, indices) <-> bytes      passes over what was selected
 
 Legend: n elements of x, k of them wanted, th a threshold (a tensor of one element), r the residual.
 
-On a CPU the first pass of each goes by pieces that stay in the cache, so what is written there as several
-operations touches memory once.  On a GPU nothing waits for the device but what returns a tensor whose
-length depends on the values: `marked`, `select`, `pack` and `unpack`.
+On a CPU the first pass of each goes by pieces that stay in the cache, so what is written there as
+several operations touches memory once.  On a GPU nothing waits for the device but what returns a
+tensor whose length depends on the values: `marked`, `select`, `pack` and `unpack`.
 
-**NaN and inf** are marked, whatever the threshold: who looks at what was selected has found them, without
-a pass of its own.  **Zeros** are never marked, nor are subnormal numbers.
+**NaN and inf** are marked, whatever the threshold: who looks at what was selected has found them,
+without a pass of its own.  **Zeros** are never marked, nor are subnormal numbers.
 
-**The wire format.**  Indices go as distances from one to the next, in units of w bytes that hold less than
-L = 2^(8w) - 1, preceded by a unit of L for each L that the distance exceeds.  Such a code of c indices
-over a range of m takes at most w (c + m / L) bytes, whatever lies where; w is 1, 2 or 4, whichever makes
-that least.  An fp32 value with its index takes, for indices that are spread evenly at random:
+**The wire format.**  Indices go as distances from one to the next, in units of w bytes that hold
+less than L = 2^(8w) - 1, preceded by a unit of L for each L that the distance exceeds.  Such a code
+of c indices over a range of m takes at most w (c + m / L) bytes, whatever lies where; w is 1, 2 or
+4, whichever makes that least.  An fp32 value with its index takes, for indices that are spread
+evenly at random:
 
     density       10%     2%      1%      0.1%    0.01%    0.001%   (8 bytes as coordinates)
     bytes         5.00    5.01    5.09    6.00    6.00     8.00
@@ -49,8 +50,8 @@ _HEADER_BYTES: Final = 24
 def kth_magnitude(x: Tensor, k: int) -> Tensor:
     """The k-th largest of |x_i|, exactly; 0 where k is larger than the number of elements.
 
-    A sample tells a threshold that a little more than k elements reach, then only those are ranked.  Where
-    the sample has misled, all are.
+    A sample tells a threshold that a little more than k elements reach, then only those are ranked.
+    Where the sample has misled, all are.
     """
     n = len(x)
     if k > n:
@@ -74,9 +75,10 @@ def corrected(threshold: Tensor, count: int, k: int) -> Tensor:
     """The threshold, gently moved towards the one that would have let k through.
 
     By the tenth root of the error: the tail of what accumulates is steep, as all that lay above the
-    threshold before is gone, and a threshold that is moved too far lets through too many and too few in turn.
+    threshold before is gone, and a threshold that is moved too far lets through too many and too
+    few in turn.
     """
-    return threshold * (count / k) ** 0.1 if count else threshold
+    return threshold.mul((count / k) ** 0.1) if count else threshold
 
 
 # ---- selection ----
@@ -124,7 +126,7 @@ def marked(marks: Tensor) -> Tensor:
 
 
 def select(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and indices of the elements of at least the threshold's magnitude, by ascending index."""
+    """Values and ascending indices of the elements of at least the threshold's magnitude."""
     marks = marks_for(x)
     mark(x, threshold, marks)
     indices = marked(marks)

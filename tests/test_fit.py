@@ -570,17 +570,8 @@ class Pair(Adversaries):
         self.register_buffer("unused", torch.zeros(1))
 
 
-SETTLES_PART_BY_PART = pytest.mark.xfail(
-    reason="a rank that is done with its batches serves one part after the other, not all at once",
-    raises=AssertionError,
-)
-
-
 @pytest.mark.parametrize("make", [TwoDtypes, Pair])
-@pytest.mark.parametrize(
-    "name",
-    ["no_sync", *(pytest.param(n, marks=SETTLES_PART_BY_PART) for n in NAMES if n != "no_sync")],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_models_of_several_parts_end_together_too(name: str, make: Callable[..., Any]) -> None:
     ranks = run(2, fit_uneven, name, (3, 11), make, {"options": {"timeout_s": 1.5}})
     assert same([x for x, _, _ in ranks])

@@ -1,4 +1,4 @@
-"""Ok-Topk and the sparse all-reduces beside it: oracles, what is conserved, what goes over the wire."""
+"""Ok-Topk and the sparse all-reduces beside it: oracles, what is conserved, what is sent."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_dsgd import STRATEGIES, DecentralizedStrategy, flat, sparse
@@ -21,7 +22,7 @@ from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
 from tests.models import Regression, loader, trainer, weights
 from tests.worlds import FitWorld, ProcessWorld
 
-SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 11])
+SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 ALL: dict[str, Callable[..., ErrorFeedback]] = {
     "oktopk": partial(OkTopk, threshold_period=4, repartition_period=8),
     "oktopk_balanced": partial(OkTopk, threshold_period=4, repartition_period=8, balance_ratio=1.0),
@@ -56,7 +57,7 @@ def in_one_region(rank: int, step: int, n: int, world_size: int) -> Tensor:
 
 
 def on_one_rank(rank: int, step: int, n: int, world_size: int) -> Tensor:
-    """Each rank's large entries are spread evenly, those of them that are largest are all in one region.
+    """Each rank's large entries are spread evenly, but the largest of all are in one region.
 
     No two ranks have an entry in common there, so the region of one rank holds the whole top-k.
     """
@@ -131,9 +132,7 @@ def dense(world_size: int, n: int, k: int, num_steps: int) -> list[tuple[Tensor,
 
 @SIZES
 @pytest.mark.parametrize("k", [1, 13, 300, 1000])
-def test_with_exact_thresholds_a_step_equals_the_dense_computation(
-    world_size: int, k: int
-) -> None:
+def test_with_exact_thresholds_a_step_equals_the_dense_computation(world_size: int, k: int) -> None:
     make = partial(OkTopk, density=k / 1000, threshold_period=1, repartition_period=2)
     ranks = simulate(world_size, make, coarse, 1000, 6)
     for step, (u, residuals) in enumerate(dense(world_size, 1000, k, 6)):
@@ -186,9 +185,7 @@ def test_what_was_accumulated_is_what_was_applied_and_what_is_left(
 
 @EVERY
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_there_may_be_fewer_entries_than_ranks(
-    make: Callable[..., ErrorFeedback], n: int
-) -> None:
+def test_there_may_be_fewer_entries_than_ranks(make: Callable[..., ErrorFeedback], n: int) -> None:
     ranks = simulate(4, partial(make, density=0.01), normal, n, 9)
     assert any(g.any() for g in ranks[0]["given"])
 
@@ -283,7 +280,7 @@ def test_nan_and_inf_are_found_before_they_are_sent(
     make: Callable[..., ErrorFeedback], bad: float
 ) -> None:
     gradient = partial(diverging, bad=bad)
-    with pytest.raises(RankFailed, match="got NaN or inf on rank 2 at step 6"):
+    with pytest.raises(RankFailed, match="NaN or inf on rank 2 at step 6"):
         simulate(4, make, gradient, 1000, 9)
     outcomes = SimulatedWorld(4).outcomes(drive, make, gradient, 1000, 9)
     assert [o.rank for o in outcomes if isinstance(o, PeerLost)] == [2, 2, 2]
@@ -323,7 +320,7 @@ def test_an_overflow_is_left_to_be_skipped_by_all(make: Callable[..., ErrorFeedb
 def test_hyperparameters_are_checked_before_the_first_message(
     options: dict[str, Any], text: str
 ) -> None:
-    with pytest.raises(ValueError, match=".*") as caught:
+    with pytest.raises(ValueError, match="must be") as caught:
         OkTopk(**options).check(4)
     assert text in str(caught.value)
 
@@ -477,9 +474,10 @@ def train_digits(net: Any, num_steps: int, density: float) -> tuple[list[float],
 
 @pytest.mark.parametrize("density", [0.01, 0.02])
 def test_thresholds_on_digits_let_through_k_to_within_11_percent(density: float) -> None:
-    for deviations, loss in SimulatedWorld(4).run(train_digits, 150, density):
-        assert all(deviation < 0.11 for deviation in deviations)
-        assert loss < 0.3
+    ranks = SimulatedWorld(4).run(train_digits, 150, density)
+    deviations = torch.tensor([deviations for deviations, _ in ranks]).mean(0)  # local, in total
+    assert (deviations < 0.11).all()
+    assert all(loss < 0.3 for _, loss in ranks)
 
 
 class Watching(Regression):
@@ -525,3 +523,32 @@ def test_every_strategy_trains_with_momentum_clipping_and_accumulation(world_siz
         assert all(torch.equal(rank[name][0], x) for rank in ranks), name
         assert sum(losses[-8:]) < sum(losses[:8]) / 2, name
         assert 0 < density <= (0.13 if name in ("oktopk", "gtopk") else 1.0), name
+
+
+class Overflowing(Watching):
+    """The loss of rank 1 is infinite in one batch; looks at weights and loss scale after each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if self.global_rank == 1 and batch_idx == 2 else loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end()
+        scaler = self.trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+        self.figures["scale"] = scaler.get_scale()
+
+
+def fit_overflowing(name: str) -> tuple[Tensor, float]:
+    strategy = STRATEGIES[name](density=0.1, timeout_s=20.0)
+    model = Overflowing(strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    trainer(strategy, 2, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(model, loader())
+    return weights(model), model.figures["scale"]
+
+
+@pytest.mark.parametrize("name", ["oktopk", "gtopk"])
+def test_all_ranks_skip_a_step_that_overflows_on_one(name: str) -> None:
+    (ours, scale), (theirs, _) = FitWorld().run(2, fit_overflowing, name)
+    assert torch.equal(ours, theirs)
+    assert ours.isfinite().all()
+    assert scale == 128.0

@@ -61,9 +61,7 @@ def test_there_is_no_kth_magnitude_beyond_the_last() -> None:
 @DTYPES
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000, 600_001])
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
-def test_select_gives_all_from_the_threshold_on(
-    n: int, density: float, dtype: torch.dtype
-) -> None:
+def test_select_gives_all_from_the_threshold_on(n: int, density: float, dtype: torch.dtype) -> None:
     x = randn(n, 1, dtype)
     least = torch.quantile(x[:1000].abs(), 1 - density) if n else torch.zeros((), dtype=dtype)
     values, indices = sparse.select(x, least)

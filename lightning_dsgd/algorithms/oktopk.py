@@ -5,27 +5,31 @@
     e_i <- acc_i, but 0 where it has contributed to u
     g_i <- u / P
 
-Legend: g gradient, e residual, acc what was accumulated, k = density n entries of n are selected, P ranks,
-tau' threshold_period, tau repartition_period.
+Legend: g gradient, e residual, acc what was accumulated, k = density n entries of n are selected, P
+ranks, tau' threshold_period, tau repartition_period.
 
-Every rank owns a region of the gradient: it sums what the others have selected there, selects from the
-sums, and all gather what was selected.
+Every rank owns a region of the gradient: it sums what the others have selected there, selects from
+the sums, and all gather what was selected.
 
 Differs from the paper:
-- Algorithm 2 accumulates lr * g and subtracts u / P from the weights.  Here gradients are accumulated and
-  the optimizer comes afterwards, as in the paper's runs with Adam; with plain SGD and a constant lr the
-  two are the same.  When the lr changes, the residual is applied with the new one.
-- A step with an exact threshold selects exactly k, the first of equal ones.  Between, the thresholds
-  follow their counts gently, and one that lets through fewer than 2k/3 or more than 5k/4 is evaluated
-  anew at once, so that no step sends next to nothing, and none more than the volume below.
-- The exact global threshold is found by counting digits, in four all-reduces of 1 KB, where the paper
-  gathers all sums on all ranks, up to P k of them.
+- Algorithm 2 accumulates lr * g and subtracts u / P from the weights.  Here gradients are
+  accumulated and the optimizer comes afterwards, as in the paper's runs with Adam; with plain SGD
+  and a constant lr the two are the same.  When the lr changes, the residual is applied with the new
+  one.
+- A step with an exact threshold selects exactly k, the first of equal ones.  Between, the
+  thresholds follow their counts gently, and one that lets through fewer than 2k/3 or more than 5k/4
+  is evaluated anew at once, so that no step sends next to nothing, and none more than the volume
+  below.
+- The exact global threshold is found by counting digits, in four all-reduces of 1 KB, where the
+  paper gathers all sums on all ranks, up to P k of them.
 - Any P: the all-gather is Bruck's, which is recursive doubling where P is a power of two.
 - Indices are packed (`sparse.pack`), not sent as coordinates of 4 bytes.
 - A rank that has run out of data goes on with its residual (`error_feedback`).
 
-Every rank waits for every other in every step.  Sends about 2 (2k (P-1)/P) values with their indices a step,
-at most 6k (P-1)/P words of 4 bytes, and about 30 P bytes of headers and counts.
+Every rank waits for every other in every step.  Sends about 2k (P-1)/P values with their indices a
+step, of 5.1 bytes each at a density of 1%: 2.6k (P-1)/P words of 4 bytes.  The paper's bound, 6k
+(P-1)/P words, also holds where the entries lie badly, if k is large against the headers and counts
+(60 P bytes a step) and, with two ranks, not all entries lie in the other's region in both phases.
 """
 
 from __future__ import annotations
@@ -54,25 +58,25 @@ BUCKET_SIZE: Final = 8
 
 DIGIT_BITS: Final = 8
 FEW: Final = 4096
-"""For a smaller k, digits of half as many bits are counted: twice the exchanges, an eighth of the bytes."""
+"""A smaller k has digits of half as many bits: twice the exchanges, an eighth of the bytes."""
 
 
 @dataclass
 class OkTopk(ErrorFeedback):
     """All-reduces the k largest entries of the gradient, in a volume that does not grow with P.
 
-    Memory above plain training: |g|, the residual |g| (in fp32 or wider), the region (|g| / P where the
-    selected entries are spread evenly, at most |g|), and one byte an element.
+    Memory above plain training: |g|, the residual |g| (in fp32 or wider), the region (|g| / P where
+    the selected entries are spread evenly, at most |g|), and one byte an element.
 
     Args:
         density: k / n
         threshold_period: tau', how many steps lie between two exact thresholds
         repartition_period: tau, how many steps lie between two partitions into regions
-        balance_ratio: entries are spread evenly before the all-gather where one rank has so many times
-            the mean
+        balance_ratio: entries are spread evenly before the all-gather where one rank has so many
+            times the mean
         warmup_steps: how many steps reduce the whole gradient first
-        wire_dtype: "float32" sends values in full (float64 where the weights are); "bfloat16" rounds them,
-            and keeps what is rounded off in the residual
+        wire_dtype: "float32" sends values in full (float64 where the weights are); "bfloat16"
+            rounds them, and keeps what is rounded off in the residual
     """
 
     name: ClassVar[str] = "oktopk"
@@ -228,7 +232,7 @@ class OkTopk(ErrorFeedback):
         return (values[keep], indices[keep]), sizes
 
     def count(self, region: Tensor) -> tuple[Selected, list[int], list[int]]:
-        """What the threshold lets through of the region; of every rank, how much and how much just so."""
+        """What the threshold lets through; of every rank, how much and how much just so."""
         values, places = sparse.select(region, self.global_threshold)
         counts = torch.tensor([len(values), int((values.abs() == self.global_threshold).sum())])
         theirs = torch.stack(self.net.all_gather(counts).wait())
@@ -238,7 +242,7 @@ class OkTopk(ErrorFeedback):
     # ---- the two phases ----
 
     def space_repartition(self, indices: Tensor) -> list[int]:
-        """Regions that hold equally many of the selected entries, by the mean of all ranks' wishes."""
+        """Regions with equally many of the selected entries, by the mean of all ranks' wishes."""
         n, num_ranks = len(self.residual), self.net.world_size
         wishes = torch.tensor(evenly(n, num_ranks)[1:-1], dtype=torch.int64)
         if len(indices):
@@ -249,8 +253,8 @@ class OkTopk(ErrorFeedback):
     def split_and_reduce(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Sends every rank what lies in its region; sums what lies in this rank's.
 
-        Rank i sends to i + 1, i + 2, ..., so that none is overrun.  While a bucket of messages is under
-        way, the one before it is reduced.
+        Rank i sends to i + 1, i + 2, ..., so that none is overrun.  While a bucket of messages is
+        under way, the one before it is reduced.
 
         Returns:
             The region, and where in it there may be something else than zero.
@@ -323,7 +327,7 @@ class OkTopk(ErrorFeedback):
     # ---- the residual ----
 
     def keep_rounding(self, sums: Tensor, indices: Tensor) -> None:
-        """What the wire cannot hold of the sums stays in the residual of the rank that made them."""
+        """What the wire cannot hold of the sums stays with the rank that made them."""
         self.rounding = (indices, sums - sums.to(self.wire).to(sums.dtype))
 
     def update_residual(self, global_indices: Tensor) -> None:

@@ -2,20 +2,22 @@
 
     acc_i <- e_i + g_i,   s_i <- Topk(acc_i)
 
-    TopkAllgather   u <- sum_i s_i      s_i to all                               2k (P-1) words
-    GaussianTopk    the same, with a threshold from a normal distribution        2k (P-1)
-    TopkDSA         u <- sum_i s_i      by regions, then all-gathered            4k (P-1)/P to (2k + n)(P-1)/P
-    GTopk           u <- Topk(s_0 + s_1) ... up a tree, then down it             4k log2 P, on its longest way
+    TopkAllgather   u <- sum_i s_i      s_i to all                          2k (P-1) words
+    GaussianTopk    the same, with a normal distribution's threshold        2k (P-1)
+    TopkDSA         u <- sum_i s_i      by regions, then all-gathered       4k (P-1)/P to
+                                                                            (2k + n)(P-1)/P
+    GTopk           u <- Topk(s_0 + s_1) ... up a tree, then down it        4k log2 P at the root
 
-Legend: g gradient, e residual, k = density n entries of n are selected, u what is applied (times 1/P), P
-ranks; a word is 4 bytes, an entry two words: a value and its index.
+Legend: g gradient, e residual, k = density n entries of n are selected, u what is applied (times
+1/P), P ranks; a word is 4 bytes, an entry two words: a value and its index.
 
-Papers: TopkAllgather and TopkDSA: SparCML (Renggli et al., SC 2019, https://arxiv.org/abs/1802.08021); GTopk:
-Shi et al., ICDCS 2019, https://arxiv.org/abs/1901.04359; GaussianTopk: Shi et al. 2019,
-https://arxiv.org/abs/1911.08772.
+Papers: TopkAllgather and TopkDSA: SparCML (Renggli et al., SC 2019,
+https://arxiv.org/abs/1802.08021); GTopk: Shi et al., ICDCS 2019, https://arxiv.org/abs/1901.04359;
+GaussianTopk: Shi et al. 2019, https://arxiv.org/abs/1911.08772.
 
-Differ from the papers: indices are packed (`sparse.pack`), for all alike; a rank that has run out of data
-goes on with its residual (`error_feedback`).  Every rank waits for every other in every step.
+Differ from the papers: indices are packed (`sparse.pack`), for all alike; a rank that has run out
+of data goes on with its residual (`error_feedback`).  Every rank waits for every other in every
+step.
 """
 
 from __future__ import annotations
@@ -73,10 +75,10 @@ class TopkAllgather(ErrorFeedback):
 
 @dataclass
 class GaussianTopk(TopkAllgather):
-    """Like `TopkAllgather`, with the threshold that k of n normally distributed entries would reach.
+    """Like `TopkAllgather`, with the threshold that k of n normal entries would reach.
 
-    It is lowered until more than 3k/4 entries reach it, as in Ok-Topk's comparison; there may be more than
-    k, if fewer than k are larger than a normal distribution has them.
+    It is lowered until more than 3k/4 entries reach it, as in Ok-Topk's comparison; there may be
+    more than k, if fewer than k are larger than a normal distribution has them.
 
     Memory above plain training: |g|, the residual |g|, and one byte an element.
 
@@ -158,9 +160,9 @@ class TopkDSA(ErrorFeedback):
 class GTopk(ErrorFeedback):
     """Sums the ranks' k largest entries two by two, up a binomial tree, and keeps k of each sum.
 
-    Differs from the paper: any P; what a rank drops from a sum goes into its own residual.  (The paper
-    returns a rank's entry to it if its index is not in the result, and so loses what was dropped on one way
-    up at an index that came to the top on another.)
+    Differs from the paper: any P; what a rank drops from a sum goes into its own residual.  (The
+    paper returns a rank's entry to it if its index is not in the result, and so loses what was
+    dropped on one way up at an index that came to the top on another.)
 
     Memory above plain training: |g|, the residual |g|, and one byte an element.
 
@@ -193,7 +195,7 @@ class GTopk(ErrorFeedback):
     def merge(self, ours: Selected, theirs: Selected) -> Selected:
         """The k largest of the sum; the rest goes into the residual."""
         values, indices = joined([ours, theirs])
-        indices, place = indices.unique(return_inverse=True)
+        indices, place = indices.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         sums = values.new_zeros(len(indices)).index_add_(0, place, values)  # two terms at most
         if len(sums) <= self.k:
             return sums, indices
