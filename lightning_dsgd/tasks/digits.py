@@ -12,9 +12,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 NUM_CLASSES = 10
-SPLIT = (1437, 180, 180)
-"""Images to train on, to validate on, to test on."""
-
 Batch = tuple[Tensor, Tensor] | list[Tensor]
 """Images (n, 1, 8, 8) with values in [0, 1], and their digits (n,)."""
 
@@ -26,12 +23,19 @@ class DigitsData(LightningDataModule):
         batch_size: images a rank and step.
         num_workers: loader processes a rank; with 0 the training process loads, which is the
             fastest for a data set that is in memory.
+        split: images to train on, to validate on, to test on.
     """
 
-    def __init__(self, batch_size: int = 16, num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        batch_size: int = 16,
+        num_workers: int = 0,
+        split: tuple[int, int, int] = (1437, 180, 180),
+    ) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.split = split
         self.splits: dict[str, Dataset[tuple[Tensor, ...]]] = {}
 
     def setup(self, stage: str) -> None:
@@ -45,7 +49,7 @@ class DigitsData(LightningDataModule):
         pixels, digits = load_digits(return_X_y=True)
         images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
         dataset = TensorDataset(images, torch.tensor(digits, dtype=torch.int64))
-        parts = random_split(dataset, SPLIT, generator=torch.Generator().manual_seed(0))
+        parts = random_split(dataset, self.split, generator=torch.Generator().manual_seed(0))
         self.splits = dict(zip(("train", "val", "test"), parts, strict=True))
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
