@@ -1,7 +1,7 @@
 """What a measurement compares: our strategies, and their peers in Lightning and torch, by name.
 
     wagma:overlap=true:grace_s=0.02     a strategy of ours, with hyperparameters
-    ddp                                 Lightning's own
+    ddp, single_device                  Lightning's own
     ddp_fp16                            its gradients compressed to half precision on the wire
     ddp_powersgd:rank=2                 its gradients as products of low rank (Vogels et al. 2019)
     post_local_sgd:period=8:start=0     DDP, and from step `start` on weights averaged each `period`
@@ -17,7 +17,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
@@ -118,6 +118,7 @@ class _PostLocalSGD(_DDPWithHook):
 
 
 PEERS: dict[str, Any] = {
+    "single_device": SingleDeviceStrategy,
     "ddp": DDPStrategy,
     "ddp_fp16": _DDPFp16,
     "ddp_powersgd": _DDPPowerSGD,
