@@ -54,7 +54,28 @@ _DIGITS: Final = "lightning_dsgd.tasks.digits"
 _HELD_OUT: Final = {"split": (1077, 720, 0)}  # one image of 720 is 0.14 points
 TASKS: Final = {
     "digits": Task(
-        f"{_DIGITS}:DigitsClassifier", f"{_DIGITS}:DigitsData", "val_accuracy", True, {}, _HELD_OUT
+        f"{_DIGITS}:DigitsClassifier",
+        f"{_DIGITS}:DigitsData",
+        "val_accuracy",
+        True,
+        {"lr": 0.02},
+        _HELD_OUT,
+    ),
+    "resnet": Task(  # residual, with BatchNorm
+        "lightning_dsgd.tasks.images:ImageClassifier",
+        f"{_DIGITS}:DigitsData",
+        "val_accuracy",
+        True,
+        {"network": "resnet8", "lr": 0.05, "decay": "cosine"},
+        _HELD_OUT,
+    ),
+    "language": Task(  # characters of Python's own library
+        "lightning_dsgd.tasks.language:CausalLanguageModel",
+        "lightning_dsgd.tasks.language:TextData",
+        "val_loss",
+        False,
+        {"dim": 64, "depth": 2, "seq_len": 64, "lr": 3e-3, "decay": "cosine"},
+        {"seq_len": 64, "max_chars": 200_000, "batch_size": 16},
     ),
 }
 
