@@ -195,6 +195,14 @@ def test_throughput_of_ours_and_of_their_peers(tmp_path: Path) -> None:
     assert (tmp_path / "report" / "throughput.png").stat().st_size > 10_000
 
 
+def test_torchft_is_measured_where_it_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("torchft", reason="the extra `bench` is not installed")
+    options = "--ranks 2 --strategies torchft_local_sgd:period=2,torchft_diloco:period=2"
+    options += " --rounds 1 --steps 4 --params 1e4 --compute-ms 10 --delayed-ranks 0"
+    rows = run_bench(throughput, tmp_path / "t.json", options)["summary"]
+    assert all(0 < row["steps_per_s"] < 1 / 0.01 for row in rows)
+
+
 def test_without_namespaces_it_says_that_it_measures_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
