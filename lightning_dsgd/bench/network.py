@@ -6,8 +6,8 @@
 
 A token bucket at both ends of each link lets so many bits a second through in each direction, as a
 full-duplex network card does; `netem` adds the latency where the kernel has it.  Needs root, `ip`
-and `tc` of iproute2, and `unshare`.  The names hold the process that made them, so that what a killed process
-has left behind is known and removed by the next.
+and `tc` of iproute2, and `unshare`.  The names hold the process that made them, so that what a
+killed process has left behind is known and removed by the next.
 """
 
 from __future__ import annotations

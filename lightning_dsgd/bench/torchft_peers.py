@@ -50,7 +50,9 @@ class TorchFTStrategy(DDPStrategy):
             where = [f"http://{address}:{port}"]
             self._open.append(lighthouse)
         dist.broadcast_object_list(where, src=0)
-        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            address, 0, is_master=True, wait_for_workers=False
+        )
         group = ProcessGroupGloo(timeout=_TIMEOUT)
         manager = Manager(
             pg=group,
@@ -75,7 +77,7 @@ class TorchFTStrategy(DDPStrategy):
         self._open += [store, manager, synchronisation]
 
     def synchronisation(self, manager: Any, model: Any, optimizer: Any) -> Any:
-        """torchft's context manager."""
+        """The context manager of torchft."""
         from torchft.local_sgd import LocalSGD
 
         return LocalSGD(manager, model, optimizer, sync_every=self.period)
