@@ -272,25 +272,22 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Throughput of all ranks together against P, with the ideal line, as the papers draw it."""
+    """Bars of throughput, a cluster for each P, under what would be ideal there."""
     everyone = sorted({row["ranks"] for row in rows})
-    ideal = {row["ranks"]: row["ranks"] * row["ideal_steps_per_s"] for row in rows}
-    axes.plot(everyone, [ideal[p] for p in everyone], "k--", label="ideal")
-    for index, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
-        mine = [row for row in rows if row["algorithm"] == name]
-        axes.plot(
-            [row["ranks"] for row in mine],
-            [row["ranks"] * row["steps_per_s"] for row in mine],
-            marker="os^vDPX*<>"[index % 10],
-            label=name,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.set_xticks(everyone, [str(p) for p in everyone])
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="ranks", ylabel="steps a second, of all ranks together")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    width = 0.84 / len(names)
+    for index, name in enumerate(names):
+        mine = {row["ranks"]: row["steps_per_s"] for row in rows if row["algorithm"] == name}
+        places = [everyone.index(p) + (index + 0.5) * width - 0.42 for p in mine]
+        axes.bar(places, mine.values(), 0.94 * width, label=name, color=f"C{index}")
+    for place, p in enumerate(everyone):
+        ideal = max(row["ideal_steps_per_s"] for row in rows if row["ranks"] == p)
+        label = "ideal" if place == 0 else None
+        axes.hlines(ideal, place - 0.45, place + 0.45, "k", "dashed", label=label)
+    axes.set_xticks(range(len(everyone)), [f"{p:,}" for p in everyone])
+    axes.set(xlabel="ranks", ylabel="steps a second, of each rank")
+    axes.set_ylim(0, 1.45 * max(row["ideal_steps_per_s"] for row in rows))
+    axes.legend(fontsize="small", ncols=2, loc="upper center")
 
 
 def run_all(
