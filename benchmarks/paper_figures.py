@@ -118,7 +118,7 @@ def wagma_10(shrink: int) -> Figure:
     figure = Figure("WAGMA-SGD, figure 10: PPO in Habitat, steps of 1.7 to 43.5 s", shrink)
     wagma, sgp = "wagma:sync_period=8", "sgp:num_peers=4"
     rows = figure.draw(
-        [LOCAL, "dpsgd", sgp, wagma, "adpsgd"], [16, 64, 256, 1024], "piz-daint-habitat", 48
+        [LOCAL, "dpsgd", sgp, wagma, "adpsgd"], [16, 64, 256, 1024], "piz-daint-habitat", 24
     )
     others = {"local SGD": (LOCAL, 2.33), "D-PSGD": ("dpsgd", 1.88), "SGP (4n)": (sgp, 2.10)}
     figure.compare_rates(rows, wagma, others, 1024, "nodes")
@@ -162,7 +162,7 @@ def compare_sparse(
     names = ("topk_allgather", "topk_dsa", "gtopk", "gaussian_topk")
     others = ["allreduce", *(f"{name}:density={density}" for name in names)]
     for p in ranks:
-        rows = figure.draw([*others, oktopk], [p], profile, 6 if p < 128 else 3)
+        rows = figure.draw([*others, oktopk], [p], profile, 4 if p < 128 else 2)
     rates = [figure.rate(rows, spec, ranks[-1]) for spec in others]
     ours = figure.rate(rows, oktopk, ranks[-1])
     for which, factor, other in zip(("fastest", "slowest"), paper, (max, min), strict=True):

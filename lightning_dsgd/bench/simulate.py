@@ -144,7 +144,7 @@ def _on_one_core() -> Iterator[None]:
         yield
         return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
+    os.sched_setaffinity(0, {sorted(before)[os.getpid() % len(before)]})
     try:
         yield
     finally:
@@ -356,7 +356,7 @@ def check(report: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
             latency_s=network["latency_s"] or 0.0,
             bandwidth_bytes_s=rate / 8 if rate else math.inf,
             compute_s=settings["compute_s"],
-            num_params=int(settings["params"]),
+            num_params=int(float(settings["params"])),
             delay_s=settings["delay_s"],
             delayed_ranks=settings["delayed_ranks"],
         )
