@@ -18,8 +18,9 @@ from typing import Any
 
 import matplotlib as mpl
 
+from lightning_dsgd.bench.job import provenance
 from lightning_dsgd.bench.profiles import PROFILES
-from lightning_dsgd.bench.simulate import environment, plot, run_all
+from lightning_dsgd.bench.simulate import plot, run_all
 
 Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[1]
@@ -250,7 +251,7 @@ def main() -> None:
             "asides": figure.asides,
             "comparisons": figure.comparisons,
         }
-        report = environment("PYTHONPATH=. python benchmarks/paper_figures.py")
+        report = provenance("PYTHONPATH=. python benchmarks/paper_figures.py")
         in_order = {name: figures[name] for name in FIGURES if name in figures}
         path.write_text(json.dumps(report | {"figures": in_order}, indent=1) + "\n")
     for name, results in figures.items():

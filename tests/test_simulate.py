@@ -156,7 +156,7 @@ def test_table_result_file_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtur
         f"--plot {tmp_path}/p.png".split()
     )
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 4
+    assert len([line for line in lines if line.startswith("|")]) == 2 + 4
     assert lines[2].startswith("| `allreduce` | 4 | 4.5")  # 0.1 + 0.12 s
     report = json.loads((tmp_path / "a" / "r.json").read_text())
     assert report["command"].startswith("lightning-dsgd simulate --algorithms wagma,allreduce")
@@ -230,19 +230,19 @@ def test_check_compares_with_what_was_measured(
 ) -> None:
     """A step of 150 ms, 10 MB at 100 MB/s: an all-reduce takes 150 ms more."""
     report = measured(ddp=3.0, no_sync=6.0)
-    report["summary"].append({"strategy": "ddp:hook=powersgd", "steps_per_s": 4.0})
+    report["summary"].append({"strategy": "ddp_powersgd:rank=2", "steps_per_s": 4.0})
     rows, overhead_s = bench.check(report)
     assert overhead_s == pytest.approx(1 / 6 - 0.15)
     predicted = {row["strategy"]: row["predicted"] for row in rows}
     assert predicted["no_sync"] == pytest.approx(6.0)
     assert predicted["ddp"] == pytest.approx(1 / (1 / 6 + 0.15), rel=1e-3)
-    assert predicted["ddp:hook=powersgd"] is None
+    assert predicted["ddp_powersgd:rank=2"] is None
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(report))
     cli.main(["simulate", "--check", str(path)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "| `ddp` | 3.000 | 3.158 | 1.05 |"
-    assert lines[4] == "| `ddp:hook=powersgd` | 4.000 | not ours | |"
+    assert lines[4] == "| `ddp_powersgd:rank=2` | 4.000 | not ours | |"
     assert lines[-1].endswith(" 16.7 ms")
 
 

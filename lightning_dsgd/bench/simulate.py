@@ -24,7 +24,6 @@ import copy
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import time
@@ -40,8 +39,9 @@ from torch import Tensor
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
+from lightning_dsgd.bench.contestants import parse
+from lightning_dsgd.bench.job import finish, provenance
 from lightning_dsgd.bench.profiles import PROFILES, Profile
-from lightning_dsgd.bench.throughput import parse_strategy
 from lightning_dsgd.error_feedback import ErrorFeedback
 from lightning_dsgd.strategy import STRATEGIES
 from lightning_dsgd.transport.simulated import SimulatedTransport, SimulatedWorld
@@ -183,7 +183,7 @@ def _run_rank(
 
 def make_algorithm(spec: str) -> Algorithm:
     """The algorithm of a strategy, with hyperparameters."""
-    name, options = parse_strategy(spec)
+    name, options = parse(spec)
     if name not in STRATEGIES:
         raise ValueError(
             f"an algorithm must be one of {', '.join(STRATEGIES)}, "
@@ -310,15 +310,6 @@ def run_all(
     return rows
 
 
-def environment(command: str) -> dict[str, Any]:
-    """What a result file says about how it was made."""
-    return {
-        "command": command,
-        "cores": os.cpu_count(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
-
-
 # ---- the check against real runs ----
 
 
@@ -376,7 +367,7 @@ def check(report: dict[str, Any]) -> tuple[list[dict[str, Any]], float]:
     rows = []
     for spec, steps_per_s in measured.items():
         row: dict[str, Any] = {"strategy": spec, "measured": steps_per_s, "predicted": None}
-        if spec == "ddp" or parse_strategy(spec)[0] in STRATEGIES:
+        if spec == "ddp" or parse(spec)[0] in STRATEGIES:
             row["predicted"] = predict(spec, world_size, profile, steps, rounds)
         rows.append(row)
     return rows, overhead_s
@@ -421,8 +412,7 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError) as err:
         parser.error(str(err))
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(environment(command) | report, indent=1) + "\n")
+        finish(provenance(command) | report, args.output)
 
 
 def _simulate(args: argparse.Namespace) -> dict[str, Any]:
