@@ -21,6 +21,7 @@ COMMANDS = {
     "predict": "run on the prediction data",
     "strategies": "list the names for --trainer.strategy",
     "bench": "measure strategies side by side (`lightning-dsgd bench throughput --help`)",
+    "simulate": "predict throughput on many ranks (`lightning-dsgd simulate --help`)",
 }
 BENCHES = {
     "throughput": "steps per second, with simulated computation, stragglers and links",
@@ -46,6 +47,11 @@ def main(args: Sequence[str] | None = None) -> None:
             return
         if command == "bench":
             _run_bench(given[1:])
+            return
+        if command == "simulate":
+            from lightning_dsgd.bench import simulate
+
+            simulate.main(given[1:])
             return
     _run_lightning(None if args is None else given)
 
