@@ -141,6 +141,17 @@ class MPIWorld(ProcessWorld):
         return self.job.outcomes(self, world_size, fn, args, limit_s)
 
 
+@dataclass
+class MPIFitWorld(MPIWorld):
+    """All processes of a job, for `Trainer(devices=SIZE, ...)`: Lightning asks MPI who they are."""
+
+    def _join(self, rank: int, world_size: int, store: str) -> None:
+        assert world_size == SIZE
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return fn(*args)
+
+
 def _work(address: str) -> None:
     """One rank of a job: joins those that take part, and calls what comes through the pipe."""
     import torch
@@ -158,6 +169,7 @@ def _work(address: str) -> None:
         given, size, store, fn, args = pickle.loads(task)
         given.communicator = world.Create_group(world.Get_group().Incl(range(size)))
         run_joined(given, world.rank, size, store, pipe, fn, args)
+        given.communicator.Free()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,15 @@ class ProcessWorld:
     timeout_s: float = 20.0
     heartbeat_timeout_s: float = 20.0
 
+    def _join(self, rank: int, world_size: int, store: str) -> None:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         net = self._open()
         try:
@@ -164,14 +173,8 @@ def run_joined(
     args: tuple[Any, ...],
 ) -> str:
     """Runs `fn` in the process group of these ranks, and sends what it made of it."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=world.timeout_s),
-    )
     try:
+        world._join(rank, world_size, store)
         result, error = world._call(fn, args), ""
     except BaseException as exception:
         traceback.print_exc()

@@ -98,7 +98,7 @@ class MPITransport(ProcessGroupTransport):
         return f"mpi as rank {self._world.Get_rank()} of {self._world.Get_size()}"
 
     def _check_wires(self, wires: list[str]) -> None:
-        super()._check_wires([wire.split()[0] for wire in wires])
+        super()._check_wires(wires)
         expected = [f"mpi as rank {rank} of {len(wires)}" for rank in range(len(wires))]
         if wires != expected:
             listed = ", ".join(f"{wire} on rank {rank}" for rank, wire in enumerate(wires))
@@ -166,14 +166,18 @@ class _InFlight:
         """What is complete with the last of its parts."""
         if not self.requests:
             return []
+        done = _mpi().Request.Testsome(self.requests)
+        if not done:
+            return []
         finished = []
-        for index in sorted(_testsome(self.requests), reverse=True):
-            owner = self.owners[index]
-            del self.requests[index], self.owners[index]
-            owner.num_parts -= 1
-            if not owner.num_parts:
-                finished.append(owner)
-        return finished[::-1]
+        for index in done:
+            self.owners[index].num_parts -= 1
+            if not self.owners[index].num_parts:
+                finished.append(self.owners[index])
+        left = sorted(set(range(len(self.requests))).difference(done))
+        self.requests = [self.requests[index] for index in left]
+        self.owners = [self.owners[index] for index in left]
+        return finished
 
 
 class _Wire:
@@ -321,7 +325,9 @@ class _Wire:
         into = self._mesh.mailboxes.claim(source, key, dtype, nbytes) if may_claim else None
         payload = into
         if payload is None:
-            payload = self._memory.to_receive(nbytes // dtype.itemsize, dtype, is_from_cuda)
+            payload = self._memory.to_receive(
+                nbytes // dtype.itemsize, dtype, is_from_cuda=is_from_cuda
+            )
         parts = []
         if len(frame) > HEADER.size:
             bytes_of(payload)[:] = memoryview(frame)[HEADER.size :]
@@ -366,7 +372,7 @@ class Memory:
         torch.cuda.current_stream(x.device).synchronize()  # MPI knows no streams
         return x, False
 
-    def to_receive(self, numel: int, dtype: torch.dtype, is_from_cuda: bool) -> Tensor:
+    def to_receive(self, numel: int, dtype: torch.dtype, *, is_from_cuda: bool) -> Tensor:
         """Room for a message that no tensor waits for."""
         if not is_from_cuda:
             return torch.empty(numel, dtype=dtype)
@@ -545,7 +551,3 @@ def _memory_of(x: Tensor) -> Any:
 
 def _parts(memory: Any) -> list[Any]:
     return [memory[at : at + _PART_BYTES] for at in range(0, len(memory), _PART_BYTES)]
-
-
-def _testsome(requests: list[Any]) -> list[int]:
-    return list(_mpi().Request.Testsome(requests) or ())

@@ -103,7 +103,7 @@ class ProcessGroupTransport(Endpoint):
         self._native: Any = dist.new_group() if native else None
         self._mesh = Mesh(self.rank, self.world_size, timeout_s, heartbeat_timeout_s)
         try:
-            self._check_wires(self._mesh.open(self._wire()))
+            self._mesh.open(self._wire(), self._check_wires)
             self._open_wire()
             self.sub("opening").barrier().wait()  # nobody leaves before all have found each other
         except BaseException as exception:
@@ -111,13 +111,14 @@ class ProcessGroupTransport(Endpoint):
             raise
 
     def _wire(self) -> str:
-        """What carries this rank's messages, in words."""
+        """What carries this rank's messages; its first word is the same on all ranks."""
         return "process_group"
 
     def _check_wires(self, wires: list[str]) -> None:
         """Raises, on every rank, unless all send their messages the same way."""
-        if len(set(wires)) > 1:
-            listed = ", ".join(f"{wire} on rank {rank}" for rank, wire in enumerate(wires))
+        kinds = [wire.split()[0] for wire in wires]
+        if len(set(kinds)) > 1:
+            listed = ", ".join(f"{kind} on rank {rank}" for rank, kind in enumerate(kinds))
             raise TransportError(
                 f"the transport must be the same on all ranks, got {listed}; name it: "
                 'transport="process_group" or "mpi"'
@@ -615,10 +616,10 @@ class Mesh:
         self._thread: threading.Thread | None = None
         self._switch_interval_s = sys.getswitchinterval()
 
-    def open(self, wire: str) -> list[str]:
-        """Connects; gives what every rank says of its wire."""
+    def open(self, wire: str, check_wires: Callable[[list[str]], None]) -> None:
+        """Connects, unless the check of what every rank says of its wire raises."""
         if self._world_size == 1:
-            return [wire]
+            return
         _allow_open_files(4 * self._world_size + 256)
         host = _own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -630,6 +631,11 @@ class Mesh:
             "wire": wire,
         }
         entries = _gather_json(here)
+        try:
+            check_wires([str(entry["wire"]) for entry in entries])
+        except TransportError:
+            self._listener.close()
+            raise
         self._addresses = [(str(entry["host"]), int(entry["port"])) for entry in entries]
         self.token = bytes.fromhex(
             entries[0]["token"]
@@ -647,7 +653,6 @@ class Mesh:
         self._thread.start()
         for peer in self._watched:
             self.outgoing(peer)
-        return [str(entry["wire"]) for entry in entries]
 
     def close(self) -> None:
         thread, self._thread = self._thread, None
