@@ -1,0 +1,381 @@
+"""The tasks: networks have the sizes that are published, loaders read files of the true formats."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dsgd.tasks.base import Classifier
+from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
+from lightning_dsgd.tasks.images import CIFAR10Data, ImageClassifier, ImageFolderData
+from lightning_dsgd.tasks.language import CausalLanguageModel, MaskedLanguageModel, TextData, hide
+from lightning_dsgd.tasks.networks import NETWORKS, build
+from lightning_dsgd.tasks.text import MASK, NUM_SMALLEST, NUM_SPECIAL, Tokenizer, read_corpus
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small models are slower on several, by far if the cores have other work."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def trainer(**options: Any) -> L.Trainer:
+    return L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            **options,
+        }
+    )
+
+
+# ---- optimizer and schedule ----
+
+
+class Rates(L.Callback):
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def rates(num_batches: int = 4, max_epochs: int = 4, **options: Any) -> list[float]:
+    seen = Rates()
+    data = DataLoader(TensorDataset(torch.randn(num_batches, 3), torch.zeros(num_batches).long()))
+    model = Classifier(nn.Linear(3, 2), 2, lr=1.0, **options)
+    trainer(max_epochs=max_epochs, callbacks=[seen], limit_val_batches=1).fit(model, data, data)
+    return seen.rates
+
+
+def test_milestones_count_epochs() -> None:
+    found = rates(decay="milestones", milestones=(1, 3), decay_factor=0.5)
+    assert found == [1.0] * 4 + [0.5] * 8 + [0.25] * 4
+
+
+def test_warmup_rises_in_equal_steps_to_the_full_rate() -> None:
+    found = rates(warmup=1, max_epochs=2)
+    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1])
+
+
+def test_linear_and_cosine_end_at_zero() -> None:
+    assert rates(decay="linear", max_epochs=1) == pytest.approx([1, 0.75, 0.5, 0.25])
+    cosine = [(1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]
+    assert rates(decay="cosine", max_epochs=1) == pytest.approx(cosine)
+
+
+def test_inverse_square_root_counts_steps() -> None:
+    found = rates(decay="inverse_sqrt", warmup=4, schedule_unit="step", max_epochs=2)
+    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, *((4 / k) ** 0.5 for k in (5, 6, 7))])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"decay": "milestones"}, "milestones"),
+        ({"milestones": (1,)}, "milestones"),
+        ({"decay": "inverse_sqrt"}, "warmup"),
+    ],
+)
+def test_schedule_that_lacks_something_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Classifier(nn.Linear(3, 2), 2, **options)
+
+
+@pytest.mark.parametrize(("name", "cls"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)])
+def test_optimizer_by_name(name: Any, cls: type) -> None:
+    optimizer = Classifier(nn.Linear(3, 2), 2, optimizer=name, lr=0.3).configure_optimizers()
+    assert type(optimizer) is cls
+    assert optimizer.param_groups[0]["lr"] == 0.3
+
+
+# ---- images ----
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "count"),
+    [
+        ("resnet18", 224, 11_689_512),
+        ("resnet50", 224, 25_557_032),
+        ("resnet101", 224, 44_549_160),
+        ("vgg16", 224, 138_357_544),
+        ("vgg16_bn", 32, 14_728_266),  # Ok-Topk, Table 2
+        ("mobilenet_v2", 224, 3_504_872),
+        ("densenet121", 224, 7_978_856),
+        ("resnet20", 32, 272_474),
+        ("resnet8", 32, 78_042),
+    ],
+)
+def test_networks_have_the_published_number_of_parameters(name: str, size: int, count: int) -> None:
+    with torch.device("meta"):
+        net = build(name, (3, size, size), 1000 if size == 224 else 10)
+    assert num_parameters(net) == count
+
+
+@pytest.mark.parametrize("size", [32, 224])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_give_one_logit_a_class(name: str, size: int) -> None:
+    with torch.device("meta"):
+        net = build(name, (3, size, size), 7)
+        assert net(torch.empty(2, 3, size, size)).shape == (2, 7)
+
+
+def test_network_by_unknown_name_and_too_small_image_are_refused() -> None:
+    with pytest.raises(ValueError, match="resnet50"):
+        build("resnet5", (3, 32, 32), 10)
+    with pytest.raises(ValueError, match="32 x 32"):
+        build("vgg16", (1, 8, 8), 10)
+
+
+def test_small_residual_network_learns_the_digits(tmp_path: Path) -> None:
+    L.seed_everything(0, verbose=False)
+    model, data = ImageClassifier(lr=0.05, warmup=0.5, decay="cosine"), DigitsData(32)
+    run = trainer(max_epochs=3)
+    run.fit(model, data)
+    assert run.callback_metrics["val_accuracy"] > 0.9
+    run.save_checkpoint(tmp_path / "model.ckpt")
+    again = ImageClassifier.load_from_checkpoint(tmp_path / "model.ckpt")
+    images = torch.rand(3, 1, 8, 8)
+    assert torch.equal(again.eval()(images), model.eval()(images))
+
+
+def test_digits_classifier_is_saved_with_its_own_arguments(tmp_path: Path) -> None:
+    model, data = DigitsClassifier(channels=4, lr=0.1), DigitsData()
+    run = trainer(fast_dev_run=1)
+    run.fit(model, data)
+    run.save_checkpoint(tmp_path / "model.ckpt")
+    assert DigitsClassifier.load_from_checkpoint(tmp_path / "model.ckpt").lr == 0.1
+
+
+def cifar_files(per_file: int = 20) -> tuple[dict[str, bytes], Tensor, Tensor]:
+    """The binary version's files, with few images in each; the classes and images of the first."""
+    generator = torch.Generator().manual_seed(0)
+    files = {}
+    for name in ("test_batch", *(f"data_batch_{i}" for i in range(5, 0, -1))):
+        classes = torch.randint(0, 10, (per_file,), generator=generator)
+        pixels = torch.randint(0, 256, (per_file, 3, 32, 32), generator=generator)
+        files[f"{name}.bin"] = b"".join(
+            bytes([int(c)]) + bytes(image.flatten().tolist())
+            for c, image in zip(classes, pixels, strict=True)
+        )
+    return files, classes, pixels
+
+
+def write_cifar(folder: Path, files: dict[str, bytes]) -> str:
+    """The archive as the University of Toronto packs it; its md5."""
+    with tarfile.open(folder / "cifar-10-binary.tar.gz", "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return hashlib.md5((folder / "cifar-10-binary.tar.gz").read_bytes()).hexdigest()
+
+
+def test_cifar10_is_read_from_its_archive_and_from_its_folder(tmp_path: Path) -> None:
+    files, classes, pixels = cifar_files()
+    md5 = write_cifar(tmp_path, files)
+    with tarfile.open(tmp_path / "cifar-10-binary.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    for path in ("cifar-10-binary.tar.gz", "cifar-10-batches-bin", "."):
+        data = CIFAR10Data(str(tmp_path / path), augment=False, md5=md5)
+        data.setup("fit")
+        train = data.splits["train"]
+        assert len(train) == 100  # type: ignore[arg-type]
+        assert len(data.splits["test"]) == 20  # type: ignore[arg-type]
+        images, found = zip(*(train[i] for i in range(20)), strict=True)
+        assert list(found) == classes.tolist()
+        mean = torch.tensor([0.4914, 0.4822, 0.4465])[:, None, None]
+        std = torch.tensor([0.2470, 0.2435, 0.2616])[:, None, None]
+        assert torch.allclose(torch.stack(images), (pixels / 255 - mean) / std)
+
+
+def test_cifar10_augmented_images_are_parts_of_the_padded_ones(tmp_path: Path) -> None:
+    files, _, _ = cifar_files(2)
+    md5 = write_cifar(tmp_path, files)
+    path = str(tmp_path / "cifar-10-binary.tar.gz")
+    plain, moved = (CIFAR10Data(path, augment=augment, md5=md5) for augment in (False, True))
+    plain.setup("fit")
+    moved.setup("fit")
+    image, number = plain.splits["train"][0]
+    padded = nn.functional.pad(image, (4, 4, 4, 4))
+    windows = padded.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).flatten(0, 1)
+    both = torch.cat((windows, windows.flip(-1)))
+    for _ in range(5):
+        other, same = moved.splits["train"][0]
+        assert same == number
+        assert (both == other).all((1, 2, 3)).any()
+    assert torch.equal(plain.splits["val"][0][0], moved.splits["val"][0][0])
+
+
+def test_cifar10_that_is_damaged_absent_or_another_is_refused(tmp_path: Path) -> None:
+    files, _, _ = cifar_files(2)
+    write_cifar(tmp_path, files)
+    with pytest.raises(ValueError, match="c32a1d4ab5d03f1284b67883e8d87530"):
+        CIFAR10Data(str(tmp_path / "cifar-10-binary.tar.gz")).setup("fit")
+    with pytest.raises(FileNotFoundError, match="cifar-10-binary"):
+        CIFAR10Data(str(tmp_path / "cifar.tar.gz")).setup("fit")
+    for bad in (files["data_batch_1.bin"][:-1], b"\x0a" + files["data_batch_1.bin"][1:]):
+        md5 = write_cifar(tmp_path, {**files, "data_batch_1.bin": bad})
+        with pytest.raises(ValueError, match="3073"):
+            CIFAR10Data(str(tmp_path / "cifar-10-binary.tar.gz"), md5=md5).setup("fit")
+
+
+def write_images(root: Path, names: tuple[str, ...] = ("n01440764", "n01443537")) -> None:
+    """One red image in the first class, two green ones in the second."""
+    from PIL import Image
+
+    for split in ("train", "val"):
+        for number, name in enumerate(names):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(number + 1):
+                color = [(255, 0, 0), (0, 255, 0)][number]
+                Image.new("RGB", (60 + 40 * i, 50), color).save(folder / f"{name}_{i}.JPEG")
+            (folder / "notes.txt").write_text("not an image")
+
+
+def test_image_folder_is_read_as_imagenet_is_unpacked(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_images(tmp_path)
+    data = ImageFolderData(str(tmp_path), image_size=24, batch_size=3, num_workers=0)
+    data.setup("fit")
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        ((images, classes),) = loader
+        assert images.shape == (3, 3, 24, 24)
+        assert sorted(classes.tolist()) == [0, 1, 1]
+        for image, number in zip(images, classes, strict=True):
+            red, green, _ = image.mean((1, 2))
+            assert (red > 2 and green < -2) if number == 0 else (green > 2 and red < -2)
+
+
+def test_image_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    with pytest.raises(FileNotFoundError, match="train"):
+        ImageFolderData(str(tmp_path)).setup("fit")
+    write_images(tmp_path)
+    (tmp_path / "val" / "n01443537").rename(tmp_path / "val" / "other")
+    with pytest.raises(ValueError, match="n01443537, other"):
+        ImageFolderData(str(tmp_path)).setup("fit")
+    for folder in ("train", "val"):
+        (tmp_path / folder).rename(tmp_path / f"{folder}_full")
+        (tmp_path / folder / "empty").mkdir(parents=True)
+    with pytest.raises(ValueError, match="images"):
+        ImageFolderData(str(tmp_path)).setup("fit")
+
+
+# ---- text ----
+
+
+@pytest.mark.parametrize("vocab_size", [NUM_SMALLEST, 300])
+def test_tokenizer_loses_nothing(vocab_size: int) -> None:
+    text = "def größe(x):\n    return 'the the the'  # ✓ the end\n\tthe"
+    tokenizer = Tokenizer.of_texts([text], vocab_size)
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert NUM_SPECIAL <= min(tokens) <= max(tokens) < tokenizer.vocab_size <= vocab_size
+
+
+def test_tokenizer_gives_the_frequent_words_a_token_each() -> None:
+    tokenizer = Tokenizer.of_texts(["a cat a cat a dog"], NUM_SMALLEST + 2)
+    assert tokenizer.words == [" a", " cat"]
+    assert len(tokenizer.encode(" cat a")) == 2
+    assert len(tokenizer.encode(" dog")) == 4
+    with pytest.raises(ValueError, match="vocab_size=100"):
+        Tokenizer.of_texts([""], 100)
+
+
+def test_corpus_is_the_standard_library_a_file_or_a_folder(tmp_path: Path) -> None:
+    assert len(read_corpus(None, 1000)) == 1000
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.md").write_text("first ")
+    (tmp_path / "c.bin").write_bytes(b"\xff")
+    assert read_corpus(str(tmp_path), None) == "first second"
+    assert read_corpus(str(tmp_path / "b.txt"), 3) == "sec"
+    with pytest.raises(FileNotFoundError, match="path"):
+        read_corpus(str(tmp_path / "none"), None)
+    with pytest.raises(ValueError, match="got none"):
+        read_corpus(str(tmp_path / "sub"), None)
+
+
+def test_text_is_split_without_overlap(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(chr(33 + i % 90) for i in range(1001)))
+    data = TextData(str(tmp_path), seq_len=10)
+    data.setup("fit")
+    sizes = {split: len(pieces) for split, pieces in data.splits.items()}  # type: ignore[arg-type]
+    assert sizes == {"train": 90, "val": 5, "test": 5}
+    text = [NUM_SPECIAL + 33 + i % 90 for i in range(1001)]
+    assert data.splits["train"][0][0].tolist() == text[:11]
+    assert data.splits["val"][0][0].tolist() == text[90:101]
+    with pytest.raises(ValueError, match="seq_len"):
+        TextData(str(tmp_path), seq_len=100).setup("fit")
+
+
+def test_causal_model_sees_nothing_of_what_comes() -> None:
+    model = CausalLanguageModel(seq_len=16, dim=32, num_heads=2).eval()
+    tokens = torch.randint(0, 260, (2, 16))
+    changed = tokens.clone()
+    changed[:, 8:] = 7
+    with torch.no_grad():
+        first, second = model(tokens), model(changed)
+    assert first.shape == (2, 16, 260)
+    assert torch.allclose(first[:, :8], second[:, :8], atol=1e-6)
+    assert not torch.allclose(first[:, 8:], second[:, 8:], atol=1e-3)
+
+
+def test_bert_base_has_the_papers_parameters_but_those_of_the_next_sentence() -> None:
+    with torch.device("meta"):
+        model = MaskedLanguageModel(30522, 512, dim=768, depth=12, num_heads=12)
+    assert num_parameters(model) == 133_547_324 - 593_666
+
+
+def test_hidden_tokens_are_masked_replaced_or_left_as_in_bert() -> None:
+    tokens = torch.full((100, 200), 200)
+    places, given = hide(tokens, 260, torch.Generator().manual_seed(0))
+    assert places.shape == (100, 30)
+    assert all(len(row.unique()) == 30 for row in places)
+    shown = given.gather(1, places)
+    assert (shown == MASK).float().mean() == pytest.approx(0.8, abs=0.02)
+    assert (shown == 200).float().mean() == pytest.approx(0.1, abs=0.02)
+    assert shown[shown != MASK].min() >= NUM_SPECIAL
+    untouched = given.scatter(1, places, 200)
+    assert torch.equal(untouched, tokens)
+
+
+@pytest.mark.parametrize("model_class", [CausalLanguageModel, MaskedLanguageModel])
+def test_language_models_learn(model_class: Any) -> None:
+    L.seed_everything(0, verbose=False)
+    data = TextData(seq_len=32, max_chars=20_000, batch_size=32)
+    model = model_class(seq_len=32, dim=32, num_heads=2, depth=1, lr=1e-2)
+    run = trainer(max_epochs=3)
+    run.validate(model, data, verbose=False)
+    before = run.callback_metrics["val_perplexity"]
+    assert 200 < before < 300  # as good as a guess among 260
+    run.fit(model, data)
+    assert run.callback_metrics["val_perplexity"] < 0.3 * before
+    (predicted, *_) = run.predict(model, data) or []
+    assert predicted.shape[1] == 32  # type: ignore[union-attr]
