@@ -193,7 +193,7 @@ class _Wire:
         self._arriving: dict[tuple[int, tuple[int, int]], deque[_Arriving]] = {}
         self._frame = bytearray(_FRAME_BYTES)
         self._status = _mpi().Status()
-        self._next_frame = self._receive_frame()
+        self._receiving: tuple[Any, int, int] | None = None  # a frame: request, source, bytes
         self._ending: set[int] = set()  # who has said farewell, behind all else
         self._gone: set[int] = set()  # and whose messages are all here
         self._woken = threading.Event()
@@ -278,14 +278,11 @@ class _Wire:
         return is_empty and len(self._gone) == self._world_size - 1
 
     def _end(self) -> None:
-        is_quiet = self._is_quiet()
-        self._next_frame.Cancel()
-        if is_quiet:
-            self._next_frame.Wait()
+        if self._is_quiet():
             self._communicator.Free()
             return
         # MPI may still read and write what is in flight; nobody will wait for it.
-        _job.kept.append((self._in_flight, list(self._new), self._frame))
+        _job.kept.append((self._in_flight, list(self._new), self._receiving, self._frame))
         for owner in (*self._in_flight.owners, *(leaving for _, leaving in self._new)):
             if isinstance(owner, _Leaving) and owner.sending is not None:
                 owner.sending.finished.set()
@@ -295,11 +292,8 @@ class _Wire:
         moved = False
         while self._new:
             self._in_flight.add(*self._new.popleft())
-        while self._next_frame.Test(self._status):
+        while self._receive_frame():
             moved = True
-            count, source = self._status.Get_count(_mpi().BYTE), self._status.Get_source()
-            self._begin_message(source, self._frame[:count])
-            self._next_frame = self._receive_frame()
         for owner in self._in_flight.take_done():
             moved = True
             if isinstance(owner, _Leaving) and owner.sending is not None:
@@ -308,9 +302,25 @@ class _Wire:
             self._deliver()
         return moved
 
-    def _receive_frame(self) -> Any:
+    def _receive_frame(self) -> bool:
+        """Begins the message of the next frame, if that is here.
+
+        Not a receive from any source that is always posted: over shared memory and a network
+        together, MPICH 5.0 loses messages to it.
+        """
         mpi = _mpi()
-        return self._communicator.Irecv([self._frame, mpi.BYTE], mpi.ANY_SOURCE, _FRAME)
+        if self._receiving is None:
+            found = self._communicator.Improbe(mpi.ANY_SOURCE, _FRAME, self._status)
+            if found is None:
+                return False
+            source, count = self._status.Get_source(), self._status.Get_count(mpi.BYTE)
+            self._receiving = found.Irecv([self._frame, mpi.BYTE]), source, count
+        request, source, count = self._receiving
+        if not request.Test():
+            return False
+        self._receiving = None
+        self._begin_message(source, self._frame[:count])
+        return True
 
     def _begin_message(self, source: int, frame: bytearray) -> None:
         channel, tag, nbytes, kind, code = HEADER.unpack_from(frame)
