@@ -247,6 +247,31 @@ def test_messages_that_mpi_takes_in_parts_arrive_whole(python: str, mpi_jobs: Jo
     MPIWorld(job=mpi_jobs(python)).run(SIZE, messages_in_parts)
 
 
+def message_above_2_gib(net: Transport) -> None:
+    n = 2**31 + 5
+    if net.rank == 0:
+        x = torch.zeros(n, dtype=torch.uint8)
+        x[0], x[2**30], x[-1] = 1, 2, 3
+        net.send(x, 1)
+        net.barrier().wait(120.0)
+        return
+    x = net.recv(EMPTY.byte(), 0).wait(120.0)
+    assert (len(x), int(x[0]), int(x[2**30]), int(x[-1])) == (n, 1, 2, 3)
+    assert int(x.count_nonzero()) == 3
+    net.barrier().wait()
+
+
+@pytest.mark.skipif(
+    not os.environ.get("TEST_LARGE_MESSAGES"),
+    reason="needs 10 GB of memory: set TEST_LARGE_MESSAGES to run it",
+)
+@every_mpi
+def test_a_message_above_2_gib_arrives(python: str, mpi_jobs: Jobs) -> None:
+    world = MPIWorld(job=mpi_jobs(python))
+    outcomes = world.outcomes(2, message_above_2_gib, limit_s=110.0)
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+
+
 def two_messages_before_the_first_receive(net: Transport) -> None:
     """The second must not be read into the tensor that the first belongs to."""
     n = 3_000_000
