@@ -43,5 +43,5 @@ $(BIN)/python:
 # The stamp: a second call installs nothing, unless the dependencies have changed.
 $(INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[dev,demo]'
+	$(BIN)/python -m pip install --quiet -e '.[dev,demo,mpi]'
 	@touch $@

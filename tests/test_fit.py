@@ -9,8 +9,6 @@ from __future__ import annotations
 import csv
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -1306,32 +1304,3 @@ def test_pytorch_lightning_trains_like_lightning() -> None:
     assert same(ranks)
     kwargs = {"options": {"sync_period": 8}}
     assert torch.equal(ranks[0], run(2, fit_weights, "local_sgd", kwargs)[0])
-
-
-@pytest.mark.parametrize(
-    ("launcher", "environment"),
-    [
-        ((), "LightningEnvironment"),
-        (
-            ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
-            "TorchElasticEnvironment",
-        ),
-    ],
-    ids=["script", "torchrun"],
-)
-def test_a_script_trains_under_every_launcher(
-    launcher: tuple[str, ...], environment: str, tmp_path: Path
-) -> None:
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tests" / "scripts" / "fit.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(2)]
-    assert same([rank["weights"] for rank in ranks])
-    assert [rank["environment"] for rank in ranks] == [environment] * 2
-    assert [rank["steps"] for rank in ranks] == [8, 8]
