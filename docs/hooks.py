@@ -1,4 +1,4 @@
-"""What the site takes from elsewhere: the changelog, which stands at the root for those who clone."""
+"""What the site takes from elsewhere: the changelog, which stands at the root of a clone."""
 
 from __future__ import annotations
 
