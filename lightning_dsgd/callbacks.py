@@ -89,9 +89,17 @@ class CommunicationMonitor(pl.Callback):
         figures = {name: self._of_rank[name] for name in _OF_RANK if name in self._of_rank}
         for name in _COUNTED & figures.keys():
             figures[name] -= self._at_epoch_start[name]
-        for rank, theirs in enumerate(trainer.strategy.gather_figures(figures)):
-            named = {f"dsgd/rank_{rank:05d}/{name}": value for name, value in theirs.items()}
-            pl_module.log_dict(named, rank_zero_only=True)
+        by_rank = trainer.strategy.gather_figures(figures)
+        if not trainer.is_global_zero:
+            return
+        # Not by `log`, which would warn that the other ranks' values are left out.
+        metrics = {
+            f"dsgd/rank_{rank:05d}/{name}": value
+            for rank, theirs in enumerate(by_rank)
+            for name, value in theirs.items()
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 class StragglerInjector(pl.Callback):
