@@ -1224,9 +1224,7 @@ def test_figures_are_in_an_offline_wandb_run_with_their_step_axis(tmp_path: Path
     for key in (b"dsgd/bytes_sent", b"dsgd/messages_sent", b"dsgd/wait_s", b"dsgd/comm_overlap"):
         assert records.count(key) >= 4  # 8 steps, every second one logged
     assert b"trainer/global_step" in records[records.index(b"dsgd/*") :][:64]  # the step axis
-    config = records[records.index(b"strategy") :][:200]
-    for part in (b'"name": "local_sgd"', b'"num_ranks": 2', b'"sync_period": 8'):
-        assert part in config
+    assert b'{"name":"local_sgd","num_ranks":2,"sync_period":4}' in records
     for rank in range(2):
         assert f"dsgd/rank_{rank:05d}/wait_s".encode() in records
 

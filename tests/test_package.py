@@ -35,6 +35,8 @@ MAY_IMPORT = {
     "error_feedback": {"torch", "algorithm", "sparse", "transport"},
     "wait_avoiding": {"torch", "algorithm", "topology", "transport"},
     "published": {"torch"},
+    "catalogue": {"algorithm", "algorithms"},
+    "doctor": {"bench.network"},
     "topology": set(),
     "sparse": {"torch"},
     "flat": {"torch"},
