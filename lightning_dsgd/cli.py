@@ -22,6 +22,7 @@ COMMANDS = {
     "strategies": "the table of names for --trainer.strategy; with a name, all about it",
     "doctor": "what works on this machine, and what to do about the rest",
     "bench": "measure strategies side by side (`lightning-dsgd bench throughput --help`)",
+    "simulate": "predict throughput on many ranks (`lightning-dsgd simulate --help`)",
 }
 BENCHES = {
     "throughput": "steps per second, with simulated computation, stragglers and links",
@@ -49,6 +50,11 @@ def main(args: Sequence[str] | None = None) -> None:
             return
         if command == "bench":
             _run_bench(given[1:])
+            return
+        if command == "simulate":
+            from lightning_dsgd.bench import simulate
+
+            simulate.main(given[1:])
             return
     _run_lightning(None if args is None else given)
 

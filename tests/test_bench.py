@@ -196,6 +196,14 @@ def test_throughput_of_ours_and_of_their_peers(tmp_path: Path) -> None:
     assert (tmp_path / "report" / "throughput.png").stat().st_size > 10_000
 
 
+def test_torchft_is_measured_where_it_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("torchft", reason="the extra `bench` is not installed")
+    options = "--ranks 2 --strategies torchft_local_sgd:period=2,torchft_diloco:period=2"
+    options += " --rounds 1 --steps 4 --params 1e4 --compute-ms 10 --delayed-ranks 0"
+    rows = run_bench(throughput, tmp_path / "t.json", options)["summary"]
+    assert all(0 < row["steps_per_s"] < 1 / 0.01 for row in rows)
+
+
 def test_without_namespaces_it_says_that_it_measures_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,7 +215,7 @@ def test_without_namespaces_it_says_that_it_measures_loopback(
 
 def test_convergence_counts_steps_and_seconds_to_the_target(tmp_path: Path) -> None:
     options = "--task digits --ranks 2 --strategies allreduce,wagma:group_size=2 --seeds 1"
-    options += " --epochs 3 --target 0.5"
+    options += " --epochs 3 --target 0.5 --compute-ms 5 --delay-ms 10 --delayed-ranks 1"
     result = run_bench(convergence, tmp_path / "c.json", options)
     ours = result["summary"][1]
     assert ours["strategy"] == "wagma:group_size=2"
@@ -215,6 +223,7 @@ def test_convergence_counts_steps_and_seconds_to_the_target(tmp_path: Path) -> N
     rows = result["cells"][0]["rows"]
     assert [row["step"] for row in rows] == [34, 68, 102]
     assert rows[0]["seconds"] < rows[1]["seconds"] < rows[2]["seconds"]
+    assert rows[2]["seconds"] > 102 * 0.015  # one of the two is late in each step
     first = next(row for row in rows if row["value"] >= 0.5)
     assert result["summary"][0]["step_to_target"] == first["step"]
     report.main([str(tmp_path / "c.json"), "--output", str(tmp_path / "report")])

@@ -62,7 +62,7 @@ def test_no_cell_of_the_table_is_empty(algorithm: Any) -> None:
 )
 def test_a_documents_table_is_the_one_that_the_command_prints(file: str, pages: str) -> None:
     expected = f"<!-- lightning-dsgd strategies --markdown {pages} -->\n{catalogue.markdown(pages)}"
-    assert expected in (ROOT / file).read_text(), "print it anew with that command"
+    assert expected in (ROOT / file).read_text(), "write it anew: python docs/tables.py"
 
 
 @pytest.mark.parametrize("algorithm", catalogue.ALGORITHMS, ids=lambda a: a.name)

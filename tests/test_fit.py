@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -618,6 +619,52 @@ class Pair(Adversaries):
 def test_models_of_several_parts_end_together_too(name: str, make: Callable[..., Any]) -> None:
     ranks = run(2, fit_uneven, name, (3, 11), make, {"options": {"timeout_s": 1.5}})
     assert same([x for x, _, _ in ranks])
+
+
+def fit_unevenly(case: str, folder: str) -> str:
+    options: dict[str, Any] = {"max_epochs": 2}
+    make: Any = Plain
+    if case == "saves":
+        options["callbacks"] = [ModelCheckpoint(folder, every_n_train_steps=3)]
+        options["enable_checkpointing"] = True
+    elif case == "validates":
+        options["val_check_interval"] = 3
+    elif case == "stops":
+        options = {"max_steps": 10, "max_epochs": -1}
+    else:
+        make = Logging
+    samples = 8 * (5, 8)[int(os.environ["RANK"])]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(
+                "allreduce",
+                make,
+                {"num_samples": samples},
+                None if case == "saves" else {"num_samples": 32},
+                use_distributed_sampler=False,
+                options={"timeout_s": 5},
+                **options,
+            )
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("saves", "ranks must save as often .* got 5 batches .* on rank 0, 8 .* every_n_epochs"),
+        ("validates", "ranks must evaluate as often .* val_check_interval=3; use a fraction"),
+        ("stops", "max_steps=10, which are 2 whole epochs on rank 0, 1 whole epochs on rank 1"),
+        ("logs", "must not be asked of ranks that have run out of batches.* use on_epoch=True"),
+    ],
+)
+def test_what_makes_uneven_ranks_wait_for_each_other_is_refused(
+    case: str, text: str, tmp_path: Path
+) -> None:
+    for error in run(2, fit_unevenly, case, str(tmp_path)):
+        assert re.search(text, error)
 
 
 # ---- logged metrics ----

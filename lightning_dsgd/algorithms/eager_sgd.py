@@ -115,8 +115,8 @@ class EagerSGD(Algorithm):
 
     # ---- the member of the wait-avoiding collective; called by its lane ----
 
-    def group(self, version: int) -> list[int]:
-        return list(range(self.net.world_size))
+    def group(self, version: int) -> range:
+        return range(self.net.world_size)
 
     def is_global(self, version: int) -> bool:
         """Rounds of gradients and, after every `sync_period` of them, one of weights."""

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -163,13 +164,11 @@ class WAGMA(Algorithm):
 
     # ---- the member of the wait-avoiding collective; called by its lane ----
 
-    def group(self, version: int) -> list[int]:
+    def group(self, version: int) -> Sequence[int]:
         if self.is_global(version):
-            return list(range(self.net.world_size))
-        parts = topology.groups(
-            version if self.dynamic_groups else 0, self.net.world_size, self.size
-        )
-        return next(part for part in parts if self.net.rank in part)
+            return range(self.net.world_size)
+        at = version if self.dynamic_groups else 0
+        return topology.group_of(self.net.rank, at, self.net.world_size, self.size)
 
     def is_global(self, version: int) -> bool:
         return (version + 1) % self.sync_period == 0

@@ -573,7 +573,7 @@ class _Mesh:
         if self._world_size == 1:
             return
         _allow_open_files(4 * self._world_size + 256)
-        host = _own_address()
+        host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=self._world_size)
         here = {
@@ -864,7 +864,7 @@ def _group_device() -> str:
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address at which the other ranks reach this one.
 
     That of the interface named by GLOO_SOCKET_IFNAME, as for gloo; else the one from which the
