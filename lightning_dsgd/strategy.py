@@ -28,6 +28,7 @@ import atexit
 import contextlib
 import importlib
 import inspect
+import json
 import math
 import os
 import re
@@ -787,6 +788,12 @@ class DecentralizedMixin(_Base):
         if self.consensus_distance is not None:
             figures["consensus_distance"] = self.consensus_distance
         return figures | (self._replica.metrics() if self._replica is not None else {})
+
+    def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
+        """Those of every rank, by rank; to be called between steps, by all ranks."""
+        assert self._lightning_net is not None
+        self._settle()
+        return [json.loads(text) for text in everyones(self._lightning_net, json.dumps(figures))]
 
 
 class _Hooks(lightning.pytorch.Callback):

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.wait_avoiding import WaitAvoiding
 
@@ -48,6 +48,12 @@ class EagerSGD(Algorithm):
     """
 
     name: ClassVar[str] = "eager_sgd"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks; the late ones in the next round",
+        sends="2(P-1)/P |g|",
+        suits="stragglers, where gradients are to be averaged",
+    )
     uses_gradient: ClassVar[bool] = True
 
     quorum: str = "majority"

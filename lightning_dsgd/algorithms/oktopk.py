@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import sparse
+from lightning_dsgd.algorithm import Profile
 from lightning_dsgd.error_feedback import (
     BALANCE,
     SPLIT,
@@ -80,6 +81,12 @@ class OkTopk(ErrorFeedback):
     """
 
     name: ClassVar[str] = "oktopk"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks",
+        sends="2.6k (P-1)/P words at a density of 1%",
+        suits="slow networks and large models, ranks of equal speed",
+    )
 
     density: float = 0.01
     threshold_period: int = 32

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.published import Published
 from lightning_dsgd.transport import ANY, Lane, Transport
 
@@ -82,6 +82,12 @@ class PopSGD(Algorithm):
     """
 
     name: ClassVar[str] = "popsgd"
+    profile: ClassVar[Profile] = Profile(
+        when="every `local_steps` steps",
+        with_whom="a random partner",
+        sends="|x| / `local_steps`",
+        suits="many nodes of uneven speed: at most one partner is waited for",
+    )
 
     local_steps: int = 1
     blocking: bool = True

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import sparse
+from lightning_dsgd.algorithm import Profile
 from lightning_dsgd.error_feedback import (
     GATHER,
     SPLIT,
@@ -56,6 +57,12 @@ class TopkAllgather(ErrorFeedback):
     """
 
     name: ClassVar[str] = "topk_allgather"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks",
+        sends="2k (P-1) words at most",
+        suits="comparison with `oktopk`",
+    )
 
     density: float = 0.01
 
@@ -84,6 +91,12 @@ class GaussianTopk(TopkAllgather):
     """
 
     name: ClassVar[str] = "gaussian_topk"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks",
+        sends="2k (P-1) words at most",
+        suits="comparison with `oktopk`",
+    )
 
     density: float = 0.01
 
@@ -115,6 +128,12 @@ class TopkDSA(ErrorFeedback):
     """
 
     name: ClassVar[str] = "topk_dsa"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks",
+        sends="4k (P-1)/P to (2k + n)(P-1)/P words at most",
+        suits="comparison with `oktopk`",
+    )
 
     density: float = 0.01
 
@@ -168,6 +187,12 @@ class GTopk(ErrorFeedback):
     """
 
     name: ClassVar[str] = "gtopk"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks, up a tree and down",
+        sends="4k log2 P words at the root at most",
+        suits="comparison with `oktopk`",
+    )
 
     density: float = 0.01
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.wait_avoiding import WaitAvoiding
 
@@ -63,6 +63,12 @@ class WAGMA(Algorithm):
     """
 
     name: ClassVar[str] = "wagma"
+    profile: ClassVar[Profile] = Profile(
+        when="every step; globally every `sync_period` steps",
+        with_whom="a group of `group_size` ranks, changing",
+        sends="2(S-1)/S |x|",
+        suits="random stragglers and many ranks: the one to try first",
+    )
 
     group_size: int | None = None
     sync_period: int = 10

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_dsgd.bench import tracking
 from lightning_dsgd.bench.job import Cell, Job, finish
 from lightning_dsgd.bench.throughput import chosen_link, communication
 
@@ -249,6 +250,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--delayed-ranks", type=int, default=0)
     parser.add_argument("--target", type=float, help="value that is to be reached")
+    parser.add_argument(
+        "--wandb",
+        metavar="PROJECT",
+        help="log to W&B too, offline unless WANDB_MODE says otherwise",
+    )
     parser.add_argument("--output", type=Path, default=Path("convergence.json"))
     args = parser.parse_args(argv)
     link, network = chosen_link(args.network)
@@ -286,6 +292,8 @@ def main(argv: list[str] | None = None) -> None:
     percent = "accuracy" in task.monitor
     print("\n" + table(report["summary"], percent=percent, target=args.target))
     finish(report, args.output)
+    if args.wandb is not None:
+        tracking.log_comparison(report, args.output, args.wandb)
 
 
 if __name__ == "__main__":
