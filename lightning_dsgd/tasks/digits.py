@@ -23,6 +23,7 @@ class DigitsData(SplitData):
         batch_size: images a rank and step.
         num_workers: loader processes a rank; with 0 the training process loads, which is the
             fastest for a data set that is in memory.
+        mult: of PopSGD's partition; None deals out as usual.
     """
 
     def setup(self, stage: str) -> None:
