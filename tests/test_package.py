@@ -208,7 +208,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["Name"] == "lightning-dsgd"
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", metadata["Version"])
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"mpi", "demo", "images", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"mpi", "demo", "images", "control", "dev"}
     requirements = metadata.get_all("Requires-Dist", [])
     always = {re.split(r"[<>=\[; ]", r)[0] for r in requirements if "extra ==" not in r}
     assert always == {"lightning", "torch", "torchmetrics", "wandb", "jsonargparse"}

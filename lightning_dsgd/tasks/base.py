@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dsgd.tasks.partition import PopSGDSampler
@@ -92,6 +93,13 @@ class Task(LightningModule):
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor_of_step())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_validation_epoch_start(self) -> None:
+        # What metrics hold after `Trainer.validate` cannot be added to in a fit: it was made in
+        # inference mode.
+        for module in self.modules():
+            if isinstance(module, Metric):
+                module.reset()
 
     def _factor_of_step(self) -> Callable[[int], float]:
         """What the learning rate is multiplied by at an optimizer step."""

@@ -204,13 +204,12 @@ class SpeechRecognizer(Task):
     ) -> None:
         super().__init__(lr=lr, momentum=momentum, **kwargs)
         self.save_hyperparameters()
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(1, channels, (41, 11), (2, 2), (20, 5)),
-            nn.BatchNorm2d(channels),
-            nn.Hardtanh(0, 20),
-            nn.Conv2d(channels, channels, (21, 11), (2, 1), (10, 5)),
-            nn.BatchNorm2d(channels),
-            nn.Hardtanh(0, 20),
+        self.convolutions = nn.ModuleList(
+            nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.Hardtanh(0, 20))
+            for convolution in (
+                nn.Conv2d(1, channels, (41, 11), (2, 2), (20, 5)),
+                nn.Conv2d(channels, channels, (21, 11), (2, 1), (10, 5)),
+            )
         )
         sizes = [channels * (NUM_FREQUENCIES // 4 + 1)] + [hidden_size] * (depth - 1)
         self.lstms = nn.ModuleList(nn.LSTM(size, hidden_size, batch_first=True) for size in sizes)
@@ -230,14 +229,18 @@ class SpeechRecognizer(Task):
             frames: how many of each are not padding.
         """
         num = (frames - 1) // 2 + 1
-        x = self.convolutions(audio[:, None]).flatten(1, 2)
-        heard = torch.arange(x.shape[2], device=x.device) < num[:, None]
-        x = (x * heard[:, None]).transpose(1, 2)
-        # What is padded stands at the end, and the LSTMs look back: it changes nothing before it.
+        x = audio[:, None]
+        for convolution in self.convolutions:
+            x = convolution(x)
+            heard = torch.arange(x.shape[3], device=x.device) < num[:, None]
+            x = x * heard[:, None, None]
+        x = x.flatten(1, 2).transpose(1, 2)
+        # Padding stands at the end, and LSTMs look back: only what looks ahead must not see it.
         for lstm, norm in zip(self.lstms, self.norms, strict=True):
             x, _ = lstm(x)
             if norm is self.norms[-1]:
-                x = nn.functional.pad(x.transpose(1, 2), (0, self.lookahead.kernel_size[0] - 1))
+                x = (x * heard[..., None]).transpose(1, 2)
+                x = nn.functional.pad(x, (0, self.lookahead.kernel_size[0] - 1))
                 x = nn.functional.hardtanh(self.lookahead(x), 0, 20).transpose(1, 2)
             x = norm(x.flatten(0, 1)).unflatten(0, x.shape[:2])
         return self.head(x).float().log_softmax(-1).transpose(0, 1), num
@@ -255,17 +258,15 @@ class SpeechRecognizer(Task):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate("val", batch, batch_idx, self.val_wer)
+        self._evaluate("val", batch, self.val_wer)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate("test", batch, batch_idx, self.test_wer)
+        self._evaluate("test", batch, self.test_wer)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[str]:
         return transcripts(*self(batch[0], batch[1]))
 
-    def _evaluate(self, split: str, batch: Batch, batch_idx: int, wer: WordErrorRate) -> None:
-        if batch_idx == 0:
-            wer.reset()  # what `Trainer.validate` leaves cannot be added to in a fit
+    def _evaluate(self, split: str, batch: Batch, wer: WordErrorRate) -> None:
         loss, logits, num = self._loss(batch)
         _, _, letters, num_letters = batch
         spoken = [

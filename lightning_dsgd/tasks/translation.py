@@ -256,10 +256,10 @@ class TranslationModel(Task):
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self._evaluate("val", batch, batch_idx, self.val_bleu)
+        self._evaluate("val", batch, self.val_bleu)
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch, batch_idx, self.test_bleu)
+        self._evaluate("test", batch, self.test_bleu)
 
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> list[str]:
         return self._texts(self.translate(batch[0]))
@@ -280,9 +280,7 @@ class TranslationModel(Task):
         tokenizer: Tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         return [tokenizer.decode(row) for row in tokens.tolist()]
 
-    def _evaluate(self, split: str, batch: list[Tensor], batch_idx: int, bleu: BLEUScore) -> None:
-        if batch_idx == 0:
-            bleu.reset()  # what `Trainer.validate` leaves cannot be added to in a fit
+    def _evaluate(self, split: str, batch: list[Tensor], bleu: BLEUScore) -> None:
         source, target = batch
         found, true = self._texts(self.translate(source)), self._texts(target)
         # Uncased, as in the paper.
