@@ -11,13 +11,8 @@ without, in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_dsgd.bench.job import Cell, Job, finish
 from lightning_dsgd.transport import LaneStopped
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
@@ -112,56 +108,32 @@ def iterations_per_s(step: Callable[[], None] | None, seconds: float) -> float:
     return count / (time.monotonic() - begin)
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
+    """Both sides of one load: round trips on rank 0, the rates of the training thread on rank 1."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     net = ProcessGroupTransport()
-    report: dict[str, Any] = {}
     # Both spawn a lane, so that the channels match; rank 0 uses its own only to learn the path.
     lane = net.spawn_lane(serve if net.rank else _sleep, "echo")
     channel = net._at(lane.net.path)
-    for load, make in LOADS.items():
-        step = make() if make is not None and net.rank == 1 else None
-        rates: dict[bool, list[float]] = {True: [], False: []}
-        times: list[float] = []
-        for _ in range(args.rounds):
-            for with_traffic in (True, False):
-                net.barrier().wait()
-                if net.rank == 1:
-                    rates[with_traffic].append(iterations_per_s(step, args.seconds))
-                elif with_traffic:
-                    times += echo(net, channel, args.seconds * 0.95)
-                else:
-                    time.sleep(args.seconds)
-        mine = torch.tensor(rates[True] + rates[False], dtype=torch.float64)
-        everyones: list[Tensor] = net.all_gather(mine).wait()
-        if net.rank == 0:
-            values = everyones[1].tolist()
-            ratios = [
-                a / b for a, b in zip(values[: args.rounds], values[args.rounds :], strict=True)
-            ]
-            report[load] = {
-                "round_trip_ms": {
-                    "median": 1e3 * statistics.median(times),
-                    "p95": 1e3 * sorted(times)[int(0.95 * len(times))],
-                    "samples": len(times),
-                },
-                "training_thread_rate": statistics.median(ratios),
-                "rates": ratios,
-            }
-            row = report[load]
-            print(
-                f"{load:28} {row['round_trip_ms']['median']:6.2f} ms "
-                f"(95%: {row['round_trip_ms']['p95']:6.2f} ms)   training thread at "
-                f"{row['training_thread_rate']:.2f} of its rate",
-                flush=True,
-            )
+    make, seconds = LOADS[cell["load"]], settings["seconds"]
+    step = make() if make is not None and net.rank == 1 else None
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    times: list[float] = []
+    for _ in range(settings["rounds"]):
+        for with_traffic in (True, False):
+            net.barrier().wait()
+            if net.rank == 1:
+                rates[with_traffic].append(iterations_per_s(step, seconds))
+            elif with_traffic:
+                times += echo(net, channel, seconds * 0.95)
+            else:
+                time.sleep(seconds)
     net.barrier().wait()
     lane.stop()
+    net.barrier().wait()
     net.close()
-    if net.rank == 0:
-        Path(args.part).write_text(json.dumps(report))
-    dist.destroy_process_group()
+    return {"round_trips_s": times, "rates": rates[True], "rates_alone": rates[False]}
 
 
 def _sleep(net: Any) -> None:
@@ -169,36 +141,39 @@ def _sleep(net: Any) -> None:
     raise LaneStopped
 
 
+def summarize(result: Cell) -> dict[str, Any]:
+    sender, busy = result["ranks"]
+    times = sorted(sender["round_trips_s"])
+    ratios = [a / b for a, b in zip(busy["rates"], busy["rates_alone"], strict=True)]
+    return {
+        "round_trip_ms": {
+            "median": 1e3 * statistics.median(times),
+            "p95": 1e3 * times[int(0.95 * len(times))],
+            "samples": len(times),
+        },
+        "training_thread_rate": statistics.median(ratios),
+        "rates": ratios,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--output", default="docs/results/lane_latency.json")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=Path("docs/results/lane_latency.json"))
     args = parser.parse_args()
-    if args.part:
-        run_rank(args)
-        return
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_suffix(".part")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*launch, __file__, *sys.argv[1:], "--part", str(part)],
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    loads = json.loads(part.read_text())
-    part.unlink()
-    result = {
-        "command": "python benchmarks/lane_latency.py",
-        "cores": os.cpu_count(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "payload_bytes": 4 * PAYLOAD,
-        "loads": loads,
-    }
-    output.write_text(json.dumps(result, indent=1))
-    print(f"written: {output}")
+    settings = {"seconds": args.seconds, "rounds": args.rounds, "payload_bytes": 4 * PAYLOAD}
+    job = Job(f"{__file__}:run_cell", settings, ranks=2)
+    results = job.run([{"load": load} for load in LOADS], args.output)
+    loads = {result["load"]: summarize(result) for result in results}
+    for load, row in loads.items():
+        trip = row["round_trip_ms"]
+        print(
+            f"{load:28} {trip['median']:6.2f} ms (95%: {trip['p95']:6.2f} ms)   "
+            f"training thread at {row['training_thread_rate']:.2f} of its rate"
+        )
+    report = job.provenance("python benchmarks/lane_latency.py") | {"loads": loads}
+    finish(report, args.output)
 
 
 if __name__ == "__main__":

@@ -15,64 +15,30 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import simulated_digits
 import torch
-from sklearn.datasets import load_digits
+from simulated_digits import TEST, error
 from torch import Tensor, nn
 
-from lightning_dsgd import flat
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 EVERY = 10
-BATCH = 16
-
-
-def data() -> tuple[Tensor, Tensor]:
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(digits.data, dtype=torch.float32)[order] / 16
-    return images, torch.tensor(digits.target)[order]
-
-
-X, Y = data()
-TEST = 360
-
-
-def error(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    with torch.no_grad():
-        return float((model(images).argmax(1) != labels).float().mean())
 
 
 def train(net: Any, num_steps: int, lr: float, num_peers: int) -> list[tuple[float, float]]:
     """This rank's (training, test) errors."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    [weights] = flat.flatten(model.named_parameters())
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=1e-4
-    )
-    algorithm = SGP(num_peers=num_peers)
-    algorithm.start(net, weights.x)
-    images, labels = X[TEST + net.rank :: net.world_size], Y[TEST + net.rank :: net.world_size]
-    generator = torch.Generator().manual_seed(net.rank)
-    errors = []
-    for k in range(num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * 0.1 ** (3 * k // num_steps)
-        batch = torch.randint(len(images), (BATCH,), generator=generator)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
-        with torch.no_grad():
-            algorithm.before_update(weights.x, weights.x[:0])
-            optimizer.step()
-            algorithm.after_update(weights.x)
-        if k % EVERY == EVERY - 1:
-            errors.append((error(model, X[TEST:], Y[TEST:]), error(model, X[:TEST], Y[:TEST])))
-    with torch.no_grad():
-        algorithm.settle(weights.x)
-        algorithm.finish(weights.x)
-    return errors
+    images, labels = simulated_digits.data()
+
+    def errors(k: int, model: nn.Module, x: Tensor) -> tuple[float, float] | None:
+        if k % EVERY != EVERY - 1:
+            return None
+        return error(model, images[TEST:], labels[TEST:]), error(
+            model, images[:TEST], labels[:TEST]
+        )
+
+    seen = simulated_digits.train(net, SGP(num_peers=num_peers), num_steps, lr, errors)
+    return [pair for pair in seen if pair is not None]
 
 
 def main() -> None:

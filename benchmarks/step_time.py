@@ -12,26 +12,21 @@ and the result is the median of the ratios.  One torch thread a rank.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_dsgd
+from lightning_dsgd.bench import contestants
+from lightning_dsgd.bench.job import Cell, Job, finish
 
-CASES = {"2 ranks": ("ddp", "allreduce"), "1 rank": ("auto", "no_sync")}
+CASES = {2: ("ddp", "allreduce"), 1: ("single_device", "no_sync")}
+"""By the number of ranks: Lightning's own, and ours."""
 
 
 class Network(L.LightningModule):
@@ -61,104 +56,71 @@ class Clock(L.Callback):
         return statistics.median(steps[warm_up:])
 
 
-def fit(strategy: str, devices: int, args: argparse.Namespace) -> float:
+def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
+    """One short fit: the median time of a step."""
     L.seed_everything(0, verbose=False)
-    model = Network(args.width, args.depth)
-    data = TensorDataset(
-        torch.randn(args.batch_size * 64, args.width), torch.randint(10, (args.batch_size * 64,))
-    )
+    model = Network(settings["width"], settings["depth"])
+    count = settings["batch_size"] * 64
+    data = TensorDataset(torch.randn(count, settings["width"]), torch.randint(10, (count,)))
     clock = Clock()
-    L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
-        max_steps=args.steps,
+    trainer = contestants.trainer(
+        cell["strategy"],
+        settings["world_size"],
+        max_steps=settings["steps"],
         max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[clock],
-    ).fit(model, DataLoader(data, args.batch_size))
-    return clock.median_s()
+    )
+    trainer.fit(model, DataLoader(data, settings["batch_size"]))
+    return {"step_s": clock.median_s(), "parameters": sum(p.numel() for p in model.parameters())}
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    names = CASES[args.case]
-    devices = int(os.environ.get("WORLD_SIZE", 1))
-    samples: list[dict[str, float]] = []
-    for turn in range(args.rounds + 1):
-        order = names if turn % 2 else names[::-1]
-        sample = {name: fit(name, devices, args) for name in order}
-        if turn:  # the first round warms up
-            samples.append({name: sample[name] for name in names})
-    ratios = [sample[names[1]] / sample[names[0]] for sample in samples]
-    parameters = sum(p.numel() for p in Network(args.width, args.depth).parameters())
-    result = {
-        "case": args.case,
-        "parameters": parameters,
-        "batch_size": args.batch_size,
+def run_case(ranks: int, args: argparse.Namespace) -> tuple[dict[str, Any], Job]:
+    names = CASES[ranks]
+    settings = {key: getattr(args, key) for key in ("steps", "width", "depth", "batch_size")}
+    job = Job(f"{__file__}:run_cell", {**settings, "world_size": ranks}, ranks)
+    plan = [
+        {"round": turn, "strategy": name}
+        for turn in range(args.rounds + 1)
+        for name in (names if turn % 2 else names[::-1])
+    ]
+    results = job.run(plan, args.output.with_suffix(f".{ranks}.json"))
+    args.output.with_suffix(f".{ranks}.json.cells").unlink()
+    samples: dict[int, dict[str, float]] = {}
+    for result in results[2:]:  # the first round warms up
+        step_s = statistics.mean(rank["step_s"] for rank in result["ranks"])
+        samples.setdefault(result["round"], {})[result["strategy"]] = step_s
+    ratios = [sample[names[1]] / sample[names[0]] for sample in samples.values()]
+    case = {
+        "ranks": ranks,
+        "parameters": results[0]["ranks"][0]["parameters"],
         "baseline": names[0],
         "strategy": names[1],
-        "baseline_ms": 1e3 * statistics.median(sample[names[0]] for sample in samples),
-        "strategy_ms": 1e3 * statistics.median(sample[names[1]] for sample in samples),
+        "baseline_ms": 1e3 * statistics.median(s[names[0]] for s in samples.values()),
+        "strategy_ms": 1e3 * statistics.median(s[names[1]] for s in samples.values()),
         "median_ratio": statistics.median(ratios),
         "ratios": ratios,
-        "samples_s": samples,
+        "samples_s": list(samples.values()),
     }
-    if int(os.environ.get("RANK", 0)) == 0:
-        Path(args.output).write_text(json.dumps(result))
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def run_case(case: str, options: list[str], output: Path) -> dict[str, Any]:
-    part = output.with_suffix(f".{case[0]}.tmp")
-    launch = [sys.executable]
-    if case == "2 ranks":
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, __file__, "--case", case, "--output", str(part), *options]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    result: dict[str, Any] = json.loads(part.read_text())
-    part.unlink()
     print(
-        f"{case}: {result['strategy']} {result['strategy_ms']:.1f} ms, {result['baseline']} "
-        f"{result['baseline_ms']:.1f} ms a step; median ratio {result['median_ratio']:.3f} "
-        f"(from {min(result['ratios']):.3f} to {max(result['ratios']):.3f})"
+        f"{ranks} rank(s): {names[1]} {case['strategy_ms']:.1f} ms, {names[0]} "
+        f"{case['baseline_ms']:.1f} ms a step; median ratio {case['median_ratio']:.3f} "
+        f"(from {min(ratios):.3f} to {max(ratios):.3f})"
     )
-    return result
+    return case, job
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--case", choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--width", type=int, default=1792)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--output", default="docs/results/step_time.json")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/step_time.json"))
     args = parser.parse_args()
-    if args.case:
-        run_rank(args)
-        return
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    options = ["--rounds", str(args.rounds), "--steps", str(args.steps)]
-    options += ["--width", str(args.width), "--depth", str(args.depth)]
-    options += ["--batch-size", str(args.batch_size)]
-    results = [run_case(case, options, output) for case in CASES]
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": L.__version__,
-        "lightning_dsgd": lightning_dsgd.__version__,
-    }
-    report = {"command": "python benchmarks/step_time.py", "cores": os.cpu_count()}
-    output.write_text(json.dumps({**report, "versions": versions, "cases": results}, indent=1))
-    print(f"written: {output}")
+    cases, jobs = zip(*(run_case(ranks, args) for ranks in CASES), strict=True)
+    report = jobs[0].provenance("python benchmarks/step_time.py")
+    finish(report | {"cases": list(cases)}, args.output)
 
 
 if __name__ == "__main__":

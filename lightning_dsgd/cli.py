@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,11 @@ COMMANDS = {
     "predict": "run on the prediction data",
     "strategies": "list the names for --trainer.strategy",
     "bench": "measure strategies side by side (`lightning-dsgd bench throughput --help`)",
+}
+BENCHES = {
+    "throughput": "steps per second, with simulated computation, stragglers and links",
+    "convergence": "steps, seconds and bytes to a target, over seeds",
+    "report": "tables and plots of result files",
 }
 
 
@@ -45,12 +51,15 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _run_bench(args: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="lightning-dsgd bench")
-    parser.add_argument("what", choices=["throughput"], help="steps per second with stragglers")
-    parser.parse_args(args[:1] or ["--help"])
-    from lightning_dsgd.bench import throughput
-
-    throughput.main(args[1:])
+    parser = argparse.ArgumentParser(
+        prog="lightning-dsgd bench",
+        epilog="\n".join(f"  {name:12}{text}" for name, text in BENCHES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=BENCHES, metavar="what", help="one of those below")
+    what = parser.parse_args(args[:1] or ["--help"]).what
+    # Lazily: a strategy name, or a help text, needs none of it.
+    importlib.import_module(f"lightning_dsgd.bench.{what}").main(args[1:])
 
 
 def list_strategies() -> str:

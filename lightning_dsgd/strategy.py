@@ -28,6 +28,7 @@ import atexit
 import contextlib
 import importlib
 import inspect
+import math
 import os
 import re
 import signal
@@ -166,6 +167,7 @@ class DecentralizedMixin(_Base):
         self._in_training = False
         self._is_broken = False
         self._is_stopping = False
+        self._is_uneven = False
         self._awaits_children = False
         self._last_resort: threading.Timer | None = None
         self._has_own_replica = False
@@ -303,6 +305,54 @@ class DecentralizedMixin(_Base):
                     'with precision="16-mixed" gradients must be unscaled before the step, got '
                     f"a fused {type(optimizer).__name__}; use fused=False"
                 )
+
+    def check_numbers_of_batches(self) -> None:
+        """Raises, on every rank, where ranks with different numbers of batches wait for each other.
+
+        They may have them, but then they must evaluate and save as often as each other.
+        """
+        assert self._lightning_net is not None
+        trainer = self._trainer
+        texts = everyones(self._lightning_net, f"{trainer.num_training_batches} batches an epoch")
+        self._is_uneven = len(set(texts)) > 1
+        if not self._is_uneven:
+            return
+        got = f'got {by_rank(texts)}, with strategy="{self.algorithm.name}" and'
+        for callback in trainer.checkpoint_callbacks:
+            every = getattr(callback, "_every_n_train_steps", 0)
+            if every:
+                raise ValueError(
+                    "ranks must save as often as each other, "
+                    f"{got} every_n_train_steps={every}; use every_n_epochs, or give every rank "
+                    "as many batches"
+                )
+        if not trainer.enable_validation:
+            return
+        interval = trainer.val_check_interval
+        if isinstance(interval, int) and interval != 1:
+            raise ValueError(
+                f"ranks must evaluate as often as each other, {got} val_check_interval={interval}; "
+                "use a fraction of an epoch or check_val_every_n_epoch, or give every rank as many "
+                "batches"
+            )
+        epochs = everyones(self._lightning_net, str(self._num_whole_epochs()))
+        if len(set(epochs)) > 1:
+            raise ValueError(
+                f"ranks must evaluate as often as each other, {got} max_steps={trainer.max_steps}, "
+                f"which are {by_rank([f'{epoch} whole epochs' for epoch in epochs])}; use "
+                "max_epochs, or give every rank as many batches"
+            )
+
+    def _num_whole_epochs(self) -> int | None:
+        """How often this rank gets to the end of its epoch; None: until others stop it."""
+        trainer = self._trainer
+        is_bounded = trainer.max_epochs is not None and trainer.max_epochs >= 0
+        most = int(trainer.max_epochs) if is_bounded else None
+        if trainer.max_steps < 0:
+            return most
+        steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+        num_epochs = 0 if math.isinf(steps) else trainer.max_steps // max(1, math.ceil(steps))
+        return num_epochs if most is None else min(num_epochs, most)
 
     # ---- a step ----
 
@@ -569,9 +619,16 @@ class DecentralizedMixin(_Base):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or self._is_broken or self._lightning_net is None:
             return tensor
-        if self._is_of_a_step() and not self.algorithm.lockstep:
-            self._warn_of_local_logs()
-            return tensor
+        if self._is_of_a_step():
+            if not self.algorithm.lockstep:
+                self._warn_of_local_logs()
+                return tensor
+            if self._is_uneven:
+                raise ValueError(
+                    "a value of a step must not be asked of ranks that have run out of batches, "
+                    "got self.log(..., on_step=True, sync_dist=True) where ranks have different "
+                    "numbers of batches; use on_epoch=True, on_step=False"
+                )
         return self._reduce(tensor, group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -720,6 +777,9 @@ class _Hooks(lightning.pytorch.Callback):
 
     def __init__(self, strategy: DecentralizedMixin) -> None:
         self._strategy = strategy
+
+    def on_train_start(self, *args: Any) -> None:
+        self._strategy.check_numbers_of_batches()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._strategy.before_update(optimizer)

@@ -14,7 +14,9 @@ order too.
    messages of v + 1 wait for v.
 3. **Where arrival is needed.**  Global versions, and those in which a rank is alone in its group,
    are executed only once the own training thread has arrived.  `grace_s` is how long a lane waits
-   for that in all other versions; infinite, it makes the collective a synchronous one.
+   for that in all other versions; infinite, it makes the collective a synchronous one.  A lane
+   whose contribution has become too old (`is_stale`) waits for the next arrival too; if the
+   training thread is itself waiting, the lane takes what it has (`renew`).
 4. **Arrival.**  `arrive(v)` blocks the training thread until v is executed here.  The lane tells
    the member beforehand (`arrived`), or, when v was executed without it, asks it to make do with
    the newest sum (`late`).  All calls of the member happen in the lane, between all-reduces: while
@@ -66,6 +68,14 @@ class Member(Protocol):
 
     def arrived(self, version: int) -> None:
         """The training thread has arrived in time: its newest state may be contributed now."""
+        ...
+
+    def is_stale(self, version: int) -> bool:
+        """Whether what it would contribute is too old, and has to be renewed first."""
+        ...
+
+    def renew(self) -> None:
+        """The training thread is held here: what it has now may be contributed."""
         ...
 
     def contribute(self, version: int) -> Tensor:
@@ -162,6 +172,8 @@ class WaitAvoiding:
 
     def _execute(self, net: Transport) -> None:
         version = self.next_version
+        if self._holds_training:
+            self._member.renew()
         group = self._member.group(version)
         net.all_reduce(self._member.contribute(version), group).wait()
         self.next_version += 1
@@ -174,9 +186,16 @@ class WaitAvoiding:
         if self._finish_at is not None:
             self._report_if_finished()
         version = self.next_version
-        return self._activated >= version and (
-            self._arrived >= version or self._is_settled or not self._needs_arrival(version)
-        )
+        if self._activated < version:
+            return False
+        if self._arrived < version and not self._is_settled and self._needs_arrival(version):
+            return False
+        return self._holds_training or not self._member.is_stale(version)
+
+    @property
+    def _holds_training(self) -> bool:
+        """Whether the training thread waits for this lane, and leaves its state alone."""
+        return self._is_settled or self._awaited >= 0
 
     def _needs_arrival(self, version: int) -> bool:
         return (

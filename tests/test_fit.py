@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -504,7 +505,7 @@ def fit_scheduled(name: str, kind: str) -> list[float]:
     return model.rates
 
 
-@pytest.mark.parametrize("name", ["allreduce", "local_sgd"])
+@pytest.mark.parametrize("name", ["allreduce", "local_sgd", "wagma"])
 @pytest.mark.parametrize(
     ("kind", "rates"),
     [
@@ -517,6 +518,49 @@ def test_learning_rates_follow_their_schedule_on_every_rank(
     name: str, kind: str, rates: list[float]
 ) -> None:
     assert run(2, fit_scheduled, name, kind) == [rates, rates]
+
+
+class Adaptive(Plain):
+    """Adam, momentum and a schedule: whatever makes W', weights are averaged after it."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+            "adam": lambda: torch.optim.Adam(self.parameters(), 0.01),
+            "adamw": lambda: torch.optim.AdamW(self.parameters(), 0.01, amsgrad=True),
+            "momentum": lambda: torch.optim.SGD(self.parameters(), 0.05, 0.9, weight_decay=0.01),
+            "nesterov": lambda: torch.optim.SGD(self.parameters(), 0.05, 0.9, nesterov=True),
+        }
+        optimizer = made[self.optimizer]()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def fit_adaptive(name: str, options: dict[str, Any], optimizer: str) -> Tensor:
+    model, _ = fit(name, lambda: Adaptive(optimizer), max_steps=10, max_epochs=-1, options=options)
+    return weights(model)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "momentum", "nesterov"])
+def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
+    """One group of all ranks, waited for, is model averaging; without waiting all learn alike."""
+    whole = {"group_size": 2, "sync_period": 5, "wait_avoiding": False}
+    synchronous = run(2, fit_adaptive, "wagma", whole, optimizer)
+    averaging = run(2, fit_adaptive, "local_sgd", {"sync_period": 1}, optimizer)
+    assert same(synchronous)
+    assert_close(synchronous[0], averaging[0])
+    for options in ({}, {"overlap": True}):
+        late = run(2, fit_adaptive, "wagma", {"sync_period": 5, **options}, optimizer)
+        assert same(late)
+        start = weights(Adaptive(optimizer))
+        moved = (late[0] - averaging[0]).norm() / (averaging[0] - start).norm()
+        assert moved < 0.3
 
 
 # ---- ranks with different numbers of batches ----
@@ -575,6 +619,52 @@ class Pair(Adversaries):
 def test_models_of_several_parts_end_together_too(name: str, make: Callable[..., Any]) -> None:
     ranks = run(2, fit_uneven, name, (3, 11), make, {"options": {"timeout_s": 1.5}})
     assert same([x for x, _, _ in ranks])
+
+
+def fit_unevenly(case: str, folder: str) -> str:
+    options: dict[str, Any] = {"max_epochs": 2}
+    make: Any = Plain
+    if case == "saves":
+        options["callbacks"] = [ModelCheckpoint(folder, every_n_train_steps=3)]
+        options["enable_checkpointing"] = True
+    elif case == "validates":
+        options["val_check_interval"] = 3
+    elif case == "stops":
+        options = {"max_steps": 10, "max_epochs": -1}
+    else:
+        make = Logging
+    samples = 8 * (5, 8)[int(os.environ["RANK"])]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(
+                "allreduce",
+                make,
+                {"num_samples": samples},
+                None if case == "saves" else {"num_samples": 32},
+                use_distributed_sampler=False,
+                options={"timeout_s": 5},
+                **options,
+            )
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("saves", "ranks must save as often .* got 5 batches .* on rank 0, 8 .* every_n_epochs"),
+        ("validates", "ranks must evaluate as often .* val_check_interval=3; use a fraction"),
+        ("stops", "max_steps=10, which are 2 whole epochs on rank 0, 1 whole epochs on rank 1"),
+        ("logs", "must not be asked of ranks that have run out of batches.* use on_epoch=True"),
+    ],
+)
+def test_what_makes_uneven_ranks_wait_for_each_other_is_refused(
+    case: str, text: str, tmp_path: Path
+) -> None:
+    for error in run(2, fit_unevenly, case, str(tmp_path)):
+        assert re.search(text, error)
 
 
 # ---- logged metrics ----

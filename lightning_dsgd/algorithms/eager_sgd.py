@@ -125,6 +125,12 @@ class EagerSGD(Algorithm):
         self.arrived_at = version
         self.take_gradient(version)
 
+    def is_stale(self, version: int) -> bool:
+        return False
+
+    def renew(self) -> None:
+        pass
+
     def contribute(self, version: int) -> Tensor:
         if self.is_global(version):
             return self.total.copy_(self.x)

@@ -175,6 +175,14 @@ class WAGMA(Algorithm):
         if not self.overlap:
             self.publish(version)
 
+    def is_stale(self, version: int) -> bool:
+        """With overlap, W' is not published while it is needed for a correction."""
+        return self.overlap and version - self.published_at >= 2 * self.sync_period
+
+    def renew(self) -> None:
+        if self.overlap:
+            self.correct_and_publish(self.version - 1)
+
     def contribute(self, version: int) -> Tensor:
         with self.lock:
             self.is_summing = True

@@ -1,108 +1,60 @@
 """Steps per second of several strategies, in one job, with simulated computation and stragglers.
 
     lightning-dsgd bench throughput --strategies ddp,wagma,wagma:overlap=true,no_sync --ranks 8 \
-        --compute-ms 400 --delay-ms 320 --delayed-ranks 2 --params 1e6 --steps 30 --output FILE.json
+        --network 1gbit --compute-ms 400 --delay-ms 320 --delayed-ranks 2 --params 1e6 --steps 30 \
+        --output FILE.json
 
-All ranks are started once, through `torchrun`; then they run one `Trainer.fit` after another, every
-strategy once a round, in an order that changes from round to round.  Computation is a sleep, so
-that many ranks fit on few cores, and the same random ranks are delayed for every strategy of a
-round.
+All ranks are started once; then they run one `Trainer.fit` after another, every strategy once a
+round, in an order that changes from round to round.  Computation is a sleep, so that many ranks fit
+on few cores, and the same random ranks are delayed for every strategy of a round.
 
-A round of a strategy gives: steps / (time until the slowest rank has done its last step).
+steps_per_s   steps / (time until the slowest rank has done its last step)
+with_finish   steps / (time until the slowest rank has the final model)
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-STATISTICS = ("steps_per_s", "wait_s_per_step", "mb_sent_per_step", "late_share")
+from lightning_dsgd.bench.job import Cell, Job, finish
+from lightning_dsgd.bench.network import Link, why_not
+
+STATISTICS = ("steps_per_s", "with_finish", "wait_s_per_step", "mb_sent_per_step", "late_share")
+LINK_CHECK = "allreduce_bandwidth"
+"""The cell that measures the network itself."""
+_CHECKED_PARAMS = 10_000_000
 
 
-def parse_strategy(spec: str) -> tuple[str, dict[str, Any]]:
-    """`wagma:overlap=true:grace_s=0.02` as a name and its hyperparameters."""
-    name, *options = spec.split(":")
-    pairs = (option.split("=", 1) for option in options)
-    return name, {key: _value(text) for key, text in pairs}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def run_rank(args: argparse.Namespace) -> None:
-    """What every process does: all cells, one after the other."""
-    import torch
-    import torch.distributed as dist
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    results: list[dict[str, Any]] = []
-    specs = args.strategies.split(",")
-    for turn in range(args.rounds):
-        shift = turn % len(specs)
-        for spec in specs[shift:] + specs[:shift]:
-            cell = run_cell(spec, turn, args)
-            everyones: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(everyones, cell)
-            slowest = max(rank["seconds"] for rank in everyones)
-            results.append(
-                {
-                    "strategy": spec,
-                    "round": turn,
-                    "steps_per_s": args.steps / slowest,
-                    "seconds": [rank["seconds"] for rank in everyones],
-                    **{
-                        name: statistics.mean(rank[name] for rank in everyones)
-                        for name in STATISTICS[1:]
-                        if name in everyones[0]
-                    },
-                }
-            )
-            if dist.get_rank() == 0:
-                print(
-                    f"round {turn + 1}/{args.rounds}  {spec:32} "
-                    f"{results[-1]['steps_per_s']:.3f} steps/s",
-                    flush=True,
-                )
-    if dist.get_rank() == 0:
-        Path(args.part).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run_cell(spec: str, turn: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One fit of one strategy on this rank."""
+def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
+    """One fit of one strategy on this rank; or the check of the link."""
+    if cell["strategy"] == LINK_CHECK:
+        return measure_link(settings)
     import lightning as L
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    import lightning_dsgd
+    from lightning_dsgd.bench import contestants
     from lightning_dsgd.callbacks import StragglerInjector
+
+    steps, ranks = settings["steps"], settings["world_size"]
 
     class Sleeper(L.LightningModule):
         """So many parameters, and a step that takes so long and computes next to nothing."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.zeros(int(float(args.params))))
+            side = int(settings["params"] ** 0.5)  # a matrix, as PowerSGD compresses only those
+            self.weight = nn.Parameter(torch.zeros(side, side))
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            time.sleep(args.compute_ms / 1e3)
-            return self.weight[:1000].sum()
+            time.sleep(settings["compute_s"])
+            return self.weight.sum()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-6)
@@ -115,50 +67,76 @@ def run_cell(spec: str, turn: int, args: argparse.Namespace) -> dict[str, Any]:
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             torch.distributed.barrier()
-            self.before = self.figures(trainer)
+            self.before = communication(trainer)
             self.begin = time.perf_counter()
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             self.end = time.perf_counter()
-            if trainer.global_step == args.steps:
-                self.after = self.figures(trainer)
+            if trainer.global_step == steps:
+                self.after = communication(trainer)
 
-        @staticmethod
-        def figures(trainer: Any) -> dict[str, float]:
-            ours = hasattr(trainer.strategy, "communication")
-            return trainer.strategy.communication() if ours else {}
-
-    name, options = parse_strategy(spec)
-    strategy: Any = name
-    if options:
-        strategy = lightning_dsgd.STRATEGIES[name](**options)
     clock = Clock()
-    L.seed_everything(turn, verbose=False)
-    L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        max_steps=args.steps,
-        max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock, StragglerInjector(args.delay_ms / 1e3, args.delayed_ranks, seed=turn)],
-    ).fit(
-        Sleeper(),
-        DataLoader(TensorDataset(torch.zeros(args.steps * int(os.environ["WORLD_SIZE"]), 1))),
+    straggler = StragglerInjector(
+        settings["delay_s"], settings["delayed_ranks"], seed=cell["round"]
     )
-    cell: dict[str, Any] = {"seconds": clock.end - clock.begin}
-    if clock.after:
-        for name, key, unit in (
-            ("wait_s", "wait_s_per_step", 1),
-            ("bytes_sent", "mb_sent_per_step", 1e6),
-        ):
-            cell[key] = (clock.after[name] - clock.before[name]) / args.steps / unit
-        if "late_share" in clock.after:
-            cell["late_share"] = clock.after["late_share"]
-    return cell
+    L.seed_everything(cell["round"], verbose=False)
+    trainer = contestants.trainer(
+        cell["strategy"], ranks, max_steps=steps, max_epochs=-1, callbacks=[clock, straggler]
+    )
+    trainer.fit(Sleeper(), DataLoader(TensorDataset(torch.zeros(steps * ranks, 1))))
+    result = {"seconds": clock.end - clock.begin, "finished_s": time.perf_counter() - clock.begin}
+    if not clock.after:
+        return result
+    return result | {
+        "wait_s_per_step": (clock.after["wait_s"] - clock.before["wait_s"]) / steps,
+        "mb_sent_per_step": (clock.after["bytes_sent"] - clock.before["bytes_sent"]) / steps / 1e6,
+        **{k: v for k, v in clock.after.items() if k not in clock.before},
+    }
+
+
+def communication(trainer: Any) -> dict[str, float]:
+    """What a strategy of ours has sent and waited for; Lightning's own do not say."""
+    ours = hasattr(trainer.strategy, "communication")
+    return trainer.strategy.communication() if ours else {}
+
+
+def measure_link(settings: dict[str, Any]) -> dict[str, Any]:
+    """What an all-reduce gets through the link: it sends 2n(P-1)/P elements in each direction."""
+    import torch
+    import torch.distributed as dist
+
+    from lightning_dsgd.transport.process_group import ProcessGroupTransport
+
+    if not dist.is_initialized():
+        from lightning_dsgd.bench import contestants
+
+        contestants.trainer("no_sync", settings["world_size"]).strategy.setup_environment()
+    net, x, times = ProcessGroupTransport(), torch.zeros(_CHECKED_PARAMS), []
+    for _ in range(4):
+        net.barrier().wait()
+        begin = time.perf_counter()
+        net.all_reduce(x).wait()
+        times.append(time.perf_counter() - begin)
+    net.barrier().wait()
+    net.close()
+    sent_bits = 32 * 2 * _CHECKED_PARAMS * (net.world_size - 1) / net.world_size
+    return {"rate_bit_s": sent_bits / statistics.median(times[1:])}
+
+
+def flatten(result: Cell, steps: int) -> dict[str, Any]:
+    """One line a cell: figures of the slowest rank, or the mean over the ranks."""
+    ranks = result["ranks"]
+    flat: dict[str, Any] = {
+        "strategy": result["strategy"],
+        "round": result["round"],
+        "steps_per_s": steps / max(rank["seconds"] for rank in ranks),
+        "with_finish": steps / max(rank["finished_s"] for rank in ranks),
+        "seconds": [rank["seconds"] for rank in ranks],
+    }
+    for name in ranks[0]:
+        if name not in ("seconds", "finished_s"):
+            flat[name] = statistics.mean(rank[name] for rank in ranks)
+    return flat
 
 
 def summarize(cells: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
@@ -176,6 +154,7 @@ def summarize(cells: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]
         for other, key in ((baseline, "ratio"), ("no_sync", "of_no_sync")):
             ratios = [r[spec] / r[other] for r in by_round.values() if spec in r and other in r]
             row[key] = statistics.median(ratios) if ratios else None
+            row[f"{key}_range"] = [min(ratios), max(ratios)] if ratios else None
         rows.append(row)
     return rows
 
@@ -204,61 +183,77 @@ def _or_dash(value: float | None, form: str, factor: float = 1.0) -> str:
     return "" if value is None else form.format(factor * value)
 
 
+def chosen_link(network: str | None) -> tuple[Link | None, str]:
+    """The link to emulate, and what is to be said of the network."""
+    if network is None:
+        return None, "loopback (--network emulates a slower one)"
+    link = Link.parse(network)
+    reason = why_not()
+    if reason:
+        return None, f"loopback, not {network}: {reason}"
+    return link, f"{network} between network namespaces"
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Starts the ranks, waits for them, and writes the result file."""
+    """Runs the job and writes the result file."""
     parser = argparse.ArgumentParser(
-        prog="lightning-dsgd bench throughput", description=(__doc__ or "").splitlines()[0]
+        prog="lightning-dsgd bench throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--strategies", default="ddp,local_sgd:sync_period=1,wagma,no_sync")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--network", help="of every rank, such as 1gbit or 10gbit,1ms")
+    parser.add_argument("--launcher", default="subprocess", help="or torchrun, or mpiexec")
     parser.add_argument("--compute-ms", type=float, default=400.0)
     parser.add_argument("--delay-ms", type=float, default=320.0)
     parser.add_argument("--delayed-ranks", type=int, default=2)
-    parser.add_argument("--params", default="1e6")
+    parser.add_argument("--params", type=float, default=1e6)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", default="throughput.json")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # where rank 0 leaves the cells
+    parser.add_argument("--output", type=Path, default=Path("throughput.json"))
     args = parser.parse_args(argv)
-    if args.part:
-        run_rank(args)
-        return
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_suffix(".part")
-    given = sys.argv[1:] if argv is None else argv
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", str(args.ranks), "-m", "lightning_dsgd.bench.throughput"]
-    subprocess.run(
-        [*launch, *given, "--part", str(part)],
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    cells = json.loads(part.read_text())
-    part.unlink()
-    import lightning
-    import torch
-
-    import lightning_dsgd
-
-    baseline = args.strategies.split(",")[0]
-    rows = summarize(cells, baseline)
-    report = {
-        "command": "lightning-dsgd bench throughput " + " ".join(given),
-        "network": "loopback",
-        "cores": os.cpu_count(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-            "lightning_dsgd": lightning_dsgd.__version__,
+    link, network = chosen_link(args.network)
+    print(f"{args.ranks} ranks, {network}")
+    specs = args.strategies.split(",")
+    job = Job(
+        "lightning_dsgd.bench.throughput:run_cell",
+        {
+            "world_size": args.ranks,
+            "steps": args.steps,
+            "params": int(args.params),
+            "compute_s": args.compute_ms / 1e3,
+            "delay_s": args.delay_ms / 1e3,
+            "delayed_ranks": args.delayed_ranks,
         },
-        "summary": rows,
-        "cells": cells,
-    }
-    output.write_text(json.dumps(report, indent=1))
-    print(table(rows, baseline))
-    print(f"\nwritten: {output}")
+        args.ranks,
+        link,
+        args.launcher,
+    )
+    plan: list[Cell] = [{"strategy": LINK_CHECK, "round": 0}] if args.ranks > 1 else []
+    for turn in range(args.rounds):
+        shift = turn % len(specs)
+        plan += [{"strategy": spec, "round": turn} for spec in specs[shift:] + specs[:shift]]
+    results = job.run(plan, args.output)
+    given = sys.argv[1:] if argv is None else argv
+    report = job.provenance(" ".join(["lightning-dsgd bench throughput", *given]))
+    report["network"] = network
+    if args.ranks > 1:
+        report["link_check"] = check_link(results.pop(0), link)
+    cells = [flatten(result, args.steps) for result in results]
+    report["summary"] = summarize(cells, specs[0])
+    report["cells"] = cells
+    print("\n" + table(report["summary"], specs[0]))
+    finish(report, args.output)
+
+
+def check_link(result: Cell, link: Link | None) -> dict[str, Any]:
+    """The all-reduce rate of the slowest rank, and its share of the link's."""
+    rate = min(rank["rate_bit_s"] for rank in result["ranks"])
+    share = rate / link.rate_bit_s if link else None
+    asked = f", {share:.2f} of the link's" if share else ""
+    print(f"an all-reduce alone moves {rate / 1e9:.3f} Gbit/s in each direction{asked}")
+    return {"rate_bit_s": rate, "share_of_link": share}
 
 
 if __name__ == "__main__":

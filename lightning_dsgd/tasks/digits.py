@@ -12,8 +12,6 @@ from torch.utils.data import TensorDataset, random_split
 from lightning_dsgd.tasks.base import Classifier, SplitData
 
 NUM_CLASSES = 10
-SPLIT = (1437, 180, 180)
-"""Images to train on, to validate on, to test on."""
 
 
 class DigitsData(SplitData):
@@ -23,8 +21,21 @@ class DigitsData(SplitData):
         batch_size: images a rank and step.
         num_workers: loader processes a rank; with 0 the training process loads, which is the
             fastest for a data set that is in memory.
+<<<<<<< HEAD
         mult: of PopSGD's partition; None deals out as usual.
+=======
+        split: images to train on, to validate on, to test on.
+>>>>>>> main
     """
+
+    def __init__(
+        self,
+        batch_size: int = 16,
+        num_workers: int = 0,
+        split: tuple[int, int, int] = (1437, 180, 180),
+    ) -> None:
+        super().__init__(batch_size, num_workers)
+        self.split = split
 
     def setup(self, stage: str) -> None:
         try:
@@ -37,7 +48,7 @@ class DigitsData(SplitData):
         pixels, digits = load_digits(return_X_y=True)
         images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
         dataset = TensorDataset(images, torch.tensor(digits, dtype=torch.int64))
-        parts = random_split(dataset, SPLIT, generator=torch.Generator().manual_seed(0))
+        parts = random_split(dataset, self.split, generator=torch.Generator().manual_seed(0))
         self.splits = dict(zip(("train", "val", "test"), parts, strict=True))
 
 

@@ -1,0 +1,126 @@
+"""What a measurement compares: our strategies, and their peers in Lightning and torch, by name.
+
+    wagma:overlap=true:grace_s=0.02     a strategy of ours, with hyperparameters
+    ddp, single_device                  Lightning's own
+    ddp_fp16                            its gradients compressed to half precision on the wire
+    ddp_powersgd:rank=2                 its gradients as products of low rank (Vogels et al. 2019)
+    post_local_sgd:period=8:start=0     DDP, and from step `start` on weights averaged each `period`
+
+The peers are torch's own code: communication hooks and PeriodicModelAverager.  Lightning registers
+communication hooks on CUDA only; here they also run on CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_dsgd
+
+
+def parse(spec: str) -> tuple[str, dict[str, Any]]:
+    """`wagma:overlap=true:grace_s=0.02` as a name and its options."""
+    name, *options = spec.split(":")
+    pairs = (option.partition("=") for option in options)
+    return name, {key: _value(text) for key, _, text in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def strategy(spec: str) -> Any:
+    """What `Trainer(strategy=...)` takes."""
+    name, options = parse(spec)
+    if name in PEERS:
+        return PEERS[name](**options)
+    if name not in lightning_dsgd.STRATEGIES:
+        known = ", ".join((*PEERS, *lightning_dsgd.STRATEGIES))
+        raise ValueError(f"the strategy must be one of {known}, got {name!r}")
+    return lightning_dsgd.STRATEGIES[name](**options)
+
+
+def trainer(spec: str, ranks: int, **options: Any) -> L.Trainer:
+    """A Trainer that does nothing but train with that strategy."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return L.Trainer(
+        strategy=strategy(spec), accelerator="cpu", devices=ranks, **{**quiet, **options}
+    )
+
+
+class _DDPWithHook(DDPStrategy):
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.add_hook(self.model)
+
+    def add_hook(self, model: DistributedDataParallel) -> None:
+        raise NotImplementedError
+
+
+class _DDPFp16(_DDPWithHook):
+    def add_hook(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+class _DDPPowerSGD(_DDPWithHook):
+    def __init__(self, rank: int = 1, start: int = 2) -> None:
+        super().__init__()
+        self._rank = rank
+        self._start = start
+
+    def add_hook(self, model: DistributedDataParallel) -> None:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=self._rank, start_powerSGD_iter=self._start
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+class _PostLocalSGD(_DDPWithHook):
+    def __init__(self, period: int = 8, start: int = 0) -> None:
+        super().__init__()
+        self._start = start
+        self._averager = PeriodicModelAverager(period=period, warmup_steps=start)
+
+    def add_hook(self, model: DistributedDataParallel) -> None:
+        # One rank is a group of its own: no gradient is reduced once local steps have begun.
+        alone, _ = torch.distributed.new_subgroups(1)  # type: ignore[no-untyped-call]
+        state = post_localSGD_hook.PostLocalSGDState(  # type: ignore[no-untyped-call]
+            process_group=None, subgroup=alone, start_localSGD_iter=self._start
+        )
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        assert self.model is not None
+        self._averager.average_parameters(iter(self.model.parameters()))
+        return result
+
+
+PEERS: dict[str, Any] = {
+    "single_device": SingleDeviceStrategy,
+    "ddp": DDPStrategy,
+    "ddp_fp16": _DDPFp16,
+    "ddp_powersgd": _DDPPowerSGD,
+    "post_local_sgd": _PostLocalSGD,
+}

@@ -1,0 +1,192 @@
+"""A cluster on one machine: every node a network namespace behind a link of a chosen speed.
+
+    node 0: eth0 10.77.0.1  --tbf-->  p0 \
+    node 1: eth0 10.77.0.2  --tbf-->  p1  > a bridge, in a namespace of its own
+    ...                     <--tbf--     /
+
+A token bucket at both ends of each link lets so many bits a second through in each direction, as a
+full-duplex network card does; `netem` adds the latency where the kernel has it.  Needs root, and
+`ip` and `tc` of iproute2.  The names hold the process that made them, so that what a killed process
+has left behind is known and removed by the next.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+SUBNET: Final = "10.77.0"
+INTERFACE: Final = "eth0"
+MAX_NODES: Final = 250
+_PREFIX: Final = "dsgd"
+_COMMAND_TIMEOUT_S: Final = 30
+_BURST_S: Final = 0.002
+"""A bucket holds what its link carries in this time: as little as the kernel's timers allow."""
+_RATES: Final = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects a node to the switch.
+
+    Args:
+        rate_bit_s: bits a second, in each direction
+        latency_s: from one node to another
+    """
+
+    rate_bit_s: float
+    latency_s: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """`1gbit` or `10gbit,1ms` as a link."""
+        rate, _, latency = text.partition(",")
+        try:
+            return cls(_number(rate, _RATES), _number(latency, _TIMES) if latency else 0.0)
+        except ValueError:
+            raise ValueError(
+                f"network must be a rate and maybe a latency, got {text!r}; try 1gbit or 10gbit,1ms"
+            ) from None
+
+
+def _number(text: str, units: dict[str, float]) -> float:
+    match = re.fullmatch(r"([0-9.]+)([a-z]+)", text.strip())
+    if match is None or match[2] not in units or not float(match[1]) > 0:
+        raise ValueError(text)
+    return float(match[1]) * units[match[2]]
+
+
+def why_not() -> str:
+    """Why this machine cannot make namespaces; empty if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces need {' and '.join(missing)} (package iproute2)"
+    probe = f"{_PREFIX}{os.getpid()}-probe"
+    made = _try("ip", "netns", "add", probe)
+    _try("ip", "netns", "del", probe)
+    return f"this machine makes no network namespaces: {made}" if made else ""
+
+
+class Network:
+    """Nodes behind links, while the `with` block lasts.
+
+    Args:
+        num_nodes: how many
+        link: of every node
+    """
+
+    def __init__(self, num_nodes: int, link: Link) -> None:
+        if not 1 <= num_nodes <= MAX_NODES:
+            raise ValueError(
+                f"the number of nodes must be from 1 to {MAX_NODES}, got {num_nodes}; try 8"
+            )
+        self.num_nodes = num_nodes
+        self.link = link
+        self._switch = f"{_PREFIX}{os.getpid()}-sw"
+
+    def __enter__(self) -> Network:
+        remove_stale()
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def namespace(self, node: int) -> str:
+        """Its name, for `ip netns exec`."""
+        return f"{_PREFIX}{os.getpid()}-{node}"
+
+    def address(self, node: int) -> str:
+        """At which the other nodes reach it."""
+        return f"{SUBNET}.{node + 1}"
+
+    def inside(self, node: int) -> list[str]:
+        """What a command is to be preceded by to run on this node."""
+        return ["ip", "netns", "exec", self.namespace(node)]
+
+    def _build(self) -> None:
+        switch = self._switch
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for node in range(self.num_nodes):
+            name, port = self.namespace(node), f"p{node}"
+            _run("ip", "netns", "add", name)
+            pair = [INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", switch]
+            _run("ip", "link", "add", *pair)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", INTERFACE)
+            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
+            self._shape(name, INTERFACE)
+            self._shape(switch, port)
+
+    def _shape(self, namespace: str, device: str) -> None:
+        rate = self.link.rate_bit_s
+        burst = max(32_000, round(rate / 8 * _BURST_S))
+        tc = ["tc", "-n", namespace, "qdisc", "add", "dev", device]
+        bucket = ["rate", f"{rate:.0f}bit", "burst", str(burst), "limit", str(16 * burst)]
+        _run(*tc, "root", "handle", "1:", "tbf", *bucket)
+        if self.link.latency_s and device == INTERFACE:
+            delay = [f"{self.link.latency_s * 1e6:.0f}us", "limit", "100000"]
+            refused = _try(*tc, "parent", "1:1", "handle", "10:", "netem", "delay", *delay)
+            if refused:
+                raise RuntimeError(
+                    f"a link of {self.link.latency_s * 1e3:g} ms needs the kernel's netem, which "
+                    f"is not here ({refused}); leave the latency out"
+                )
+
+    def _remove(self) -> None:
+        for namespace in (*map(self.namespace, range(self.num_nodes)), self._switch):
+            _try("ip", "netns", "del", namespace)
+
+
+def remove_stale() -> list[str]:
+    """Removes, and names, what processes that are gone have left behind."""
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S
+    ).stdout
+    stale = [
+        match[0]
+        for match in re.finditer(rf"^{_PREFIX}(\d+)-\w+", listed, re.MULTILINE)
+        if not os.path.exists(f"/proc/{match[1]}")
+    ]
+    for namespace in stale:
+        _try("ip", "netns", "del", namespace)
+    return stale
+
+
+def describe(link: Link | None) -> dict[str, Any]:
+    """For a result file: over which network it was measured."""
+    if link is None:
+        return {"emulated": False, "rate_bit_s": None, "latency_s": None}
+    return {"emulated": True, "rate_bit_s": link.rate_bit_s, "latency_s": link.latency_s}
+
+
+def _run(*command: str) -> None:
+    refused = _try(*command)
+    if refused:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {refused}")
+
+
+def _try(*command: str) -> str:
+    """Runs the command; what it complained of, empty if nothing."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    return "" if done.returncode == 0 else done.stderr.strip() or f"status {done.returncode}"
