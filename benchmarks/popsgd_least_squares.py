@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms.popsgd import PopSGD
+from lightning_dsgd.tasks.regression import least_squares
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 M, D = 4096, 8
@@ -34,9 +35,7 @@ T_97_5 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 
 
 def problem() -> tuple[Tensor, Tensor, Tensor]:
     """A, b and the minimum."""
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(M, D, generator=generator, dtype=torch.float64)
-    b = a.sum(1) + torch.randn(M, generator=generator, dtype=torch.float64)
+    a, b = least_squares(M, D)
     return a, b, torch.linalg.lstsq(a, b[:, None]).solution[:, 0]
 
 

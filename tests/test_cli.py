@@ -14,7 +14,8 @@ import lightning_dsgd
 from lightning_dsgd.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = [ROOT / "recipes" / f"digits_{name}.yaml" for name in ("local_sgd", "wagma")]
+"""Started as a user starts them; test_recipes.py runs all of them."""
 
 
 def run(*args: str, cwd: Path, module: str = "lightning_dsgd") -> subprocess.CompletedProcess[str]:

@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "transport.mpi": {"torch", "mpi4py", "transport", "transport.endpoint"},
 }
 # These stand above the contracts, may know Lightning, and are known to nothing in the table above.
-ABOVE = {"", "strategy", "checkpoint", "callbacks", "cli", "__main__", "tasks", "bench"}
+ABOVE = {"", "strategy", "checkpoint", "callbacks", "loggers", "cli", "__main__", "tasks", "bench"}
 # "transport" is the Protocols alone, "torch" all of torch but its communication.
 EXACT = {"transport"}
 APART = {"torch.distributed"}
@@ -211,7 +211,9 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["Name"] == "lightning-dsgd"
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", metadata["Version"])
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"mpi", "demo", "images", "docs", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        *("bench", "control", "demo", "dev", "docs", "images", "mpi")
+    }
     requirements = metadata.get_all("Requires-Dist", [])
     always = {re.split(r"[<>=\[; ]", r)[0] for r in requirements if "extra ==" not in r}
     assert always == {"lightning", "torch", "torchmetrics", "wandb", "jsonargparse"}

@@ -11,7 +11,10 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_dsgd.tasks.partition import PopSGDSampler
 
 Batch = tuple[Tensor, Tensor] | list[Tensor]
 """Inputs (n, ...) and their classes (n,)."""
@@ -90,6 +93,13 @@ class Task(LightningModule):
             return optimizer
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._factor_of_step())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_validation_epoch_start(self) -> None:
+        # What metrics hold after `Trainer.validate` cannot be added to in a fit: it was made in
+        # inference mode.
+        for module in self.modules():
+            if isinstance(module, Metric):
+                module.reset()
 
     def _factor_of_step(self) -> Callable[[int], float]:
         """What the learning rate is multiplied by at an optimizer step."""
@@ -181,17 +191,26 @@ class SplitData(LightningDataModule):
         batch_size: samples a rank and step.
         num_workers: loader processes a rank; with 0 the training process loads, which is the
             fastest for a data set that is in memory.
+        mult: deals the data out as in the PopSGD paper, each part to two ranks, which pass over it
+            this often in an epoch (`lightning_dsgd.tasks.partition`); None deals out as usual.
     """
 
-    def __init__(self, batch_size: int = 16, num_workers: int = 0) -> None:
+    def __init__(self, batch_size: int = 16, num_workers: int = 0, mult: int | None = None) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.mult = mult
         self.splits: dict[str, Dataset[Any]] = {}
         self.collate: Callable[[list[Any]], Any] = default_collate
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader("train", shuffle=True)
+        if self.mult is None:
+            return self._loader("train", shuffle=True)
+        rank, world_size = (
+            (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        )
+        sampler = PopSGDSampler(self.splits["train"], world_size, rank, self.mult)
+        return self._loader("train", sampler=sampler)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader("val")

@@ -5,6 +5,8 @@ Small enough for a CPU, no download, and real: what a network has not seen it ca
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset, random_split
@@ -22,6 +24,7 @@ class DigitsData(SplitData):
         num_workers: loader processes a rank; with 0 the training process loads, which is the
             fastest for a data set that is in memory.
         split: images to train on, to validate on, to test on.
+        **kwargs: of `SplitData`.
     """
 
     def __init__(
@@ -29,8 +32,9 @@ class DigitsData(SplitData):
         batch_size: int = 16,
         num_workers: int = 0,
         split: tuple[int, int, int] = (1437, 180, 180),
+        **kwargs: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers)
+        super().__init__(batch_size, num_workers, **kwargs)
         self.split = split
 
     def setup(self, stage: str) -> None:

@@ -89,6 +89,7 @@ class CIFAR10Data(SplitData):
         num_workers: loader processes a rank.
         augment: whether training images are mirrored at random, and moved by up to 4 pixels.
         md5: checksum that the archive must have; None to take any.
+        **kwargs: of `SplitData`.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class CIFAR10Data(SplitData):
         num_workers: int = 0,
         augment: bool = True,
         md5: str | None = CIFAR10_MD5,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers)
+        super().__init__(batch_size, num_workers, **kwargs)
         self.path = Path(path)
         self.augment = augment
         self.md5 = md5
@@ -227,12 +229,18 @@ class ImageFolderData(SplitData):
         image_size: side of what the network sees.
         batch_size: images a rank and step.
         num_workers: loader processes a rank.
+        **kwargs: of `SplitData`.
     """
 
     def __init__(
-        self, root: str, image_size: int = 224, batch_size: int = 32, num_workers: int = 4
+        self,
+        root: str,
+        image_size: int = 224,
+        batch_size: int = 32,
+        num_workers: int = 4,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers)
+        super().__init__(batch_size, num_workers, **kwargs)
         self.root = Path(root)
         self.image_size = image_size
 

@@ -154,8 +154,6 @@ class LanguageModel(Task):
     def _evaluate(
         self, split: str, batch: list[Tensor], batch_idx: int, perplexity: Perplexity
     ) -> None:
-        if batch_idx == 0:
-            perplexity.reset()  # what `Trainer.validate` leaves cannot be added to in a fit
         # The same tokens are hidden in every evaluation.
         generator = torch.Generator(self.device).manual_seed(batch_idx)
         logits, targets = self.logits_and_targets(batch[0].long(), generator)
