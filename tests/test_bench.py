@@ -215,15 +215,15 @@ def test_without_namespaces_it_says_that_it_measures_loopback(
 
 def test_convergence_counts_steps_and_seconds_to_the_target(tmp_path: Path) -> None:
     options = "--task digits --ranks 2 --strategies allreduce,wagma:group_size=2 --seeds 1"
-    options += " --epochs 3 --target 0.5 --compute-ms 5 --delay-ms 10 --delayed-ranks 1"
+    options += " --epochs 4 --val-every 2 --target 0.5 --compute-ms 5 --delay-ms 10 --delayed-ranks 1"
     result = run_bench(convergence, tmp_path / "c.json", options)
     ours = result["summary"][1]
     assert ours["strategy"] == "wagma:group_size=2"
     assert ours["reached"] == 1
     rows = result["cells"][0]["rows"]
-    assert [row["step"] for row in rows] == [34, 68, 102]
-    assert rows[0]["seconds"] < rows[1]["seconds"] < rows[2]["seconds"]
-    assert rows[2]["seconds"] > 102 * 0.015  # one of the two is late in each step
+    assert [row["step"] for row in rows] == [68, 136]
+    for row in rows:
+        assert row["seconds"] > row["step"] * 0.015  # one of the two is late in each step
     first = next(row for row in rows if row["value"] >= 0.5)
     assert result["summary"][0]["step_to_target"] == first["step"]
     report.main([str(tmp_path / "c.json"), "--output", str(tmp_path / "report")])

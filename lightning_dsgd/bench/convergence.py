@@ -110,8 +110,6 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         def on_train_start(self, trainer: Any, *_: Any) -> None:
             torch.distributed.barrier()
             self.sent_before = communication(trainer).get("bytes_sent", 0.0)
-
-        def on_train_epoch_start(self, *_: Any) -> None:
             self.begin = time.perf_counter()
 
         def on_validation_start(self, trainer: Any, *_: Any) -> None:
@@ -125,9 +123,6 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
                     "mb_sent": -1.0 if sent is None else (sent - self.sent_before) / 1e6,
                 }
             )
-
-        def on_validation_epoch_end(self, trainer: Any, *_: Any) -> None:
-            self.begin = time.perf_counter()
 
         def on_validation_end(self, trainer: Any, *_: Any) -> None:
             self.rows[-1]["value"] = float(trainer.callback_metrics[task.monitor])
