@@ -52,7 +52,14 @@ MAY_IMPORT = {
         "transport",
         "transport.endpoint",
     },
-    "transport.mpi": {"torch", "mpi4py", "transport", "transport.endpoint"},
+    # MPI carries the messages; the mesh of process_group, mailboxes and news of lost ranks.
+    "transport.mpi": {
+        "torch",
+        "mpi4py",
+        "transport",
+        "transport.endpoint",
+        "transport.process_group",
+    },
 }
 # These stand above the contracts, may know Lightning, and are known to nothing in the table above.
 ABOVE = {"", "strategy", "checkpoint", "callbacks", "loggers", "cli", "__main__", "tasks", "bench"}
