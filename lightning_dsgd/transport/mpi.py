@@ -311,7 +311,7 @@ class _Wire:
         """Begins the message of the next frame, if that is here.
 
         Not a receive from any source that is always posted: over shared memory and a network
-        together, MPICH 5.0 loses messages to it.
+        together, MPICH 5.0 hung here.
         """
         mpi = _mpi()
         if self._receiving is None:
