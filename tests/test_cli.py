@@ -59,6 +59,7 @@ try:
 except SystemExit as end:
     assert end.code == 0
 assert "jsonargparse" not in sys.modules
+assert "lightning_dsgd.tasks" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=100)
 
