@@ -215,7 +215,8 @@ def test_without_namespaces_it_says_that_it_measures_loopback(
 
 def test_convergence_counts_steps_and_seconds_to_the_target(tmp_path: Path) -> None:
     options = "--task digits --ranks 2 --strategies allreduce,wagma:group_size=2 --seeds 1"
-    options += " --epochs 4 --val-every 2 --target 0.5 --compute-ms 5 --delay-ms 10 --delayed-ranks 1"
+    options += " --epochs 4 --val-every 2 --target 0.5"
+    options += " --compute-ms 5 --delay-ms 10 --delayed-ranks 1"
     result = run_bench(convergence, tmp_path / "c.json", options)
     ours = result["summary"][1]
     assert ours["strategy"] == "wagma:group_size=2"

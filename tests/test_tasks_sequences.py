@@ -6,7 +6,6 @@ import struct
 import sys
 import types
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +43,8 @@ from lightning_dsgd.tasks.translation import (
     bucket,
     generated_pairs,
 )
-from tests.test_tasks import num_parameters, trainer
+from tests.test_tasks import num_parameters, one_thread, trainer  # noqa: F401 - a fixture
 from tests.worlds import FitWorld
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
 
 # ---- translation ----
 
