@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help test lint demo clean
+.PHONY: help test lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -18,6 +18,7 @@ help:
 	@echo "make test    virtual environment, install, the test suite"
 	@echo "make lint    virtual environment, install, ruff and mypy"
 	@echo "make demo    virtual environment, install, digits with wagma beside DDP"
+	@echo "make docs    virtual environment, install, the documents as a site: build/site/index.html"
 	@echo "make clean   remove the virtual environment, caches and the demo's output"
 
 test: $(INSTALLED)
@@ -31,6 +32,9 @@ lint: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) build dist demo_output .mypy_cache .pytest_cache .ruff_cache
 	find lightning_dsgd tests examples -name __pycache__ -prune -exec rm -rf {} +
@@ -43,5 +47,5 @@ $(BIN)/python:
 # The stamp: a second call installs nothing, unless the dependencies have changed.
 $(INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[dev,demo]'
+	$(BIN)/python -m pip install --quiet -e '.[dev,demo,docs,mpi]'
 	@touch $@

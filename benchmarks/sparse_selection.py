@@ -3,13 +3,16 @@
     python benchmarks/sparse_selection.py --samples 20 > docs/results/sparse_selection.json
 
 All variants take turns in a shuffled order, so that noise of the machine meets them alike; times
-are in milliseconds.  The share of the copy bandwidth is the time of `b.copy_(a)`, one read and one
-write of n elements, over that of a variant.
+are in milliseconds, ratios are medians of the ratios within one turn.  A copy is `b.copy_(a)`, one
+read and one write of n elements.
 
-    select        marks of |r_i| >= th, their indices and values, and zeros in their places of r
+    select        indices and values of |r_i| >= th, and zeros in their places of r
     accumulate    the same, with r += g and g <- 0 on the way: two reads and two writes at the least
     kth           the exact threshold
-    exchange      pack and unpack of what was selected
+    pack, unpack  of what was selected
+
+`--device cuda` measures the same on a GPU; there `copy_share` is the share of the copy's bandwidth
+that r += g, g <- 0 and the selection reach: 16 n bytes, over those 8 n of the copy.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -33,36 +37,25 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     n, k = args.numel, round(args.numel * args.density)
     generator = torch.Generator().manual_seed(0)
-    x, g, a, b = (torch.randn(n, generator=generator) for _ in range(4))
-    threshold = sparse.kth_magnitude(x, k)
-    marks, residual = sparse.marks_for(x), x.clone()
+    x, g, a, b = (torch.randn(n, generator=generator).to(args.device) for _ in range(4))
+    threshold, residual = sparse.kth_magnitude(x, k), x.clone()
     values, indices = sparse.select(x, threshold)
     message = sparse.pack(values, indices, torch.float32)
 
-    taken: list[torch.Tensor] = []
-
-    def take_out() -> None:
-        indices = sparse.marked(marks)
-        taken.append(residual.index_select(0, indices))
-        residual.index_fill_(0, indices, 0)
-
-    def select() -> None:
-        sparse.mark(residual, threshold, marks)
-        take_out()
-
-    def accumulate() -> None:
-        sparse.accumulate_and_mark(residual, g, threshold, marks)
-        take_out()
+    def take_out(selected: tuple[torch.Tensor, torch.Tensor]) -> None:
+        residual.index_fill_(0, selected[1], 0)
 
     variants: dict[str, Callable[[], object]] = {
         "copy": lambda: b.copy_(a),
         "add": lambda: b.add_(a),
-        "mark": lambda: sparse.mark(residual, threshold, marks),
-        "select": select,
-        "accumulate": accumulate,
+        "select": lambda: take_out(sparse.select(residual, threshold)),
+        "accumulate": lambda: take_out(sparse.accumulate_and_select(residual, g, threshold)),
         "kth": lambda: sparse.kth_magnitude(x, k),
         "topk": lambda: torch.topk(x.abs(), k),
         "pack": lambda: sparse.pack(values, indices, torch.float32),
@@ -70,20 +63,28 @@ def main() -> None:
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
     order, loads = list(variants), []
+    wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     for sample in range(args.samples + 1):
         random.Random(sample).shuffle(order)
         loads.append(os.getloadavg()[0])
         for name in order:
             g.copy_(a).mul_(1e-9)  # nothing to be selected anew: the same work in every sample
+            residual[indices] = values
+            wait()
             begin = time.perf_counter()
             variants[name]()
+            wait()
             if sample:
                 times[name].append((time.perf_counter() - begin) * 1e3)
-            if taken:
-                residual[indices] = taken.pop()
-    median = {name: statistics.median(values) for name, values in times.items()}
-    best = {name: min(values) for name, values in times.items()}
+
+    def ratio(name: str, base: str) -> dict[str, float]:
+        ratios = [t / u for t, u in zip(times[name], times[base], strict=True)]
+        best = min(times[name]) / min(times[base])
+        return {"median": round(statistics.median(ratios), 2), "best": round(best, 2)}
+
     result = {
+        "command": " ".join(["python", "benchmarks/sparse_selection.py", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": [round(load, 2) for load in loads],
@@ -91,21 +92,12 @@ def main() -> None:
         "numel": n,
         "k": k,
         "samples": args.samples,
-        "median_ms": {name: round(value, 2) for name, value in median.items()},
-        "best_ms": {name: round(value, 2) for name, value in best.items()},
-        "topk_over_select": {
-            "median": round(median["topk"] / median["select"], 2),
-            "best": round(best["topk"] / best["select"], 2),
-        },
-        "select_over_copy": {
-            "median": round(median["select"] / median["copy"], 2),
-            "best": round(best["select"] / best["copy"], 2),
-        },
-        "accumulate_over_copy": {
-            "median": round(median["accumulate"] / median["copy"], 2),
-            "best": round(best["accumulate"] / best["copy"], 2),
-        },
-        "mark_share_of_copy": round(median["copy"] / median["mark"], 3),
+        "median_ms": {name: round(statistics.median(t), 2) for name, t in times.items()},
+        "best_ms": {name: round(min(t), 2) for name, t in times.items()},
+        "topk_over_select": ratio("topk", "select"),
+        "select_over_copy": ratio("select", "copy"),
+        "accumulate_over_copy": ratio("accumulate", "copy"),
+        "copy_share": round(2 / ratio("accumulate", "copy")["median"], 3),
         "bytes_per_entry": round(len(message) / len(values), 3),
         "samples_ms": {name: [round(t, 2) for t in values] for name, values in times.items()},
     }

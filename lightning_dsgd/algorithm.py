@@ -11,13 +11,30 @@ knows no more than a `Transport`.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_dsgd.transport import Transport
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one chooses an algorithm by, besides the first line and the memory of its docstring.
+
+    Args:
+        when: how often it communicates
+        with_whom: with which ranks
+        sends: what a rank sends in a step; words are of 4 bytes
+        suits: for which situation it is
+    """
+
+    when: str
+    with_whom: str
+    sends: str
+    suits: str
 
 
 class Algorithm:
@@ -29,6 +46,9 @@ class Algorithm:
 
     name: ClassVar[str]
     """What `Trainer(strategy=...)` calls it."""
+
+    profile: ClassVar[Profile | None] = None
+    """For the table of strategies."""
 
     uses_gradient: ClassVar[bool] = False
     """Whether `before_update` needs g; if not, no gradient is gathered, and g is empty."""

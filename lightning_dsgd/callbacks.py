@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
+
+_COUNTED: Final[frozenset[str]] = frozenset({"bytes_sent", "messages_sent", "wait_s"})
+_OF_RANK: Final[tuple[str, ...]] = (
+    "bytes_sent",
+    "wait_s",
+    "staleness",
+    "late_share",
+    "local_steps_per_sync",
+)
 
 
 class CommunicationMonitor(pl.Callback):
@@ -22,10 +31,19 @@ class CommunicationMonitor(pl.Callback):
     | `dsgd/comm_overlap` | share of the communication so far that was hidden behind computation |
     | `dsgd/consensus_distance` | of the last evaluation: distance from the mean over its norm |
     | `dsgd/staleness`, `dsgd/density`, `dsgd/push_weight` | where the algorithm has such a figure |
+
+    The config of a W&B run gets the strategy's name, its hyperparameters and the number of ranks.
+
+    Args:
+        per_rank: whether every rank's waits, bytes and staleness are logged too, as
+            `dsgd/rank_00003/wait_s`; of each epoch, and gathered at its end, so that no step waits
     """
 
-    def __init__(self) -> None:
+    def __init__(self, per_rank: bool = False) -> None:
+        self.per_rank = per_rank
         self._last: dict[str, float] = {}
+        self._of_rank: dict[str, float] = {}
+        self._at_epoch_start: dict[str, float] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if not hasattr(trainer.strategy, "communication"):
@@ -36,23 +54,52 @@ class CommunicationMonitor(pl.Callback):
         self._last = {}
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
+                algorithm = trainer.strategy.algorithm
+                strategy = {"name": algorithm.name, "num_ranks": trainer.world_size}
+                logger.experiment.config.update(
+                    {"strategy": strategy | algorithm.hyperparameters()}, allow_val_change=True
+                )
                 logger.experiment.define_metric("dsgd/*", step_metric="trainer/global_step")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._last = trainer.strategy.communication()  # what setting up has cost is not a step's
+        self._of_rank = self._at_epoch_start = self._last
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._at_epoch_start = trainer.strategy.communication()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if self.per_rank:
+            self._of_rank = trainer.strategy.communication()
         # Before the log is written: the very steps at which Lightning's loggers take their values.
         if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps:
             return
         figures = trainer.strategy.communication()
-        for name in ("bytes_sent", "messages_sent", "wait_s"):
+        for name in _COUNTED:
             figures[name], self._last[name] = (
                 figures[name] - self._last.get(name, 0.0),
                 figures[name],
             )
         for name, value in figures.items():
             pl_module.log(f"dsgd/{name}", value, on_step=True, on_epoch=False, sync_dist=False)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not self.per_rank:
+            return
+        figures = {name: self._of_rank[name] for name in _OF_RANK if name in self._of_rank}
+        for name in _COUNTED & figures.keys():
+            figures[name] -= self._at_epoch_start[name]
+        by_rank = trainer.strategy.gather_figures(figures)
+        if not trainer.is_global_zero:
+            return
+        # Not by `log`, which would warn that the other ranks' values are left out.
+        metrics = {
+            f"dsgd/rank_{rank:05d}/{name}": value
+            for rank, theirs in enumerate(by_rank)
+            for name, value in theirs.items()
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 class StragglerInjector(pl.Callback):

@@ -2,6 +2,7 @@
 
     lightning-dsgd fit --config recipes/digits_local_sgd.yaml --trainer.strategy dpsgd
     lightning-dsgd strategies
+    lightning-dsgd doctor
 
 `python -m lightning_dsgd` is the same, for launchers that start a module.
 """
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import sys
 from collections.abc import Sequence
 
@@ -19,8 +19,10 @@ COMMANDS = {
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",
     "predict": "run on the prediction data",
-    "strategies": "list the names for --trainer.strategy",
+    "strategies": "the table of names for --trainer.strategy; with a name, all about it",
+    "doctor": "what works on this machine, and what to do about the rest",
     "bench": "measure strategies side by side (`lightning-dsgd bench throughput --help`)",
+    "simulate": "predict throughput on many ranks (`lightning-dsgd simulate --help`)",
 }
 BENCHES = {
     "throughput": "steps per second, with simulated computation, stragglers and links",
@@ -41,11 +43,18 @@ def main(args: Sequence[str] | None = None) -> None:
     if not given or given[0] in ("-h", "--help") or not given[0].startswith("-"):
         command = _parser().parse_args(given[:1]).command
         if command == "strategies":
-            argparse.ArgumentParser(prog="lightning-dsgd strategies").parse_args(given[1:])
-            print(list_strategies())
+            _show_strategies(given[1:])
+            return
+        if command == "doctor":
+            _examine(given[1:])
             return
         if command == "bench":
             _run_bench(given[1:])
+            return
+        if command == "simulate":
+            from lightning_dsgd.bench import simulate
+
+            simulate.main(given[1:])
             return
     _run_lightning(None if args is None else given)
 
@@ -62,22 +71,34 @@ def _run_bench(args: list[str]) -> None:
     importlib.import_module(f"lightning_dsgd.bench.{what}").main(args[1:])
 
 
-def list_strategies() -> str:
-    """One line for each registered strategy: its name, its class and the hyperparameters."""
-    from lightning.pytorch.strategies import StrategyRegistry
+def _show_strategies(args: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="lightning-dsgd strategies")
+    parser.add_argument("name", nargs="?", help="of one strategy: hyperparameters, rule and cost")
+    parser.add_argument("--markdown", metavar="PAGES", help="links to the pages of this folder")
+    given = parser.parse_args(args)
+    from lightning_dsgd import catalogue  # loads torch
 
-    lines = []
-    for name, entry in StrategyRegistry.items():
-        cls = entry["strategy"]
-        if cls.__module__.startswith("lightning_dsgd."):
-            arguments = ", ".join(
-                f"{parameter.name}={parameter.default!r}"
-                for parameter in inspect.signature(cls).parameters.values()
-                if parameter.default is not parameter.empty
-            )
-            lines.append((name, f"{cls.__name__}({arguments})"))
-    width = max((len(name) for name, _ in lines), default=0)
-    return "\n".join(f"{name:{width}}  {call}" for name, call in lines)
+    if given.markdown is not None:
+        print(catalogue.markdown(given.markdown))
+    elif given.name is None:
+        print(catalogue.table())
+        print("\nAll about one: lightning-dsgd strategies NAME")
+    else:
+        try:
+            print(catalogue.describe(given.name))
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def _examine(args: list[str]) -> None:
+    from lightning_dsgd import doctor
+
+    argparse.ArgumentParser(
+        prog="lightning-dsgd doctor",
+        description=doctor.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(args)
+    print(doctor.report(doctor.examine()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,10 +113,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_lightning(args: list[str] | None) -> None:
-    # Imported here as it takes a second, and `strategies` and `--help` do without.
+    # Imported here as it takes seconds, and the other commands and `--help` do without.
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI
 
+    from lightning_dsgd.strategy import register
+
+    register()
     LightningCLI(
         LightningModule,
         LightningDataModule,

@@ -35,13 +35,14 @@ Selected = tuple[Tensor, Tensor]
 SPLIT: Final = 1
 BALANCE: Final = 2
 GATHER: Final = 3
+BYTES: Final = torch.empty(0, dtype=torch.uint8)
+"""What messages are received like."""
 
 
 class ErrorFeedback(Algorithm):
     """Sends the largest entries of the accumulated gradient; subclasses say how they are summed.
 
-    Memory above plain training: |g|, the residual |g| in fp32 or wider, and a mark of one byte an
-    element.
+    Memory above plain training: |g|, and the residual |g| in fp32 or wider.
     """
 
     uses_gradient: ClassVar[bool] = True
@@ -61,7 +62,6 @@ class ErrorFeedback(Algorithm):
         super().start(net, x)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.residual = torch.zeros_like(x, dtype=wide)
-        self.marks = sparse.marks_for(x)
         self.wire = wide
         self.k = max(1, round(self.density * len(x)))
         self.step = 0
@@ -123,14 +123,15 @@ class ErrorFeedback(Algorithm):
         g.zero_()
 
     def local_topk(self) -> Selected:
-        """The k largest entries of the residual, fewer where the others are zero; marked."""
-        sparse.mark(self.residual, sparse.kth_magnitude(self.residual, self.k), self.marks)
-        return self.cut(self.marked(), self.k)
+        """The k largest entries of the residual, fewer where the others are zero."""
+        return self.cut(self.select(sparse.kth_magnitude(self.residual, self.k)), self.k)
 
-    def marked(self) -> Selected:
-        """The entries of the residual that are marked."""
-        indices = sparse.marked(self.marks)
-        values = self.residual.index_select(0, indices)
+    def select(self, threshold: Tensor, g: Tensor | None = None) -> Selected:
+        """What the threshold lets through of the residual, to which g is added first."""
+        if g is None:
+            values, indices = sparse.select(self.residual, threshold)
+        else:
+            values, indices = sparse.accumulate_and_select(self.residual, g, threshold)
         if not values.isfinite().all():
             raise FloatingPointError(
                 f"gradients must be finite, got NaN or inf on rank {self.net.rank} at step "
@@ -140,12 +141,11 @@ class ErrorFeedback(Algorithm):
         return values, indices
 
     def cut(self, selected: Selected, k: int) -> Selected:
-        """The k largest of what was selected, the first of equal ones; unmarks the others."""
+        """The k largest of what was selected, the first of equal ones."""
         values, indices = selected
         if len(values) <= k:
             return selected
         keep = sparse.largest(values, k)
-        self.marks[indices[~keep]] = False
         return values[keep], indices[keep]
 
     def take_out(self, values: Tensor, indices: Tensor) -> None:
@@ -164,7 +164,7 @@ class ErrorFeedback(Algorithm):
         self.net.send(self.pack(values, indices), rank, tag)
 
     def recv(self, rank: int, tag: int) -> Selected:
-        return self.unpack(self.net.recv(self.marks.view(torch.uint8), rank, tag).wait())
+        return self.unpack(self.net.recv(BYTES, rank, tag).wait())
 
     def allgatherv(self, message: Tensor) -> list[Tensor]:
         """Every rank's message, in the order of the ranks.

@@ -1,19 +1,19 @@
 """What is sent where only the largest entries are: thresholds, selection, the wire format.
 
-    kth_magnitude          th <- k-th largest |x_i|         reads x once, and about 1.3 k candidates
-    mark                   marks_i <- |x_i| >= th           reads x once, writes n bytes
-    accumulate_and_mark    r += g, g <- 0, marks of r       reads r and g, writes r, g and n bytes
-    marked                 indices <- where marks           reads n bytes
-    pack, unpack           (values, indices) <-> bytes      passes over what was selected
+    kth_magnitude           th <- k-th largest |x_i|          reads x once, and 1.3 k candidates
+    select                  values, indices <- |x_i| >= th    reads x once
+    accumulate_and_select   r += g, g <- 0, select from r     reads r and g, writes r and g
+    pack, unpack            (values, indices) <-> bytes       passes over what was selected
 
 Legend: n elements of x, k of them wanted, th a threshold (a tensor of one element), r the residual.
 
-On a CPU the first pass of each goes by pieces that stay in the cache, so what is written there as
-several operations touches memory once.  On a GPU nothing waits for the device but what returns a
-tensor whose length depends on the values: `marked`, `select`, `pack` and `unpack`.
+On a CPU a selection goes by pieces that stay in the cache, so what is written there as several
+operations touches memory once.  On a GPU it is a kernel (`sparse_triton.py`) where Triton can be
+imported; nothing waits for the device there but what returns a tensor whose length depends on the
+values: `select`, `accumulate_and_select`, `pack` and `unpack`.
 
-**NaN and inf** are marked, whatever the threshold: who looks at what was selected has found them,
-without a pass of its own.  **Zeros** are never marked, nor are subnormal numbers.
+**NaN and inf** are selected, whatever the threshold: who looks at what was selected has found them,
+without a pass of its own.  **Zeros** are never selected, nor are subnormal numbers.
 
 **The wire format.**  Indices go as distances from one to the next, in units of w bytes that hold
 less than L = 2^(8w) - 1, preceded by a unit of L for each L that the distance exceeds.  Such a code
@@ -30,13 +30,14 @@ and 24 bytes a message.  Indices are integers of 64 bits until then: no length i
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Final
 
 import torch
 from torch import Tensor
 
-_PIECE: Final = 1 << 19
-"""Elements that stay in the cache from one operation to the next (CPU)."""
+_PIECE: Final = 1 << 18
+"""Elements that stay in a core's cache from one operation to the next."""
 _SAMPLE_STRIDE: Final = 61
 _SAMPLE_FROM: Final = 1 << 16
 """A tensor of fewer elements is not worth a sample."""
@@ -84,53 +85,62 @@ def corrected(threshold: Tensor, count: int, k: int) -> Tensor:
 # ---- selection ----
 
 
-def marks_for(x: Tensor) -> Tensor:
-    """Room for the marks of x: a byte for each element, in whole words."""
-    return torch.zeros(-(-len(x) // 8) * 8, dtype=torch.bool, device=x.device)
+def select(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and ascending indices of the elements of at least the threshold's magnitude."""
+    return _select(x, threshold, None)
 
 
-def mark(x: Tensor, threshold: Tensor, marks: Tensor) -> None:
-    """Marks the elements of at least the threshold's magnitude."""
-    _mark(x, threshold, marks, None)
+def accumulate_and_select(residual: Tensor, g: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds g to the residual, leaves zeros in g, and selects from the residual."""
+    return _select(residual, threshold, g)
 
 
-def accumulate_and_mark(residual: Tensor, g: Tensor, threshold: Tensor, marks: Tensor) -> None:
-    """Adds g to the residual, leaves zeros in g, and marks the residual's largest elements."""
-    _mark(residual, threshold, marks, g)
-
-
-def _mark(x: Tensor, threshold: Tensor, marks: Tensor, g: Tensor | None) -> None:
+def _select(x: Tensor, threshold: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     least = threshold.clamp(min=torch.finfo(x.dtype).smallest_normal)
-    piece = max(1, len(x)) if x.is_cuda else min(_PIECE, max(1, len(x)))
-    magnitudes = torch.empty(piece, dtype=x.dtype, device=x.device)
-    for begin in range(0, len(x), piece):
+    if not x.is_cuda:
+        return select_by_pieces(x, least, g)
+    if importlib.util.find_spec("triton") is not None:
+        from lightning_dsgd import sparse_triton
+
+        return sparse_triton.select(x, least, g)
+    return select_plainly(x, least, g)
+
+
+def select_plainly(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """On any device; what the two faster forms must equal to the bit."""
+    if g is not None:
+        x += g
+        g.zero_()
+    # Not `>=`, which would pass over NaN.
+    indices = (x.abs() < least).logical_not_().nonzero().squeeze(1)
+    return x.index_select(0, indices), indices
+
+
+def select_by_pieces(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """On a CPU.
+
+    Comparing into a mask is slow there; `hardshrink`, which leaves NaN as it is, and conversion to
+    bool are not.  Then eight marks are looked at as one word, as most have none among them.
+    """
+    below = float(torch.nextafter(least, torch.zeros_like(least)))  # all but |x_i| <= below
+    piece = min(_PIECE * torch.get_num_threads(), -(-len(x) // 8) * 8)
+    kept, marks = x.new_empty(piece), torch.zeros(piece, dtype=torch.bool)
+    words = marks.view(torch.int64)
+    selected = [(x.new_empty(0), torch.empty(0, dtype=torch.int64))]
+    for begin in range(0, len(x), max(1, piece)):
         part = x[begin : begin + piece]
         if g is not None:
             part += g[begin : begin + piece]
             g[begin : begin + piece].zero_()
-        there = marks[begin : begin + len(part)]
-        torch.abs(part, out=magnitudes[: len(part)])
-        # Not `ge`, which would pass over NaN.
-        torch.lt(magnitudes[: len(part)], least, out=there).logical_not_()
-
-
-def marked(marks: Tensor) -> Tensor:
-    """The indices of the marks, ascending.
-
-    Looks at eight marks at a time, as most have none among them.
-    """
-    words = marks.view(torch.int64)
-    places = words.nonzero().squeeze(1)
-    within = words.index_select(0, places).view(torch.bool).nonzero().squeeze(1)
-    return places.index_select(0, within >> 3).mul_(8).add_(within.bitwise_and_(7))
-
-
-def select(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and ascending indices of the elements of at least the threshold's magnitude."""
-    marks = marks_for(x)
-    mark(x, threshold, marks)
-    indices = marked(marks)
-    return x.index_select(0, indices), indices
+        if len(part) < piece:
+            marks.zero_()
+        large = torch.hardshrink(part, below, out=kept[: len(part)])
+        marks[: len(part)].copy_(large)
+        places = words.nonzero().squeeze(1)
+        within = words.take(places).view(torch.bool).nonzero().squeeze(1)
+        indices = places.take(within >> 3).mul_(8).add_(within.bitwise_and_(7))
+        selected.append((large.take(indices), indices.add_(begin)))
+    return torch.cat([v for v, _ in selected]), torch.cat([i for _, i in selected])
 
 
 def largest(values: Tensor, k: int) -> Tensor:

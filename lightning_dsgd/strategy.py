@@ -28,6 +28,7 @@ import atexit
 import contextlib
 import importlib
 import inspect
+import json
 import math
 import os
 import re
@@ -64,6 +65,7 @@ from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.replica import Replica, by_rank, everyones
 from lightning_dsgd.stopping import AgreedStop
 from lightning_dsgd.transport import PeerLost, TransportError
+from lightning_dsgd.transport.mpi import MPITransport, check_launch, is_usable
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 if TYPE_CHECKING:
@@ -121,7 +123,8 @@ class DecentralizedMixin(_Base):
 
     Args:
         algorithm: how the ranks learn from one another
-        transport: "process_group", or "auto", which takes it
+        transport: "mpi", "process_group", or "auto", which takes MPI where mpiexec or srun has
+            started the ranks as one MPI world that mpi4py can join
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         evaluate: "consensus" validates, tests and monitors the weights that all ranks agree on;
@@ -146,12 +149,13 @@ class DecentralizedMixin(_Base):
         **kwargs: Any,
     ) -> None:
         _check_options(type(self).__name__, algorithm, kwargs)
-        _check_choice("transport", transport, ("auto", "process_group"))
+        _check_choice("transport", transport, ("auto", "process_group", "mpi"))
         _check_choice("evaluate", evaluate, ("consensus", "local"))
         _check_positive("timeout_s", timeout_s, 1800)
         _check_positive("heartbeat_timeout_s", heartbeat_timeout_s, 20)
         super().__init__(**kwargs)
         self.algorithm = algorithm
+        self._transport = transport
         self._timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._evaluate = evaluate
@@ -187,10 +191,22 @@ class DecentralizedMixin(_Base):
         super().setup_environment()
         self.algorithm.check(self.world_size)
         self._random_states = None
-        self._net = ProcessGroupTransport(self._timeout_s, self._heartbeat_timeout_s)
+        self._net = self._open_network()
         self._net.on_lost(self._await_notice)
         self._lightning_net = self._net.sub("lightning")
         self._check_alike(self._lightning_net)
+
+    def _configure_launcher(self) -> None:
+        # The first hook that knows the devices, and the last before a launcher could start ranks.
+        check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
+        super()._configure_launcher()
+
+    def _open_network(self) -> ProcessGroupTransport:
+        takes_mpi = self._transport == "mpi" or (
+            self._transport == "auto" and is_usable(self.world_size)
+        )
+        transport = MPITransport if takes_mpi else ProcessGroupTransport
+        return transport(timeout_s=self._timeout_s, heartbeat_timeout_s=self._heartbeat_timeout_s)
 
     def _check_alike(self, net: ProcessGroupTransport) -> None:
         """Raises, on every rank, if not all have the same algorithm and options."""
@@ -510,6 +526,8 @@ class DecentralizedMixin(_Base):
     def _await_notice(self, lost: PeerLost) -> None:
         """The last resort: the training thread may hang in a library that cannot know of it."""
         net = self._net
+        if net is not None and net.ends_with_peers:
+            _say(f"[rank {self.global_rank}] {lost}")
 
         def end() -> None:
             if self._net is net and not self._is_broken:
@@ -770,6 +788,12 @@ class DecentralizedMixin(_Base):
         if self.consensus_distance is not None:
             figures["consensus_distance"] = self.consensus_distance
         return figures | (self._replica.metrics() if self._replica is not None else {})
+
+    def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
+        """Those of every rank, by rank; to be called between steps, by all ranks."""
+        assert self._lightning_net is not None
+        self._settle()
+        return [json.loads(text) for text in everyones(self._lightning_net, json.dumps(figures))]
 
 
 class _Hooks(lightning.pytorch.Callback):

@@ -43,20 +43,42 @@ def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
     return _dealt_groups(version, world_size, group_size)
 
 
+def group_of(rank: int, version: int, world_size: int, group_size: int) -> tuple[int, ...]:
+    """The group of `groups` that a rank is in, without the others."""
+    if _is_power_of_two(world_size) and _is_power_of_two(group_size):
+        masks = _butterfly_masks(version, world_size, group_size)
+        members = [rank & ~sum(masks)]
+        for mask in sorted(masks):
+            members += [member | mask for member in members]
+        return tuple(members)
+    partition = _partition(version, world_size, group_size)
+    return next(group for group in partition if rank in group)
+
+
+@lru_cache(maxsize=32)  # many ranks of one process ask for the same one
+def _partition(version: int, world_size: int, group_size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(group) for group in _dealt_groups(version, world_size, group_size))
+
+
 def _is_power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
 def _butterfly_groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
-    global_phases, group_phases = world_size.bit_length() - 1, group_size.bit_length() - 1
-    if not global_phases:
-        return [[0]]
-    shift = version * group_phases % global_phases
-    masks = [1 << (shift + r) % global_phases for r in range(group_phases)]
+    across = ~sum(_butterfly_masks(version, world_size, group_size))
     members: dict[int, list[int]] = {}
     for rank in range(world_size):
-        members.setdefault(rank & ~sum(masks), []).append(rank)
+        members.setdefault(rank & across, []).append(rank)
     return list(members.values())
+
+
+def _butterfly_masks(version: int, world_size: int, group_size: int) -> list[int]:
+    """The bits in which the ranks of one group differ."""
+    global_phases, group_phases = world_size.bit_length() - 1, group_size.bit_length() - 1
+    if not global_phases:
+        return []
+    shift = version * group_phases % global_phases
+    return [1 << (shift + r) % global_phases for r in range(group_phases)]
 
 
 def _dealt_groups(version: int, world_size: int, group_size: int) -> list[list[int]]:

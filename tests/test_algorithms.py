@@ -162,18 +162,22 @@ TABLE |= {
         is_synchronous=False,
         accuracy=1.0,
     ),
-    "popsgd": Row(PopSGD, lambda p, size: pair_bytes(p, size + 8)),
+    "popsgd": Row(PopSGD, lambda p, size: pair_bytes(p, size + 16)),
     "popsgd_local_steps": Row(
         lambda: PopSGD(local_steps=3, topology="cycle"),
-        lambda p, size: pair_bytes(p, size + 8) / 3,
+        lambda p, size: pair_bytes(p, size + 16) / 3,
         period=3,
     ),
     "popsgd_bfloat16": Row(
-        lambda: PopSGD(wire_dtype="bfloat16"), lambda p, size: pair_bytes(p, size / 4 + 8)
+        lambda: PopSGD(wire_dtype="bfloat16"), lambda p, size: pair_bytes(p, size / 4 + 16)
+    ),
+    "popsgd_int8": Row(
+        lambda: PopSGD(wire_dtype="int8"),
+        lambda p, size: pair_bytes(p, size + 16),  # a first meeting: in full
     ),
     "popsgd_not_blocking": Row(
         lambda: PopSGD(blocking=False),
-        lambda p, size: pair_bytes(p, size + 24),
+        lambda p, size: pair_bytes(p, size + 32),
         is_synchronous=False,
         accuracy=1.0,
     ),

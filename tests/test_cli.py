@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import lightning_dsgd
 from lightning_dsgd.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
@@ -35,12 +36,26 @@ def fit(recipe: Path, cwd: Path, *more: str) -> subprocess.CompletedProcess[str]
     return done
 
 
-def test_strategies_lists_the_registered_names(tmp_path: Path) -> None:
+def test_strategies_are_shown_as_a_table(tmp_path: Path) -> None:
     done = run("strategies", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
-    assert {"allreduce", "no_sync", "local_sgd", "dpsgd"} <= set(lines)
-    assert "LocalSGDStrategy(sync_period=8" in lines["local_sgd"]
+    first_words = {line.split(" ")[0] for line in done.stdout.splitlines()}
+    assert set(lightning_dsgd.STRATEGIES) <= first_words
+    assert max(map(len, done.stdout.splitlines())) <= 150
+
+
+def test_a_strategy_is_shown_with_its_hyperparameters(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["strategies", "local_sgd"])
+    text = capsys.readouterr().out
+    assert "lightning_dsgd.LocalSGDStrategy(sync_period=8)" in text
+    assert "https://arxiv.org/abs/1805.09767" in text
+
+
+def test_a_strategy_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["strategies", "local_sdg"])
+    assert end.value.code == 2
+    assert "'local_sdg'" in capsys.readouterr().err
 
 
 def test_help_of_a_command_is_lightnings(tmp_path: Path) -> None:
@@ -49,23 +64,59 @@ def test_help_of_a_command_is_lightnings(tmp_path: Path) -> None:
     assert "--trainer.strategy" in done.stdout
 
 
-def test_help_of_our_own_loads_no_parser_of_lightnings(tmp_path: Path) -> None:
-    code = """
-import sys
-from lightning_dsgd.cli import list_strategies, main
-list_strategies()
+def run_as_console_script(code: str, cwd: Path) -> None:
+    """The code in a process that takes itself for `lightning-dsgd`."""
+    code = f"import sys; sys.argv[0] = '/somewhere/bin/lightning-dsgd'\n{code}"
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize("args", [["--help"], ["strategies", "--help"], ["doctor", "--help"]])
+def test_help_of_the_console_script_loads_nothing_slow(args: list[str], tmp_path: Path) -> None:
+    code = f"""
+from lightning_dsgd.cli import main
 try:
-    main(["--help"])
+    main({args})
 except SystemExit as end:
     assert end.code == 0
-assert "jsonargparse" not in sys.modules
-assert "lightning_dsgd.tasks" not in sys.modules
+slow = {{"torch", "lightning", "pytorch_lightning", "jsonargparse", "numpy"}} & set(sys.modules)
+assert not slow, slow
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=100)
+    run_as_console_script(code, tmp_path)
+
+
+def test_the_console_script_knows_all_public_names(tmp_path: Path) -> None:
+    code = """
+import lightning_dsgd
+assert "torch" not in sys.modules
+assert all(getattr(lightning_dsgd, name) is not None for name in lightning_dsgd.__all__)
+assert not hasattr(lightning_dsgd, "WAGMA")
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning_dsgd.cli import main
+assert "wagma" not in StrategyRegistry
+try:
+    main(["fit", "--help"])
+except SystemExit as end:
+    assert end.code == 0
+assert "wagma" in StrategyRegistry
+"""
+    run_as_console_script(code, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("args", "status"), [([], 2), (["--help"], 0), (["strategies", "--help"], 0), (["train"], 2)]
+    ("args", "status"),
+    [
+        ([], 2),
+        (["--help"], 0),
+        (["strategies", "--help"], 0),
+        (["doctor", "--help"], 0),
+        (["train"], 2),
+    ],
 )
 def test_usage(args: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

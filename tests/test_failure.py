@@ -27,6 +27,7 @@ from lightning_dsgd.stopping import AgreedStop
 from tests import doomed
 from tests.doomed import Doomed, Plan, num_batches
 from tests.models import Regression, loader, trainer
+from tests.mpi import environment, every_mpi, mpiexec
 from tests.worlds import FitWorld, Outcome, ProcessWorld
 
 ROOT = Path(__file__).parents[1]
@@ -372,6 +373,7 @@ def run_job(
     folder: Path,
     *plans: Plan,
     launcher: tuple[str, ...] = (),
+    starter: tuple[str, ...] = (sys.executable,),
     interrupt_at: int | None = None,
     **arguments: Any,
 ) -> Job:
@@ -380,11 +382,11 @@ def run_job(
     for plan in asked["plans"]:
         del plan["num_calls"]
     marker, begin = uuid.uuid4().hex, time.monotonic()
-    command = [sys.executable, *launcher, str(ROOT / "tests/scripts/job.py"), json.dumps(asked)]
+    command = [*starter, *launcher, str(ROOT / "tests/scripts/job.py"), json.dumps(asked)]
     with Path(folder, "out").open("w") as out, Path(folder, "err").open("w") as err:
         job = subprocess.Popen(
             command,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JOB": marker},
+            env=environment(JOB=marker),
             stdout=out,
             stderr=err,
             start_new_session=True,
@@ -476,3 +478,38 @@ def test_a_job_whose_rank_fails_after_training_has_failed(tmp_path: Path) -> Non
     assert job.seconds < SOON_S
     assert job.stdout.count("the script has come to its end") == 2
     assert "ended badly: rank 1 with 1" in job.stderr
+
+
+def run_mpi_job(python: str, folder: Path, plan: Plan, **arguments: Any) -> Job:
+    starter = str(mpiexec(python)), "-n", "3", python
+    return run_job(folder, plan, starter=starter, **arguments)
+
+
+@every_mpi
+def test_a_job_of_mpiexec_ends_when_a_rank_is_killed(python: str, tmp_path: Path) -> None:
+    """Its launcher ends the others within a second, perhaps before they can say what they know."""
+    job = run_mpi_job(python, tmp_path, Plan(2, "SIGKILL"), name="local_sgd")
+    assert job.exitcode != 0
+    assert job.seconds < SOON_S
+    assert "] rank 2 died (its connection ended without a farewell)" in job.stderr
+
+
+@every_mpi
+def test_a_job_of_mpiexec_ends_when_a_rank_raises(python: str, tmp_path: Path) -> None:
+    job = run_mpi_job(python, tmp_path, Plan(1, "raise"), name="allreduce")
+    assert job.exitcode != 0
+    assert job.seconds < SOON_S
+    for rank in (0, 2):
+        assert f"[rank {rank}] training ends: rank 1 failed: ValueError: no such" in job.stderr
+
+
+@every_mpi
+def test_a_job_of_mpiexec_ends_when_a_rank_stops(python: str, tmp_path: Path) -> None:
+    """It never comes to MPI_Finalize, for which the others would wait."""
+    options = {"heartbeat_timeout_s": 2.0}
+    job = run_mpi_job(python, tmp_path, Plan(1, "SIGSTOP"), name="dpsgd", options=options)
+    assert job.exitcode != 0
+    assert job.seconds < 2.0 + SOON_S
+    for rank in (0, 2):
+        assert f"[rank {rank}] rank 1 has not answered for" in job.stderr
+    assert "not every rank has ended within 10 s: aborting the MPI job" in job.stderr

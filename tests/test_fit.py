@@ -9,8 +9,6 @@ from __future__ import annotations
 import csv
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -1253,7 +1251,8 @@ def test_the_distance_of_the_ranks_is_logged(tmp_path: Path) -> None:
 def fit_with_wandb(name: str, folder: str) -> str:
     os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
     logger = WandbLogger(save_dir=folder, offline=True, project="tests")
-    fit(name, logger=logger, log_every_n_steps=2, callbacks=[CommunicationMonitor()])
+    monitor = CommunicationMonitor(per_rank=True)
+    fit(name, logger=logger, log_every_n_steps=2, callbacks=[monitor])
     import wandb
 
     directory = wandb.run.dir if wandb.run is not None else ""
@@ -1270,6 +1269,33 @@ def test_figures_are_in_an_offline_wandb_run_with_their_step_axis(tmp_path: Path
     for key in (b"dsgd/bytes_sent", b"dsgd/messages_sent", b"dsgd/wait_s", b"dsgd/comm_overlap"):
         assert records.count(key) >= 4  # 8 steps, every second one logged
     assert b"trainer/global_step" in records[records.index(b"dsgd/*") :][:64]  # the step axis
+    assert b'{"name":"local_sgd","num_ranks":2,"sync_period":4}' in records
+    for rank in range(2):
+        assert f"dsgd/rank_{rank:05d}/wait_s".encode() in records
+
+
+def fit_two_epochs_with_figures_of_every_rank(folder: str) -> int:
+    """The bytes of the weights."""
+    logger = CSVLogger(folder, name="", version="")
+    straggler = StragglerInjector(delay_s=0.01, num_ranks=1)
+    monitor = CommunicationMonitor(per_rank=True)
+    model, _ = fit("dpsgd", max_epochs=2, logger=logger, callbacks=[monitor, straggler])
+    (weights_of,) = flat.flatten(model.named_parameters())
+    return int(weights_of.x.nbytes)
+
+
+def test_every_ranks_figures_are_logged_at_the_end_of_each_epoch(tmp_path: Path) -> None:
+    num_bytes, *_ = run(3, fit_two_epochs_with_figures_of_every_rank, str(tmp_path))
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("dsgd/rank_00000/wait_s")]
+    assert len(rows) == 2
+    for row in rows:
+        for rank in range(3):
+            steps = float(row[f"dsgd/rank_{rank:05d}/bytes_sent"]) / (2 * num_bytes)
+            assert steps == round(steps) > 0  # its two neighbours', of this epoch alone
+            assert float(row[f"dsgd/rank_{rank:05d}/wait_s"]) >= 0
+    first, second = (float(row["dsgd/rank_00002/bytes_sent"]) for row in rows)
+    assert first == second
 
 
 # ---- both packages, all launchers ----
@@ -1306,32 +1332,3 @@ def test_pytorch_lightning_trains_like_lightning() -> None:
     assert same(ranks)
     kwargs = {"options": {"sync_period": 8}}
     assert torch.equal(ranks[0], run(2, fit_weights, "local_sgd", kwargs)[0])
-
-
-@pytest.mark.parametrize(
-    ("launcher", "environment"),
-    [
-        ((), "LightningEnvironment"),
-        (
-            ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
-            "TorchElasticEnvironment",
-        ),
-    ],
-    ids=["script", "torchrun"],
-)
-def test_a_script_trains_under_every_launcher(
-    launcher: tuple[str, ...], environment: str, tmp_path: Path
-) -> None:
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "tests" / "scripts" / "fit.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(2)]
-    assert same([rank["weights"] for rank in ranks])
-    assert [rank["environment"] for rank in ranks] == [environment] * 2
-    assert [rank["steps"] for rank in ranks] == [8, 8]

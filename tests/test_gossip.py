@@ -359,6 +359,8 @@ PAIRS: dict[str, Callable[[], Algorithm]] = {
     "popsgd": PopSGD,
     "popsgd_cycle": lambda: PopSGD(local_steps=2, topology="cycle", seed=5),
     "popsgd_bfloat16": lambda: PopSGD(wire_dtype="bfloat16"),
+    "popsgd_int8": lambda: PopSGD(wire_dtype="int8"),
+    "popsgd_not_blocking_int8": lambda: PopSGD(blocking=False, wire_dtype="int8"),
     "popsgd_not_blocking": lambda: PopSGD(blocking=False),
     "popsgd_not_blocking_bfloat16": lambda: PopSGD(
         local_steps=2, blocking=False, wire_dtype="bfloat16"
@@ -440,6 +442,63 @@ def test_partners_hold_the_same_bits_and_the_lower_tick_moves_on(world_size: int
         assert [ranks[rank][1][k] for rank in range(world_size)] == ticks
     assert sum(ticks) == 30 * (world_size // 2)
     assert max(ticks) - min(ticks) <= 6
+
+
+def meet_in_bytes(net: Any, jump: float) -> list[tuple[Tensor, int, int]]:
+    """What a rank has after each meeting, its exponent, and what it sent; rank 1 jumps once."""
+    algorithm, x = PopSGD(wire_dtype="int8"), target(net.rank).repeat(1000)
+    algorithm.start(net, x)
+    history = []
+    for step in range(6):
+        before = net.counters.bytes_sent
+        if net.rank == 1 and step == 4:
+            x[::7] += jump
+            x[1::7] -= jump  # so that the sum of all is none the wiser
+        algorithm.before_update(x, x[:0])
+        algorithm.after_update(x)
+        sent = net.counters.bytes_sent - before
+        history.append((x.clone(), algorithm.exponent, sent))
+    finish(algorithm, x)
+    return history
+
+
+@pytest.mark.parametrize("jump", [0.0, 100.0])
+def test_a_byte_tells_the_way_to_the_partner_or_the_weights_are_sent_in_full(jump: float) -> None:
+    mine, theirs = SimulatedWorld(2).run(meet_in_bytes, jump)
+    total = mine[0][0] + theirs[0][0]
+    for step, ((x, exponent, sent), (y, other, _)) in enumerate(zip(mine, theirs, strict=True)):
+        assert exponent == other
+        is_full = step == 0 or (step == 4 and jump > 0)
+        assert (sent >= x.nbytes) == is_full
+        if not is_full:
+            assert sent == len(x) + 2048 + 16
+        if step == 4:
+            total[::7] += jump
+            total[1::7] -= jump
+        torch.testing.assert_close(x + y, total, rtol=0, atol=1e-12)
+        # The exponent is made for the next meeting, from the distance that has gone.
+        if step and not is_full:
+            assert (x - y).abs().max() <= 2.0 ** mine[step - 1][1]
+        else:
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+def meet_apart(net: Any, distance: float) -> tuple[Tensor, int]:
+    """s is 1."""
+    algorithm, x = PopSGD(wire_dtype="int8"), torch.full((300,), distance * net.rank).double()
+    algorithm.start(net, x)
+    algorithm.exponent = 0
+    algorithm.before_update(x, x[:0])
+    algorithm.after_update(x)
+    return x, net.counters.messages_sent
+
+
+@pytest.mark.parametrize("distance", [127.0, 128.0, -128.0, 129.0, 256.0])
+def test_a_byte_that_cannot_tell_the_distance_is_noticed_on_both_sides(distance: float) -> None:
+    (x, num), (y, other) = SimulatedWorld(2).run(meet_apart, distance)
+    assert x.eq(distance / 2).all()
+    assert y.eq(distance / 2).all()
+    assert num == other == (3 if abs(distance) < 128 else 4)
 
 
 def steps_in_time(net: Any, make: Callable[[], Algorithm], until_s: float) -> int:
@@ -541,7 +600,7 @@ def test_pairs_bring_all_ranks_together(make: Callable[[], Algorithm], world_siz
     [
         (PopSGD(local_steps=0), "local_steps must be at least 1, got local_steps=0"),
         (PopSGD(topology="star"), 'must be "complete" or "cycle", got topology=\'star\''),
-        (PopSGD(wire_dtype="int8"), "wire_dtype must be None or .*got wire_dtype='int8'"),
+        (PopSGD(wire_dtype="int4"), "wire_dtype must be None, .*got wire_dtype='int4'"),
     ],
 )
 def test_popsgd_refuses_what_cannot_work(algorithm: PopSGD, says: str) -> None:

@@ -627,3 +627,58 @@ def test_models_of_several_parts_with_uneven_batches_end_together(make: Callable
     kwargs = {"options": {"timeout_s": 20.0}}
     ranks = FitWorld().run(2, fit_uneven, "hpsgd", (3, 11), make, kwargs)
     assert all(torch.equal(x, ranks[0][0]) for x, _, _ in ranks)
+
+
+class Counters(L.LightningModule):
+    """Every update of rank r adds 1 to entry r of a global model.
+
+    `often` is updated twice a batch, `seldom` once in every other batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.often, self.seldom = (nn.Parameter(torch.zeros(4).double()) for _ in range(2))
+
+    def configure_optimizers(self) -> Any:
+        return SGD([self.often], lr=1.0), SGD([self.seldom], lr=1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        often, seldom = self.optimizers()
+        draw = random.Random(f"{self.global_rank} {batch_idx}")
+        for optimizer, x, times in (
+            (often, self.often, 2),
+            (seldom, self.seldom, batch_idx % 2),
+        ):
+            for _ in range(times):
+                time.sleep(draw.choice([0.0, 0.003]))
+                optimizer.zero_grad()
+                self.manual_backward(-self.trainer.world_size * x[self.global_rank])
+                optimizer.step()
+
+
+def fit_counters(num_batches: tuple[int, ...], options: dict[str, Any]) -> list[list[float]]:
+    model, world_size = Counters(), len(num_batches)
+    run = trainer(
+        HPSGDStrategy(timeout_s=20.0, **options),
+        world_size,
+        max_epochs=3,
+        use_distributed_sampler=False,
+    )
+    run.fit(model, loader(8 * num_batches[run.global_rank]))
+    return [model.often.tolist(), model.seldom.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "max_local_steps"), [((3, 11), 1), ((11, 3), 2), ((9, 2, 5), 1)], ids=str
+)
+def test_no_gradient_of_two_optimizers_is_lost_with_uneven_batches(
+    num_batches: tuple[int, ...], max_local_steps: int
+) -> None:
+    options = {"max_local_steps": max_local_steps}
+    rest = [0.0] * (4 - len(num_batches))
+    often = [3.0 * 2 * num for num in num_batches] + rest
+    seldom = [3.0 * (num // 2) for num in num_batches] + rest
+    for counts in FitWorld().run(len(num_batches), fit_counters, num_batches, options):
+        for mine, expected in zip(counts, (often, seldom), strict=True):
+            assert mine == pytest.approx(expected, abs=1e-12)

@@ -35,8 +35,11 @@ MAY_IMPORT = {
     "error_feedback": {"torch", "algorithm", "sparse", "transport"},
     "wait_avoiding": {"torch", "algorithm", "topology", "transport"},
     "published": {"torch"},
+    "catalogue": {"algorithm", "algorithms"},
+    "doctor": {"bench.network"},
     "topology": set(),
-    "sparse": {"torch"},
+    "sparse": {"torch", "sparse_triton"},
+    "sparse_triton": {"torch", "triton"},
     "flat": {"torch"},
     "replica": {"torch", "algorithm", "flat", "transport"},
     "stopping": {"torch", "transport"},
@@ -49,7 +52,14 @@ MAY_IMPORT = {
         "transport",
         "transport.endpoint",
     },
-    "transport.mpi": {"torch", "mpi4py", "transport", "transport.endpoint"},
+    # MPI carries the messages; the mesh of process_group, mailboxes and news of lost ranks.
+    "transport.mpi": {
+        "torch",
+        "mpi4py",
+        "transport",
+        "transport.endpoint",
+        "transport.process_group",
+    },
 }
 # These stand above the contracts, may know Lightning, and are known to nothing in the table above.
 ABOVE = {"", "strategy", "checkpoint", "callbacks", "loggers", "cli", "__main__", "tasks", "bench"}
@@ -209,11 +219,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", metadata["Version"])
     assert metadata["Requires-Python"] == ">=3.11"
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        "mpi",
-        "demo",
-        "images",
-        "control",
-        "dev",
+        *("bench", "control", "demo", "dev", "docs", "images", "mpi")
     }
     requirements = metadata.get_all("Requires-Dist", [])
     always = {re.split(r"[<>=\[; ]", r)[0] for r in requirements if "extra ==" not in r}

@@ -59,7 +59,7 @@ def test_there_is_no_kth_magnitude_beyond_the_last() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000, 600_001])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000, 1 << 18, 600_001])
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
 def test_select_gives_all_from_the_threshold_on(n: int, density: float, dtype: torch.dtype) -> None:
     x = randn(n, 1, dtype)
@@ -68,26 +68,37 @@ def test_select_gives_all_from_the_threshold_on(n: int, density: float, dtype: t
     (expected,) = (x.abs() >= least).nonzero(as_tuple=True)
     assert torch.equal(indices, expected)
     assert torch.equal(values, x[expected])
+    plain_values, plain_indices = sparse.select_plainly(x, least)
+    assert torch.equal(plain_indices, expected)
+    assert torch.equal(plain_values, values)
 
 
-def test_zeros_are_never_selected_and_nan_and_inf_always_are() -> None:
-    x = torch.tensor([0.0, -0.0, 1.0, torch.nan, torch.inf, -torch.inf, 1e-42, -3.0])
-    assert sparse.select(x, threshold(0.0))[1].tolist() == [2, 3, 4, 5, 7]
-    assert sparse.select(x, threshold(2.0))[1].tolist() == [3, 4, 5, 7]
-    assert sparse.select(x, threshold(torch.inf))[1].tolist() == [3, 4, 5]
+@DTYPES
+def test_a_threshold_separates_neighbouring_numbers(dtype: torch.dtype) -> None:
+    at = torch.tensor([0.1, 1.0, 3e-38, 2.5758293], dtype=dtype)
+    for least in at:
+        x = torch.stack([torch.nextafter(least, 0 * least), least, -least]).repeat(11)
+        assert sparse.select(x, least)[1].tolist() == [i for i in range(33) if i % 3]
+
+
+@pytest.mark.parametrize("times", [1, 40])  # for what goes by vectors, and for what is left
+def test_zeros_are_never_selected_and_nan_and_inf_always_are(times: int) -> None:
+    x = [0.0, -0.0, 1.0, torch.nan, torch.inf, -torch.inf, 1e-42, -3.0]
+    for least, expected in ((0.0, [2, 3, 4, 5, 7]), (2.0, [3, 4, 5, 7]), (torch.inf, [3, 4, 5])):
+        _, indices = sparse.select(torch.tensor(x * times), threshold(least))
+        assert indices.tolist() == [8 * i + place for i in range(times) for place in expected]
 
 
 @pytest.mark.parametrize("n", [5, 1_200_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_accumulating_and_marking_is_both_in_one(n: int, dtype: torch.dtype) -> None:
+def test_accumulating_and_selecting_is_both_in_one(n: int, dtype: torch.dtype) -> None:
     residual, g = randn(n), randn(n, 1).to(dtype)
     total = residual + g
-    marks = sparse.marks_for(residual)
-    sparse.accumulate_and_mark(residual, g, threshold(2.0), marks)
+    values, indices = sparse.accumulate_and_select(residual, g, threshold(2.0))
     assert torch.equal(residual, total)
     assert not g.any()
-    assert torch.equal(sparse.marked(marks), (total.abs() >= 2).nonzero().squeeze(1))
-    assert torch.equal(marks[:n], total.abs() >= 2)
+    assert torch.equal(indices, (total.abs() >= 2).nonzero().squeeze(1))
+    assert torch.equal(values, total[indices])
 
 
 def test_the_largest_are_exactly_k_and_the_first_of_equal_ones() -> None:

@@ -73,6 +73,9 @@ def test_groups_partition_the_ranks_into_nearly_equal_sizes(world_size: int) -> 
             sizes = {len(group) for group in groups}
             assert max(sizes) - min(sizes) <= 1
             assert max(sizes) <= size
+            for rank in range(world_size):
+                group = next(group for group in groups if rank in group)
+                assert list(topology.group_of(rank, version, world_size, size)) == group
 
 
 @pytest.mark.parametrize("world_size", range(2, 41))

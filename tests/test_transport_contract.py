@@ -25,6 +25,7 @@ from lightning_dsgd.transport import (
 )
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.mpi import PYTHONS, MPIWorld
 from tests.worlds import Outcome, ProcessWorld
 
 EMPTY = torch.empty(0)
@@ -55,11 +56,14 @@ class Simulated:
         return SimulatedWorld(world_size, 1e-4, 1e9).run(fn, *args)
 
 
-@pytest.fixture(params=["simulated", "process_group"])
+@pytest.fixture(params=["simulated", "process_group", *PYTHONS])
 def world(request: pytest.FixtureRequest) -> Simulated | ProcessWorld:
     if request.param == "simulated":
         return Simulated()
-    return ProcessWorld(timeout_s=PATIENCE_S, heartbeat_timeout_s=PATIENCE_S)
+    limits = {"timeout_s": PATIENCE_S, "heartbeat_timeout_s": PATIENCE_S}
+    if request.param == "process_group":
+        return ProcessWorld(**limits)
+    return MPIWorld(**limits, job=request.getfixturevalue("mpi_jobs")(request.param))
 
 
 def pause(net: Any, seconds: float) -> None:

@@ -53,10 +53,17 @@ class ProcessWorld:
     timeout_s: float = 20.0
     heartbeat_timeout_s: float = 20.0
 
-    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        net = ProcessGroupTransport(
-            timeout_s=self.timeout_s, heartbeat_timeout_s=self.heartbeat_timeout_s
+    def _join(self, rank: int, world_size: int, store: str) -> None:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=self.timeout_s),
         )
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        net = self._open()
         try:
             result = fn(net, *args)
             net.close()
@@ -64,6 +71,11 @@ class ProcessWorld:
             net.fail(f"failed: {type(exception).__name__}: {exception}")
             raise
         return result
+
+    def _open(self) -> ProcessGroupTransport:
+        return ProcessGroupTransport(
+            timeout_s=self.timeout_s, heartbeat_timeout_s=self.heartbeat_timeout_s
+        )
 
     def outcomes(
         self, world_size: int, fn: Callable[..., Any], *args: Any, limit_s: float = 60.0
@@ -81,17 +93,7 @@ class ProcessWorld:
                 theirs.close()
                 ranks.append((process, ours))
             begin = time.monotonic()
-            outcomes = [Outcome(error="nothing came back") for _ in ranks]
-            open_pipes = {ours: rank for rank, (_, ours) in enumerate(ranks)}
-            while open_pipes and time.monotonic() < begin + limit_s:
-                for pipe in wait(list(open_pipes), timeout=1.0):
-                    assert isinstance(pipe, Connection)
-                    outcome = outcomes[open_pipes.pop(pipe)]
-                    outcome.seconds = time.monotonic() - begin
-                    try:
-                        outcome.result, outcome.error = pickle.loads(pipe.recv_bytes())
-                    except EOFError:
-                        outcome.error = "died"
+            outcomes = collect([ours for _, ours in ranks], limit_s)
             for (process, _), outcome in zip(ranks, outcomes, strict=True):
                 process.join(max(0.1, begin + limit_s - time.monotonic()))
                 if process.is_alive():
@@ -129,6 +131,23 @@ class FitWorld(ProcessWorld):
         return fn(*args)
 
 
+def collect(pipes: list[Connection], limit_s: float) -> list[Outcome]:
+    """What comes through each rank's pipe in time."""
+    begin = time.monotonic()
+    outcomes = [Outcome(error="nothing came back") for _ in pipes]
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes and time.monotonic() < begin + limit_s:
+        for pipe in wait(list(open_pipes), timeout=1.0):
+            assert isinstance(pipe, Connection)
+            outcome = outcomes[open_pipes.pop(pipe)]
+            outcome.seconds = time.monotonic() - begin
+            try:
+                outcome.result, outcome.error = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                outcome.error = "died"
+    return outcomes
+
+
 def _run_rank(
     world: ProcessWorld,
     rank: int,
@@ -139,21 +158,29 @@ def _run_rank(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=world.timeout_s),
-    )
+    error = run_joined(world, rank, world_size, store, pipe, fn, args)
+    pipe.close()
+    sys.exit(1 if error else 0)
+
+
+def run_joined(
+    world: ProcessWorld,
+    rank: int,
+    world_size: int,
+    store: str,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> str:
+    """Runs `fn` in the process group of these ranks, and sends what it made of it."""
     try:
+        world._join(rank, world_size, store)
         result, error = world._call(fn, args), ""
     except BaseException as exception:
         traceback.print_exc()
         result, error = None, f"{type(exception).__name__}: {exception}"
     # Not `send`, which leaves a tensor's memory with this process, which ends.
     pipe.send_bytes(pickle.dumps((result, error)))
-    pipe.close()
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
-    sys.exit(1 if error else 0)
+    return error

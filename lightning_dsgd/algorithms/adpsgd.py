@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.published import Published
 from lightning_dsgd.transport import ANY, Lane, Transport
 
@@ -52,6 +52,12 @@ class ADPSGD(Algorithm):
     """
 
     name: ClassVar[str] = "adpsgd"
+    profile: ClassVar[Profile] = Profile(
+        when="once a step, beside the training",
+        with_whom="a random neighbour",
+        sends="|x|",
+        suits="stragglers of every kind: nobody ever waits",
+    )
 
     seed: int = 0
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm, num_active, take_over_newest
+from lightning_dsgd.algorithm import Algorithm, Profile, num_active, take_over_newest
 from lightning_dsgd.transport import Transport
 
 
@@ -29,6 +29,12 @@ class AllReduce(Algorithm):
     """
 
     name: ClassVar[str] = "allreduce"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks",
+        sends="2(P-1)/P |g|",
+        suits="equal ranks on a fast network; the synchronous baseline",
+    )
     uses_gradient: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
 

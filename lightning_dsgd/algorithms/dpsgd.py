@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.transport import Transport
 
 
@@ -33,6 +33,12 @@ class DPSGD(Algorithm):
     """
 
     name: ClassVar[str] = "dpsgd"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="two neighbours on a ring",
+        sends="2 |x|",
+        suits="comparison: the ancestor of the gossip strategies",
+    )
 
     topology: str = "ring"
 

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.wait_avoiding import WaitAvoiding
 
@@ -48,6 +48,12 @@ class EagerSGD(Algorithm):
     """
 
     name: ClassVar[str] = "eager_sgd"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks; the late ones in the next round",
+        sends="2(P-1)/P |g|",
+        suits="stragglers, where gradients are to be averaged",
+    )
     uses_gradient: ClassVar[bool] = True
 
     quorum: str = "majority"
@@ -109,8 +115,8 @@ class EagerSGD(Algorithm):
 
     # ---- the member of the wait-avoiding collective; called by its lane ----
 
-    def group(self, version: int) -> list[int]:
-        return list(range(self.net.world_size))
+    def group(self, version: int) -> range:
+        return range(self.net.world_size)
 
     def is_global(self, version: int) -> bool:
         """Rounds of gradients and, after every `sync_period` of them, one of weights."""

@@ -65,7 +65,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.transport import Receipt, Transport
 
 _WORDS = torch.empty(0, dtype=torch.int64)
@@ -84,6 +84,12 @@ class HPSGD(Algorithm):
     """
 
     name: ClassVar[str] = "hpsgd"
+    profile: ClassVar[Profile] = Profile(
+        when="as often as the network can",
+        with_whom="all ranks, beside the training",
+        sends="2(P-1)/P |x| a synchronisation",
+        suits="slow networks: no training step waits",
+    )
 
     max_local_steps: int | None = None
     outer_lr: float = 1.0

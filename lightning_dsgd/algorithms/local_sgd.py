@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm, average, num_active
+from lightning_dsgd.algorithm import Algorithm, Profile, average, num_active
 from lightning_dsgd.transport import Transport
 
 
@@ -31,6 +31,12 @@ class LocalSGD(Algorithm):
     """
 
     name: ClassVar[str] = "local_sgd"
+    profile: ClassVar[Profile] = Profile(
+        when="every `sync_period` steps",
+        with_whom="all ranks",
+        sends="2(P-1)/P |x| / `sync_period`",
+        suits="slow networks, ranks of equal speed",
+    )
 
     sync_period: int = 8
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 
 
 @dataclass
@@ -22,3 +22,9 @@ class NoSync(Algorithm):
     """
 
     name: ClassVar[str] = "no_sync"
+    profile: ClassVar[Profile] = Profile(
+        when="never",
+        with_whom="nobody",
+        sends="nothing",
+        suits="measurements: the lower bound on the time of a step",
+    )

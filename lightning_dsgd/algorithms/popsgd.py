@@ -23,34 +23,46 @@ to train.
 
     x_i <- x_i + (q(x_j) - q(x_i)) / 2
 
+`wire_dtype="int8"` sends q(x) = s round(x / s) modulo 256 s, which a receiver whose own weights are
+less than 128 s away can tell from those (Davies et al., ICLR 2021, https://arxiv.org/abs/2002.09268;
+the later SwarmSGD does the same).  s, a power of two, is twice what the distances that the two have
+seen last would need.  Sums of round(x / s) over every 256th entry go with it: where they do not fit
+what was decoded, both send their weights in full, as they do at a first meeting.  What is added on
+one side is taken off on the other, decoded rightly or not, so the mean over all ranks is conserved
+up to the rounding of that addition; the partners are up to s apart afterwards.
+
 A rank that stops tells all possible partners, by an empty message; they then go on without it.
 
 Differs from the paper: matchings instead of independent pairs, so that each rank interacts equally
 often, and never with itself; any optimizer; the published code is one-sided and loses the mean.
 Ours: `wire_dtype`.
 
-Waits for one partner every local_steps steps.  Sends (|x| + 8 bytes) / local_steps a step,
-24 bytes in place of the 8 with `blocking=False`.
+Waits for one partner every local_steps steps.  Sends (|x| + 16 bytes) / local_steps a step,
+32 bytes in place of the 16 with `blocking=False`; a byte an element and 2 KB with "int8".
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.published import Published
 from lightning_dsgd.transport import ANY, Lane, Transport
 
-_MODEL, _CLOCK = 0, 1  # tags; of a lane: _MODEL, _CONTROL
+_MODEL, _HELLO, _SUMS = range(3)  # tags; of a lane: _CONTROL in place of _HELLO
 _CONTROL = 1
 _ARRIVED, _OFFER = range(2)
-_WIRE = {None: None, "bfloat16": torch.bfloat16}
+_WIRE_DTYPES = (None, "bfloat16", "int8")
+
+UNKNOWN: Final = 1 << 30
+"""In place of an exponent: the weights are to be sent in full."""
+NUM_SUMS: Final = 256
 
 
 @dataclass
@@ -64,11 +76,18 @@ class PopSGD(Algorithm):
         local_steps: how many steps lie between two interactions
         blocking: whether to wait for the partner, and average with what it has by then
         topology: "complete", anyone may meet anyone, or "cycle"
-        wire_dtype: None sends the weights as they are, "bfloat16" rounded
+        wire_dtype: None sends the weights as they are, "bfloat16" rounded, "int8" in a byte that
+            tells how far they are from the receiver's
         seed: of the pairs
     """
 
     name: ClassVar[str] = "popsgd"
+    profile: ClassVar[Profile] = Profile(
+        when="every `local_steps` steps",
+        with_whom="a random partner",
+        sends="|x| / `local_steps`",
+        suits="many nodes of uneven speed: at most one partner is waited for",
+    )
 
     local_steps: int = 1
     blocking: bool = True
@@ -86,9 +105,10 @@ class PopSGD(Algorithm):
             raise ValueError(
                 f'topology must be "complete" or "cycle", got topology={self.topology!r}'
             )
-        if self.wire_dtype not in _WIRE:
+        if self.wire_dtype not in _WIRE_DTYPES:
             raise ValueError(
-                f'wire_dtype must be None or "bfloat16", got wire_dtype={self.wire_dtype!r}'
+                'wire_dtype must be None, "bfloat16" or "int8", got '
+                f"wire_dtype={self.wire_dtype!r}; try wire_dtype=None"
             )
 
     def start(self, net: Transport, x: Tensor) -> None:
@@ -96,6 +116,7 @@ class PopSGD(Algorithm):
         self.steps_since = 0
         self.version = 0
         self.clock = 0
+        self.exponent = UNKNOWN  # of the s that this rank needs
         self.stopped: set[int] = set()
         self.lane: _Averager | None = None
 
@@ -121,22 +142,57 @@ class PopSGD(Algorithm):
                 self._interact(x, partner)
 
     def _interact(self, x: Tensor, partner: int) -> None:
+        self.net.send(torch.tensor([self.clock, self.exponent]), partner, _HELLO)
         mine = self.on_wire(x)
-        self.net.send(mine, partner, _MODEL)
-        self.net.send(torch.tensor([self.clock]), partner, _CLOCK)
-        theirs = self.net.recv(mine, partner, _MODEL).wait()
-        if not len(theirs):
+        if self.wire_dtype != "int8":  # which has to know the partner's exponent first
+            self.net.send(mine, partner, _MODEL)
+        hello = self.net.recv(_WORDS, partner, _HELLO).wait()
+        if not len(hello):
             self.stopped.add(partner)
             return
-        if self.wire_dtype is None:
-            x.add_(theirs).mul_(0.5)
+        clock, exponent = hello.tolist()
+        if self.wire_dtype == "int8":
+            x += self.decoded_difference(self.net, partner, x, exponent)
+        elif self.wire_dtype is None:
+            x.add_(self.net.recv(mine, partner, _MODEL).wait()).mul_(0.5)
         else:
-            x += half_difference(theirs, mine, x)
-        self.tick(partner, int(self.net.recv(_WORDS, partner, _CLOCK).wait()))
+            x += half_difference(self.net.recv(mine, partner, _MODEL).wait(), mine, x)
+        self.tick(partner, clock)
 
     def on_wire(self, x: Tensor) -> Tensor:
         """The weights as they are sent."""
-        return x if self.wire_dtype is None else x.to(_WIRE[self.wire_dtype])
+        return x.to(torch.bfloat16) if self.wire_dtype == "bfloat16" else x
+
+    def decoded_difference(
+        self,
+        net: Transport,
+        partner: int,
+        x: Tensor,
+        exponent: int,
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """Half of what the partner's weights are above x, from one byte of each; learns from it."""
+        d, distance = None, 0.0
+        if max(self.exponent, exponent) != UNKNOWN:
+            s = 2.0 ** max(self.exponent, exponent)
+            k = (x / s).round_()
+            mine = sums_of(k)
+            code = k.remainder_(256).to(torch.uint8)
+            del k
+            net.send(code, partner, _MODEL)
+            net.send(mine, partner, _SUMS)
+            ahead = (net.recv(code, partner, _MODEL).wait(timeout_s) - code).view(torch.int8)
+            ahead[ahead == -128] = 0  # else both partners would go the same way
+            if torch.equal(mine + sums_of(ahead), net.recv(mine, partner, _SUMS).wait(timeout_s)):
+                distance = s * max(0.5, float(ahead.abs().max())) if len(x) else 0.0
+                d = ahead.to(x.dtype).mul_(0.5 * s)
+        if d is None:  # and, as all above is the same with the opposite sign there, on both sides
+            net.send(x, partner, _MODEL)
+            d = half_difference(net.recv(x, partner, _MODEL).wait(timeout_s), x, x)
+            distance = 2 * float(d.abs().max()) if len(x) else 0.0
+        is_known = 0 < distance < math.inf
+        self.exponent = max(-100, math.ceil(math.log2(distance / 63))) if is_known else UNKNOWN
+        return d
 
     def tick(self, partner: int, clock: int) -> None:
         """The lower of the two ticks moves on; of equal ones that of the lower rank."""
@@ -161,13 +217,13 @@ class PopSGD(Algorithm):
         peers = topology.ring(net.rank, net.world_size) if self.topology == "cycle" else everyone
         nothing = self.on_wire(x[:0])
         for peer in peers:
-            net.send(nothing, peer, _MODEL)
+            net.send(_WORDS, peer, _HELLO)
         for peer in peers:
             while peer not in self.stopped:
-                if len(net.recv(nothing, peer, _MODEL).wait()):
-                    net.recv(_WORDS, peer, _CLOCK).wait()  # it has gone on without us
-                else:
+                if not len(net.recv(_WORDS, peer, _HELLO).wait()):
                     self.stopped.add(peer)
+                elif self.wire_dtype != "int8":
+                    net.recv(nothing, peer, _MODEL).wait()  # it has gone on without us
         self.stopped.clear()
 
     def _begin(self, x: Tensor) -> None:
@@ -180,11 +236,16 @@ class PopSGD(Algorithm):
             self.lane.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": self.version, "steps_since": self.steps_since, "clock": self.clock}
+        return {
+            "version": self.version,
+            "steps_since": self.steps_since,
+            "clock": self.clock,
+            "exponent": self.exponent,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.version, self.clock = state["version"], state["clock"]
-        self.steps_since = state["steps_since"]
+        self.steps_since, self.exponent = state["steps_since"], state["exponent"]
         if self.lane is not None:
             self.lane.begin_with(self.version)
 
@@ -207,7 +268,7 @@ class _Averager:
         self.home = algorithm.net.sub("home")  # where the training thread is answered
         self.begin_with(algorithm.version)
         self.arrived = -1  # the version that the training thread has arrived at, unanswered
-        self.clocks: dict[int, int] = {}  # the partners', by version
+        self.offers: dict[int, tuple[int, int]] = {}  # clock and exponent of partners, by version
         self.is_answer_due = False
         self.lane: Lane = algorithm.net.spawn_lane(self.serve, "averager")
 
@@ -222,7 +283,7 @@ class _Averager:
         self.catch_up()
         self.published.publish(x)
         self.lane.check()
-        self.lane.net.send(torch.tensor([_ARRIVED, version, 0]), self.me, _CONTROL)
+        self.lane.net.send(torch.tensor([_ARRIVED, version, 0, 0]), self.me, _CONTROL)
         self.is_answer_due = True
 
     def catch_up(self) -> None:
@@ -260,23 +321,30 @@ class _Averager:
         algorithm, partner = self.algorithm, self.algorithm.partner(version)
         if partner == self.me:
             return
-        mine = algorithm.on_wire(self.published.snapshot())
-        net.send(torch.tensor([_OFFER, version, algorithm.clock]), partner, _CONTROL)
-        net.send(mine, partner, _MODEL)
-        theirs = net.recv(mine, partner, _MODEL).wait(math.inf)
-        self.published.correct(half_difference(theirs, mine, self.x))
-        while version not in self.clocks:
+        x = self.published.snapshot()
+        mine = algorithm.on_wire(x)
+        offer = torch.tensor([_OFFER, version, algorithm.clock, algorithm.exponent])
+        net.send(offer, partner, _CONTROL)
+        if algorithm.wire_dtype != "int8":
+            net.send(mine, partner, _MODEL)
+            theirs = net.recv(mine, partner, _MODEL).wait(math.inf)
+            self.published.correct(half_difference(theirs, mine, self.x))
+        while version not in self.offers:
             self.hear(net)
-        algorithm.tick(partner, self.clocks.pop(version))
+        clock, exponent = self.offers.pop(version)
+        if algorithm.wire_dtype == "int8":
+            d = algorithm.decoded_difference(net, partner, x, exponent, math.inf)
+            self.published.correct(d)
+        algorithm.tick(partner, clock)
 
     def hear(self, net: Transport) -> None:
-        kind, version, clock = net.recv(_WORDS, ANY, _CONTROL).wait(math.inf).tolist()
+        kind, version, clock, exponent = net.recv(_WORDS, ANY, _CONTROL).wait(math.inf).tolist()
         self.due = max(self.due, version)
         if kind == _ARRIVED:
             self.arrived = version
             self.answer_if_executed()
         else:
-            self.clocks[version] = clock
+            self.offers[version] = clock, exponent
 
     def answer_if_executed(self) -> None:
         if 0 <= self.arrived < self.next_version:
@@ -287,6 +355,14 @@ class _Averager:
 def half_difference(theirs: Tensor, mine: Tensor, like: Tensor) -> Tensor:
     """What to add on this side; on the other side it is the same with the opposite sign."""
     return (theirs.to(like.dtype) - mine.to(like.dtype)).mul_(0.5)
+
+
+def sums_of(k: Tensor) -> Tensor:
+    """Of every 256th entry, exact as long as they stay below 2^53: that of k + d is their sum."""
+    whole = len(k) - len(k) % NUM_SUMS
+    sums = k[:whole].view(-1, NUM_SUMS).sum(0, dtype=torch.float64)
+    sums[: len(k) - whole] += k[whole:]
+    return sums
 
 
 _WORDS = torch.empty(0, dtype=torch.int64)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.transport import Receipt, Transport
 
 _WEIGHT, _WEIGHTS = 0, 1  # tags: w, an empty one says that its sender has stopped; x
@@ -60,6 +60,12 @@ class SGP(Algorithm):
     """
 
     name: ClassVar[str] = "sgp"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="`num_peers` other ranks, changing",
+        sends="`num_peers` |x|",
+        suits="many nodes or slow networks: one message a step, whatever P is",
+    )
 
     num_peers: int = 1
     overlap: int = 0
@@ -209,8 +215,8 @@ class _Pusher:
             share = x * p
             weight = torch.tensor([w * p], dtype=torch.float64)
             for peer in going:
-                self.net.send(weight, peer, _WEIGHT)
                 self.net.send(share, peer, _WEIGHTS)
+                self.net.send(weight, peer, _WEIGHT)  # last: where it is, the share is too
             kept = p * (len(receivers) + 1 - len(going))
             x *= kept
             w *= kept

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import sparse
+from lightning_dsgd.algorithm import Profile
 from lightning_dsgd.error_feedback import (
     GATHER,
     SPLIT,
@@ -49,28 +50,31 @@ LOWERED_BY: Final = 0.9
 class TopkAllgather(ErrorFeedback):
     """Sends the k largest entries of every rank to all; u has up to P k entries.
 
-    Memory above plain training: |g|, the residual |g|, and one byte an element.
+    Memory above plain training: |g|, and the residual |g|.
 
     Args:
         density: k / n
     """
 
     name: ClassVar[str] = "topk_allgather"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks",
+        sends="2k (P-1) words at most",
+        suits="comparison with `oktopk`",
+    )
 
     density: float = 0.01
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
         self.accumulate(g)
-        values, indices = self.select()
+        values, indices = self.local_topk()
         self.take_out(values, indices)
         total = g if g.dtype == values.dtype else torch.zeros_like(self.residual)
         for message in self.allgatherv(self.pack(values, indices)):
             theirs, places = self.unpack(message)
             total[places] += theirs
         return sparse.select(total, total.new_zeros(()))
-
-    def select(self) -> Selected:
-        return self.local_topk()
 
 
 @dataclass
@@ -80,29 +84,35 @@ class GaussianTopk(TopkAllgather):
     It is lowered until more than 3k/4 entries reach it, as in Ok-Topk's comparison; there may be
     more than k, if fewer than k are larger than a normal distribution has them.
 
-    Memory above plain training: |g|, the residual |g|, and one byte an element.
+    Memory above plain training: |g|, and the residual |g|.
 
     Args:
         density: k / n
     """
 
     name: ClassVar[str] = "gaussian_topk"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks",
+        sends="2k (P-1) words at most",
+        suits="comparison with `oktopk`",
+    )
 
     density: float = 0.01
 
-    def select(self) -> Selected:
+    def local_topk(self) -> Selected:
         e = self.residual
         if self.k == len(e):
-            return self.local_topk()
+            return super().local_topk()
         deviation, mean = torch.std_mean(e, correction=0)
         quantile = math.sqrt(2) * torch.erfinv(deviation.new_tensor(1 - self.k / len(e)))
         limits = torch.finfo(e.dtype)
         threshold = (mean.abs() + deviation * quantile).clamp(max=limits.max)
-        sparse.mark(e, threshold, self.marks)
-        while 4 * int(self.marks.sum()) <= 3 * self.k and threshold > limits.tiny:
+        selected = self.select(threshold)
+        while 4 * len(selected[0]) <= 3 * self.k and threshold > limits.tiny:
             threshold = threshold * LOWERED_BY
-            sparse.mark(e, threshold, self.marks)
-        return self.marked()
+            selected = self.select(threshold)
+        return selected
 
 
 @dataclass
@@ -111,13 +121,19 @@ class TopkDSA(ErrorFeedback):
 
     What a rank has summed is sent dense as soon as that takes fewer bytes.
 
-    Memory above plain training: |g|, the residual |g|, a region |g| / P, and one byte an element.
+    Memory above plain training: |g|, the residual |g|, and a region |g| / P.
 
     Args:
         density: k / n
     """
 
     name: ClassVar[str] = "topk_dsa"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks",
+        sends="4k (P-1)/P to (2k + n)(P-1)/P words at most",
+        suits="comparison with `oktopk`",
+    )
 
     density: float = 0.01
 
@@ -164,13 +180,19 @@ class GTopk(ErrorFeedback):
     paper returns a rank's entry to it if its index is not in the result, and so loses what was
     dropped on one way up at an index that came to the top on another.)
 
-    Memory above plain training: |g|, the residual |g|, and one byte an element.
+    Memory above plain training: |g|, and the residual |g|.
 
     Args:
         density: k / n
     """
 
     name: ClassVar[str] = "gtopk"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks, up a tree and down",
+        sends="4k log2 P words at the root at most",
+        suits="comparison with `oktopk`",
+    )
 
     density: float = 0.01
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.wait_avoiding import WaitAvoiding
 
@@ -62,6 +63,12 @@ class WAGMA(Algorithm):
     """
 
     name: ClassVar[str] = "wagma"
+    profile: ClassVar[Profile] = Profile(
+        when="every step; globally every `sync_period` steps",
+        with_whom="a group of `group_size` ranks, changing",
+        sends="2(S-1)/S |x|",
+        suits="random stragglers and many ranks: the one to try first",
+    )
 
     group_size: int | None = None
     sync_period: int = 10
@@ -157,13 +164,11 @@ class WAGMA(Algorithm):
 
     # ---- the member of the wait-avoiding collective; called by its lane ----
 
-    def group(self, version: int) -> list[int]:
+    def group(self, version: int) -> Sequence[int]:
         if self.is_global(version):
-            return list(range(self.net.world_size))
-        parts = topology.groups(
-            version if self.dynamic_groups else 0, self.net.world_size, self.size
-        )
-        return next(part for part in parts if self.net.rank in part)
+            return range(self.net.world_size)
+        at = version if self.dynamic_groups else 0
+        return topology.group_of(self.net.rank, at, self.net.world_size, self.size)
 
     def is_global(self, version: int) -> bool:
         return (version + 1) % self.sync_period == 0

@@ -5,8 +5,9 @@
     ddp_fp16                            its gradients compressed to half precision on the wire
     ddp_powersgd:rank=2                 its gradients as products of low rank (Vogels et al. 2019)
     post_local_sgd:period=8:start=0     DDP, and from step `start` on weights averaged each `period`
+    torchft_local_sgd, torchft_diloco   of torchft (the extra `bench`): `torchft_peers.py`
 
-The peers are torch's own code: communication hooks and PeriodicModelAverager.  Lightning registers
+The others are torch's own code: communication hooks and PeriodicModelAverager.  Lightning registers
 communication hooks on CUDA only; here they also run on CPUs.
 """
 
@@ -27,6 +28,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_dsgd
+from lightning_dsgd.bench.torchft_peers import DiLoCoStrategy, TorchFTStrategy
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -123,4 +125,6 @@ PEERS: dict[str, Any] = {
     "ddp_fp16": _DDPFp16,
     "ddp_powersgd": _DDPPowerSGD,
     "post_local_sgd": _PostLocalSGD,
+    "torchft_local_sgd": TorchFTStrategy,
+    "torchft_diloco": DiLoCoStrategy,
 }

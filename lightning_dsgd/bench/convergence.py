@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_dsgd.bench import tracking
 from lightning_dsgd.bench.job import Cell, Job, finish
 from lightning_dsgd.bench.throughput import chosen_link, communication
 
@@ -109,8 +110,6 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         def on_train_start(self, trainer: Any, *_: Any) -> None:
             torch.distributed.barrier()
             self.sent_before = communication(trainer).get("bytes_sent", 0.0)
-
-        def on_train_epoch_start(self, *_: Any) -> None:
             self.begin = time.perf_counter()
 
         def on_validation_start(self, trainer: Any, *_: Any) -> None:
@@ -124,9 +123,6 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
                     "mb_sent": -1.0 if sent is None else (sent - self.sent_before) / 1e6,
                 }
             )
-
-        def on_validation_epoch_end(self, trainer: Any, *_: Any) -> None:
-            self.begin = time.perf_counter()
 
         def on_validation_end(self, trainer: Any, *_: Any) -> None:
             self.rows[-1]["value"] = float(trainer.callback_metrics[task.monitor])
@@ -249,6 +245,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--delayed-ranks", type=int, default=0)
     parser.add_argument("--target", type=float, help="value that is to be reached")
+    parser.add_argument(
+        "--wandb",
+        metavar="PROJECT",
+        help="log to W&B too, offline unless WANDB_MODE says otherwise",
+    )
     parser.add_argument("--output", type=Path, default=Path("convergence.json"))
     args = parser.parse_args(argv)
     link, network = chosen_link(args.network)
@@ -286,6 +287,8 @@ def main(argv: list[str] | None = None) -> None:
     percent = "accuracy" in task.monitor
     print("\n" + table(report["summary"], percent=percent, target=args.target))
     finish(report, args.output)
+    if args.wandb is not None:
+        tracking.log_comparison(report, args.output, args.wandb)
 
 
 if __name__ == "__main__":

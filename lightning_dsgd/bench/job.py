@@ -279,8 +279,8 @@ def _mpiexec(
         shell.write_text(
             "#!/bin/sh\n"
             'while [ "${1#-}" != "$1" ]; do shift; done\n'
-            "node=$((${1##*.} - 1)); shift\n"
-            f'exec ip netns exec {names}-$node unshare --uts sh -c "hostname node$node; $*"\n'
+            "host=$1; node=$((${1##*.} - 1)); shift\n"
+            f'exec ip netns exec {names}-$node unshare --uts sh -c "hostname $host; $*"\n'
         )
         shell.chmod(0o700)
         hosts = ",".join(network.address(node) for node in range(ranks))

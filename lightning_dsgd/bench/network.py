@@ -5,9 +5,9 @@
     ...                     <--tbf--     /
 
 A token bucket at both ends of each link lets so many bits a second through in each direction, as a
-full-duplex network card does; `netem` adds the latency where the kernel has it.  Needs root, and
-`ip` and `tc` of iproute2.  The names hold the process that made them, so that what a killed process
-has left behind is known and removed by the next.
+full-duplex network card does; `netem` adds the latency where the kernel has it.  Needs root, `ip`
+and `tc` of iproute2, and `unshare`.  The names hold the process that made them, so that what a
+killed process has left behind is known and removed by the next.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def why_not() -> str:
     """Why this machine cannot make namespaces; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
     if missing:
-        return f"network namespaces need {' and '.join(missing)} (package iproute2)"
+        return f"nodes need {' and '.join(missing)} (packages iproute2, util-linux, hostname)"
     probe = f"{_PREFIX}{os.getpid()}-probe"
     made = _try("ip", "netns", "add", probe)
     _try("ip", "netns", "del", probe)
@@ -118,8 +118,13 @@ class Network:
         return f"{SUBNET}.{node + 1}"
 
     def inside(self, node: int) -> list[str]:
-        """What a command is to be preceded by to run on this node."""
-        return ["ip", "netns", "exec", self.namespace(node)]
+        """What a command is to be preceded by to run on this node.
+
+        The node's host name is its address, which every node can resolve.
+        """
+        named = f'hostname {self.address(node)} && exec "$@"'
+        enter = ["ip", "netns", "exec", self.namespace(node)]
+        return [*enter, "unshare", "--uts", "sh", "-c", named, "sh"]
 
     def _build(self) -> None:
         switch = self._switch

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -92,7 +93,7 @@ class Endpoint(ABC):
         self.counters = counters
         self.path = path
         self._messages = channel_id(path, "messages")
-        self._collectives: dict[tuple[int, ...], tuple[int, int]] = {}  # group: (channel, calls)
+        self._groups: dict[tuple[int, ...] | None, _Group] = {}
         self._num_lanes = 0
 
     @abstractmethod
@@ -267,10 +268,15 @@ class Endpoint(ABC):
             yield call.share(empty, (call.me - distance) % call.size)
             distance *= 2
 
-    def _next_call(self, members: tuple[int, ...]) -> tuple[int, int]:
-        channel, calls = self._collectives.get(members, (channel_id(self.path, members), 0))
-        self._collectives[members] = (channel, calls + 1)
-        return channel, calls
+    def _group(self, ranks: Sequence[int] | None) -> _Group:
+        """The group of these ranks; None: of all, the same one as of all by their numbers."""
+        key = None if ranks is None else tuple(ranks)
+        if key not in self._groups:
+            members = tuple(range(self.world_size)) if key is None else key
+            _check_group(members, self.rank, self.world_size)
+            group = _Group(members, members.index(self.rank), channel_id(self.path, members))
+            self._groups[key] = self._groups.setdefault(members, group)
+        return self._groups[key]
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self.world_size:
@@ -288,26 +294,39 @@ class Endpoint(ABC):
             )
 
 
+@dataclass
+class _Group:
+    """The members of a group, this rank's place among them, and the collectives called so far."""
+
+    members: tuple[int, ...]
+    me: int
+    channel: int
+    calls: int = 0
+
+
+def _check_group(members: tuple[int, ...], rank: int, world_size: int) -> None:
+    if (
+        rank not in members
+        or len(set(members)) != len(members)
+        or min(members) < 0
+        or max(members) >= world_size
+    ):
+        raise ValueError(
+            f"a group must hold this rank, no rank twice and only ranks of 0 to "
+            f"{world_size - 1}, got group={members} on rank {rank}"
+        )
+
+
 class _Call:
     """One call of one collective: who takes part, and what marks its messages."""
 
-    def __init__(self, net: Endpoint, group: Sequence[int] | None, kind: str) -> None:
-        self.members = tuple(range(net.world_size)) if group is None else tuple(group)
-        if (
-            net.rank not in self.members
-            or len(set(self.members)) != len(self.members)
-            or min(self.members) < 0
-            or max(self.members) >= net.world_size
-        ):
-            raise ValueError(
-                f"a group must hold this rank, no rank twice and only ranks of 0 to "
-                f"{net.world_size - 1}, got group={self.members} on rank {net.rank}"
-            )
+    def __init__(self, net: Endpoint, ranks: Sequence[int] | None, kind: str) -> None:
+        group = net._group(ranks)
+        self.members, self.me, self.size = group.members, group.me, len(group.members)
         self._net = net
         self._kind = KINDS.index(kind)
-        self.me = self.members.index(net.rank)
-        self.size = len(self.members)
-        self._channel, self._number = net._next_call(self.members)
+        self._channel, self._number = group.channel, group.calls
+        group.calls += 1
 
     def others(self) -> list[int]:
         """The other members, each starting from a different one, so that no member is overrun."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import fcntl
 import json
 import os
@@ -36,7 +37,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,14 +55,14 @@ from lightning_dsgd.transport import (
 )
 from lightning_dsgd.transport.endpoint import Done, Endpoint, check_message, describe
 
-_HEADER: Final = struct.Struct("<qqQBB")
+HEADER: Final = struct.Struct("<qqQBB")
 _HELLO: Final = struct.Struct("<16sI")
-_HEARTBEAT, _FAREWELL, _LOST = 253, 254, 255  # kinds of control frames
-_DTYPES: Final = (
+_HEARTBEAT, FAREWELL, _LOST = 253, 254, 255  # kinds of control frames
+DTYPES: Final = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-_CODES: Final = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _EMPTY: Final = torch.empty(0, dtype=torch.uint8)
 _CARD_BYTES: Final = 256
 _STAGING_BYTES: Final = 1 << 16
@@ -72,7 +73,7 @@ _CLOSE_TIMEOUT_S: Final = 5.0
 _SWITCH_INTERVAL_S: Final = 0.0005
 """How soon the mesh gets the interpreter from a thread that runs Python (by default: 5 ms)."""
 
-_meshes: weakref.WeakSet[_Mesh] = weakref.WeakSet()
+_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class ProcessGroupTransport(Endpoint):
@@ -84,6 +85,9 @@ class ProcessGroupTransport(Endpoint):
         native_devices: device types whose world-wide all-reduces from the training thread go
             through torch's own collectives
     """
+
+    ends_with_peers = False
+    """Whether the launcher ends this process when another rank dies, in the midst of its work."""
 
     def __init__(
         self,
@@ -97,9 +101,31 @@ class ProcessGroupTransport(Endpoint):
         # Made before anything can use it, and on all ranks alike.
         native = self.world_size > 1 and _group_device() in self._native_devices
         self._native: Any = dist.new_group() if native else None
-        self._mesh = _Mesh(self.rank, self.world_size, timeout_s, heartbeat_timeout_s)
-        self._mesh.open()
-        self.sub("opening").barrier().wait()  # nobody leaves before all have found each other
+        self._mesh = Mesh(self.rank, self.world_size, timeout_s, heartbeat_timeout_s)
+        try:
+            self._mesh.open(self._wire(), self._check_wires)
+            self._open_wire()
+            self.sub("opening").barrier().wait()  # nobody leaves before all have found each other
+        except BaseException as exception:
+            self.fail(f"failed: {type(exception).__name__}: {exception}")
+            raise
+
+    def _wire(self) -> str:
+        """What carries this rank's messages; its first word is the same on all ranks."""
+        return "process_group"
+
+    def _check_wires(self, wires: list[str]) -> None:
+        """Raises, on every rank, unless all send their messages the same way."""
+        kinds = [wire.split()[0] for wire in wires]
+        if len(set(kinds)) > 1:
+            listed = ", ".join(f"{kind} on rank {rank}" for rank, kind in enumerate(kinds))
+            raise TransportError(
+                f"the transport must be the same on all ranks, got {listed}; name it: "
+                'transport="process_group" or "mpi"'
+            )
+
+    def _open_wire(self) -> None:
+        """Makes what carries messages instead of the mesh's connections."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -141,10 +167,8 @@ class ProcessGroupTransport(Endpoint):
         return self._at(f"{self.path}/{name}")
 
     def _at(self, path: str) -> ProcessGroupTransport:
-        twin = object.__new__(ProcessGroupTransport)
+        twin = copy.copy(self)  # the same mesh
         Endpoint.__init__(twin, self.rank, self.world_size, self.timeout_s, self.counters, path)
-        twin._mesh, twin._lane = self._mesh, self._lane
-        twin._native, twin._native_devices = self._native, self._native_devices
         return twin
 
     def _start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
@@ -169,8 +193,8 @@ class ProcessGroupTransport(Endpoint):
             return Done(None)
         self.counters.bytes_sent += x.nbytes
         self.counters.messages_sent += 1
-        header = _HEADER.pack(channel, tag, x.nbytes, kind, _CODES[x.dtype])
-        return self._mesh.outgoing(dst).send(header, x, copy=copy)
+        header = HEADER.pack(channel, tag, x.nbytes, kind, _CODES[x.dtype])
+        return self._mesh.send(dst, header, x, copy=copy)
 
     def _collect(
         self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
@@ -255,6 +279,7 @@ class _Receipt:
             if lane is not None:
                 lane.waiting = self
                 lane.check_stop()
+            net._mesh.expect()
             in_time = self.arrived.wait(limit)
             if lane is None:
                 net.counters.wait_s += time.monotonic() - begin
@@ -285,7 +310,7 @@ class _Receipt:
             )
             if self._into is not None and payload.data_ptr() != self._into.data_ptr():
                 self._into.copy_(payload)
-            if self._like.is_cuda:
+            if payload.device != self._like.device:
                 self.payload = payload = payload.to(self._like.device)
         return payload if self._into is None else self._into
 
@@ -313,10 +338,10 @@ class _Mailboxes:
             self._posted.setdefault(receipt.key, []).append(receipt)
             self._break_off_if_vain(receipt)
 
-    def place_for(
+    def claim(
         self, source: int, key: tuple[int, int], dtype: torch.dtype, nbytes: int
-    ) -> Tensor:
-        """Where to read a message to: straight into the tensor that waits for it, if one does."""
+    ) -> Tensor | None:
+        """The tensor that waits for a message, if one does, to read it straight into."""
         with self._lock:
             for receipt in self._posted.get(key, ()):
                 if receipt.wanted in (ANY, source) and not receipt.claimed:
@@ -326,7 +351,7 @@ class _Mailboxes:
                     receipt.claimed = True
                     receipt.wanted = source
                     return into
-        return torch.empty(nbytes // dtype.itemsize, dtype=dtype)
+        return None
 
     def deliver(self, source: int, key: tuple[int, int], kind: int, payload: Tensor) -> None:
         with self._lock:
@@ -376,13 +401,13 @@ class _Connection:
     loss) in both directions.
     """
 
-    def __init__(self, mesh: _Mesh, sock: socket.socket, rank: int = -1) -> None:
+    def __init__(self, mesh: Mesh, sock: socket.socket, rank: int = -1) -> None:
         self.rank = rank  # -1: unknown until the hello
         self.is_ending = False  # the peer has said farewell on it
         self.sock = sock
         self._mesh = mesh
         self._lock = threading.Lock()
-        self._queue: deque[tuple[memoryview, _Sending | None]] = deque()
+        self._queue: deque[tuple[memoryview, Sending | None]] = deque()
         self._staging = bytearray(_STAGING_BYTES)
         self._filled = 0
         self._header: tuple[int, int, int, int, int] | None = None
@@ -398,7 +423,7 @@ class _Connection:
         """Hands over what the connection takes at once; the mesh's thread sends the rest."""
         if x.is_cuda:
             x, copy = x.cpu(), False
-        payload = _bytes_of(x)
+        payload = bytes_of(x)
         with self._lock:
             sent = 0 if self._queue else self._try_send([memoryview(header), payload])
             if sent == len(header) + len(payload):
@@ -406,7 +431,7 @@ class _Connection:
             if sent < len(header):
                 self._queue.append((memoryview(header)[sent:], None))
             rest = payload[max(0, sent - len(header)) :]
-            sending = _Sending(self._mesh, self.rank, x)
+            sending = Sending(self._mesh, self.rank, x)
             self._queue.append((memoryview(bytes(rest)) if copy else rest, sending))
         self._mesh.attend(self)
         return Done(None) if copy else sending
@@ -486,10 +511,10 @@ class _Connection:
                     return False
                 self.rank = rank
             elif self._header is None:
-                if left < _HEADER.size:
+                if left < HEADER.size:
                     break
-                self._begin_message(_HEADER.unpack_from(staging, at))
-                at += _HEADER.size
+                self._begin_message(HEADER.unpack_from(staging, at))
+                at += HEADER.size
             else:
                 count = min(left, len(self._target) - self._read)
                 if not count:
@@ -507,10 +532,12 @@ class _Connection:
         if kind >= _HEARTBEAT:
             self._payload = torch.empty(nbytes, dtype=torch.uint8)
         else:
-            self._payload = self._mesh.mailboxes.place_for(
-                self.rank, (channel, tag), _DTYPES[code], nbytes
+            dtype = DTYPES[code]
+            into = self._mesh.mailboxes.claim(self.rank, (channel, tag), dtype, nbytes)
+            self._payload = (
+                torch.empty(nbytes // dtype.itemsize, dtype=dtype) if into is None else into
             )
-        self._target = _bytes_of(self._payload)
+        self._target = bytes_of(self._payload)
         self._read = 0
 
     def _end_message_if_read(self) -> None:
@@ -525,10 +552,10 @@ class _Connection:
             self._mesh.mailboxes.deliver(self.rank, (channel, tag), kind, payload)
 
 
-class _Sending:
+class Sending:
     """The rest of a message, on its way; keeps its tensor alive."""
 
-    def __init__(self, mesh: _Mesh, rank: int, x: Tensor) -> None:
+    def __init__(self, mesh: Mesh, rank: int, x: Tensor) -> None:
         self.finished = threading.Event()
         self._mesh, self._rank, self._x = mesh, rank, x
 
@@ -543,7 +570,26 @@ class _Sending:
         self._mesh.check(what)
 
 
-class _Mesh:
+class Wire(Protocol):
+    """What carries messages instead of the mesh's connections, which then carry only news.
+
+    It delivers to the mesh's mailboxes, and gives up by itself once these have failed.
+    """
+
+    def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
+        """Starts sending; messages for one channel and tag arrive in order."""
+        ...
+
+    def expect(self) -> None:
+        """Somebody has begun to wait for a message."""
+        ...
+
+    def close(self) -> None:
+        """Says farewell behind the last message, and ends; at once if a rank is lost."""
+        ...
+
+
+class Mesh:
     """All connections of this process, and the thread that serves them."""
 
     def __init__(
@@ -553,6 +599,7 @@ class _Mesh:
         self.timeout_s = timeout_s
         self.token = b""
         self.mailboxes = _Mailboxes()
+        self.wire: Wire | None = None
         self.on_lost: Callable[[PeerLost], None] | None = None
         self._world_size = world_size
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -569,19 +616,26 @@ class _Mesh:
         self._thread: threading.Thread | None = None
         self._switch_interval_s = sys.getswitchinterval()
 
-    def open(self) -> None:
+    def open(self, wire: str, check_wires: Callable[[list[str]], None]) -> None:
+        """Connects, unless the check of what every rank says of its wire raises."""
         if self._world_size == 1:
             return
         _allow_open_files(4 * self._world_size + 256)
-        host = _own_address()
+        host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=self._world_size)
         here = {
             "host": host,
             "port": self._listener.getsockname()[1],
             "token": secrets.token_hex(16),
+            "wire": wire,
         }
         entries = _gather_json(here)
+        try:
+            check_wires([str(entry["wire"]) for entry in entries])
+        except TransportError:
+            self._listener.close()
+            raise
         self._addresses = [(str(entry["host"]), int(entry["port"])) for entry in entries]
         self.token = bytes.fromhex(
             entries[0]["token"]
@@ -605,6 +659,8 @@ class _Mesh:
         if thread is None:
             return
         atexit.unregister(self.end)
+        if self.wire is not None:
+            self.wire.close()
         self._say_farewell()
         self._closing_at = time.monotonic() + _CLOSE_TIMEOUT_S
         self._wake()
@@ -646,7 +702,7 @@ class _Mesh:
         self._heard[rank] = time.monotonic()
 
     def hear_news(self, connection: _Connection, kind: int, tag: int, text: bytes) -> None:
-        if kind == _FAREWELL:
+        if kind == FAREWELL:
             connection.is_ending = True
             if not tag:
                 self.mailboxes.break_off(left=connection.rank)
@@ -662,11 +718,12 @@ class _Mesh:
         for connection in self._connections():
             if connection.rank >= 0:
                 ours = self._outgoing.get(connection.rank, connection)
-                header = _HEADER.pack(0, int(ours is not connection), 0, _FAREWELL, 0)
+                is_last = ours is connection and self.wire is None
+                header = HEADER.pack(0, int(not is_last), 0, FAREWELL, 0)
                 connection.send(header, _EMPTY, copy=True)
 
     def _announce(self, kind: int, text: Tensor) -> None:
-        header = _HEADER.pack(0, 0, len(text), kind, 0)
+        header = HEADER.pack(0, 0, len(text), kind, 0)
         for connection in self._connections():
             if connection.rank >= 0:
                 connection.send(header, text, copy=True)
@@ -692,6 +749,17 @@ class _Mesh:
                 self._outgoing[rank] = connection
                 self.attend(connection)
             return self._outgoing[rank]
+
+    def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
+        """Sends a message, by the wire if there is one."""
+        if self.wire is not None:
+            return self.wire.send(dst, header, x, copy=copy)
+        return self.outgoing(dst).send(header, x, copy=copy)
+
+    def expect(self) -> None:
+        """Has the wire look out for a message that somebody waits for."""
+        if self.wire is not None:
+            self.wire.expect()
 
     def attend(self, connection: _Connection) -> None:
         """Has the thread look after a connection that is new or has something left to send."""
@@ -748,7 +816,7 @@ class _Mesh:
                 self.lose(peer, f"has not answered for {silence:.1f} s (stopped or cut off)")
 
     def _announce_to_watched(self) -> None:
-        header = _HEADER.pack(0, 0, 0, _HEARTBEAT, 0)
+        header = HEADER.pack(0, 0, 0, _HEARTBEAT, 0)
         for peer in self._watched:
             if peer in self._outgoing:
                 self._outgoing[peer].send(header, _EMPTY, copy=True)
@@ -840,7 +908,7 @@ class _Lane:
             raise self._failure
 
 
-def _bytes_of(x: Tensor) -> memoryview:
+def bytes_of(x: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return memoryview(x.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -864,7 +932,7 @@ def _group_device() -> str:
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address at which the other ranks reach this one.
 
     That of the interface named by GLOO_SOCKET_IFNAME, as for gloo; else the one from which the

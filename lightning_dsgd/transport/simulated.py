@@ -85,6 +85,8 @@ class SimulatedWorld:
         timeout_s: how long a wait may take, in virtual time
         size_scale: multiplies the bytes of each message, in its cost and where bytes are counted,
             so that small tensors can stand for large ones
+        message_bytes: gives the bytes of each message in place of that, where some messages stand
+            for larger ones and others do not
         detect_s: how long after a rank's end the others know of it
         heartbeat_timeout_s: how long after a rank's last sign of life the others give it up
         strict: a run that leaves messages that nobody received has failed
@@ -101,6 +103,7 @@ class SimulatedWorld:
         shared_link: bool = False,
         timeout_s: float = 1800.0,
         size_scale: float = 1.0,
+        message_bytes: Callable[[Tensor], float] | None = None,
         detect_s: float = 0.01,
         heartbeat_timeout_s: float = 20.0,
         strict: bool = True,
@@ -118,7 +121,7 @@ class SimulatedWorld:
         self.bandwidth_bytes_s = bandwidth_bytes_s
         self.shared_link = shared_link
         self.timeout_s = timeout_s
-        self.size_scale = size_scale
+        self.message_bytes = message_bytes or (lambda x: x.nbytes * size_scale)
         self.detect_s = detect_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.strict = strict
@@ -770,7 +773,7 @@ class _Simulation:
             message.at_s = clock
             self._offer(message)
             return
-        num_bytes = round(x.numel() * x.element_size() * world.size_scale)
+        num_bytes = round(world.message_bytes(x))
         net.counters.bytes_sent += num_bytes
         net.counters.messages_sent += 1
         link = 0 if world.shared_link else net.rank

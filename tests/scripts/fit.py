@@ -1,4 +1,7 @@
-"""A user's training script: two ranks, local SGD; each writes what it ends with to a folder."""
+"""A user's training script: local SGD; each rank writes what it ends with to a folder.
+
+Its arguments: the folder, the devices of each node, and the number of nodes.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,29 @@ L.seed_everything(0)
 trainer = L.Trainer(
     strategy="local_sgd",
     accelerator="cpu",
-    devices=2,
+    devices=int(sys.argv[2]),
+    num_nodes=int(sys.argv[3]),
     max_epochs=1,
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
 model = Regression()
+wire = []
+trainer.callbacks.append(
+    L.pytorch.callbacks.LambdaCallback(
+        on_train_start=lambda trainer, _: wire.append(type(trainer.strategy._net).__name__)
+    )
+)
 trainer.fit(model, loader(), loader(32))
 environment = type(trainer.strategy.cluster_environment).__name__
 torch.save(
-    {"weights": weights(model), "environment": environment, "steps": trainer.global_step},
+    {
+        "weights": weights(model),
+        "environment": environment,
+        "transport": wire[0],
+        "steps": trainer.global_step,
+        "local_rank": trainer.local_rank,
+    },
     Path(sys.argv[1], f"rank_{trainer.global_rank}.pt"),
 )

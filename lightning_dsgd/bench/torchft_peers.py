@@ -1,0 +1,111 @@
+"""torchft's Local SGD and DiLoCo as strategies, to be measured beside ours.
+
+    torchft_local_sgd:period=8                      weights averaged every `period` steps
+    torchft_diloco:period=8:lr=0.7:momentum=0.9     progress averaged and given to Nesterov's SGD
+
+Every rank is a replica group of its own, and waits for all others at a synchronisation.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_dsgd.transport.process_group import own_address
+
+_TIMEOUT = timedelta(seconds=300)
+
+
+class TorchFTStrategy(DDPStrategy):
+    """Lightning's launcher and process group; torchft's synchronisation, and no wrapper."""
+
+    def __init__(self, period: int = 8) -> None:
+        super().__init__()
+        self.period = period
+        self._open: list[Any] = []
+
+    def configure_ddp(self) -> None:
+        """Does not wrap the model: gradients stay local."""
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        try:
+            from torchft.coordination import LighthouseServer
+            from torchft.manager import Manager
+            from torchft.process_group import ProcessGroupGloo
+        except ImportError as err:
+            raise ImportError(
+                "torchft's strategies need torchft, which is not installed; "
+                "try: pip install 'lightning-dsgd[bench]'"
+            ) from err
+        address = own_address()
+        where: list[Any] = [None]
+        if self.global_rank == 0:
+            lighthouse = LighthouseServer(bind=f"{address}:0", min_replicas=self.world_size)
+            port = lighthouse.address().rpartition(":")[2]  # its host is a name that nodes lack
+            where = [f"http://{address}:{port}"]
+            self._open.append(lighthouse)
+        dist.broadcast_object_list(where, src=0)
+        store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            address, 0, is_master=True, wait_for_workers=False
+        )
+        group = ProcessGroupGloo(timeout=_TIMEOUT)
+        manager = Manager(
+            pg=group,
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=self.world_size,
+            use_async_quorum=False,
+            init_sync=False,
+            timeout=_TIMEOUT,
+            quorum_timeout=_TIMEOUT,
+            rank=0,
+            world_size=1,
+            store_addr=address,
+            store_port=store.port,
+            lighthouse_addr=where[0],
+            hostname=address,
+            replica_id=f"rank-{self.global_rank}",
+        )
+        assert self.model is not None
+        synchronisation = self.synchronisation(manager, self.model, self.optimizers[0])
+        synchronisation.__enter__()
+        self._open += [store, manager, synchronisation]
+
+    def synchronisation(self, manager: Any, model: Any, optimizer: Any) -> Any:
+        """The context manager of torchft."""
+        from torchft.local_sgd import LocalSGD
+
+        return LocalSGD(manager, model, optimizer, sync_every=self.period)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._open:
+            dist.barrier()  # the lighthouse stays until nobody asks it any more
+        for opened in reversed(self._open):
+            if hasattr(opened, "__exit__"):
+                opened.__exit__(None, None, None)
+            elif hasattr(opened, "shutdown"):
+                opened.shutdown()
+        self._open.clear()
+
+
+class DiLoCoStrategy(TorchFTStrategy):
+    """With Nesterov's SGD as the outer optimizer."""
+
+    def __init__(self, period: int = 8, lr: float = 0.7, momentum: float = 0.9) -> None:
+        super().__init__(period)
+        self.lr = lr
+        self.momentum = momentum
+
+    def synchronisation(self, manager: Any, model: Any, optimizer: Any) -> Any:
+        from torchft.local_sgd import DiLoCo
+
+        outer = torch.optim.SGD(
+            model.parameters(), lr=self.lr, momentum=self.momentum, nesterov=True
+        )
+        return DiLoCo(manager, [model], optimizer, outer, self.period, pin_memory=False)

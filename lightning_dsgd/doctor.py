@@ -1,0 +1,221 @@
+"""What works on this machine, and what to do about the rest: `lightning-dsgd doctor`.
+
+Whatever may hang or end a process (a driver, an MPI library) is asked in a child process that has
+so many seconds.  Nothing here raises: what a check could not find out is what it reports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_dsgd.bench import network
+
+CHILD_TIMEOUT_S: Final = 90.0
+
+_LIBRARIES: Final = """
+import json, torch, torch.distributed as dist
+found = {"torch": torch.__version__, "gloo": dist.is_gloo_available(), "cuda": torch.version.cuda}
+found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
+found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps(found), flush=True)
+"""
+_VERSIONS: Final = """
+import json
+from importlib.metadata import PackageNotFoundError, version
+found = {}
+for name in ("lightning", "wandb", "scikit-learn", "matplotlib", "mpi4py"):
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        found[name] = None
+print(json.dumps(found), flush=True)
+"""
+_MPI: Final = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+found = {"library": MPI.Get_library_version().strip().splitlines()[0].rstrip("\\0")}
+print(json.dumps(found), flush=True)
+level = MPI.Init_thread(MPI.THREAD_MULTIPLE)
+names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+found["level"] = next(n for n in names if getattr(MPI, "THREAD_" + n) == level)
+print(json.dumps(found), flush=True)
+MPI.Finalize()
+"""
+
+LAUNCHERS: Final = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
+    "SLURM": ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS"),
+    "mpiexec (Open MPI)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpiexec (MPICH)": ("PMI_SIZE", "PMI_RANK", "PMI_SIZE"),
+}
+"""Which variables a launcher sets: one that is always there, the rank, the number of ranks."""
+_PREFIXES: Final = ("OMPI_", "PMI", "SLURM_", "HYDRA_", "MPI_LOCAL")
+"""Of variables by which an MPI library would take the child for a rank of our own job."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Args:
+        subject: what was looked at
+        works: whether it can be used here
+        found: what is there, or why it is not
+        advice: what to do about it
+    """
+
+    subject: str
+    works: bool
+    found: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """All findings; takes some seconds."""
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "torch": torch_and_cuda,
+        "packages": packages,
+        "MPI": mpi,
+        "launcher": launcher,
+        "networks": emulated_networks,
+    }
+    findings = [
+        Finding("Python", True, f"{platform.python_version()}, {os.cpu_count()} cores"),
+    ]
+    for subject, check in checks.items():
+        try:
+            findings += check()
+        except Exception as error:  # the report goes on, and says so
+            findings.append(Finding(subject, False, f"{type(error).__name__}: {error}"))
+    return findings
+
+
+def report(findings: list[Finding]) -> str:
+    """One line each, and the advice below."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{'ok' if finding.works else '--'}  {finding.subject:17}{finding.found}")
+        if finding.advice:
+            lines.append(f"{'':21}{finding.advice}")
+    return "\n".join(lines)
+
+
+def ask(
+    code: str, timeout_s: float = CHILD_TIMEOUT_S, env: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], str]:
+    """What a child process found out, and why it did not come to its end, empty if it did."""
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env=env, errors="replace"
+        )
+        output, why = done.stdout, ""
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:]
+            why = last[0] if last else f"the process ended with status {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or b""
+        output = said.decode(errors="replace") if isinstance(said, bytes) else said
+        why = f"no answer within {timeout_s:g} s"
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    return (json.loads(lines[-1]) if lines else {}), why
+
+
+def torch_and_cuda() -> list[Finding]:
+    """Torch, the devices that it sees, and NCCL."""
+    found, why = ask(_LIBRARIES)
+    if "torch" not in found:
+        return [Finding("torch", False, why, "install torch: https://pytorch.org/get-started")]
+    transport = "gloo" if found["gloo"] else "without gloo, which ranks need to find each other"
+    findings = [Finding("torch", found["gloo"], f"{found['torch']}, {transport}")]
+    if found["devices"]:
+        devices = f"{len(found['devices'])} x {found['devices'][0]}, CUDA {found['cuda']}"
+        findings.append(Finding("CUDA", True, devices))
+    elif found["cuda"]:
+        advice = 'see whether `nvidia-smi` does; accelerator="cpu" works'
+        findings.append(Finding("CUDA", False, f"{found['cuda']}, but no device is seen", advice))
+    else:
+        advice = 'accelerator="cpu" works; for GPUs install a CUDA build of torch'
+        findings.append(Finding("CUDA", False, "this torch is built without it", advice))
+    nccl = found["nccl"]
+    advice = "" if nccl else "only GPUs need it; it comes with a CUDA build of torch"
+    findings.append(Finding("NCCL", bool(nccl), nccl or "not in this torch", advice))
+    return findings
+
+
+def packages() -> list[Finding]:
+    """Lightning, W&B, and what the extras bring."""
+    versions, why = ask(_VERSIONS)
+    if why:
+        return [Finding("packages", False, why)]
+    lightning = versions["lightning"] or "not installed"
+    fits = lightning.startswith("2.6.")
+    advice = "" if fits else "pip install 'lightning>=2.6,<2.7'"
+    findings = [Finding("Lightning", fits, lightning, advice)]
+    mode = os.environ.get("WANDB_MODE", "online unless WANDB_MODE=offline or offline=True")
+    wandb = versions["wandb"]
+    text, advice = (f"{wandb}, {mode}", "") if wandb else ("not installed", "pip install wandb")
+    findings.append(Finding("W&B", bool(wandb), text, advice))
+    for name, use in (("scikit-learn", "the digits"), ("matplotlib", "plots")):
+        version = versions[name]
+        advice = "" if version else f"for {use}: pip install 'lightning-dsgd[demo]'"
+        findings.append(Finding(name, bool(version), version or "not installed", advice))
+    return findings
+
+
+def mpi() -> list[Finding]:
+    """The MPI library that mpi4py would load, its thread level, and mpiexec."""
+    versions, _ = ask(_VERSIONS)
+    mpiexec = shutil.which("mpiexec")
+    start = Finding("mpiexec", bool(mpiexec), mpiexec or "not found")
+    if not versions.get("mpi4py"):
+        advice = "only transport=\"mpi\" needs it: pip install 'lightning-dsgd[mpi]'"
+        return [Finding("MPI", False, "mpi4py is not installed", advice), start]
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
+    found, why = ask(_MPI, env=alone)
+    if "library" not in found:
+        advice = (
+            "install an MPI library (for example `pip install mpich`) or uninstall mpi4py: "
+            "with both halves missing each other, a plain lightning.Trainer() raises too"
+        )
+        return [Finding("MPI", False, f"mpi4py {versions['mpi4py']}: {why}", advice), start]
+    level = found.get("level")
+    text = f"{found['library']}, thread level {level or f'unknown ({why})'}"
+    advice = "" if level == "MULTIPLE" else "lanes need MPI_THREAD_MULTIPLE: use another build"
+    return [Finding("MPI", level == "MULTIPLE", text, advice), start]
+
+
+def launcher() -> list[Finding]:
+    """Which launcher has started this process."""
+    seen = []
+    for name, (always, rank, size) in LAUNCHERS.items():
+        if always in os.environ:
+            place = f"rank {os.environ.get(rank, '?')} of {os.environ.get(size, '?')}"
+            seen.append(f"{name}, {place}")
+    if seen:
+        return [Finding("launcher", True, "; ".join(seen))]
+    return [Finding("launcher", True, "none: Lightning starts the ranks of this machine by itself")]
+
+
+def emulated_networks() -> list[Finding]:
+    """Whether `bench --network` can emulate links, and their latency."""
+    reason = network.why_not()
+    if reason:
+        advice = "`bench --network` then measures over loopback, and says so"
+        return [Finding("namespaces", False, reason, advice)]
+    findings = [Finding("namespaces", True, "links of a chosen rate can be emulated")]
+    try:
+        with network.Network(1, network.Link(1e9, 1e-3)):
+            findings.append(Finding("netem", True, "so can their latency"))
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        findings.append(Finding("netem", False, str(error), "give --network a rate alone"))
+    return findings

@@ -1,0 +1,25 @@
+"""What lasts longer than one test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+
+from tests.mpi import MPIJob
+
+
+@pytest.fixture(scope="session")
+def mpi_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MPIJob]]:
+    """One job of mpiexec for each interpreter, started when it is first asked for."""
+    jobs = []
+
+    @cache
+    def job_of(python: str) -> MPIJob:
+        jobs.append(MPIJob(python, tmp_path_factory.mktemp("mpi")))
+        return jobs[-1]
+
+    yield job_of
+    for job in jobs:
+        job.stop()

@@ -1,0 +1,231 @@
+"""The documents: tables and examples are the code's own, the site builds and fits a phone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_dsgd
+from lightning_dsgd import catalogue
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.models import Regression, loader, trainer, weights
+from tests.worlds import FitWorld
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGE = DOCS / "own_algorithm.md"
+PHONE_PX = 390
+DESKTOP_PX = 1280
+CHROMIUM = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars", "--virtual-time-budget=10000", "--allow-file-access-from-files",
+]  # fmt: skip
+
+
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+# ---- tables ----
+
+
+def test_the_table_has_every_strategy_and_its_class() -> None:
+    named = {algorithm.name: algorithm.__name__ for algorithm in catalogue.ALGORITHMS}
+    assert named == {
+        name: cls.__name__.removesuffix("Strategy")
+        for name, cls in lightning_dsgd.STRATEGIES.items()
+    }
+
+
+@pytest.mark.parametrize("algorithm", catalogue.ALGORITHMS, ids=lambda a: a.name)
+def test_no_cell_of_the_table_is_empty(algorithm: Any) -> None:
+    assert all(catalogue.row(algorithm))
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/choosing.md", "docs/recipes.md"])
+def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
+    text = (ROOT / file).read_text()
+    tables = runpy.run_path(str(DOCS / "tables.py"))
+    assert tables["renewed"](text) == text, "write them anew: python docs/tables.py"
+    without_its_first_row = re.sub(r"(-->\n\|.+\n\|.+\n)\|.+\n", r"\1", text)
+    assert without_its_first_row != text
+    assert tables["renewed"](without_its_first_row) == text
+
+
+@pytest.mark.parametrize("algorithm", catalogue.ALGORITHMS, ids=lambda a: a.name)
+def test_every_algorithm_has_a_page_that_names_its_hyperparameters(algorithm: Any) -> None:
+    page = (DOCS / "algorithms" / f"{algorithm.__module__.rpartition('.')[2]}.md").read_text()
+    assert f'"{algorithm.name}"' in page
+    assert all(f"`{name}`" in page for name in algorithm().hyperparameters())
+
+
+# ---- the example ----
+
+
+def example() -> dict[str, Any]:
+    """What the page's first block defines."""
+    names: dict[str, Any] = {}
+    exec(blocks(PAGE)[0], names)
+    return names
+
+
+def train(net: Transport, make: Callable[[], Any], steps: int) -> tuple[Tensor, Tensor]:
+    x, algorithm = torch.zeros(10), make()
+    algorithm.start(net, x)
+    for _ in range(steps + net.rank):  # ranks run out of data one after the other
+        x -= 0.1 * (x - net.rank)
+        algorithm.after_update(x)
+    algorithm.settle(x)
+    before = x.clone()
+    algorithm.finish(x)
+    return before, x
+
+
+def test_the_example_without_momentum_is_local_sgd() -> None:
+    bmuf = example()["BMUF"]
+    ours, reference = (
+        SimulatedWorld(world_size=4).run(train, make, 30)
+        for make in (lambda: bmuf(sync_period=4, momentum=0.0), lambda: LocalSGD(sync_period=4))
+    )
+    for (_, mine), (_, theirs) in zip(ours, reference, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_the_example_in_the_simulated_world_of_the_page() -> None:
+    names: dict[str, Any] = example()
+    exec(blocks(PAGE)[2], names)
+    models = names["models"]
+    assert all(torch.equal(model, models[0]) for model in models)
+    targets = []
+    for rank in range(4):
+        torch.manual_seed(rank)
+        targets.append(torch.randn(10))
+    torch.testing.assert_close(models[0], torch.stack(targets).mean(0), atol=1e-3, rtol=0)
+
+
+def fit_with_the_example(momentum: float | None) -> Tensor:
+    """Or with Local SGD, if no momentum is given."""
+    strategy: Any = lightning_dsgd.LocalSGDStrategy(sync_period=4)
+    if momentum is not None:
+        algorithm = example()["BMUF"](sync_period=4, momentum=momentum)
+        strategy = lightning_dsgd.DecentralizedStrategy(algorithm)
+    torch.manual_seed(0)
+    model = Regression()
+    trainer(strategy, 2).fit(model, loader())
+    return weights(model)
+
+
+def test_the_example_trains_with_the_trainer() -> None:
+    reference, still, moving = (FitWorld().run(2, fit_with_the_example, m) for m in (None, 0, 0.5))
+    torch.testing.assert_close(still[0], reference[0])
+    assert torch.equal(moving[0], moving[1])
+    assert not torch.allclose(moving[0], reference[0])
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_code_of_the_pages_compiles(page: Path) -> None:
+    for block in blocks(page):
+        compile(block, str(page), "exec")
+
+
+# ---- the site ----
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_nothing_on_the_site_is_fetched_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        found = re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(\S+)", page.read_text()
+        )
+        assert found
+        assert [url for url in found if re.match(r"https?:|//", url)] == [], page.name
+
+
+def test_the_reference_shows_what_the_docstrings_say(site: Path) -> None:
+    text = (site / "api.html").read_text()
+    for cls in lightning_dsgd.STRATEGIES.values():
+        assert f'id="lightning_dsgd.strategy.{cls.__name__}"' in text
+    assert "how many steps lie between two global averages" in text  # of a docstring by reference
+    assert "wait_avoiding" in text
+
+
+def chromium(profile: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    return subprocess.run(
+        [browser, *CHROMIUM, f"--user-data-dir={profile}", *args],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+
+
+def test_no_page_is_wider_than_the_screen(site: Path, tmp_path: Path) -> None:
+    """Frames as wide as a phone's and a desktop's screen, each with one page, report its width."""
+    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    (site / "widths.htm").write_text(
+        f"""<!doctype html><body><pre id="result"></pre><script>
+const pages = {json.dumps(pages)}, widths = [{PHONE_PX}, {DESKTOP_PX}], found = {{}}
+let open = pages.length * widths.length
+for (const page of pages) for (const width of widths) {{
+  const frame = document.createElement("iframe")
+  frame.style.cssText = `width:${{width}}px;height:800px;border:0`
+  frame.onload = () => {{
+    const root = frame.contentDocument.documentElement
+    found[`${{page}} at ${{width}}`] = root.scrollWidth - width
+    if (--open == 0) document.getElementById("result").textContent = JSON.stringify(found)
+  }}
+  frame.src = page
+  document.body.append(frame)
+}}
+</script>"""
+    )
+    url = (site / "widths.htm").as_uri()
+    document = chromium(tmp_path / "profile", "--dump-dom", url).stdout
+    result = re.search(r'<pre id="result">({.*?})</pre>', document)
+    assert result is not None, document[-2000:]
+    excess = json.loads(result[1])
+    assert len(excess) == 2 * len(pages)
+    assert {page: px for page, px in excess.items() if px > 0} == {}
+
+
+@pytest.mark.parametrize("width", [PHONE_PX, DESKTOP_PX])
+def test_a_page_is_drawn(site: Path, tmp_path: Path, width: int) -> None:
+    image = tmp_path / "page.png"
+    size = f"--window-size={max(width, 500)},900"  # chromium's windows are no narrower
+    chromium(tmp_path / "profile", size, f"--screenshot={image}", (site / "choosing.html").as_uri())
+    assert image.stat().st_size > 20_000

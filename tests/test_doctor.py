@@ -1,0 +1,138 @@
+"""The report on this machine: it always comes to its end, and says what to do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_dsgd import doctor
+from lightning_dsgd.bench import network
+from lightning_dsgd.cli import main
+from lightning_dsgd.doctor import Finding
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables in doctor.LAUNCHERS.values():
+        for variable in variables:
+            monkeypatch.delenv(variable, raising=False)
+
+
+def stand_in(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that child processes find before all others."""
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_the_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    lines = capsys.readouterr().out.splitlines()
+    subjects = [line[4:21].strip() for line in lines if line[:4] in ("ok  ", "--  ")]
+    for subject in ("Python", "torch", "CUDA", "NCCL", "Lightning", "W&B", "MPI", "launcher"):
+        assert subject in subjects
+    assert any(line.startswith("ok  torch") for line in lines)
+
+
+def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = 'print(\'{"library": "some"}\', flush=True); import time; time.sleep(100)'
+    found, why = doctor.ask(code, timeout_s=3.0)
+    assert found == {"library": "some"}  # what it said before
+    assert "3 s" in why
+
+
+def test_a_child_that_dies_is_reported() -> None:
+    found, why = doctor.ask("import os; os.abort()")
+    assert found == {}
+    assert "status" in why
+
+
+def test_mpi4py_without_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, "mpi4py", "raise RuntimeError('cannot load MPI library')", monkeypatch)
+    monkeypatch.setattr(doctor, "_VERSIONS", 'print(\'{"mpi4py": "4.1.0"}\')')
+    finding = doctor.mpi()[0]
+    assert not finding.works
+    assert "cannot load MPI library" in finding.found
+    assert "uninstall mpi4py" in finding.advice
+
+
+@pytest.mark.parametrize(("level", "works"), [("MULTIPLE", True), ("SERIALIZED", False)])
+def test_the_thread_level_decides(
+    level: str, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"""
+class rc: initialize = True
+class MPI:
+    THREAD_SINGLE, THREAD_FUNNELED, THREAD_SERIALIZED, THREAD_MULTIPLE = range(4)
+    Get_library_version = staticmethod(lambda: "MPI of a test\\n more")
+    Init_thread = staticmethod(lambda wanted: MPI.THREAD_{level})
+    Finalize = staticmethod(lambda: None)
+"""
+    stand_in(tmp_path, "mpi4py", text, monkeypatch)
+    monkeypatch.setattr(doctor, "_VERSIONS", 'print(\'{"mpi4py": "4.1.0"}\')')
+    finding = doctor.mpi()[0]
+    assert finding.works is works
+    assert finding.found == f"MPI of a test, thread level {level}"
+    assert bool(finding.advice) is not works
+
+
+def test_mpi_is_asked_outside_the_job_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import os; raise RuntimeError(f\"PMI_RANK={os.environ.get('PMI_RANK')}\")"
+    stand_in(tmp_path, "mpi4py", text, monkeypatch)
+    monkeypatch.setattr(doctor, "_VERSIONS", 'print(\'{"mpi4py": "4.1.0"}\')')
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert "PMI_RANK=None" in doctor.mpi()[0].found
+
+
+def test_torch_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_LIBRARIES", "raise ImportError('libcudart.so: not found')")
+    (finding,) = doctor.torch_and_cuda()
+    assert not finding.works
+    assert "libcudart.so" in finding.found
+    assert finding.advice
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "none"),
+        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}, "torchrun, rank 1 of 4"),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM, rank 0 of 2"),
+        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, "mpiexec (MPICH), rank 2 of 3"),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "mpiexec (Open MPI), rank ? of 3"),
+    ],
+)
+def test_the_launcher_is_recognised(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert doctor.launcher()[0].found.startswith(expected)
+
+
+def test_a_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "why_not", lambda: "network namespaces need root")
+    (finding,) = doctor.emulated_networks()
+    assert finding.found == "network namespaces need root"
+    assert not finding.works
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[Finding]:
+        raise OSError("no more processes")
+
+    for name in ("torch_and_cuda", "packages", "mpi", "emulated_networks"):
+        monkeypatch.setattr(doctor, name, broken)
+    report = doctor.report(doctor.examine())
+    assert report.count("OSError: no more processes") == 4
+    assert "launcher" in report
+
+
+def test_children_run_this_interpreter() -> None:
+    assert doctor.ask("import json, sys; print(json.dumps({'it': sys.executable}))") == (
+        {"it": sys.executable},
+        "",
+    )

@@ -1,0 +1,150 @@
+"""A user's script under every launcher: four ranks, on one node or on two.
+
+Nodes are network namespaces, for which `lightning_dsgd.bench.network` needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.bench import network
+from lightning_dsgd.bench.network import INTERFACE, Link, Network
+from tests.mpi import ROOT, environment, every_mpi, mpiexec
+
+LIMIT_S = 280.0
+pytestmark = pytest.mark.timeout(300)  # four imports of torch and Lightning at once
+TORCHRUN = ("-m", "torch.distributed.run")
+on_two_nodes = pytest.mark.skipif(
+    bool(network.why_not()), reason=network.why_not() or "possible here"
+)
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[Network]:
+    with Network(2, Link(1e9)) as nodes:
+        yield nodes
+
+
+def script(folder: Path, devices: int, num_nodes: int = 1) -> list[str]:
+    return [str(ROOT / "tests/scripts/fit.py"), str(folder), str(devices), str(num_nodes)]
+
+
+def run(*commands: list[str], variables: list[dict[str, str]] | None = None) -> None:
+    """Runs all commands at once; all must end well."""
+    given = variables or [{}] * len(commands)
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for command, more in zip(commands, given, strict=True):
+            process = subprocess.Popen(
+                command, env=environment(**more), stderr=subprocess.PIPE, text=True
+            )
+            processes.append(process)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        for process in processes:
+            _, stderr = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, stderr
+
+
+def check(folder: Path, kind: str, transport: str, local_ranks: list[int]) -> None:
+    """All ranks have trained together, as that environment, over that transport."""
+    ranks: list[Any] = [torch.load(folder / f"rank_{rank}.pt") for rank in range(len(local_ranks))]
+    assert {rank["environment"] for rank in ranks} == {kind}
+    assert {rank["transport"] for rank in ranks} == {transport}
+    assert [rank["local_rank"] for rank in ranks] == local_ranks
+    assert {rank["steps"] for rank in ranks} == {16 // len(ranks)}
+    assert all(torch.equal(rank["weights"], ranks[0]["weights"]) for rank in ranks)
+
+
+def test_a_script_starts_its_own_ranks(tmp_path: Path) -> None:
+    run([sys.executable, *script(tmp_path, 4)])
+    check(tmp_path, "LightningEnvironment", "ProcessGroupTransport", [0, 1, 2, 3])
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    run([sys.executable, *TORCHRUN, "--standalone", "--nproc-per-node=4", *script(tmp_path, 4)])
+    check(tmp_path, "TorchElasticEnvironment", "ProcessGroupTransport", [0, 1, 2, 3])
+
+
+@every_mpi
+def test_mpiexec(python: str, tmp_path: Path) -> None:
+    run([str(mpiexec(python)), "-n", "4", python, *script(tmp_path, 4)])
+    check(tmp_path, "MPIEnvironment", "MPITransport", [0, 1, 2, 3])
+
+
+def test_the_variables_of_slurm(tmp_path: Path) -> None:
+    """As srun sets them for two nodes with two tasks each; no SLURM is needed to read them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {
+        "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2", "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    tasks = [
+        {
+            **job,
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank % 2),
+            "SLURM_NODEID": str(rank // 2),
+        }
+        for rank in range(4)
+    ]
+    run(*[[sys.executable, *script(tmp_path, 2, 2)]] * 4, variables=tasks)
+    check(tmp_path, "SLURMEnvironment", "ProcessGroupTransport", [0, 1, 0, 1])
+
+
+@on_two_nodes
+def test_torchrun_on_two_nodes(two_nodes: Network, tmp_path: Path) -> None:
+    torchrun = [sys.executable, *TORCHRUN, "--nnodes=2", "--nproc-per-node=2"]
+    torchrun += [f"--master-addr={two_nodes.address(0)}", "--master-port=29500"]
+    commands = [
+        [*two_nodes.inside(node), *torchrun, f"--node-rank={node}", *script(tmp_path, 2, 2)]
+        for node in range(2)
+    ]
+    run(*commands, variables=[{"GLOO_SOCKET_IFNAME": INTERFACE}] * 2)
+    check(tmp_path, "TorchElasticEnvironment", "ProcessGroupTransport", [0, 1, 0, 1])
+
+
+@on_two_nodes
+@every_mpi
+def test_mpiexec_on_two_nodes(python: str, two_nodes: Network, tmp_path: Path) -> None:
+    # Stands in for ssh.  A node is named by its address, as there is no name service.
+    shell = tmp_path / "shell"
+    names = two_nodes.namespace(0).removesuffix("-0")
+    shell.write_text(
+        "#!/bin/sh\n"
+        'while [ "${1#-}" != "$1" ]; do shift; done\n'
+        "host=$1; shift\n"
+        f"exec ip netns exec {names}-$((${{host##*.}} - 1)) "
+        'unshare --uts sh -c "hostname $host; $*"\n'
+    )
+    shell.chmod(0o700)
+    version = subprocess.run([mpiexec(python), "--version"], capture_output=True, text=True).stdout
+    hosts = [two_nodes.address(node) for node in range(2)]
+    if "HYDRA" in version:
+        options = ["-launcher", "ssh", "-launcher-exec", str(shell), "-iface", INTERFACE]
+        options += ["-hosts", ",".join(hosts), "-ppn", "2"]
+    else:
+        options = ["--prtemca", "plm_ssh_agent", str(shell), "--prtemca", "prte_if_include"]
+        options += [INTERFACE, "--host", ",".join(f"{host}:2" for host in hosts)]
+        options += ["--map-by", "ppr:2:node:oversubscribe"]
+    here = ["unshare", "--uts", "sh", "-c", f'hostname {hosts[0]}; exec "$0" "$@"']
+    command = [str(mpiexec(python)), *options, "-n", "4", python, *script(tmp_path, 2, 2)]
+    variables = {
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "UCX_NET_DEVICES": INTERFACE,
+        "FI_TCP_IFACE": INTERFACE,
+        "FI_PROVIDER": "tcp",
+    }
+    run([*two_nodes.inside(0), *here, *command], variables=[variables])
+    check(tmp_path, "MPIEnvironment", "MPITransport", [0, 1, 0, 1])
