@@ -111,9 +111,14 @@ class Job:
         self, parts: list[Path], processes: list[subprocess.Popen[bytes]], cell: Cell
     ) -> None:
         deadline = time.monotonic() + self.cell_timeout_s
+        give_up_at = deadline
         while missing := [rank for rank, part in enumerate(parts) if not part.exists()]:
             failed = [p.returncode for p in processes if p.poll()]
-            if failed:
+            if failed and give_up_at == deadline:
+                give_up_at = time.monotonic() + _END_WITHIN_S  # others may be a cell behind
+            if failed and (
+                time.monotonic() > give_up_at or all(p.poll() is not None for p in processes)
+            ):
                 raise SystemExit(
                     f"the ranks ended with status {failed[0]} while measuring {_name(cell)}; what "
                     "they said is above, and the cells before this one are kept"

@@ -690,13 +690,13 @@ class Mesh:
                 return
             failure = PeerLost(rank, reason)
             self.mailboxes.break_off(failure)
+        if self.on_lost is not None and rank != self.rank:
+            self.on_lost(failure)  # first: an MPI launcher ends this process within milliseconds
         for connection in self._connections():
             if connection.rank == rank != self.rank:
                 connection.drop_queue()
         self._announce(_LOST, _encode([rank, reason]))
         self._verdict.set()
-        if self.on_lost is not None and rank != self.rank:
-            self.on_lost(failure)
 
     def hear(self, rank: int) -> None:
         self._heard[rank] = time.monotonic()
