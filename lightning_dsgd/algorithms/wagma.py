@@ -41,7 +41,7 @@ from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.wait_avoiding import WaitAvoiding
 
-GRACE_SHARE = 0.05
+GRACE_SHARE = 0.125
 """Of the time of a local step: how long a round waits for a rank by default."""
 
 
