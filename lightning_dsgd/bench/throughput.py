@@ -51,10 +51,11 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
             super().__init__()
             side = int(settings["params"] ** 0.5)  # a matrix, as PowerSGD compresses only those
             self.weight = nn.Parameter(torch.zeros(side, side))
+            self.slope = torch.randn(side, side)  # the gradient, of which some entries are large
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(settings["compute_s"])
-            return self.weight.sum()
+            return (self.weight * self.slope).sum()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-6)
