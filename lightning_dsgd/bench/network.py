@@ -27,6 +27,8 @@ _PREFIX: Final = "dsgd"
 _COMMAND_TIMEOUT_S: Final = 30
 _BURST_S: Final = 0.002
 """A bucket holds what its link carries in this time: as little as the kernel's timers allow."""
+_LEAST_BURST: Final = 128_000
+"""Room for what TCP hands over at once, which else is cut into packets at great cost."""
 _RATES: Final = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -145,7 +147,7 @@ class Network:
 
     def _shape(self, namespace: str, device: str) -> None:
         rate = self.link.rate_bit_s
-        burst = max(32_000, round(rate / 8 * _BURST_S))
+        burst = max(_LEAST_BURST, round(rate / 8 * _BURST_S))
         tc = ["tc", "-n", namespace, "qdisc", "add", "dev", device]
         bucket = ["rate", f"{rate:.0f}bit", "burst", str(burst), "limit", str(16 * burst)]
         _run(*tc, "root", "handle", "1:", "tbf", *bucket)

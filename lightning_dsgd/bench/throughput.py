@@ -27,7 +27,9 @@ from lightning_dsgd.bench.network import Link, why_not
 STATISTICS = ("steps_per_s", "with_finish", "wait_s_per_step", "mb_sent_per_step", "late_share")
 LINK_CHECK = "allreduce_bandwidth"
 """The cell that measures the network itself."""
-_CHECKED_PARAMS = 10_000_000
+_MOST_CHECKED_PARAMS = 10_000_000
+_CHECKED_S = 0.6
+"""How long an all-reduce should take that checks the link."""
 
 
 def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +114,10 @@ def measure_link(settings: dict[str, Any]) -> dict[str, Any]:
         from lightning_dsgd.bench import contestants
 
         contestants.trainer("no_sync", settings["world_size"]).strategy.setup_environment()
-    net, x, times = ProcessGroupTransport(), torch.zeros(_CHECKED_PARAMS), []
+    num_params = _MOST_CHECKED_PARAMS
+    if settings["link_bit_s"]:
+        num_params = min(num_params, int(_CHECKED_S * settings["link_bit_s"] / 64))
+    net, x, times = ProcessGroupTransport(), torch.zeros(num_params), []
     for _ in range(4):
         net.barrier().wait()
         begin = time.perf_counter()
@@ -120,7 +125,7 @@ def measure_link(settings: dict[str, Any]) -> dict[str, Any]:
         times.append(time.perf_counter() - begin)
     net.barrier().wait()
     net.close()
-    sent_bits = 32 * 2 * _CHECKED_PARAMS * (net.world_size - 1) / net.world_size
+    sent_bits = 32 * 2 * num_params * (net.world_size - 1) / net.world_size
     return {"rate_bit_s": sent_bits / statistics.median(times[1:])}
 
 
@@ -226,6 +231,7 @@ def main(argv: list[str] | None = None) -> None:
             "compute_s": args.compute_ms / 1e3,
             "delay_s": args.delay_ms / 1e3,
             "delayed_ranks": args.delayed_ranks,
+            "link_bit_s": link.rate_bit_s if link else None,
         },
         args.ranks,
         link,
