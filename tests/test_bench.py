@@ -196,6 +196,22 @@ def test_throughput_of_ours_and_of_their_peers(tmp_path: Path) -> None:
     assert (tmp_path / "report" / "throughput.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
+def test_other_launchers_measure_too(
+    launcher: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if launcher == "mpiexec" and not Path(sys.prefix, "bin", "mpiexec").exists():
+        pytest.skip("the extra `mpi` is not installed")
+    options = (
+        f"--ranks 2 --launcher {launcher} --strategies wagma:group_size=2 --rounds 1 --steps 4"
+    )
+    options += " --params 1e4 --compute-ms 10 --delayed-ranks 0"
+    result = run_bench(throughput, tmp_path / "t.json", options)
+    assert result["launcher"] == launcher
+    assert 0 < result["summary"][0]["steps_per_s"] < 1 / 0.01
+    assert "before it had closed its network" not in capfd.readouterr().err
+
+
 def test_torchft_is_measured_where_it_is_installed(tmp_path: Path) -> None:
     pytest.importorskip("torchft", reason="the extra `bench` is not installed")
     options = "--ranks 2 --strategies torchft_local_sgd:period=2,torchft_diloco:period=2"

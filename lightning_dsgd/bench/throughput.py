@@ -113,7 +113,8 @@ def measure_link(settings: dict[str, Any]) -> dict[str, Any]:
     if not dist.is_initialized():
         from lightning_dsgd.bench import contestants
 
-        contestants.trainer("no_sync", settings["world_size"]).strategy.setup_environment()
+        # Lightning's own opens the process group, whatever the launcher, and nothing besides.
+        contestants.trainer("ddp", settings["world_size"]).strategy.setup_environment()
     num_params = _MOST_CHECKED_PARAMS
     if settings["link_bit_s"]:
         num_params = min(num_params, int(_CHECKED_S * settings["link_bit_s"] / 64))
