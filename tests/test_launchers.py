@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from lightning_dsgd.bench import network
+from lightning_dsgd.bench.job import is_of_mpich
 from lightning_dsgd.bench.network import INTERFACE, Link, Network
 from tests.mpi import ROOT, environment, every_mpi, mpiexec
 
@@ -118,27 +119,15 @@ def test_torchrun_on_two_nodes(two_nodes: Network, tmp_path: Path) -> None:
 @on_two_nodes
 @every_mpi
 def test_mpiexec_on_two_nodes(python: str, two_nodes: Network, tmp_path: Path) -> None:
-    # Stands in for ssh.  A node is named by its address, as there is no name service.
-    shell = tmp_path / "shell"
-    names = two_nodes.namespace(0).removesuffix("-0")
-    shell.write_text(
-        "#!/bin/sh\n"
-        'while [ "${1#-}" != "$1" ]; do shift; done\n'
-        "host=$1; shift\n"
-        f"exec ip netns exec {names}-$((${{host##*.}} - 1)) "
-        'unshare --uts sh -c "hostname $host; $*"\n'
-    )
-    shell.chmod(0o700)
-    version = subprocess.run([mpiexec(python), "--version"], capture_output=True, text=True).stdout
+    shell = two_nodes.shell(tmp_path)
     hosts = [two_nodes.address(node) for node in range(2)]
-    if "HYDRA" in version:
+    if is_of_mpich(mpiexec(python)):
         options = ["-launcher", "ssh", "-launcher-exec", str(shell), "-iface", INTERFACE]
         options += ["-hosts", ",".join(hosts), "-ppn", "2"]
     else:
         options = ["--prtemca", "plm_ssh_agent", str(shell), "--prtemca", "prte_if_include"]
         options += [INTERFACE, "--host", ",".join(f"{host}:2" for host in hosts)]
         options += ["--map-by", "ppr:2:node:oversubscribe"]
-    here = ["unshare", "--uts", "sh", "-c", f'hostname {hosts[0]}; exec "$0" "$@"']
     command = [str(mpiexec(python)), *options, "-n", "4", python, *script(tmp_path, 2, 2)]
     variables = {
         "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -146,5 +135,5 @@ def test_mpiexec_on_two_nodes(python: str, two_nodes: Network, tmp_path: Path) -
         "FI_TCP_IFACE": INTERFACE,
         "FI_PROVIDER": "tcp",
     }
-    run([*two_nodes.inside(0), *here, *command], variables=[variables])
+    run([*two_nodes.inside(0), *command], variables=[variables])
     check(tmp_path, "MPIEnvironment", "MPITransport", [0, 1, 0, 1])

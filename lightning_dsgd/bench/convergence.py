@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.bench import tracking
-from lightning_dsgd.bench.job import Cell, Job, finish
+from lightning_dsgd.bench.job import Cell, Job, finish, in_turn
 from lightning_dsgd.bench.throughput import chosen_link, communication
 
 
@@ -270,11 +270,8 @@ def main(argv: list[str] | None = None) -> None:
         link,
         args.launcher,
     )
-    plan: list[Cell] = []
-    for seed in range(args.seeds):
-        shift = seed % len(specs)
-        plan += [{"strategy": spec, "seed": seed} for spec in specs[shift:] + specs[:shift]]
-    cells = [flatten(result) for result in job.run(plan, args.output)]
+    results = job.run(in_turn(specs, "seed", args.seeds), args.output)
+    cells = [flatten(result) for result in results]
     cells.sort(key=lambda cell: (specs.index(cell["strategy"]), cell["seed"]))
     given = sys.argv[1:] if argv is None else argv
     report = job.provenance(" ".join(["lightning-dsgd bench convergence", *given]))

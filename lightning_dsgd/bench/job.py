@@ -275,19 +275,9 @@ def _mpiexec(
         raise SystemExit("mpiexec is not here; try: pip install 'lightning-dsgd[mpi]'")
     command = [mpiexec, "-n", str(ranks)]
     if network is not None:
-        version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
-        if "HYDRA" not in version:
+        if not is_of_mpich(mpiexec):
             raise SystemExit("--network with mpiexec needs MPICH; try --launcher torchrun")
-        # Stands in for ssh: hosts are the nodes' addresses.
-        shell = folder / "nsrsh"
-        names = network.namespace(0).removesuffix("-0")
-        shell.write_text(
-            "#!/bin/sh\n"
-            'while [ "${1#-}" != "$1" ]; do shift; done\n'
-            "host=$1; node=$((${1##*.} - 1)); shift\n"
-            f'exec ip netns exec {names}-$node unshare --uts sh -c "hostname $host; $*"\n'
-        )
-        shell.chmod(0o700)
+        shell = network.shell(folder)
         hosts = ",".join(network.address(node) for node in range(ranks))
         command = [*network.inside(0), mpiexec, "-launcher", "ssh", "-launcher-exec", str(shell)]
         command += ["-hosts", hosts, "-iface", INTERFACE, "-n", str(ranks), "-ppn", "1"]
@@ -295,7 +285,22 @@ def _mpiexec(
     return [*command, sys.executable, *rank], environment
 
 
+def is_of_mpich(mpiexec: str | Path) -> bool:
+    """Whether it is the launcher of MPICH or its kin; else it is Open MPI's."""
+    asked = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60)
+    return "HYDRA" in asked.stdout
+
+
 # ---- the cells ----
+
+
+def in_turn(specs: Sequence[str], turn: str, count: int) -> list[Cell]:
+    """Every strategy once a turn, in an order that changes from turn to turn."""
+    return [
+        {"strategy": specs[(index + place) % len(specs)], turn: index}
+        for index in range(count)
+        for place in range(len(specs))
+    ]
 
 
 def _name(cell: Cell) -> str:

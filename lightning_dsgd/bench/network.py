@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
@@ -127,6 +128,19 @@ class Network:
         named = f'hostname {self.address(node)} && exec "$@"'
         enter = ["ip", "netns", "exec", self.namespace(node)]
         return [*enter, "unshare", "--uts", "sh", "-c", named, "sh"]
+
+    def shell(self, folder: Path) -> Path:
+        """A program that stands in for ssh; for it, hosts are the nodes' addresses."""
+        names = self.namespace(0).removesuffix("-0")
+        program = folder / "nsrsh"
+        program.write_text(
+            "#!/bin/sh\n"
+            'while [ "${1#-}" != "$1" ]; do shift; done\n'
+            "host=$1; node=$((${1##*.} - 1)); shift\n"
+            f'exec ip netns exec {names}-$node unshare --uts sh -c "hostname $host; $*"\n'
+        )
+        program.chmod(0o700)
+        return program
 
     def _build(self) -> None:
         switch = self._switch

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.bench.job import Cell, Job, finish
+from lightning_dsgd.bench.job import Cell, Job, finish, in_turn
 from lightning_dsgd.bench.network import Link, why_not
 
 STATISTICS = ("steps_per_s", "with_finish", "wait_s_per_step", "mb_sent_per_step", "late_share")
@@ -239,9 +239,7 @@ def main(argv: list[str] | None = None) -> None:
         args.launcher,
     )
     plan: list[Cell] = [{"strategy": LINK_CHECK, "round": 0}] if args.ranks > 1 else []
-    for turn in range(args.rounds):
-        shift = turn % len(specs)
-        plan += [{"strategy": spec, "round": turn} for spec in specs[shift:] + specs[:shift]]
+    plan += in_turn(specs, "round", args.rounds)
     results = job.run(plan, args.output)
     given = sys.argv[1:] if argv is None else argv
     report = job.provenance(" ".join(["lightning-dsgd bench throughput", *given]))
