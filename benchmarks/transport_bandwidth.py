@@ -5,7 +5,8 @@
 One job of mpiexec for each number of ranks P.  In every round, one after another and so under the
 same conditions: a message from rank 0 to rank 1 and back, and an all-reduce over all ranks, by the
 MPI transport, by the process_group transport (TCP), and by torch's own gloo.  Limits in the same
-rounds: a plain socket over loopback, and a copy from memory to memory.
+rounds: MPI itself and a plain socket over loopback, into memory that is there, where the transports
+give a new tensor; and a copy from memory to memory.
 
 The lanes: every rank trains a small network on one core's share while a lane waits for a message
 that never comes: over the process_group, over the MPI transport, or in MPI's own blocking receive.
@@ -54,10 +55,11 @@ def join() -> None:
 def ping_pong_of(net: Any) -> Operation:
     def ping_pong(x: Tensor) -> None:
         if net.rank == 0:
-            net.send(x, 1)
+            sent = net.send(x, 1, copy=False)
             net.recv(x, 1).wait()
+            sent.wait()
         elif net.rank == 1:
-            net.send(net.recv(x, 0).wait(), 0)
+            net.send(net.recv(x, 0).wait(), 0, copy=False).wait()
 
     return ping_pong
 
@@ -69,6 +71,24 @@ def gloo_ping_pong(x: Tensor) -> None:
     elif dist.get_rank() == 1:
         dist.recv(x, 0)
         dist.send(x, 0)
+
+
+def mpi_ping_pong(x: Tensor) -> None:
+    from mpi4py import MPI
+
+    world, memory = MPI.COMM_WORLD, [x.numpy(), MPI.FLOAT]
+    if world.rank == 0:
+        world.Send(memory, 1)
+        world.Recv(memory, 1)
+    elif world.rank == 1:
+        world.Recv(memory, 0)
+        world.Send(memory, 0)
+
+
+def mpi_all_reduce(x: Tensor) -> None:
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, [x.numpy(), MPI.FLOAT])
 
 
 def loopback() -> tuple[Operation, socket.socket | None]:
@@ -104,11 +124,16 @@ def loopback() -> tuple[Operation, socket.socket | None]:
     return ping_pong, sock
 
 
-def copy_twice(x: Tensor) -> None:
-    """As often as a message is copied there and back."""
-    if dist.get_rank() == 0:
-        x.clone()
-        x.clone()
+def copying(size: int) -> Operation:
+    """From memory to memory, there and back."""
+    y = torch.zeros(size // 4)
+
+    def there_and_back(x: Tensor) -> None:
+        if dist.get_rank() == 0:
+            y.copy_(x)
+            x.copy_(y)
+
+    return there_and_back
 
 
 def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
@@ -129,12 +154,13 @@ def measure_messages(nets: dict[str, Any], size: int, rounds: int) -> dict[str, 
     """Seconds of a message one way, and of an all-reduce."""
     over_socket, sock = loopback()
     messages: dict[str, Operation] = {name: ping_pong_of(net) for name, net in nets.items()}
-    messages |= {"gloo": gloo_ping_pong, "loopback": over_socket, "memory copy": copy_twice}
+    messages |= {"gloo": gloo_ping_pong, "MPI itself": mpi_ping_pong, "loopback": over_socket}
+    messages["memory copy"] = copying(size)
     sums: dict[str, Operation] = {
         name: lambda x, net=net: net.all_reduce(x).wait()  # type: ignore[misc]
         for name, net in nets.items()
     }
-    sums["gloo"] = dist.all_reduce
+    sums |= {"gloo": dist.all_reduce, "MPI itself": mpi_all_reduce}
     operations = {f"message, {name}": (run, 2) for name, run in messages.items()}
     operations |= {f"all_reduce, {name}": (run, 1) for name, run in sums.items()}
     x = torch.zeros(size // 4)

@@ -64,12 +64,12 @@ class Ledger:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.net, name)
 
-    def send(self, x: Tensor, dst: int, tag: int = 0) -> Any:
+    def send(self, x: Tensor, dst: int, tag: int = 0, *, copy: bool = True) -> Any:
         if tag:
             self.x_out = self.x_out + x
         elif len(x):
             self.w_out += float(x)
-        return self.net.send(x, dst, tag)
+        return self.net.send(x, dst, tag, copy=copy)
 
     def recv(self, like: Tensor, src: int, tag: int = 0) -> Any:
         return _Entry(self, self.net.recv(like, src, tag), tag, src)

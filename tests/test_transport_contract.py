@@ -151,6 +151,17 @@ def messages_have_any_length_and_dtype(net: Transport) -> None:
                 x += 1  # a tensor of our own
 
 
+def a_tensor_sent_without_a_copy_may_change_once_it_is_sent(net: Transport) -> None:
+    for n in (5, 3_000_000):
+        x = noise(n, seed=net.rank)
+        for sent in [net.send(x, dst, copy=False) for dst in others(net)]:
+            sent.wait()
+            assert sent.done()
+        x.fill_(-1)
+        for src in others(net):
+            same(net.recv(EMPTY, src).wait(), noise(n, seed=src))
+
+
 def a_sent_tensor_may_change_at_once(net: Transport) -> None:
     for n in (10, 2_000_000):
         for i in range(3):
@@ -515,6 +526,7 @@ IN_ORDER = (
     any_source_takes_each_message_once,
     messages_have_any_length_and_dtype,
     a_sent_tensor_may_change_at_once,
+    a_tensor_sent_without_a_copy_may_change_once_it_is_sent,
     sub_transports_are_independent,
     all_reduce_is_exact_where_sums_are,
     all_reduce_is_the_same_to_the_bit_everywhere,

@@ -133,7 +133,7 @@ class ADPSGD(Algorithm):
                 continue
             draw = random.Random(f"{self.seed}/{net.rank}/{self.num_exchanges}")
             peer = draw.choice(self.neighbours)
-            net.send(self.published.snapshot(), peer, _ASK)
+            net.send(self.published.snapshot(), peer, _ASK, copy=False)
             self.published.correct(net.recv(self.like, peer, _ANSWER).wait())
             self.num_exchanges += 1
             self.is_asking = False
@@ -142,7 +142,7 @@ class ADPSGD(Algorithm):
         while True:
             receipt = net.recv(self.like, ANY, _ASK)
             theirs = receipt.wait(math.inf)
-            net.send(self.published.meet(theirs), receipt.source, _ANSWER)
+            net.send(self.published.meet(theirs), receipt.source, _ANSWER, copy=False)
             self.num_exchanges += 1
 
 

@@ -52,11 +52,12 @@ class DPSGD(Algorithm):
         self.stepping = list(self.peers)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        for peer in self.stepping:
-            self.net.send(x, peer)
+        sent = [self.net.send(x, peer, copy=False) for peer in self.stepping]
         theirs = [self.net.recv(x, peer).wait() for peer in self.stepping]
         self.stepping = [p for p, y in zip(self.stepping, theirs, strict=True) if len(y)]
         weight = 1 / (len(self.peers) + 1)
+        for work in sent:
+            work.wait()
         x *= 1 - weight * len(self.stepping)
         for y in theirs:
             if len(y):

@@ -144,9 +144,12 @@ class PopSGD(Algorithm):
     def _interact(self, x: Tensor, partner: int) -> None:
         self.net.send(torch.tensor([self.clock, self.exponent]), partner, _HELLO)
         mine = self.on_wire(x)
+        sent = None
         if self.wire_dtype != "int8":  # which has to know the partner's exponent first
-            self.net.send(mine, partner, _MODEL)
+            sent = self.net.send(mine, partner, _MODEL, copy=False)
         hello = self.net.recv(_WORDS, partner, _HELLO).wait()
+        if sent is not None:
+            sent.wait()
         if not len(hello):
             self.stopped.add(partner)
             return
@@ -179,7 +182,7 @@ class PopSGD(Algorithm):
             mine = sums_of(k)
             code = k.remainder_(256).to(torch.uint8)
             del k
-            net.send(code, partner, _MODEL)
+            net.send(code, partner, _MODEL, copy=False)
             net.send(mine, partner, _SUMS)
             ahead = (net.recv(code, partner, _MODEL).wait(timeout_s) - code).view(torch.int8)
             ahead[ahead == -128] = 0  # else both partners would go the same way
@@ -326,7 +329,7 @@ class _Averager:
         offer = torch.tensor([_OFFER, version, algorithm.clock, algorithm.exponent])
         net.send(offer, partner, _CONTROL)
         if algorithm.wire_dtype != "int8":
-            net.send(mine, partner, _MODEL)
+            net.send(mine, partner, _MODEL, copy=False)
             theirs = net.recv(mine, partner, _MODEL).wait(math.inf)
             self.published.correct(half_difference(theirs, mine, self.x))
         while version not in self.offers:

@@ -215,7 +215,7 @@ class _Pusher:
             share = x * p
             weight = torch.tensor([w * p], dtype=torch.float64)
             for peer in going:
-                self.net.send(share, peer, _WEIGHTS)
+                self.net.send(share, peer, _WEIGHTS, copy=False)
                 self.net.send(weight, peer, _WEIGHT)  # last: where it is, the share is too
             kept = p * (len(receivers) + 1 - len(going))
             x *= kept

@@ -144,8 +144,8 @@ class Transport(Protocol):
         """Seconds on this transport's clock, real or virtual."""
         ...
 
-    def send(self, x: Tensor, dst: int, tag: int = 0) -> Work[None]:
-        """Sends `x`, which the caller may change at once."""
+    def send(self, x: Tensor, dst: int, tag: int = 0, *, copy: bool = True) -> Work[None]:
+        """Sends `x`, which the caller may change at once; without `copy`, once the Work is done."""
         ...
 
     def recv(self, like: Tensor, src: int, tag: int = 0) -> Receipt:

@@ -128,10 +128,10 @@ class Endpoint(ABC):
         self._num_lanes += 1
         return self._start_lane(fn, f"{self.path}/{name}-{self._num_lanes}")
 
-    def send(self, x: Tensor, dst: int, tag: int = 0) -> Work[None]:
+    def send(self, x: Tensor, dst: int, tag: int = 0, *, copy: bool = True) -> Work[None]:
         self._check_tensor(x)
         self._check_rank("dst", dst)
-        return self._post(x, dst, self._messages, tag, 0, copy=True)
+        return self._post(x, dst, self._messages, tag, 0, copy=copy)
 
     def recv(self, like: Tensor, src: int, tag: int = 0) -> Receipt:
         if src != ANY:

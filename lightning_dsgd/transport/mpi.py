@@ -52,6 +52,7 @@ from lightning_dsgd.transport.process_group import (
     Sending,
     bytes_of,
 )
+from lightning_dsgd.transport.room import copy_of, room
 
 _FRAME, _PAYLOAD = 1, 2  # MPI tags
 _FRAME_BYTES: Final = 4096
@@ -214,7 +215,7 @@ class _Wire:
             with self._sending[dst]:
                 self._start(b"".join((header, bytes_of(x))), dst, _FRAME, _Leaving([], 1))
             return Done(None)
-        x = x.clone() if copy else x
+        x = copy_of(x) if copy else x
         parts = _parts(_memory_of(x))
         sending = Sending(self._mesh, dst, x)
         leaving = _Leaving([x], 1 + len(parts), sending)
@@ -390,7 +391,7 @@ class Memory:
     def to_receive(self, numel: int, dtype: torch.dtype, *, is_from_cuda: bool) -> Tensor:
         """Room for a message that no tensor waits for."""
         if not is_from_cuda:
-            return torch.empty(numel, dtype=dtype)
+            return room(numel, dtype)
         if not self.is_cuda_aware:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
         x = torch.empty(numel, dtype=dtype, device="cuda")

@@ -54,6 +54,7 @@ from lightning_dsgd.transport import (
     Work,
 )
 from lightning_dsgd.transport.endpoint import Done, Endpoint, check_message, describe
+from lightning_dsgd.transport.room import copy_of, room
 
 HEADER: Final = struct.Struct("<qqQBB")
 _HELLO: Final = struct.Struct("<16sI")
@@ -432,7 +433,9 @@ class _Connection:
                 self._queue.append((memoryview(header)[sent:], None))
             rest = payload[max(0, sent - len(header)) :]
             sending = Sending(self._mesh, self.rank, x)
-            self._queue.append((memoryview(bytes(rest)) if copy else rest, sending))
+            if copy:
+                rest = bytes_of(copy_of(x.detach().view(torch.uint8)[x.nbytes - len(rest) :]))
+            self._queue.append((rest, sending))
         self._mesh.attend(self)
         return Done(None) if copy else sending
 
@@ -534,9 +537,7 @@ class _Connection:
         else:
             dtype = DTYPES[code]
             into = self._mesh.mailboxes.claim(self.rank, (channel, tag), dtype, nbytes)
-            self._payload = (
-                torch.empty(nbytes // dtype.itemsize, dtype=dtype) if into is None else into
-            )
+            self._payload = room(nbytes // dtype.itemsize, dtype) if into is None else into
         self._target = bytes_of(self._payload)
         self._read = 0
 

@@ -1,0 +1,46 @@
+"""Memory for messages is handed out again, and never while somebody uses it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from lightning_dsgd.transport import room as memory
+from lightning_dsgd.transport.room import copy_of, room
+
+LARGE = 3_000_000
+
+
+def test_memory_is_used_again_once_no_tensor_uses_it() -> None:
+    x = room(LARGE, torch.float32)
+    address = x.data_ptr()
+    part = x[5:10].view(torch.int32)
+    del x
+    held = room(LARGE, torch.float32)
+    assert held.data_ptr() != address
+    del part
+    assert room(LARGE - 1000, torch.float32).data_ptr() == address
+
+
+def test_any_length_and_dtype() -> None:
+    for numel in (0, 1, 1_048_576, LARGE + 1):
+        for dtype in (torch.bool, torch.bfloat16, torch.float64):
+            x = room(numel, dtype)
+            assert x.shape == (numel,)
+            assert x.dtype == dtype
+            assert torch.equal(copy_of(x.fill_(1)), torch.ones(numel, dtype=dtype))
+
+
+def test_free_memory_of_another_size_goes() -> None:
+    room(LARGE, torch.float32)
+    larger = room(9 * LARGE, torch.float32)  # 108 MB
+    assert [len(piece) >> 20 for piece in memory._pieces] == [larger.nbytes + (1 << 20) - 1 >> 20]
+
+
+def test_threads_do_not_share_memory() -> None:
+    def fill(value: int) -> bool:
+        return all(bool((room(LARGE, torch.int32).fill_(value) == value).all()) for _ in range(10))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(fill, range(8)))
