@@ -49,7 +49,7 @@ def main() -> None:
     message = sparse.pack(values, indices, torch.float32)
 
     def take_out(selected: tuple[torch.Tensor, torch.Tensor]) -> None:
-        residual.index_fill_(0, selected[1], 0)
+        residual[selected[1]] = 0
 
     variants: dict[str, Callable[[], object]] = {
         "copy": lambda: b.copy_(a),

@@ -150,16 +150,16 @@ class OkTopk(ErrorFeedback):
         else:
             local = self.select_local(self.select(self.local_threshold, g))
         self.num_selected = len(local[0])
-        self.marks.index_fill_(0, local[1], True)
+        self.marks[local[1]] = True
         if t % self.repartition_period == 0:
             self.boundaries = self.space_repartition(local[1])
         region, touched = self.split_and_reduce(*local)
         if is_exact:
             self.global_threshold = self.th_re_evaluate_global(region)
         u = self.balance_and_allgatherv(region, is_exact)
-        region.index_fill_(0, touched, 0)
+        region[touched] = 0
         self.update_residual(u[1])
-        self.marks.index_fill_(0, local[1], False)
+        self.marks[local[1]] = False
         return u
 
     # ---- selection ----
@@ -342,7 +342,7 @@ class OkTopk(ErrorFeedback):
         """
         applied = global_indices[self.marks[global_indices]]
         if self.wire == self.residual.dtype:
-            self.residual.index_fill_(0, applied, 0)
+            self.residual[applied] = 0
             return
         start, stop = self.boundaries[self.net.rank : self.net.rank + 2]
         self.take_out(self.residual[applied], applied)
