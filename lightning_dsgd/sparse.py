@@ -68,8 +68,8 @@ def kth_magnitude(x: Tensor, k: int) -> Tensor:
 
 
 def is_near(count: int, k: int) -> bool:
-    """Whether a threshold has let through so nearly k that it may go on: 2k/3 to 5k/4."""
-    return 2 * k <= 3 * count and 4 * count <= 5 * k
+    """Whether a threshold has let through so nearly k that it may go on: 3k/4 to 5k/4."""
+    return 3 * k <= 4 * count <= 5 * k
 
 
 def corrected(threshold: Tensor, count: int, k: int) -> Tensor:

@@ -116,7 +116,7 @@ def test_thresholds_follow_their_counts_gently() -> None:
     assert 1.0 < sparse.corrected(th, 125, 100) < 1.03
     assert 0.95 < sparse.corrected(th, 67, 100) < 1.0
     near = [count for count in range(200) if sparse.is_near(count, 60)]
-    assert near == list(range(40, 76))
+    assert near == list(range(45, 76))
 
 
 # ---- the wire ----

@@ -17,7 +17,7 @@ Differs from the paper:
   and a constant lr the two are the same.  When the lr changes, the residual is applied with the new
   one.
 - A step with an exact threshold selects exactly k, the first of equal ones.  Between, the
-  thresholds follow their counts gently, and one that lets through fewer than 2k/3 or more than 5k/4
+  thresholds follow their counts gently, and one that lets through fewer than 3k/4 or more than 5k/4
   is evaluated anew at once, so that no step sends next to nothing, and none more than the volume
   below.
 - The exact global threshold is found by counting digits, in four all-reduces of 1 KB, where the
