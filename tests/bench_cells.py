@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,8 @@ def say_rank(cell: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         log.write(f"{cell['number']}\n")
     if cell["number"] == settings.get("fails_at") and not Path(settings["mended"]).exists():
         raise RuntimeError("as scripted")
+    if "ends_with" in settings:
+        atexit.register(os._exit, settings["ends_with"])
     return {"square": cell["number"] ** 2, "rank": int(os.environ["RANK"])}
 
 

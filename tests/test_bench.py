@@ -110,6 +110,14 @@ def test_interrupted_job_goes_on_with_the_cells_that_are_missing(tmp_path: Path)
     assert (tmp_path / "log").read_text() == "2\n2\n"
 
 
+def test_a_rank_that_ends_badly_once_all_is_measured_is_told_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = job(tmp_path, ends_with=3).run(CELLS[:1], tmp_path / "out.json")
+    assert [rank["square"] for rank in results[0]["ranks"]] == [0, 0]
+    assert capfd.readouterr().err.count("ended with 3") == 2
+
+
 def test_cells_of_other_settings_are_not_taken_over(tmp_path: Path) -> None:
     job(tmp_path).run(CELLS, tmp_path / "out.json")
     (tmp_path / "log").unlink()
