@@ -116,9 +116,13 @@ class MPIJob:
         try:
             self._process.wait(20.0)
         finally:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            self._process.terminate()  # Open MPI's launcher, when killed, leaves its ranks behind
+            try:
+                self._process.wait(20.0)
+            finally:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
 
 
 @dataclass
@@ -157,8 +161,11 @@ def _work(address: str) -> None:
     import torch
     from mpi4py import MPI
 
+    from lightning_dsgd.transport import mpi
+
     torch.set_num_threads(1)
     world = MPI.COMM_WORLD
+    mpi._job.join(world)  # also where a rank takes part in no world
     pipe = Client(address, "AF_UNIX")
     pipe.send(world.rank)
     while True:

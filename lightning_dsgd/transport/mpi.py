@@ -67,6 +67,8 @@ _LONGEST_PAUSE_S: Final = 2e-3
 _CLOSE_TIMEOUT_S: Final = 5.0
 _END_WITHIN_S: Final = 10.0
 """How long a job may take to end once a rank is lost, before it is aborted."""
+_SAY_AFTER_S: Final = 60.0
+"""How long a rank that has ended well waits for the others in silence."""
 _MPIEXEC: Final = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 """Variables that an mpiexec sets, and srun does not: that of Open MPI; those of MPICH's kin."""
 
@@ -423,15 +425,21 @@ class _Job:
         Once a rank is lost it may never go there: the job is aborted, which ends every process.
         """
         request = self._world.Ibarrier()
-        deadline = time.monotonic() + _END_WITHIN_S
+        begin, is_said = time.monotonic(), False
         while not request.Test():
-            if self.is_broken and time.monotonic() > deadline:
-                text = f"not every rank has ended within {_END_WITHIN_S:g} s: aborting the MPI job"
-                print(f"[rank {self._world.Get_rank()}] {text}", file=sys.stderr)  # noqa: T201
-                sys.stdout.flush()
-                sys.stderr.flush()
+            waited_s = time.monotonic() - begin
+            if self.is_broken and waited_s > _END_WITHIN_S:
+                self._say(f"not every rank has ended within {waited_s:.0f} s: aborting the MPI job")
                 self._world.Abort(1)
+            if not is_said and waited_s > _SAY_AFTER_S:
+                self._say("waits for every other rank to end, as MPI processes end together")
+                is_said = True
             time.sleep(_LONGEST_PAUSE_S)
+
+    def _say(self, text: str) -> None:
+        print(f"[rank {self._world.Get_rank()}] {text}", file=sys.stderr)  # noqa: T201
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 _job: Final = _Job()
