@@ -11,13 +11,23 @@ knows no more than a `Transport`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from numbers import Integral, Real
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from lightning_dsgd.transport import Transport
+
+_KINDS: Final[dict[str, tuple[type, str]]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a string"),
+    "None": (type(None), "None"),
+}
+"""What a hyperparameter may be, by the annotation of its field."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,22 @@ class Algorithm:
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
 
     def check(self, world_size: int) -> None:
-        """Raises `ValueError` for hyperparameters that cannot work, before the first message."""
+        """Raises `ValueError` for hyperparameters that cannot work, before the first message.
+
+        Here those of another type than their field's: a command line may have passed text, and
+        "False" is true.
+        """
+        for field in fields(self) if is_dataclass(self) else ():
+            kinds = getattr(field.type, "__name__", str(field.type)).split(" | ")
+            if not set(kinds) <= _KINDS.keys():
+                continue
+            types, words = zip(*(_KINDS[kind] for kind in kinds), strict=True)
+            name, value, default = field.name, getattr(self, field.name), field.default
+            if not isinstance(value, types):
+                way_out = "" if default is MISSING else f"; try {name}={default!r}"
+                raise ValueError(
+                    f"{name} must be {' or '.join(words)}, got {name}={value!r}{way_out}"
+                )
 
     def start(self, net: Transport, x: Tensor) -> None:
         """Connects to the network; x is the same on all ranks, or what a resume restored."""

@@ -52,6 +52,7 @@ class ErrorFeedback(Algorithm):
     """k / n, as a field of the dataclass."""
 
     def check(self, world_size: int) -> None:
+        super().check(world_size)
         if not 0 < self.density <= 1:
             raise ValueError(
                 "density must be above 0 and at most 1, got "

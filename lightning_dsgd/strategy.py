@@ -909,7 +909,7 @@ class _PopSGD(DecentralizedMixin):
         local_steps: how many steps lie between two interactions
         blocking: whether to wait for the partner; False averages with what it published last
         topology: "complete", anyone may meet anyone, or "cycle"
-        wire_dtype: None sends the weights as they are, "bfloat16" rounded
+        wire_dtype: None sends the weights as they are, "bfloat16" rounded, "int8" a byte an element
         seed: of the pairs
         **kwargs: as for every strategy
     """

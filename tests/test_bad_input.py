@@ -115,7 +115,15 @@ HYPERPARAMETERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sync_period=2.5": (
         lambda: LocalSGDStrategy(sync_period=2.5),
-        "sync_period must be a whole number of at least 1, got sync_period=2.5; try sync_period=8",
+        "sync_period must be a whole number, got sync_period=2.5; try sync_period=8",
+    ),
+    "text for a number": (
+        lambda: STRATEGIES["wagma"](group_size="4"),
+        "group_size must be a whole number or None, got group_size='4'; try group_size=None",
+    ),
+    "text for a flag": (
+        lambda: STRATEGIES["wagma"](overlap="False"),
+        "overlap must be True or False, got overlap='False'; try overlap=False",
     ),
     "topology": (
         lambda: DPSGDStrategy(topology="star"),

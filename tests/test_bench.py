@@ -174,6 +174,43 @@ def test_contestants_are_read_with_their_options() -> None:
         contestants.strategy("wagner")
 
 
+@pytest.mark.parametrize("what", [throughput, convergence])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--strategies ddp,wagner", "got 'wagner'"),
+        ("--strategies wagma:group_sizes=2", "has no option group_sizes, got group_sizes=2"),
+        ("--strategies wagma:overlap=False", "overlap must be True or False, got overlap='False'"),
+        ("--strategies wagma:group_size=8", "got group_size=8 with world_size=4"),
+        ("--ranks 0", "--ranks must be at least 1, got --ranks 0"),
+        ("--ranks 1 --delayed-ranks 2", "at most --ranks, got --delayed-ranks 2 with --ranks 1"),
+        ("--network fast", "got 'fast'; try 1gbit or 10gbit,1ms"),
+        ("--launcher ssh", "'torchrun'"),
+        ("--stepps 3", "--stepps"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_a_rank_starts(
+    what: Any, options: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        what.main([*options.split(), "--output", str(tmp_path / "never.json")])
+    assert end.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_group_of_one_node_can_be_measured() -> None:
+    contestants.check("sgp:hierarchical=true", 4)
+
+
+def test_a_report_of_a_file_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        report.main([str(tmp_path / "none.json"), "--output", str(tmp_path / "report")])
+    assert end.value.code == 2
+    assert "none.json" in capsys.readouterr().err
+
+
 def run_bench(what: Any, output: Path, options: str) -> dict[str, Any]:
     what.main([*options.split(), "--output", str(output)])
     return dict(json.loads(output.read_text()))

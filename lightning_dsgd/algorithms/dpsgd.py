@@ -43,6 +43,7 @@ class DPSGD(Algorithm):
     topology: str = "ring"
 
     def check(self, world_size: int) -> None:
+        super().check(world_size)
         if self.topology != "ring":
             raise ValueError(f'topology must be "ring", got topology={self.topology!r}')
 

@@ -60,6 +60,7 @@ class EagerSGD(Algorithm):
     sync_period: int | None = None
 
     def check(self, world_size: int) -> None:
+        super().check(world_size)
         if self.quorum not in ("solo", "majority"):
             raise ValueError(f'quorum must be "solo" or "majority", got quorum={self.quorum!r}')
         if self.sync_period is not None and self.sync_period < 1:

@@ -96,8 +96,9 @@ class HPSGD(Algorithm):
     outer_momentum: float = 0.0
 
     def check(self, world_size: int) -> None:
+        super().check(world_size)
         bound = self.max_local_steps
-        if bound is not None and (not isinstance(bound, int) or bound < 1):
+        if bound is not None and bound < 1:
             raise ValueError(
                 "max_local_steps must be None or a whole number of at least 1, got "
                 f"max_local_steps={bound!r}; try max_local_steps=None"

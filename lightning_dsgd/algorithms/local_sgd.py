@@ -41,7 +41,8 @@ class LocalSGD(Algorithm):
     sync_period: int = 8
 
     def check(self, world_size: int) -> None:
-        if not isinstance(self.sync_period, int) or self.sync_period < 1:
+        super().check(world_size)
+        if self.sync_period < 1:
             raise ValueError(
                 "sync_period must be a whole number of at least 1, got "
                 f"sync_period={self.sync_period!r}; try sync_period=8"

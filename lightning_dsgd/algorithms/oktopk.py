@@ -103,7 +103,7 @@ class OkTopk(ErrorFeedback):
             ("warmup_steps", 0, 0),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if value < least:
                 raise ValueError(
                     f"{name} must be a whole number of at least {least}, got {name}={value!r}; "
                     f"try {name}={example}"

@@ -96,6 +96,7 @@ class PopSGD(Algorithm):
     seed: int = 0
 
     def check(self, world_size: int) -> None:
+        super().check(world_size)
         if self.local_steps < 1:
             raise ValueError(
                 "local_steps must be at least 1, got "

@@ -79,6 +79,7 @@ class SGP(Algorithm):
         return self.hierarchical
 
     def check(self, world_size: int) -> None:
+        super().check(world_size)
         if self.num_peers < 1:
             raise ValueError(
                 f"num_peers must be at least 1, got num_peers={self.num_peers}; try num_peers=1"

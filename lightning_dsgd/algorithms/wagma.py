@@ -78,6 +78,7 @@ class WAGMA(Algorithm):
     overlap: bool = False
 
     def check(self, world_size: int) -> None:
+        super().check(world_size)
         size = self.group_size
         if size is not None and not 1 <= size <= world_size:
             raise ValueError(

@@ -28,6 +28,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_dsgd
+from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.bench.torchft_peers import DiLoCoStrategy, TorchFTStrategy
 
 
@@ -54,6 +55,15 @@ def strategy(spec: str) -> Any:
         known = ", ".join((*PEERS, *lightning_dsgd.STRATEGIES))
         raise ValueError(f"the strategy must be one of {known}, got {name!r}")
     return lightning_dsgd.STRATEGIES[name](**options)
+
+
+def check(spec: str, ranks: int) -> None:
+    """Raises `ValueError` or `TypeError` for a strategy that so many ranks could not measure."""
+    algorithm = getattr(strategy(spec), "algorithm", None)
+    if isinstance(algorithm, SGP) and algorithm.node_size is None:
+        algorithm.node_size = ranks  # as the Trainer's devices would say
+    if algorithm is not None:
+        algorithm.check(ranks)
 
 
 def trainer(spec: str, ranks: int, **options: Any) -> L.Trainer:

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.bench import tracking
-from lightning_dsgd.bench.job import Cell, Job, finish, in_turn
-from lightning_dsgd.bench.throughput import chosen_link, communication
+from lightning_dsgd.bench.job import LAUNCHERS, Cell, Job, finish, in_turn
+from lightning_dsgd.bench.throughput import chosen_link, communication, refuse
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--strategies", default="allreduce,local_sgd,wagma")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--network", help="of every rank, such as 1gbit or 10gbit,1ms")
-    parser.add_argument("--launcher", default="subprocess", help="or torchrun, or mpiexec")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="subprocess")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--val-every", type=int, default=1, help="epochs between evaluations")
     parser.add_argument("--seeds", type=int, default=3)
@@ -252,6 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("convergence.json"))
     args = parser.parse_args(argv)
+    refuse(parser, args)
     link, network = chosen_link(args.network)
     print(f"{args.task}, {args.ranks} ranks, {network}")
     task, specs = TASKS[args.task], args.strategies.split(",")

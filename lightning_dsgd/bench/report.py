@@ -35,8 +35,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--output", type=Path, default=Path("report"), help="a folder")
     args = parser.parse_args(argv)
+    try:
+        results = [(path, json.loads(path.read_text())) for path in args.files]
+    except (OSError, ValueError) as err:
+        parser.error(f"a result file must be one that `lightning-dsgd bench` has written: {err}")
     args.output.mkdir(parents=True, exist_ok=True)
-    results = [(path, json.loads(path.read_text())) for path in args.files]
     throughputs = [result for _, result in results if _is_throughput(result)]
     sections = [_section(path, result, args.output) for path, result in results]
     if throughputs:

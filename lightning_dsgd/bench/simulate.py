@@ -1,8 +1,8 @@
 """How fast a strategy would be on a machine that is not here.
 
     lightning-dsgd simulate --algorithms wagma,allreduce --ranks 4,16,64,256 --profile piz-daint \
-        --params 25e6 --steps 50 --output FILE.json --plot FILE.png
-    lightning-dsgd simulate --check FILE.json
+        --params 25e6 --steps 50 --output simulated.json --plot simulated.png
+    lightning-dsgd simulate --check throughput.json    # a file of `lightning-dsgd bench throughput`
 
 The algorithms are the package's own, on `transport.simulated`: every message is sent, in the order
 in which the real one would be, and takes latency + bytes / bandwidth of links that carry one

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.bench.job import Cell, Job, finish, in_turn
+from lightning_dsgd.bench.job import LAUNCHERS, Cell, Job, finish, in_turn
 from lightning_dsgd.bench.network import Link, why_not
 
 STATISTICS = ("steps_per_s", "with_finish", "wait_s_per_step", "mb_sent_per_step", "late_share")
@@ -201,6 +201,26 @@ def chosen_link(network: str | None) -> tuple[Link | None, str]:
     return link, f"{network} between network namespaces"
 
 
+def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends here, in one line, for what each rank would end with a traceback for."""
+    from lightning_dsgd.bench import contestants
+
+    try:
+        if args.ranks < 1:
+            raise ValueError(f"--ranks must be at least 1, got --ranks {args.ranks}; try --ranks 4")
+        if not 0 <= args.delayed_ranks <= args.ranks:
+            raise ValueError(
+                "--delayed-ranks must be at least 0 and at most --ranks, got --delayed-ranks "
+                f"{args.delayed_ranks} with --ranks {args.ranks}; try --delayed-ranks 1"
+            )
+        if args.network is not None:
+            Link.parse(args.network)
+        for spec in args.strategies.split(","):
+            contestants.check(spec, args.ranks)
+    except (TypeError, ValueError) as err:
+        parser.error(str(err))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs the job and writes the result file."""
     parser = argparse.ArgumentParser(
@@ -211,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--strategies", default="ddp,local_sgd:sync_period=1,wagma,no_sync")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--network", help="of every rank, such as 1gbit or 10gbit,1ms")
-    parser.add_argument("--launcher", default="subprocess", help="or torchrun, or mpiexec")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="subprocess")
     parser.add_argument("--compute-ms", type=float, default=400.0)
     parser.add_argument("--delay-ms", type=float, default=320.0)
     parser.add_argument("--delayed-ranks", type=int, default=2)
@@ -220,6 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("throughput.json"))
     args = parser.parse_args(argv)
+    refuse(parser, args)
     link, network = chosen_link(args.network)
     print(f"{args.ranks} ranks, {network}")
     specs = args.strategies.split(",")
