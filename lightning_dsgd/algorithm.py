@@ -11,7 +11,7 @@ knows no more than a `Transport`.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar, Final
 
@@ -84,7 +84,8 @@ class Algorithm:
         Here those of another type than their field's: a command line may have passed text, and
         "False" is true.
         """
-        for field in fields(self) if is_dataclass(self) else ():
+        own: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
+        for field in own:
             kinds = getattr(field.type, "__name__", str(field.type)).split(" | ")
             if not set(kinds) <= _KINDS.keys():
                 continue

@@ -114,7 +114,7 @@ class MPIJob:
         for pipe in self._pipes:
             pipe.close()
         try:
-            self._process.wait(20.0)
+            self._process.wait(60.0)
         finally:
             self._process.terminate()  # Open MPI's launcher, when killed, leaves its ranks behind
             try:
