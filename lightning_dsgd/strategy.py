@@ -47,6 +47,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
 
 from lightning_dsgd import checkpoint as files
 from lightning_dsgd.algorithm import Algorithm
@@ -383,6 +384,17 @@ class DecentralizedMixin(_Base):
 
     def end_batch(self) -> None:
         self._in_batch = False
+
+    def end_epoch(self) -> None:
+        """Serves the others until all are here, where a torchmetrics object will ask them.
+
+        For it asks them by itself, and a rank that waits there serves nobody.
+        """
+        self.end_batch()  # if a batch was skipped with the rest of its epoch
+        assert self.lightning_module is not None
+        modules = self.lightning_module.modules()
+        if any(isinstance(module, Metric) and module.update_called for module in modules):
+            self._settle()
 
     def check_peers(self) -> None:
         if self._net is not None:
@@ -815,7 +827,7 @@ class _Hooks(lightning.pytorch.Callback):
         self._strategy.end_batch()
 
     def on_train_epoch_end(self, *args: Any) -> None:
-        self._strategy.end_batch()  # if a batch was skipped with the rest of its epoch
+        self._strategy.end_epoch()
 
     def on_validation_batch_start(self, *args: Any) -> None:
         self._strategy.check_peers()

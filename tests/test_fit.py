@@ -31,6 +31,7 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_dsgd import (
     STRATEGIES,
@@ -617,6 +618,38 @@ class Pair(Adversaries):
 def test_models_of_several_parts_end_together_too(name: str, make: Callable[..., Any]) -> None:
     ranks = run(2, fit_uneven, name, (3, 11), make, {"options": {"timeout_s": 1.5}})
     assert same([x for x, _, _ in ranks])
+
+
+class Metrics(Plain):
+    """A torchmetrics object, which asks all ranks at the end of the epoch without the strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged, self.computed = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logged(float(self.global_rank))
+        self.computed(1.0)
+        self.log("logged", self.logged, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("computed", self.computed.compute())
+        self.computed.reset()
+
+
+def fit_metrics(name: str, num_batches: tuple[int, ...]) -> tuple[float, float]:
+    samples = 8 * num_batches[int(os.environ["RANK"])]
+    train = {"num_samples": samples}
+    _, run = fit(name, Metrics, train, max_epochs=2, use_distributed_sampler=False)
+    return float(run.callback_metrics["logged"]), float(run.callback_metrics["computed"])
+
+
+@every_strategy
+def test_a_torchmetrics_object_counts_over_ranks_with_different_numbers_of_batches(
+    name: str,
+) -> None:
+    assert run(2, fit_metrics, name, (11, 3)) == [(pytest.approx(3 / 14), 14.0)] * 2
 
 
 def fit_unevenly(case: str, folder: str) -> str:
