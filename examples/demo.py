@@ -13,6 +13,7 @@ import argparse
 import collections
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -107,14 +108,19 @@ def run_job(strategy: str, folder: Path, epochs: int) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            start_new_session=True,
         ) as job,
     ):
         assert job.stdout is not None
-        for line in job.stdout:
-            log.write(line)
-            last_lines.append(line)
-            if line.startswith(EPOCH_LINE):
-                print(line, end="", flush=True)
+        try:
+            for line in job.stdout:
+                log.write(line)
+                last_lines.append(line)
+                if line.startswith(EPOCH_LINE):
+                    print(line, end="", flush=True)
+        except BaseException:  # Ctrl-C, or SIGTERM: no rank is to train on
+            os.killpg(job.pid, signal.SIGKILL)
+            raise
     if job.returncode or not result.exists():
         sys.stderr.writelines(last_lines)
         sys.exit(f"{strategy} failed with exit code {job.returncode}; all it said: {log.name}")
@@ -173,6 +179,7 @@ def main() -> None:
     if args.strategy:
         train(args.strategy, output, args.epochs)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = {name: run_job(name, output / name, args.epochs) for name in STRATEGIES}
     image = output / "loss.png"
     plot(results, image)
