@@ -57,13 +57,18 @@ def run(*commands: list[str], variables: list[dict[str, str]] | None = None) -> 
 
 
 def check(folder: Path, kind: str, transport: str, local_ranks: list[int]) -> None:
-    """All ranks have trained together, as that environment, over that transport."""
+    """All ranks have trained together, as that environment, over that transport.
+
+    Their test of the best checkpoint says what plain Lightning makes of it on one device.
+    """
     ranks: list[Any] = [torch.load(folder / f"rank_{rank}.pt") for rank in range(len(local_ranks))]
     assert {rank["environment"] for rank in ranks} == {kind}
     assert {rank["transport"] for rank in ranks} == {transport}
     assert [rank["local_rank"] for rank in ranks] == local_ranks
     assert {rank["steps"] for rank in ranks} == {16 // len(ranks)}
     assert all(torch.equal(rank["weights"], ranks[0]["weights"]) for rank in ranks)
+    for rank in ranks:
+        assert rank["tested"] == pytest.approx(rank["plain"], rel=1e-5)
 
 
 def test_a_script_starts_its_own_ranks(tmp_path: Path) -> None:
