@@ -29,6 +29,7 @@ class Plan:
         where: the hook of the module
         at: at which call of that hook
         late_s: for how long the others wait for that rank before
+        second: whether it waits until another plan has been carried out
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Plan:
     where: str = "training_step"
     at: int = 20
     late_s: float = 0.0
+    second: bool = False
     num_calls: int = field(default=0, init=False)
 
     def act(self, hook: str, rank: int, folder: Path) -> None:
@@ -45,7 +47,10 @@ class Plan:
         if self.num_calls != self.at:
             return
         time.sleep(self.late_s)
-        Path(folder, "event").write_text(str(time.monotonic()))
+        event = Path(folder, "event")
+        while self.second and not event.exists():
+            time.sleep(0.001)  # between two looks
+        event.write_text(str(time.monotonic()))
         if self.how == "SIGSTOP":
             Path(folder, f"stopped_{rank}").write_text(str(os.getpid()))
         if self.how == "raise":

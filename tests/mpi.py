@@ -31,31 +31,24 @@ SIZE = 4
 START_WITHIN_S = 60.0
 
 
-def _pythons() -> list[Any]:
-    """The interpreters whose environments have an MPI, as parameters of pytest."""
-    here, other = sys.executable, os.environ.get("OTHER_MPI_PYTHON", "")
-    lacks = [name for name in ("mpi4py",) if importlib.util.find_spec(name) is None]
-    lacks += [] if mpiexec(here).exists() else [str(mpiexec(here))]
-    return [
-        pytest.param(here, id="mpi", marks=_skip_if(lacks, f"needs {' and '.join(lacks)}")),
-        pytest.param(
-            other,
-            id="other_mpi",
-            marks=_skip_if(not other, "OTHER_MPI_PYTHON does not name the python of another MPI"),
-        ),
-    ]
-
-
-def _skip_if(condition: object, reason: str) -> Any:
-    return pytest.mark.skipif(bool(condition), reason=reason)
-
-
 def mpiexec(python: str) -> Path:
     """The mpiexec that belongs to an interpreter's MPI."""
     return Path(python).parent / "mpiexec"
 
 
-PYTHONS = _pythons()
+OTHER = os.environ.get("OTHER_MPI_PYTHON", "")
+HAS_MPI = importlib.util.find_spec("mpi4py") is not None and mpiexec(sys.executable).exists()
+has_mpi = pytest.mark.skipif(
+    not HAS_MPI, reason=f"needs mpi4py and {mpiexec(sys.executable)} (the extra `mpi`)"
+)
+has_other_mpi = pytest.mark.skipif(
+    not OTHER, reason="OTHER_MPI_PYTHON does not name the python of another MPI"
+)
+# The interpreters whose environments have an MPI, as parameters of pytest.
+PYTHONS = [
+    pytest.param(sys.executable, id="mpi", marks=has_mpi),
+    pytest.param(OTHER, id="other_mpi", marks=has_other_mpi),
+]
 every_mpi = pytest.mark.parametrize("python", PYTHONS)
 
 

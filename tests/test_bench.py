@@ -18,10 +18,11 @@ import wandb
 from lightning_dsgd.bench import contestants, convergence, network, report, throughput, tracking
 from lightning_dsgd.bench.job import Job
 from lightning_dsgd.bench.network import Link, Network
+from tests.mpi import has_mpi
+from tests.worlds import shaped
 
 ROOT = Path(__file__).parents[1]
 CELLS_OF_TESTS = ROOT / "tests" / "bench_cells.py"
-SHAPED = pytest.mark.skipif(bool(network.why_not()), reason=network.why_not() or "possible here")
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> Any:
@@ -56,7 +57,7 @@ def test_link_that_is_none_is_refused(text: str) -> None:
         Link.parse(text)
 
 
-@SHAPED
+@shaped
 def test_nodes_are_there_while_the_block_lasts() -> None:
     with Network(3, Link(1e9)) as net:
         assert len(namespaces(os.getpid())) == 4
@@ -67,7 +68,7 @@ def test_nodes_are_there_while_the_block_lasts() -> None:
     assert namespaces(os.getpid()) == []
 
 
-@SHAPED
+@shaped
 def test_nodes_are_removed_when_the_network_cannot_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,12 +242,10 @@ def test_throughput_of_ours_and_of_their_peers(tmp_path: Path) -> None:
     assert (tmp_path / "report" / "throughput.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpiexec"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpiexec", marks=has_mpi)])
 def test_other_launchers_measure_too(
     launcher: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if launcher == "mpiexec" and not Path(sys.prefix, "bin", "mpiexec").exists():
-        pytest.skip("the extra `mpi` is not installed")
     options = (
         f"--ranks 2 --launcher {launcher} --strategies wagma:group_size=2 --rounds 1 --steps 4"
     )

@@ -184,7 +184,8 @@ def test_a_rank_that_hangs_ends_all(name: str, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_notice_is_ended(tmp_path: Path) -> None:
-    found = outcomes("no_sync", tmp_path, Plan(2, "SIGKILL"), Plan(1, "sleep"), notice_within_s=1.0)
+    plans = Plan(2, "SIGKILL", second=True), Plan(1, "sleep")
+    found = outcomes("no_sync", tmp_path, *plans, notice_within_s=1.0)
     assert found[0].error.startswith("PeerLost: rank 2 died")
     assert (found[1].error, found[1].exitcode) == ("died", 1)
     assert found[1].seconds < SOON_S

@@ -16,17 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.bench import network
 from lightning_dsgd.bench.job import is_of_mpich
 from lightning_dsgd.bench.network import INTERFACE, Link, Network
 from tests.mpi import ROOT, environment, every_mpi, mpiexec
+from tests.worlds import shaped
 
 LIMIT_S = 280.0
 pytestmark = pytest.mark.timeout(300)  # four imports of torch and Lightning at once
 TORCHRUN = ("-m", "torch.distributed.run")
-on_two_nodes = pytest.mark.skipif(
-    bool(network.why_not()), reason=network.why_not() or "possible here"
-)
 
 
 @pytest.fixture
@@ -109,7 +106,7 @@ def test_the_variables_of_slurm(tmp_path: Path) -> None:
     check(tmp_path, "SLURMEnvironment", "ProcessGroupTransport", [0, 1, 0, 1])
 
 
-@on_two_nodes
+@shaped
 def test_torchrun_on_two_nodes(two_nodes: Network, tmp_path: Path) -> None:
     torchrun = [sys.executable, *TORCHRUN, "--nnodes=2", "--nproc-per-node=2"]
     torchrun += [f"--master-addr={two_nodes.address(0)}", "--master-port=29500"]
@@ -121,7 +118,7 @@ def test_torchrun_on_two_nodes(two_nodes: Network, tmp_path: Path) -> None:
     check(tmp_path, "TorchElasticEnvironment", "ProcessGroupTransport", [0, 1, 0, 1])
 
 
-@on_two_nodes
+@shaped
 @every_mpi
 def test_mpiexec_on_two_nodes(python: str, two_nodes: Network, tmp_path: Path) -> None:
     shell = two_nodes.shell(tmp_path)

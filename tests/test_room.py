@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -36,6 +37,17 @@ def test_free_memory_of_another_size_goes() -> None:
     room(LARGE, torch.float32)
     larger = room(9 * LARGE, torch.float32)  # 108 MB
     assert [len(piece) >> 20 for piece in memory._pieces] == [larger.nbytes + (1 << 20) - 1 >> 20]
+
+
+def test_a_forked_process_has_memory_of_its_own() -> None:
+    x = room(LARGE, torch.float32).fill_(1)
+    child = os.fork()
+    if not child:
+        for piece in memory._pieces:
+            piece[:4] = b"\xff" * 4
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert bool((x == 1).all())
 
 
 def test_threads_do_not_share_memory() -> None:

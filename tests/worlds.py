@@ -25,10 +25,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dsgd.bench import network
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
+
+shaped = pytest.mark.skipif(bool(network.why_not()), reason=network.why_not() or "possible here")
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])

@@ -111,10 +111,11 @@ class _DDPPowerSGD(_DDPWithHook):
 class _PostLocalSGD(_DDPWithHook):
     def __init__(self, period: int = 8, start: int = 0) -> None:
         super().__init__()
+        self._period = period
         self._start = start
-        self._averager = PeriodicModelAverager(period=period, warmup_steps=start)
 
     def add_hook(self, model: DistributedDataParallel) -> None:
+        self._averager = PeriodicModelAverager(self._period, self._start)
         # One rank is a group of its own: no gradient is reduced once local steps have begun.
         alone, _ = torch.distributed.new_subgroups(1)  # type: ignore[no-untyped-call]
         state = post_localSGD_hook.PostLocalSGDState(  # type: ignore[no-untyped-call]

@@ -48,7 +48,8 @@ def _piece(nbytes: int) -> mmap.mmap:
             return _pieces[fitting[0]]
         for i in reversed(free):
             del _pieces[i]
-        piece = mmap.mmap(-1, nbytes)
+        # Private: by default a forked process would write into the same memory.
+        piece = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
             piece.madvise(mmap.MADV_HUGEPAGE)
         _pieces.append(piece)
