@@ -1,4 +1,4 @@
-"""The console script, as a process of its own: that is how launchers start it."""
+"""The command line; where ranks train, as processes of their own, as launchers start them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import lightning_dsgd
 from lightning_dsgd.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
-RECIPES = [ROOT / "recipes" / f"digits_{name}.yaml" for name in ("local_sgd", "wagma")]
-"""Started as a user starts them; test_recipes.py runs all of them."""
+RECIPE = ROOT / "recipes" / "digits_local_sgd.yaml"
+"""test_recipes.py runs all of them."""
 
 
-def run(*args: str, cwd: Path, module: str = "lightning_dsgd") -> subprocess.CompletedProcess[str]:
-    """`python -m lightning_dsgd ARGS`, or another module that starts it."""
-    return subprocess.run(
+def run(module: str, *args: str, cwd: Path) -> None:
+    """`python -m MODULE ARGS`, which must end well."""
+    done = subprocess.run(
         [sys.executable, "-m", module, *args],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -28,20 +28,14 @@ def run(*args: str, cwd: Path, module: str = "lightning_dsgd") -> subprocess.Com
         text=True,
         timeout=110,
     )
-
-
-def fit(recipe: Path, cwd: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    done = run("fit", "--config", str(recipe), *more, cwd=cwd)
     assert done.returncode == 0, done.stderr
-    return done
 
 
-def test_strategies_are_shown_as_a_table(tmp_path: Path) -> None:
-    done = run("strategies", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    first_words = {line.split(" ")[0] for line in done.stdout.splitlines()}
-    assert set(lightning_dsgd.STRATEGIES) <= first_words
-    assert max(map(len, done.stdout.splitlines())) <= 150
+def test_strategies_are_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["strategies"])
+    lines = capsys.readouterr().out.splitlines()
+    assert set(lightning_dsgd.STRATEGIES) <= {line.split(" ")[0] for line in lines}
+    assert max(map(len, lines)) <= 150
 
 
 def test_a_strategy_is_shown_with_its_hyperparameters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,10 +52,11 @@ def test_a_strategy_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "'local_sdg'" in capsys.readouterr().err
 
 
-def test_help_of_a_command_is_lightnings(tmp_path: Path) -> None:
-    done = run("fit", "--help", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "--trainer.strategy" in done.stdout
+def test_help_of_a_command_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--help"])
+    assert end.value.code == 0
+    assert "--trainer.strategy" in capsys.readouterr().out
 
 
 def run_as_console_script(code: str, cwd: Path) -> None:
@@ -132,29 +127,19 @@ def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]
     assert all(repr(command) in text for command in ("train", *COMMANDS))
 
 
-def test_unknown_strategy_argument_ends_before_training(tmp_path: Path) -> None:
-    recipe = ROOT / "recipes" / "digits_local_sgd.yaml"
-    done = run("fit", "--config", str(recipe), "--trainer.strategy.sync_perod", "8", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "sync_perod" in done.stderr
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_runs(recipe: Path, tmp_path: Path) -> None:
-    fit(recipe, tmp_path, "--trainer.fast_dev_run", "true", "--trainer.devices", "2")
-
-
-def test_name_given_on_the_command_line_replaces_the_recipes_strategy(tmp_path: Path) -> None:
-    recipe = ROOT / "recipes" / "digits_local_sgd.yaml"
-    more = ["--trainer.fast_dev_run", "true", "--trainer.devices", "1"]
-    fit(recipe, tmp_path, *more, "--trainer.strategy", "dpsgd")
+def test_unknown_strategy_argument_ends_before_training(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(RECIPE), "--trainer.strategy.sync_perod", "8"])
+    assert end.value.code == 2
+    assert "sync_perod" in capsys.readouterr().err
 
 
 def test_run_leaves_metrics_config_and_a_checkpoint(tmp_path: Path) -> None:
-    recipe = ROOT / "recipes" / "digits_local_sgd.yaml"
-    fit(recipe, tmp_path, "--trainer.max_epochs", "1", "--trainer.devices", "2")
+    """And a name on the command line replaces the recipe's strategy."""
+    more = ["--trainer.strategy", "dpsgd", "--trainer.max_epochs", "1", "--trainer.devices", "2"]
+    run("lightning_dsgd", "fit", "--config", str(RECIPE), *more, cwd=tmp_path)
     (log,) = tmp_path.glob("lightning_logs/version_*")
-    assert (log / "config.yaml").exists()
+    assert "strategy: dpsgd\n" in (log / "config.yaml").read_text()
     assert len(list(log.glob("checkpoints/*.ckpt"))) == 1
     with open(log / "metrics.csv") as file:
         columns = csv.DictReader(file).fieldnames or []
@@ -162,12 +147,6 @@ def test_run_leaves_metrics_config_and_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_torchrun_starts_it(tmp_path: Path) -> None:
-    recipe = ROOT / "recipes" / "digits_local_sgd.yaml"
-    done = run(
-        *("--nproc-per-node", "2", "--standalone", "-m", "lightning_dsgd"),
-        *("fit", "--config", str(recipe), "--trainer.devices", "2"),
-        *("--trainer.fast_dev_run", "true"),
-        cwd=tmp_path,
-        module="torch.distributed.run",
-    )
-    assert done.returncode == 0, done.stderr
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    more = ["--trainer.devices", "2", "--trainer.fast_dev_run", "true"]
+    run(*torchrun, "-m", "lightning_dsgd", "fit", "--config", str(RECIPE), *more, cwd=tmp_path)

@@ -138,6 +138,19 @@ def test_the_example_trains_with_the_trainer() -> None:
     assert not torch.allclose(moving[0], reference[0])
 
 
+def run_the_script(folder: Path) -> float:
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(blocks(DOCS / "getting_started.md")[0], names)
+    return float(names["trainer"].callback_metrics["val_loss"])
+
+
+def test_the_first_script_learns_on_every_rank(tmp_path: Path) -> None:
+    losses = FitWorld().run(4, run_the_script, tmp_path)
+    assert len(set(losses)) == 1
+    assert losses[0] < 0.2  # 0.5 is the variance of the target
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
 def test_code_of_the_pages_compiles(page: Path) -> None:
     for block in blocks(page):

@@ -51,7 +51,9 @@ MAY_IMPORT = {
         "torch.distributed",
         "transport",
         "transport.endpoint",
+        "transport.room",
     },
+    "transport.room": {"torch"},
     # MPI carries the messages; the mesh of process_group, mailboxes and news of lost ranks.
     "transport.mpi": {
         "torch",
@@ -59,6 +61,7 @@ MAY_IMPORT = {
         "transport",
         "transport.endpoint",
         "transport.process_group",
+        "transport.room",
     },
 }
 # These stand above the contracts, may know Lightning, and are known to nothing in the table above.

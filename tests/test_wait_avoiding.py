@@ -19,7 +19,7 @@ from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from lightning_dsgd.wait_avoiding import WaitAvoiding
 
-NUM_BLOCKS = int(os.environ.get("DSGD_SCHEDULE_BLOCKS", "2"))
+NUM_BLOCKS = int(os.environ.get("DSGD_SCHEDULE_BLOCKS", "1"))
 """Of 50 schedules each; 40 blocks are thousands of them, and take some minutes."""
 
 
