@@ -148,7 +148,7 @@ def run_the_script(folder: Path) -> float:
 def test_the_first_script_learns_on_every_rank(tmp_path: Path) -> None:
     losses = FitWorld().run(4, run_the_script, tmp_path)
     assert len(set(losses)) == 1
-    assert losses[0] < 0.2  # 0.5 is the variance of the target
+    assert losses[0] < 0.1  # 8 is the variance of the target
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
