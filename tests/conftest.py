@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -13,15 +12,6 @@ from tests.mpi import MPIJob
 
 # A shell that starts the tests in the background has let them ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several workers, one runs all that use MPI: they share a job of mpiexec."""
-    for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if sys.executable in parameters.values():
-            item.add_marker(pytest.mark.xdist_group("mpi"))
 
 
 @pytest.fixture(scope="session")

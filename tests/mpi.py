@@ -44,10 +44,14 @@ has_mpi = pytest.mark.skipif(
 has_other_mpi = pytest.mark.skipif(
     not OTHER, reason="OTHER_MPI_PYTHON does not name the python of another MPI"
 )
-# The interpreters whose environments have an MPI, as parameters of pytest.
+# The interpreters whose environments have an MPI, as parameters of pytest.  Of several workers one
+# runs all of an MPI's tests, as they share a job of mpiexec.
 PYTHONS = [
-    pytest.param(sys.executable, id="mpi", marks=has_mpi),
-    pytest.param(OTHER, id="other_mpi", marks=has_other_mpi),
+    pytest.param(python, id=name, marks=[condition, pytest.mark.xdist_group(name)])
+    for name, python, condition in (
+        ("mpi", sys.executable, has_mpi),
+        ("other_mpi", OTHER, has_other_mpi),
+    )
 ]
 every_mpi = pytest.mark.parametrize("python", PYTHONS)
 
