@@ -67,6 +67,8 @@ _LONGEST_PAUSE_S: Final = 2e-3
 _CLOSE_TIMEOUT_S: Final = 5.0
 _END_WITHIN_S: Final = 10.0
 """How long a job may take to end once a rank is lost, before it is aborted."""
+_HEARD_WITHIN_S: Final = 0.5
+"""How long mpiexec may take to pass on what a rank says: aborting loses the rest."""
 _SAY_AFTER_S: Final = 60.0
 """How long a rank that has ended well waits for the others in silence."""
 _MPIEXEC: Final = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
@@ -430,6 +432,7 @@ class _Job:
             waited_s = time.monotonic() - begin
             if self.is_broken and waited_s > _END_WITHIN_S:
                 self._say(f"not every rank has ended within {waited_s:.0f} s: aborting the MPI job")
+                time.sleep(_HEARD_WITHIN_S)
                 self._world.Abort(1)
             if not is_said and waited_s > _SAY_AFTER_S:
                 self._say("waits for every other rank to end, as MPI processes end together")
