@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from lightning_dsgd.bench.profiles import Profile
-from lightning_dsgd.bench.simulate import simulate
+from lightning_dsgd.bench.simulation import simulate
 
 STEPS, WARM_UP = 42, 10
 

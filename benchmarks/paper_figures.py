@@ -20,7 +20,7 @@ import matplotlib as mpl
 
 from lightning_dsgd.bench.job import provenance
 from lightning_dsgd.bench.profiles import PROFILES
-from lightning_dsgd.bench.simulate import plot, run_all
+from lightning_dsgd.bench.simulation import plot, run_all
 
 Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[1]

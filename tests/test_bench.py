@@ -65,6 +65,9 @@ def test_nodes_are_there_while_the_block_lasts() -> None:
             [*net.inside(2), "ip", "-4", "-brief", "addr"], capture_output=True, text=True
         ).stdout
         assert net.address(2) in shown
+        file = "/proc/sys/net/ipv4/tcp_congestion_control"
+        shown = subprocess.run([*net.inside(2), "cat", file], capture_output=True, text=True).stdout
+        assert shown == "reno\n"
     assert namespaces(os.getpid()) == []
 
 

@@ -71,12 +71,15 @@ def run_as_console_script(code: str, cwd: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("args", [["--help"], ["strategies", "--help"], ["doctor", "--help"]])
-def test_help_of_the_console_script_loads_nothing_slow(args: list[str], tmp_path: Path) -> None:
+HELP = ("", "strategies", "doctor", "bench", "bench throughput", "bench convergence", "simulate")
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_of_the_console_script_loads_nothing_slow(command: str, tmp_path: Path) -> None:
     code = f"""
 from lightning_dsgd.cli import main
 try:
-    main({args})
+    main({[*command.split(), "--help"]})
 except SystemExit as end:
     assert end.code == 0
 slow = {{"torch", "lightning", "pytorch_lightning", "jsonargparse", "numpy"}} & set(sys.modules)

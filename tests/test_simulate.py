@@ -14,7 +14,7 @@ import torch
 from lightning_dsgd import cli
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.bench import simulate as bench
+from lightning_dsgd.bench import simulation as bench
 from lightning_dsgd.bench.profiles import PROFILES, Profile
 from lightning_dsgd.callbacks import StragglerInjector
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Final
 
-from lightning_dsgd.callbacks import StragglerInjector
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -65,6 +63,8 @@ class Profile:
 
         The delayed ranks are those that `StragglerInjector` draws with the same seed.
         """
+        from lightning_dsgd.callbacks import StragglerInjector  # loads Lightning
+
         if self.delayed_ranks > world_size:
             raise ValueError(
                 "delayed_ranks must be at most the number of ranks, got "
