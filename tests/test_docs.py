@@ -75,6 +75,12 @@ def test_every_algorithm_has_a_page_that_names_its_hyperparameters(algorithm: An
     assert all(f"`{name}`" in page for name in algorithm().hyperparameters())
 
 
+def test_every_result_is_shown_on_a_page() -> None:
+    text = "".join(page.read_text() for page in DOCS.rglob("*.md"))
+    shown = set(re.findall(r"results/([\w.]+)\)", text))
+    assert shown == {file.name for file in DOCS.joinpath("results").iterdir()}
+
+
 # ---- the example ----
 
 
