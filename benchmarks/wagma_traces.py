@@ -113,8 +113,9 @@ def plot(traces: dict[str, dict[str, Any]], path: Path) -> None:
     waits.bar_label(bars, fmt="%.0f", padding=3)
     waits.invert_yaxis()
     waits.set(xlabel="ms a step", title="Waiting")
-    for axes in (ages, distance):
-        axes.legend(fontsize="small")
+    distance.set_ylim(top=1.35 * distance.get_ylim()[1])  # the legend lies above the curves
+    for axes, columns in ((ages, 1), (distance, 2)):
+        axes.legend(fontsize="small", loc="upper right", ncols=columns)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 

@@ -157,9 +157,9 @@ def plot_convergence(result: Result, path: Path) -> None:
             ax.axhline(result["target"], color="grey", linestyle=":", linewidth=1)
     last = [row["last"] for row in result["summary"]]
     if result["higher_is_better"] and min(last) > 0.8:
-        axes[0].set_ylim(bottom=min(last) - 0.1)
-        axes[1].set_ylim(bottom=min(last) - 0.1)
-    axes[0].legend(fontsize="small")
+        for ax in axes:
+            ax.set_ylim(bottom=min(last) - 0.1, top=1.0)
+    axes[0].legend(fontsize="small", loc="lower right" if result["higher_is_better"] else "best")
     _save(figure, path)
 
 
