@@ -92,8 +92,7 @@ def main() -> None:
         assert all(rank == ranks[0] for rank in ranks), f"the ranks differ: {result}"
         assert ranks[0]["steps"] == result["steps"], f"not all steps were made: {result}"
     print(f"{len(results)} fits: all ended, all ranks equal")
-    command = f"python benchmarks/consecutive_fits.py --strategies {args.strategies}"
-    report = job.provenance(f"{command} --fits {args.fits} --ranks {args.ranks}")
+    report = job.provenance()
     finish(report | {"fits": len(results), "failed": 0, "strategies": names}, args.output)
 
 

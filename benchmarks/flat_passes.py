@@ -1,4 +1,4 @@
-"""What the passes of `lightning_dsgd.flat` cost beside plain copies of the same bytes, as JSON.
+"""What the passes of `lightning_dsgd.flat` cost beside plain copies of the same bytes.
 
     python benchmarks/flat_passes.py --samples 100
 
@@ -9,17 +9,17 @@ are in milliseconds.  `gather_share_of_copy` is the time of `a.copy_(b)` over th
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from lightning_dsgd import flat
+from lightning_dsgd.bench.job import finish, provenance
 
 
 def mixed_parameters() -> list[tuple[str, nn.Parameter]]:
@@ -137,19 +137,17 @@ def alignment(samples: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Prints one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=100)
-    samples = parser.parse_args().samples
-    result = {
-        "cores": os.cpu_count(),
+    parser.add_argument("--output", type=Path, default=Path("docs/results/flat_passes.json"))
+    args = parser.parse_args()
+    result = provenance() | {
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "samples": samples,
-        "passes": passes(samples),
-        "alignment": alignment(samples),
+        "samples": args.samples,
+        "passes": passes(args.samples),
+        "alignment": alignment(args.samples),
     }
-    print(json.dumps(result))
+    finish(result, args.output)
 
 
 if __name__ == "__main__":

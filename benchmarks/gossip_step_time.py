@@ -2,15 +2,15 @@
 
 10M parameters in fp32, links of 1 Gbit/s in both directions, 0.1 ms; compute is a virtual sleep.
 
-    PYTHONPATH=. python benchmarks/gossip_step_time.py [--ranks 4 8 16] [--compute-ms 200 400]
+    python benchmarks/gossip_step_time.py [--ranks 4 8 16] [--compute-ms 200 400]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from lightning_dsgd.bench.job import finish, provenance
 from lightning_dsgd.bench.profiles import Profile
 from lightning_dsgd.bench.simulation import simulate
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--compute-ms", type=float, nargs="+", default=[200, 400])
-    parser.add_argument("--output", type=Path, default=Path("docs/results"))
+    parser.add_argument("--output", type=Path, default=Path("docs/results/gossip_step_time.json"))
     options = parser.parse_args()
     results: dict[str, dict[str, list[float]]] = {}
     for compute_ms in options.compute_ms:
@@ -50,9 +50,8 @@ def main() -> None:
         for spec in SPECS:
             table[spec] = [round(step_time(spec, p, compute_ms / 1e3), 4) for p in options.ranks]
             print(f"  {spec:28}" + "".join(f"{value:8.3f}" for value in table[spec]))
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"ranks": options.ranks, "seconds a step": results}, indent=1)
-    (options.output / "gossip_step_time.json").write_text(text + "\n")
+    report = {"ranks": options.ranks, "seconds a step": results}
+    finish(provenance() | report, options.output)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def main() -> None:
             f"{load:28} {trip['median']:6.2f} ms (95%: {trip['p95']:6.2f} ms)   "
             f"training thread at {row['training_thread_rate']:.2f} of its rate"
         )
-    report = job.provenance("python benchmarks/lane_latency.py") | {"loads": loads}
+    report = job.provenance() | {"loads": loads}
     finish(report, args.output)
 
 

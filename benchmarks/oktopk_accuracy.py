@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,8 +198,7 @@ def main() -> None:
                 f"a Gaussian threshold; xi {run['xi_mean']:.2f} (at most {run['xi_max']:.2f})"
             )
     plot(results, settings, args.output.with_suffix(".png"))
-    command = " ".join(["python", "benchmarks/oktopk_accuracy.py", *sys.argv[1:]])
-    finish(provenance(command) | {"settings": settings, "results": results}, args.output)
+    finish(provenance() | {"settings": settings, "results": results}, args.output)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 One function a figure.  The results of the figures asked for replace those in the file; plots and
 table are of all that are in it.
 
-    PYTHONPATH=. python benchmarks/paper_figures.py [--figures wagma_4 ...] [--shrink 4]
+    python benchmarks/paper_figures.py [--figures wagma_4 ...] [--shrink 4]
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def main() -> None:
             "asides": figure.asides,
             "comparisons": figure.comparisons,
         }
-        report = provenance("PYTHONPATH=. python benchmarks/paper_figures.py")
+        report = provenance()
         in_order = {name: figures[name] for name in FIGURES if name in figures}
         path.write_text(json.dumps(report | {"figures": in_order}, indent=1) + "\n")
     for name, results in figures.items():

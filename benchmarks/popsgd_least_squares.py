@@ -6,17 +6,16 @@ n ranks in the simulated world run the package's own PopSGD at a constant learni
 Parallel time is the number of steps of each rank.  Once the error no longer falls, its mean over
 time is the variance: of the mean of the models, and of one fixed model, as the paper tracks it.
 
-    PYTHONPATH=. python benchmarks/popsgd_least_squares.py [--max-ranks 256] [--steps 1500]
+    python benchmarks/popsgd_least_squares.py [--max-ranks 256] [--steps 1500]
 
 prints the variances and, from a straight line through their logarithms, the slopes with 95%
-confidence intervals (t distribution); writes popsgd_least_squares.{json,png} to --output.  The
+confidence intervals (t distribution); writes --output and a plot beside it.  The
 baseline is mini-batch SGD with batch n.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms.popsgd import PopSGD
+from lightning_dsgd.bench.job import finish, provenance
 from lightning_dsgd.tasks.regression import least_squares
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
@@ -117,7 +117,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("docs/results"))
+    output = Path("docs/results/popsgd_least_squares.json")
+    parser.add_argument("--output", type=Path, default=output)
     options = parser.parse_args()
     sizes = [1 << e for e in range(options.max_ranks.bit_length())]
     steps, lr, seed = options.steps, options.lr, options.seed
@@ -137,12 +138,10 @@ def main() -> None:
     slopes = {name: slope(sizes, values) for name, values in table.items()}
     for name, (beta, half) in slopes.items():
         print(f"slope of log(variance) over log(n), {name}: {beta:.3f} +- {half:.3f}")
-    options.output.mkdir(parents=True, exist_ok=True)
-    draw(curves, sizes, table, options.output / "popsgd_least_squares.png")
     result = {"steps": steps, "lr": lr, "seed": seed, "n": sizes, "variance": table}
     result |= {"slope and half of its 95% interval": slopes}
-    text = json.dumps(result, indent=1)
-    (options.output / "popsgd_least_squares.json").write_text(text + "\n")
+    finish(provenance() | result, options.output)
+    draw(curves, sizes, table, options.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

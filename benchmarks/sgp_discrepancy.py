@@ -4,7 +4,7 @@ A two-layer network on scikit-learn's digits, Nesterov momentum, the learning ra
 ten after one and two thirds of the steps; ranks in the simulated world, each with its own
 part of the data.  Plots mean, minimum and maximum over the ranks of the errors of their own models.
 
-    PYTHONPATH=. python benchmarks/sgp_discrepancy.py [--ranks 4 32] [--steps 450]
+    python benchmarks/sgp_discrepancy.py [--ranks 4 32] [--steps 450]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from simulated_digits import TEST, error
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms.sgp import SGP
+from lightning_dsgd.bench.job import finish, provenance
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 EVERY = 10
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--num-peers", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("docs/results"))
+    parser.add_argument("--output", type=Path, default=Path("docs/results/sgp_discrepancy.json"))
     options = parser.parse_args()
     mpl.use("Agg")
     from matplotlib import pyplot
@@ -75,11 +76,9 @@ def main() -> None:
         axis.set_yscale("log")
         axis.legend()
     figure.tight_layout()
-    options.output.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.output / "sgp_discrepancy.png", dpi=110)
-    text = json.dumps(results, indent=1)
-    (options.output / "sgp_discrepancy.json").write_text(text + "\n")
-    print(text)
+    print(json.dumps(results, indent=1))
+    finish(provenance() | {"ranks": results}, options.output)
+    figure.savefig(options.output.with_suffix(".png"), dpi=110)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What selecting the largest entries costs beside `torch.topk` and one pass over memory, as JSON.
+"""What selecting the largest entries costs beside `torch.topk` and one pass over memory.
 
-    python benchmarks/sparse_selection.py --samples 20 > docs/results/sparse_selection.json
+    python benchmarks/sparse_selection.py --samples 20
 
 All variants take turns in a shuffled order, so that noise of the machine meets them alike; times
 are in milliseconds, ratios are medians of the ratios within one turn.  A copy is `b.copy_(a)`, one
@@ -18,27 +18,27 @@ that r += g, g <- 0 and the selection reach: 16 n bytes, over those 8 n of the c
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from lightning_dsgd import sparse
+from lightning_dsgd.bench.job import finish, provenance
 
 
 def main() -> None:
-    """Prints one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/sparse_selection.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     n, k = args.numel, round(args.numel * args.density)
@@ -82,13 +82,10 @@ def main() -> None:
         best = min(times[name]) / min(times[base])
         return {"median": round(statistics.median(ratios), 2), "best": round(best, 2)}
 
-    result = {
-        "command": " ".join(["python", "benchmarks/sparse_selection.py", *sys.argv[1:]]),
+    result = provenance() | {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": [round(load, 2) for load in loads],
-        "torch": torch.__version__,
         "numel": n,
         "k": k,
         "samples": args.samples,
@@ -101,7 +98,7 @@ def main() -> None:
         "bytes_per_entry": round(len(message) / len(values), 3),
         "samples_ms": {name: [round(t, 2) for t in values] for name, values in times.items()},
     }
-    print(json.dumps(result))
+    finish(result, args.output)
 
 
 if __name__ == "__main__":

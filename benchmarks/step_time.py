@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/results/step_time.json"))
     args = parser.parse_args()
     cases, jobs = zip(*(run_case(ranks, args) for ranks in CASES), strict=True)
-    report = jobs[0].provenance("python benchmarks/step_time.py")
+    report = jobs[0].provenance()
     finish(report | {"cases": list(cases)}, args.output)
 
 

@@ -279,7 +279,7 @@ def main() -> None:
                 if what != "lanes":
                     text = f"{figure['us']:10.0f} us  {figure['MB_s']:7.0f} MB/s"
                 print(f"P={ranks}  {what:>9}  {name:25}  {text}")
-    report = job.provenance("python benchmarks/transport_bandwidth.py")
+    report = job.provenance()
     report |= {"library": results[0]["ranks"][0]["library"], "ranks": measured}
     finish(report, args.output)
     for ranks in args.ranks:

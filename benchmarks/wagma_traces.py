@@ -127,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     traces = {form: trace(form, args.steps) for form in FORMS}
     plot(traces, args.output.with_suffix(".png"))
-    finish(provenance("python benchmarks/wagma_traces.py") | {"traces": traces}, args.output)
+    finish(provenance() | {"traces": traces}, args.output)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def run_alone(python: str, *launcher: str, **variables: str) -> list[str]:
         env=environment(**variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     return [line for line in done.stdout.splitlines() if "Error: " in line]

@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -78,7 +79,7 @@ class Job:
                     tell(result)
         return [done[_name(cell)] for cell in cells]
 
-    def provenance(self, command: str) -> dict[str, Any]:
+    def provenance(self, command: str | None = None) -> dict[str, Any]:
         """What a result file says of how it was made."""
         return {
             **provenance(command),
@@ -167,15 +168,15 @@ class Job:
             )
 
 
-def provenance(command: str) -> dict[str, Any]:
-    """With what, and on what, a figure was made."""
+def provenance(command: str | None = None) -> dict[str, Any]:
+    """With what, and on what, a figure was made; by default with the script that runs."""
     import lightning
     import torch
 
     import lightning_dsgd
 
     return {
-        "command": command,
+        "command": command or shlex.join(["python", *sys.argv]),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "versions": {
