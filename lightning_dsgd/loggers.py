@@ -15,10 +15,10 @@ class OfflineWandbLogger(WandbLogger):
     does not even write.  (`WandbLogger(offline=True)` itself overwrites that variable.)
 
     Args:
-        project: under which the run stands.
+        project: under which the run stands; checkpoints go to a folder of this name.
         **kwargs: of WandbLogger, but `offline`.
     """
 
-    def __init__(self, project: str = "lightning_dsgd", **kwargs: Any) -> None:
+    def __init__(self, project: str = "lightning-dsgd", **kwargs: Any) -> None:
         offline = os.environ.get("WANDB_MODE", "offline") in ("offline", "dryrun")
         super().__init__(project=project, offline=offline, **kwargs)

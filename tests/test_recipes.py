@@ -61,6 +61,7 @@ def test_recipe_is_understood_and_its_strategy_starts(recipe: Path) -> None:
     trainer = cli.config.trainer
     module, name = trainer.strategy.class_path.rsplit(".", 1)
     strategy = getattr(importlib.import_module(module), name)(**trainer.strategy.init_args)
+    assert trainer.max_time is None or strategy.algorithm.lockstep  # else it is refused
     SimulatedWorld(trainer.devices * trainer.num_nodes).run(start, strategy.algorithm)
 
 
@@ -121,4 +122,4 @@ def test_wandb_is_offline_unless_told_otherwise(
     logger = OfflineWandbLogger(name="run")
     assert isinstance(logger, WandbLogger)
     assert logger._offline is offline
-    assert logger._project == "lightning_dsgd"
+    assert logger._project == "lightning-dsgd"
