@@ -71,8 +71,11 @@ class CommunicationMonitor(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if self.per_rank:
             self._of_rank = trainer.strategy.communication()
-        # Before the log is written: the very steps at which Lightning's loggers take their values.
-        if (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % trainer.log_every_n_steps:
+        # Before the log is written: the very steps at which Lightning's loggers take their values,
+        # and of a step only the last batch.
+        num_steps = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        is_accumulating = pl_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+        if is_accumulating or num_steps % trainer.log_every_n_steps:
             return
         figures = trainer.strategy.communication()
         for name in _COUNTED:

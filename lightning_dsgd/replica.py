@@ -172,7 +172,8 @@ class Replica:
         others = [p.data for p in self._parameters_of_no_optimizer()]
         for tensor in [*others, *self.module.buffers()]:
             mine = tensor.detach().reshape(-1).contiguous()
-            tensor.copy_(self.net.broadcast(mine, src=0).wait().view(tensor.shape))
+            self.net.broadcast(mine.view(torch.uint8), src=0).wait()
+            tensor.copy_(mine.view(tensor.shape))
 
     def _parameters_of_no_optimizer(self) -> list[nn.Parameter]:
         inside = {p for part in self.parts for p in part.weights.parameters}
@@ -187,7 +188,7 @@ class Replica:
         for part in self._parts_of(optimizer):
             if part.algorithm.uses_gradient:
                 g = part.weights.gather()
-                if self._check_finite:
+                if self._check_finite and not part.algorithm.skips_overflow:
                     self._require_finite(part, g, "gradient")
                 part.algorithm.before_update(part.x, g)
                 part.weights.scatter()
@@ -394,11 +395,12 @@ def _average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) 
         groups.setdefault((tensor.dtype, tensor.device), []).append(index)
     for (dtype, _), indices in groups.items():
         packed = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
-        if dtype.is_floating_point and floats:
-            net.all_reduce(packed).wait()
-            packed /= net.world_size
-        else:
-            net.broadcast(packed, src=0).wait()
+        if floats and (dtype.is_complex or dtype.is_floating_point) and dtype.itemsize > 1:
+            numbers = torch.view_as_real(packed).view(-1) if dtype.is_complex else packed
+            net.all_reduce(numbers).wait()
+            numbers /= net.world_size
+        else:  # as bytes: a buffer may be of a dtype that no transport knows
+            net.broadcast(packed.view(torch.uint8), src=0).wait()
         for i, piece in zip(
             indices, torch.split(packed, [tensors[i].numel() for i in indices]), strict=True
         ):

@@ -152,8 +152,8 @@ class DecentralizedMixin(_Base):
         _check_options(type(self).__name__, algorithm, kwargs)
         _check_choice("transport", transport, ("auto", "process_group", "mpi"))
         _check_choice("evaluate", evaluate, ("consensus", "local"))
-        _check_positive("timeout_s", timeout_s, 1800)
-        _check_positive("heartbeat_timeout_s", heartbeat_timeout_s, 20)
+        _check_seconds("timeout_s", timeout_s, 1800)
+        _check_seconds("heartbeat_timeout_s", heartbeat_timeout_s, 20)
         super().__init__(**kwargs)
         self.algorithm = algorithm
         self._transport = transport
@@ -278,6 +278,18 @@ class DecentralizedMixin(_Base):
             )
         if self._layer_sync is not None:
             self._check_sync_batchnorm()
+        for callback in trainer.callbacks:
+            if any(base.__name__ == "LearningRateFinder" for base in type(callback).__mro__):
+                raise ValueError(
+                    "a learning rate must be searched on one device, got "
+                    f'{type(callback).__name__} with strategy="{name}"; search with '
+                    "Trainer(devices=1), then train with what was found"
+                )
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            raise ValueError(
+                "ranks must evaluate after the same batch, got val_check_interval as a time, which "
+                f'every rank measures by itself, with strategy="{name}"; use a number of batches'
+            )
         if self.algorithm.lockstep:
             return
         for callback in trainer.callbacks:
@@ -392,9 +404,8 @@ class DecentralizedMixin(_Base):
         """
         self.end_batch()  # if a batch was skipped with the rest of its epoch
         assert self.lightning_module is not None
-        modules = self.lightning_module.modules()
-        if any(isinstance(module, Metric) and module.update_called for module in modules):
-            self._settle()
+        if any(isinstance(module, Metric) for module in self.lightning_module.modules()):
+            self._settle()  # on every rank, also on one that has not updated its metric
 
     def check_peers(self) -> None:
         if self._net is not None:
@@ -1200,6 +1211,9 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {listed}, got {name}={value!r}")
 
 
-def _check_positive(name: str, value: float, example: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} must be positive, got {name}={value}; try {name}={example}")
+def _check_seconds(name: str, value: float, example: float) -> None:
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"{name} must be positive and at most {threading.TIMEOUT_MAX:.0f}, got {name}={value}; "
+            f"try {name}={example}"
+        )

@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, Timer
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
@@ -55,14 +55,21 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"evaluate": "best"},
         ['evaluate must be "consensus" or "local"', "got evaluate='best'"],
     ),
-    "no time": ({"timeout_s": 0}, ["timeout_s must be positive, got timeout_s=0; try"]),
+    "no time": (
+        {"timeout_s": 0},
+        ["timeout_s must be positive and at most", "got timeout_s=0; try"],
+    ),
     "no number of seconds": (
         {"timeout_s": float("nan")},
-        ["timeout_s must be positive, got timeout_s=nan; try"],
+        ["timeout_s must be positive and at most", "got timeout_s=nan; try"],
     ),
     "no heartbeat": (
         {"heartbeat_timeout_s": -1.0},
-        ["heartbeat_timeout_s must be positive, got heartbeat_timeout_s=-1.0; try"],
+        ["heartbeat_timeout_s must be positive and", "got heartbeat_timeout_s=-1.0; try"],
+    ),
+    "no end": (
+        {"timeout_s": float("inf")},
+        ["timeout_s must be positive and at most", "got timeout_s=inf; try timeout_s=1800"],
     ),
     "find_unused_parameters": (
         {"find_unused_parameters": True},
@@ -243,6 +250,14 @@ def case_train_time_interval(name: str) -> None:
     fit(make(name), callbacks=[saver], enable_checkpointing=True)
 
 
+def case_timed_validation(name: str) -> None:
+    fit(make(name), val_check_interval="00:00:00:10")
+
+
+def case_learning_rate_finder(name: str) -> None:
+    fit(make(name), callbacks=[LearningRateFinder()])
+
+
 def case_fsdp_precision(name: str) -> None:
     fit(make(name), plugins=[FSDPPrecision("bf16-mixed")])
 
@@ -298,6 +313,16 @@ REFUSED: dict[str, tuple[Callable[[str], None], list[str], list[str]]] = {
         case_train_time_interval,
         ASYNCHRONOUS,
         ["got train_time_interval", ONLY_LOCKSTEP, "use every_n_train_steps"],
+    ),
+    "a time as val_check_interval": (
+        case_timed_validation,
+        ["allreduce", "no_sync"],
+        ["got val_check_interval as a time", ONLY_LOCKSTEP, "use a number of batches"],
+    ),
+    "LearningRateFinder": (
+        case_learning_rate_finder,
+        ["allreduce", "hpsgd"],
+        ["got LearningRateFinder", ONLY_LOCKSTEP, "search with Trainer(devices=1)"],
     ),
     "FSDP's precision": (
         case_fsdp_precision,

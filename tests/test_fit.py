@@ -653,6 +653,33 @@ def test_a_torchmetrics_object_counts_over_ranks_with_different_numbers_of_batch
     assert run(2, fit_metrics, name, (11, 3)) == [(pytest.approx(3 / 14), 14.0)] * 2
 
 
+class Seldom(Plain):
+    """Rank 1 has nothing to tell its metric; and a buffer of a dtype that is no plain number's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seldom = SumMetric()
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 0:
+            self.seldom.update(1.0)
+        self.log("seldom", self.seldom, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_seldom(name: str) -> tuple[float, Tensor]:
+    model, run = fit(name, Seldom, {"num_samples": 32}, max_epochs=1)
+    return float(run.callback_metrics["seldom"]), model.turns
+
+
+@every_strategy
+def test_a_metric_may_be_updated_on_some_ranks_only_and_a_buffer_be_complex(name: str) -> None:
+    for count, turns in run(2, fit_seldom, name):
+        assert count == 2.0
+        assert torch.equal(turns, torch.polar(torch.ones(3), torch.arange(3.0)))
+
+
 def fit_unevenly(case: str, folder: str) -> str:
     options: dict[str, Any] = {"max_epochs": 2}
     make: Any = Plain
@@ -1257,6 +1284,25 @@ def read_figures(folder: Path) -> list[dict[str, float]]:
             for row in csv.DictReader(file)
             if row.get("dsgd/bytes_sent")
         ]
+
+
+def fit_accumulating(folder: str) -> int:
+    model, _ = fit(
+        "allreduce",
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=2,
+        accumulate_grad_batches=2,
+        callbacks=[CommunicationMonitor()],
+    )
+    (weights_of,) = flat.flatten(model.named_parameters())
+    return weights_of.x.nbytes
+
+
+def test_figures_count_all_batches_of_an_accumulated_step(tmp_path: Path) -> None:
+    num_bytes, _ = run(2, fit_accumulating, str(tmp_path))
+    rows = read_figures(tmp_path)
+    assert [row["dsgd/bytes_sent"] for row in rows] == [2 * (num_bytes + 8)] * len(rows)
+    assert len(rows) == 2
 
 
 def test_figures_in_the_csv_log_are_those_of_the_formula(tmp_path: Path) -> None:

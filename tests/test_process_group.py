@@ -284,6 +284,35 @@ def test_closing_leaves_no_thread_and_no_socket() -> None:
     ProcessWorld().run(2, open_and_close)
 
 
+def close_on_a_queue(net: Any) -> float:
+    """How long a lane takes to end whose message is stuck when its network closes."""
+    if net.rank == 1:
+        net.barrier().wait()
+        os.kill(os.getpid(), signal.SIGSTOP)  # takes nothing any more; killed with the world
+        return 0.0
+    stuck = threading.Event()
+
+    def send(lane_net: Any) -> None:
+        sending = lane_net.send(torch.zeros(50_000_000), 1, copy=False)
+        stuck.set()
+        sending.wait()
+
+    net.barrier().wait()
+    lane = net.spawn_lane(send)
+    assert stuck.wait(10)
+    net.fail("failed: as told to")
+    begin = time.monotonic()
+    with contextlib.suppress(Exception):
+        lane.stop()
+    return time.monotonic() - begin
+
+
+def test_a_closed_network_keeps_no_lane_waiting_for_a_message_to_leave() -> None:
+    world = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=60.0)
+    first, _ = world.outcomes(2, close_on_a_queue, limit_s=12)
+    assert first.result < 5
+
+
 def stop_a_lane(net: Any) -> None:
     """In a receive from one rank, from any rank, and in a collective that the other never joins."""
 

@@ -173,6 +173,14 @@ def test_year_prediction_is_read_from_its_text_file(tmp_path: Path) -> None:
         YearPredictionData(str(tmp_path / "none")).setup("fit")
 
 
+def test_generated_gisette_is_validated_on_what_it_is_not_trained_on() -> None:
+    data = GisetteData()
+    data.setup("fit")
+    train, val = (data.splits[name].tensors[0] for name in ("train", "val"))
+    assert len(train) == len(val) == 2000
+    assert not set(map(tuple, train.tolist())) & set(map(tuple, val.tolist()))
+
+
 def test_gisette_is_read_from_its_text_files(tmp_path: Path) -> None:
     for split, num in (("train", 4), ("valid", 2)):
         row = " ".join(["999", *["0"] * 4998, "333"]) + " \n"  # a blank at the end, as published

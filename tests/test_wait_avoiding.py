@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections import Counter
 from typing import Any
 
@@ -152,6 +153,36 @@ def test_staleness_stays_below_the_period(world_size: int, sync_period: int) -> 
         assert min(staleness) >= 0
         assert max(staleness) < sync_period or sync_period == 1
         assert staleness[sync_period - 1 :: sync_period] == [0] * 4
+
+
+def take_sums(net: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """What a step applied and what is left, where the next sum comes while it takes the first."""
+    algorithm = EagerSGD()
+    algorithm.start(net, torch.zeros(1))
+    monkeypatch.setattr(algorithm.engine, "arrive", lambda version: None)
+    algorithm.unapplied.fill_(1.0)
+    algorithm.total.fill_(2.0)
+    lane = threading.Thread(target=algorithm.reduced, args=(1, 1))
+    divide = torch.div
+
+    def divide_slowly(*args: Any, **kwargs: Any) -> Tensor:
+        lane.start()
+        lane.join(0.2)  # either it is through, or it waits until this step has taken its sums
+        return divide(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "div", divide_slowly)
+    g = torch.zeros(1)
+    algorithm.before_update(torch.zeros(1), g)
+    lane.join()
+    algorithm.stop()
+    return g, algorithm.unapplied
+
+
+def test_eager_sgd_loses_no_sum_that_comes_while_a_step_takes_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [(applied, left)] = SimulatedWorld(1).run(take_sums, monkeypatch)
+    assert (applied.item(), left.item()) == (1.0, 2.0)
 
 
 def train(net: Any, algorithm: Any, num_steps: int, *, delays: bool = True) -> Tensor:

@@ -21,6 +21,7 @@ of 24 bytes.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
@@ -76,6 +77,7 @@ class EagerSGD(Algorithm):
         self.g = x[:0]
         self.pending, self.unapplied = torch.zeros_like(x), torch.zeros_like(x)
         self.total = torch.empty_like(x)
+        self.lock = threading.Lock()  # of unapplied: the lane may be at the next round already
         self.num_rounds = self.num_late = 0
         self.arrived_at = -1
         self.engine = WaitAvoiding(net, self)
@@ -83,8 +85,9 @@ class EagerSGD(Algorithm):
     def before_update(self, x: Tensor, g: Tensor) -> None:
         self.g = g
         self.engine.arrive(self.next_round())
-        torch.div(self.unapplied, self.net.world_size, out=g)
-        self.unapplied.zero_()
+        with self.lock:
+            torch.div(self.unapplied, self.net.world_size, out=g)
+            self.unapplied.zero_()
 
     def after_update(self, x: Tensor) -> None:
         if self.sync_period is not None and self.is_global(self.version):
@@ -151,7 +154,8 @@ class EagerSGD(Algorithm):
         if self.is_global(version):
             torch.div(self.total, group_size, out=self.x)
         else:
-            self.unapplied += self.total
+            with self.lock:
+                self.unapplied += self.total
 
     def late(self, version: int) -> None:
         self.take_gradient(version)

@@ -797,6 +797,8 @@ class Mesh:
             self.lose(self.rank, f"failed: {type(error).__name__}: {error}")
             raise
         finally:
+            for connection in self._connections():
+                connection.drop_queue()  # whoever waits for the rest of a message has its answer
             self.close_files()
             self._selector.close()
 
