@@ -72,6 +72,13 @@ class Algorithm:
     Set by whoever drives it: a loss that is scaled for fp16 overflows now and then.
     """
 
+    num_gradients: Tensor | None = None
+    """For each parameter, on how many ranks it has a gradient.
+
+    Set by whoever drives an algorithm of `lockstep` that uses gradients: before a step to this
+    rank's own, 0 or 1; `num_active` sums it over the ranks.
+    """
+
     net: Transport
 
     def hyperparameters(self) -> dict[str, Any]:
@@ -147,16 +154,25 @@ def average(net: Transport, x: Tensor) -> None:
     x /= net.world_size
 
 
-def num_active(net: Transport, *, active: bool) -> int:
+def num_active(net: Transport, *, active: bool, num_gradients: Tensor | None = None) -> int:
     """How many ranks are still stepping.
 
     A rank that has stopped keeps calling this in `settle`, so every round of a synchronous
     algorithm begins with it: the ranks that go on learn who does, those that stopped learn whether
     to go on serving.
+
+    Args:
+        net: of all ranks
+        active: whether this one is stepping
+        num_gradients: `Algorithm.num_gradients`, summed in place over those that are stepping
     """
-    count = torch.tensor([int(active)])
-    net.all_reduce(count).wait()
-    return int(count)
+    counts = torch.tensor([int(active)], dtype=torch.int16)
+    if num_gradients is not None:
+        counts = torch.cat([counts, num_gradients * int(active)])
+    net.all_reduce(counts).wait()
+    if num_gradients is not None:
+        num_gradients.copy_(counts[1:])
+    return int(counts[0])
 
 
 def take_over_newest(net: Transport, x: Tensor, step: int) -> int:

@@ -77,13 +77,13 @@ class ErrorFeedback(Algorithm):
         raise NotImplementedError
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        active = num_active(self.net, active=True)
+        active = num_active(self.net, active=True, num_gradients=self.num_gradients)
         self.step += 1
         self.exchange(g, active)
 
     def settle(self, x: Tensor) -> None:
         zeros = None
-        while active := num_active(self.net, active=False):
+        while active := num_active(self.net, active=False, num_gradients=self.num_gradients):
             zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
             self.exchange(zeros, active)
         self.step = take_over_newest(self.net, x, self.step)

@@ -144,13 +144,22 @@ class FlatParameters:
                 torch._foreach_add_(views, grads)
         return target
 
-    def scatter(self) -> None:
+    def num_gradients(self) -> Tensor:
+        """For each parameter 1 if it has a gradient, else 0."""
+        has_one = [parameter.grad is not None for parameter in self.parameters]
+        return torch.tensor(has_one, dtype=torch.int16)
+
+    def scatter(self, num_gradients: Tensor | None = None) -> None:
         """Makes the gradients of the parameters views of g; no pass over memory.
 
-        A parameter that has no gradient of its own gets the view only if it is not frozen and its
-        part of g is not all zero, that is if another rank had a gradient for it.  Otherwise its
-        gradient stays None and optimizers skip it, as in training on one device.  (A frozen
-        parameter with a gradient left over keeps one: optimizers would step it.)
+        A parameter that has no gradient of its own gets the view only if it is not frozen and
+        another rank had a gradient for it.  Otherwise its gradient stays None and optimizers skip
+        it, as in training on one device.  (A frozen parameter with a gradient left over keeps one:
+        optimizers would step it.)
+
+        Args:
+            num_gradients: on how many ranks each parameter had one; where nobody has counted, a
+                part of g that is not all zero tells it
         """
         _ = self.g
         late: list[tuple[Parameter, Tensor]] = []
@@ -159,12 +168,17 @@ class FlatParameters:
                 parameter.grad = view
             elif parameter.requires_grad:
                 late.append((parameter, view))
-        if late:
+        if not late:
+            return
+        if num_gradients is not None:
+            counted = dict(zip(self.parameters, num_gradients.tolist(), strict=True))
+            arrived = [counted[parameter] > 0 for parameter, _ in late]
+        else:
             # Stacked: on a GPU, every answer read alone would be one more wait for the device.
             arrived = torch.stack([view.any() for _, view in late]).tolist()
-            for (parameter, view), has_arrived in zip(late, arrived, strict=True):
-                if has_arrived:
-                    parameter.grad = view
+        for (parameter, view), has_arrived in zip(late, arrived, strict=True):
+            if has_arrived:
+                parameter.grad = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a tensor laid out like x, one per parameter, with its shape and strides."""

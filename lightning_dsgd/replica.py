@@ -79,7 +79,8 @@ class Replica:
         self._stash: list[tuple[Tensor, Tensor]] | None = None
         self.consensus_distance = 0.0
         self._parts: dict[int, list[Part]] = {}
-        self._num_trainable: dict[int, int] = {}
+        self._trained: dict[int, list[int]] = {}  # identities of an optimizer's parameters
+        self._to_load: list[tuple[dict[str, Any], Sequence[str]]] = []
         self._optimizers = list(optimizers)
         flat.check_module(module)
         self._check_disjoint()
@@ -99,17 +100,26 @@ class Replica:
         for weights in flat.flatten((name, p) for p, name in names.items()):
             self._num_builds += 1
             algorithm = copy.copy(self._pattern)
+            if algorithm.lockstep and algorithm.uses_gradient:
+                algorithm.num_gradients = weights.num_gradients()
             algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x)
             parts.append(Part(weights, algorithm))
         self._parts[id(optimizer)] = parts
-        self._num_trainable[id(optimizer)] = len(mine)
+        self._trained[id(optimizer)] = list(map(id, mine))
 
     def _parts_of(self, optimizer: Optimizer) -> list[Part]:
-        """The parts of an optimizer; made anew when it trains other parameters than before."""
-        if len(_trainable(optimizer)) != self._num_trainable[id(optimizer)]:
+        """The parts of an optimizer; made anew when it trains other parameters than before.
+
+        All ranks then begin with the consensus, as what is frozen from here on must be equal.  But
+        not while a resume is under way, which has restored what each had.
+        """
+        if list(map(id, _trainable(optimizer))) != self._trained[id(optimizer)]:
             for part in self._parts[id(optimizer)]:
                 part.algorithm.settle(part.x)
-                part.algorithm.stop()
+                if self._to_load:
+                    part.algorithm.stop()
+                else:
+                    part.algorithm.finish(part.x)
             self._build(optimizer)
         parts = self._parts[id(optimizer)]
         for part in parts:
@@ -185,13 +195,17 @@ class Replica:
     def before_update(self, optimizer: Optimizer) -> None:
         """Gathers the gradients where the algorithm wants them, and lets it talk."""
         self._num_steps += 1
+        if self._to_load:
+            self._load_late()
         for part in self._parts_of(optimizer):
             if part.algorithm.uses_gradient:
                 g = part.weights.gather()
+                if part.algorithm.num_gradients is not None:
+                    part.algorithm.num_gradients = part.weights.num_gradients()
                 if self._check_finite and not part.algorithm.skips_overflow:
                     self._require_finite(part, g, "gradient")
                 part.algorithm.before_update(part.x, g)
-                part.weights.scatter()
+                part.weights.scatter(part.algorithm.num_gradients)
             else:
                 part.algorithm.before_update(part.x, part.x[:0])
 
@@ -320,10 +334,43 @@ class Replica:
         """What the algorithms keep, in the order of the parts."""
         return [part.algorithm.state_dict() for part in self.parts]
 
-    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Takes over what `state_dict` gave."""
-        for part, state in zip(self.parts, states, strict=True):
+    def names(self) -> list[list[str]]:
+        """Of the parameters of each part."""
+        return [part.weights.names for part in self.parts]
+
+    def load_state_dict(
+        self, states: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]
+    ) -> None:
+        """Takes over what `state_dict` gave, beside what `names` did.
+
+        At the next step, if other parameters are trained now than then: what had been unfrozen when
+        it was saved may be frozen until training goes on.
+        """
+        self._to_load = list(zip(states, names, strict=True))
+        if self._is_as_saved():
+            self._load()
+
+    def _is_as_saved(self) -> bool:
+        return [list(names) for _, names in self._to_load] == self.names()
+
+    def _load(self) -> None:
+        states, self._to_load = self._to_load, []
+        for part, (state, _) in zip(self.parts, states, strict=True):
             part.algorithm.load_state_dict(state)
+
+    def _load_late(self) -> None:
+        for optimizer in self._optimizers:
+            self._parts_of(optimizer)
+        if not self._is_as_saved():
+            saved = {name for _, names in self._to_load for name in names}
+            trained = {name for names in self.names() for name in names}
+            raise ValueError(
+                "the parameters that are trained must be those of the checkpoint, got "
+                f"{_some(trained - saved)} not in it, and not {_some(saved - trained)}, which are; "
+                "freeze and unfreeze before fit as when it was saved, or remove its folder of "
+                "replicas to go on from the consensus"
+            )
+        self._load()
 
     def metrics(self) -> dict[str, float]:
         """The algorithms' own figures; the mean over the parts where several give the same."""
@@ -350,6 +397,12 @@ def _settle_together(parts: Sequence[Part]) -> None:
             settled.result()
     finally:
         threads.shutdown(wait=False)  # a failure ends the network, and so what is left of them
+
+
+def _some(names: set[str]) -> str:
+    """The first of them, and how many there are."""
+    first = ", ".join(map(repr, sorted(names)[:3]))
+    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -757,6 +757,7 @@ class DecentralizedMixin(_Base):
                 files.KEY: {
                     **mark,
                     "algorithms": self._replica.state_dict(),
+                    "parameters": self._replica.names(),
                     "random_states": files.random_states(),
                 },
             }
@@ -789,8 +790,9 @@ class DecentralizedMixin(_Base):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self._has_own_replica and self._replica is not None:
-            self._replica.load_state_dict(checkpoint[files.KEY]["algorithms"])
-            states = checkpoint[files.KEY]["random_states"]
+            own = checkpoint[files.KEY]
+            self._replica.load_state_dict(own["algorithms"], own["parameters"])
+            states = own["random_states"]
             files.restore_random_states(states)
             if files.is_within_epoch(checkpoint):
                 self._random_states = states

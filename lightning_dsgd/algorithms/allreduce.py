@@ -43,14 +43,14 @@ class AllReduce(Algorithm):
         self.step = 0
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        active = num_active(self.net, active=True)
+        active = num_active(self.net, active=True, num_gradients=self.num_gradients)
         self.net.all_reduce(g).wait()
         g /= active
         self.step += 1
 
     def settle(self, x: Tensor) -> None:
         zeros = None
-        while num_active(self.net, active=False):
+        while num_active(self.net, active=False, num_gradients=self.num_gradients):
             zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
             self.net.all_reduce(zeros).wait()
         self.step = take_over_newest(self.net, x, self.step)
