@@ -74,6 +74,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+_ENDS: Final = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a training; another is SLURM's, which wants it saved and requeued."""
 _NOTICE_WITHIN_S: Final = 15.0
 """How long a training thread may take to notice a loss before its process is ended."""
 _CHILDREN_END_WITHIN_S: Final = 10.0
@@ -234,6 +236,7 @@ class DecentralizedMixin(_Base):
         self._hooks = _Hooks(self)
         trainer.callbacks.insert(0, self._hooks)
         trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm
+        trainer._signal_connector._slurm_sigusr_handler_fn = self._on_requeue
         if is_fitting:
             self._set_up_training(trainer)
 
@@ -466,7 +469,7 @@ class DecentralizedMixin(_Base):
         if self._replica is not None and self._stop is not None and not self._is_broken:
             self._settle(is_stopping=self._stop.is_asked)
             self._in_training = False
-            if self._stop.requested:  # since: the others may know, or may not
+            if self._stop.requested in _ENDS:  # since: the others may know, or may not
                 self._interrupt(self._stop.requested, f"rank {self.global_rank} received")
             self._replica.finish()
         self._restore_sigint()
@@ -511,7 +514,8 @@ class DecentralizedMixin(_Base):
         if self._hooks in trainer.callbacks:
             trainer.callbacks.remove(self._hooks)
         vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
-        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+            vars(trainer._signal_connector).pop(name, None)
 
     # ---- failure ----
 
@@ -613,6 +617,20 @@ class DecentralizedMixin(_Base):
             self._stop.request(signum)
         else:
             self._interrupt(signum, f"rank {self.global_rank} received")
+
+    def _on_requeue(self, signum: int, _: Any) -> None:
+        """SLURM says that the time is up soon: all stop together, then save and are requeued.
+
+        Lightning would save in the middle of whatever this rank does.
+        """
+        if self._stop is None:
+            _say(f"[rank {self.global_rank}] {signal.Signals(signum).name}: no training to requeue")
+        elif not (self._is_broken or self._is_stopping):
+            self._stop.request(signum)
+
+    def _requeue(self, signum: int) -> None:
+        connector = self._trainer._signal_connector
+        type(connector)._slurm_sigusr_handler_fn(connector, signum, None)
 
     def _interrupt(self, signum: int, begin: str, end: str = "") -> NoReturn:
         text = f"{begin} {signal.Signals(signum).name}{end}"
@@ -717,6 +735,8 @@ class DecentralizedMixin(_Base):
             self._stop.await_decision()
             self._is_stopping = True
             self._quiet_observer()
+            if self._stop.signum not in _ENDS:
+                self._requeue(self._stop.signum)
             where = f"rank {self.global_rank} after {self._stop.num_begun} batches"
             begin, end = f"rank {self._stop.origin} received", f"; all ranks stopped, {where}"
             self._interrupt(self._stop.signum, begin, end)

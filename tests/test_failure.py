@@ -21,8 +21,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lightning_dsgd.strategy
+from lightning_dsgd import STRATEGIES
 from lightning_dsgd.bench.job import is_of_mpich
 from lightning_dsgd.stopping import AgreedStop
 from tests import doomed
@@ -53,6 +56,68 @@ def count_until_told(net: Any, askers: tuple[int, ...], ask_at: int) -> tuple[in
     net.barrier().wait()
     stop.close()
     return verdict
+
+
+class Signalled(Regression):
+    """Gets SLURM's signal in the middle of a step, where ranks wait for each other."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == self.rank and self.global_step == 20:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_until_requeued(name: str, folder: str, rank: int, max_steps: int) -> tuple[int, str]:
+    """The number of steps, and how training ended; goes on from where a requeued job has been."""
+    own = os.environ["RANK"]
+    os.environ.pop("TORCHELASTIC_RUN_ID")
+    os.environ.update(
+        SLURM_JOB_ID="77",
+        SLURM_JOB_NAME="train",
+        SLURM_NTASKS="2",
+        SLURM_NTASKS_PER_NODE="2",
+        SLURM_NODELIST="localhost",
+        SLURM_PROCID=own,
+        SLURM_LOCALID=own,
+        SLURM_NODEID="0",
+        PATH=f"{folder}:{os.environ['PATH']}",
+    )
+    fitter = trainer(
+        STRATEGIES[name](timeout_s=20),
+        2,
+        max_steps=max_steps,
+        max_epochs=-1,
+        default_root_dir=folder,
+        plugins=[SLURMEnvironment(auto_requeue=True)],
+    )
+    try:
+        fitter.fit(Signalled(rank), loader(256))
+    except SIGTERMException as error:
+        return fitter.global_step, str(error)
+    return fitter.global_step, "trained"
+
+
+@pytest.mark.parametrize("name", ["allreduce", "dpsgd", "wagma"])
+def test_slurms_signal_saves_between_two_batches_and_requeues_the_job(
+    name: str, tmp_path: Path
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/asked"\n')
+    scontrol.chmod(0o755)
+    first, second = FitWorld().run(2, fit_until_requeued, name, str(tmp_path), 1, 10_000)
+    assert first[0] == second[0] > 20
+    for rank, (_, text) in enumerate((first, second)):
+        stopped = f"all ranks stopped, rank {rank} after {first[0]} batches"
+        assert text == f"rank 1 received SIGUSR1; {stopped}"
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    assert len(list((tmp_path / "hpc_ckpt_1.ckpt.replicas").iterdir())) == 2
+    more = first[0] + 5
+    ended = FitWorld().run(2, fit_until_requeued, name, str(tmp_path), -1, more)
+    assert ended == [(more, "trained")] * 2
 
 
 @pytest.mark.parametrize("askers", [(0,), (2,), (1, 2), (0, 1, 2)])

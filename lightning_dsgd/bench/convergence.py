@@ -7,7 +7,8 @@
 Every strategy trains once for each seed, on the same data and from the same weights, in an order
 that changes from seed to seed.  After each epoch the consensus model is evaluated on the validation
 data; the time that this takes does not count.  With `--compute-ms` a step takes at least so long;
-`--delay-ms` holds random ranks up in every step, the same ones for every strategy.
+`--delay-ms` holds random ranks up in every step, the same ones for every strategy.  What a task is
+made of can be changed: `--model '{"lr": 0.01}' --data '{"batch_size": 32}'`.
 
 best      the best value over all epochs, mean over the seeds
 last      the value after the last epoch, mean over the seeds
@@ -18,6 +19,8 @@ to target when the value first reaches the target: optimizer steps, seconds, MB 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import statistics
 import sys
 import time
@@ -134,8 +137,8 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
             self.begin = time.perf_counter()
 
     L.seed_everything(cell["seed"], verbose=False)
-    model = load(task.model)(**task.model_options)
-    data = load(task.data)(**task.data_options)
+    model = load(task.model)(**{**task.model_options, **settings["model"]})
+    data = load(task.data)(**{**task.data_options, **settings["data"]})
     history = History()
     straggler = StragglerInjector(settings["delay_s"], settings["delayed_ranks"], seed=cell["seed"])
     trainer = contestants.trainer(
@@ -226,6 +229,16 @@ def table(summary: list[dict[str, Any]], *, percent: bool, target: float | None)
     return "\n".join(lines)
 
 
+def _options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f"must be such as '{{\"lr\": 0.01}}', got {text!r}")
+    return options
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs the job and writes the result file."""
     parser = argparse.ArgumentParser(
@@ -244,6 +257,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--compute-ms", type=float, default=0.0)
     parser.add_argument("--delay-ms", type=float, default=0.0)
     parser.add_argument("--delayed-ranks", type=int, default=0)
+    for name in ("model", "data"):
+        parser.add_argument(
+            f"--{name}", type=_options, default={}, metavar="JSON", help=f"options of the {name}"
+        )
     parser.add_argument("--target", type=float, help="value that is to be reached")
     parser.add_argument(
         "--wandb",
@@ -263,6 +280,8 @@ def main(argv: list[str] | None = None) -> None:
             "task": args.task,
             "epochs": args.epochs,
             "val_every": args.val_every,
+            "model": args.model,
+            "data": args.data,
             "compute_s": args.compute_ms / 1e3,
             "delay_s": args.delay_ms / 1e3,
             "delayed_ranks": args.delayed_ranks,
@@ -275,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
     cells = [flatten(result) for result in results]
     cells.sort(key=lambda cell: (specs.index(cell["strategy"]), cell["seed"]))
     given = sys.argv[1:] if argv is None else argv
-    report = job.provenance(" ".join(["lightning-dsgd bench convergence", *given]))
+    report = job.provenance(f"lightning-dsgd bench convergence {shlex.join(given)}")
     report |= {"network": network, "monitor": task.monitor, "target": args.target}
     report["higher_is_better"] = task.higher_is_better
     report["summary"] = summarize(
