@@ -350,6 +350,15 @@ class DecentralizedMixin(_Base):
         if not self._is_uneven:
             return
         got = f'got {by_rank(texts)}, with strategy="{self.algorithm.name}" and'
+        assert self._replica is not None
+        assert self._net is not None
+        parts = self._replica.parts
+        if len(parts) > 1 and self._net.is_native(self.root_device):
+            raise ValueError(
+                "torch's collectives need the same order on all ranks, and ranks that have run out "
+                f"of batches do not know in which the others go on, {got} {len(parts)} optimizers "
+                'or dtypes of parameters; use transport="mpi", or give every rank as many batches'
+            )
         for callback in trainer.checkpoint_callbacks:
             every = getattr(callback, "_every_n_train_steps", 0)
             if every:

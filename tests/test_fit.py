@@ -42,6 +42,7 @@ from lightning_dsgd import (
     flat,
 )
 from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.models import Regression, loader, trainer, weights
 from tests.worlds import FitWorld
 
@@ -690,6 +691,9 @@ def fit_unevenly(case: str, folder: str) -> str:
         options["val_check_interval"] = 3
     elif case == "stops":
         options = {"max_steps": 10, "max_epochs": -1}
+    elif case == "orders":  # as with NCCL, whose order must be one
+        make = Adversaries
+        ProcessGroupTransport.is_native = lambda *_: True  # type: ignore[method-assign]
     else:
         make = Logging
     samples = 8 * (5, 8)[int(os.environ["RANK"])]
@@ -717,6 +721,7 @@ def fit_unevenly(case: str, folder: str) -> str:
         ("validates", "ranks must evaluate as often .* val_check_interval=3; use a fraction"),
         ("stops", "max_steps=10, which are 2 whole epochs on rank 0, 1 whole epochs on rank 1"),
         ("logs", "must not be asked of ranks that have run out of batches.* use on_epoch=True"),
+        ("orders", 'need the same order .* and 2 optimizers .* use transport="mpi", or give'),
     ],
 )
 def test_what_makes_uneven_ranks_wait_for_each_other_is_refused(
@@ -1301,7 +1306,7 @@ def fit_accumulating(folder: str) -> int:
 def test_figures_count_all_batches_of_an_accumulated_step(tmp_path: Path) -> None:
     num_bytes, _ = run(2, fit_accumulating, str(tmp_path))
     rows = read_figures(tmp_path)
-    assert [row["dsgd/bytes_sent"] for row in rows] == [2 * (num_bytes + 2 * (1 + 4))] * len(rows)
+    assert [row["dsgd/bytes_sent"] for row in rows] == [2 * (num_bytes + 4 * (1 + 4))] * len(rows)
     assert len(rows) == 2
 
 
@@ -1310,8 +1315,8 @@ def test_figures_in_the_csv_log_are_those_of_the_formula(tmp_path: Path) -> None
     rows = read_figures(tmp_path)
     assert [row["step"] for row in rows] == [1, 3, 5, 7]
     for row in rows:
-        # Two steps, each with 2(P-1)/P |g|, and 2 bytes for this rank and each parameter.
-        assert row["dsgd/bytes_sent"] == 2 * (num_bytes + 2 * (1 + 4))
+        # Two steps, each with 2(P-1)/P |g|, and 4 bytes for this rank and each parameter.
+        assert row["dsgd/bytes_sent"] == 2 * (num_bytes + 4 * (1 + 4))
         assert row["dsgd/messages_sent"] >= 4
         assert 0 <= row["dsgd/comm_overlap"] <= 1
     # Whoever is not delayed waits for who is.

@@ -350,7 +350,7 @@ def test_cuda_memory_goes_to_mpi_only_if_it_is_cuda_aware(monkeypatch: pytest.Mo
         (False, ["pinned cpu", "copy", "pinned cpu", "copy", "pinned cpu", "cpu"]),
     ):
         calls.clear()
-        memory = mpi.Memory(is_aware)
+        memory = mpi.Memory(is_aware, torch.device("cuda"))
         for copy in (True, False):
             sent, is_to_copy = memory.to_send(x, copy=copy)
             assert (sent is x) == is_aware

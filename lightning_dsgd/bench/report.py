@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def plot_throughput(results: list[Result], path: Path) -> None:
     specs = dict.fromkeys(row["strategy"] for result in results for row in result["summary"])
     ideals = [ideal_steps_per_s(result["settings"]) for result in results]
     products = [p * rate for p, rate in zip(ranks, ideals, strict=True)]
-    speed.plot(ranks, products, color="grey", linestyle="--", label="ideal")
+    if all(map(math.isfinite, products)):
+        speed.plot(ranks, products, color="grey", linestyle="--", label="ideal")
     for index, spec in enumerate(specs):
         rows = [
             (result["settings"]["ranks"], row)
@@ -131,7 +133,8 @@ def plot_throughput(results: list[Result], path: Path) -> None:
 def ideal_steps_per_s(settings: dict[str, Any]) -> float:
     """Of ranks that never wait: computation, and their share of the delays."""
     delay_s = settings["delay_s"] * settings["delayed_ranks"] / settings["ranks"]
-    return float(1 / (settings["compute_s"] + delay_s))
+    step_s = settings["compute_s"] + delay_s
+    return 1 / step_s if step_s else math.inf
 
 
 def plot_convergence(result: Result, path: Path) -> None:

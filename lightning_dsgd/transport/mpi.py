@@ -192,7 +192,10 @@ class _Wire:
     def __init__(self, mesh: Mesh, communicator: Any, rank: int, world_size: int) -> None:
         self._mesh, self._communicator = mesh, communicator
         self._rank, self._world_size = rank, world_size
-        self._memory = Memory(is_cuda_aware())
+        # The device of this thread: the one that receives would take the first of the node.
+        has_cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else None
+        self._memory = Memory(is_cuda_aware(), device)
         self._sending = [threading.Lock() for _ in range(world_size)]
         self._new: deque[tuple[Any, _Leaving]] = deque()
         self._in_flight = _InFlight()
@@ -380,9 +383,11 @@ class Memory:
 
     Args:
         is_cuda_aware: whether MPI takes the addresses of CUDA memory
+        device: where messages from CUDA memory go that no tensor waits for
     """
 
     is_cuda_aware: bool
+    device: torch.device | None = None
 
     def to_send(self, x: Tensor, *, copy: bool) -> tuple[Tensor, bool]:
         """A CUDA tensor as MPI takes it, and whether that is yet to be copied."""
@@ -398,7 +403,7 @@ class Memory:
             return room(numel, dtype)
         if not self.is_cuda_aware:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
-        x = torch.empty(numel, dtype=dtype, device="cuda")
+        x = torch.empty(numel, dtype=dtype, device=self.device)
         torch.cuda.current_stream(x.device).synchronize()
         return x
 

@@ -175,15 +175,18 @@ class ProcessGroupTransport(Endpoint):
     def _start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
         return _Lane(self._at(name), fn)
 
+    def is_native(self, device: torch.device) -> bool:
+        """Whether all-reduces of all ranks go through a collective of torch's own there."""
+        return self._native is not None and device.type in self._native_devices
+
     def all_reduce(self, x: Tensor, group: Sequence[int] | None = None) -> Work[Tensor]:
-        native = self._native if group is None and self._lane is None else None
-        if native is None or x.device.type not in self._native_devices:
+        if group is not None or self._lane is not None or not self.is_native(x.device):
             return super().all_reduce(x, group)
         self.check()
         y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         self.counters.bytes_sent += 2 * y.nbytes * (self.world_size - 1) // self.world_size
         self.counters.messages_sent += 2 * (self.world_size - 1)
-        return _NativeWork(dist.all_reduce(y, group=native, async_op=True), x, y, self)
+        return _NativeWork(dist.all_reduce(y, group=self._native, async_op=True), x, y, self)
 
     def _post(
         self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
@@ -743,7 +746,12 @@ class Mesh:
                     sock = socket.create_connection(self._addresses[rank], _CONNECT_TIMEOUT_S)
                     sock.sendall(_HELLO.pack(self.token, self.rank))
                 except OSError as err:
-                    self.lose(rank, f"cannot be reached at {self._addresses[rank]}: {err}")
+                    host, port = self._addresses[rank]
+                    self.lose(
+                        rank,
+                        f"cannot be reached at {host}:{port}: {err}; if that is not its address "
+                        "here, set GLOO_SOCKET_IFNAME there",
+                    )
                     self.check(f"connecting to rank {rank}")
                     raise
                 connection = _Connection(self, sock, rank)
