@@ -134,3 +134,18 @@ def test_a_resume_with_other_parameters_is_refused() -> None:
     text = r"must be those of the checkpoint, got none not in it, and not '0\.bias', '0\.weight'"
     with pytest.raises(RankFailed, match=text):
         SimulatedWorld(2).run(lambda net: resume(net, saved, unfreeze=False))
+
+
+def overflow(net: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    algorithm = AllReduce()
+    algorithm.skips_overflow = True
+    replica = Replica(net, model, [optimizer], algorithm, check_finite=True)
+    model(torch.full((1, 2), torch.inf)).sum().backward()
+    replica.before_update(optimizer)  # the loss scaler skips the step
+    replica.after_update(optimizer)
+
+
+def test_check_finite_lets_a_scaled_loss_overflow() -> None:
+    SimulatedWorld(2).run(overflow)
