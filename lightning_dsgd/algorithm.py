@@ -72,11 +72,15 @@ class Algorithm:
     Set by whoever drives it: a loss that is scaled for fp16 overflows now and then.
     """
 
-    num_gradients: Tensor | None = None
-    """For each parameter, on how many ranks it has a gradient.
+    counts_gradients: ClassVar[bool] = False
+    """Whether it hands `num_gradients` to `num_active` in every round, so that ranks in lockstep
+    agree on which parameters the optimizer steps.
+    """
 
-    Set by whoever drives an algorithm of `lockstep` that uses gradients: before a step to this
-    rank's own, 0 or 1; `num_active` sums it over the ranks.
+    num_gradients: Tensor | None = None
+    """For each parameter, on how many ranks it has a gradient, where `counts_gradients`.
+
+    Set by whoever drives it, before a step to this rank's own, 0 or 1; `num_active` sums it.
     """
 
     net: Transport

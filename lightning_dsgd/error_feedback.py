@@ -47,6 +47,7 @@ class ErrorFeedback(Algorithm):
 
     uses_gradient: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
+    counts_gradients: ClassVar[bool] = True
 
     density: float
     """k / n, as a field of the dataclass."""

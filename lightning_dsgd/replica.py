@@ -100,7 +100,7 @@ class Replica:
         for weights in flat.flatten((name, p) for p, name in names.items()):
             self._num_builds += 1
             algorithm = copy.copy(self._pattern)
-            if algorithm.lockstep and algorithm.uses_gradient:
+            if algorithm.counts_gradients:
                 algorithm.num_gradients = weights.num_gradients()
             algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x)
             parts.append(Part(weights, algorithm))
@@ -200,7 +200,7 @@ class Replica:
         for part in self._parts_of(optimizer):
             if part.algorithm.uses_gradient:
                 g = part.weights.gather()
-                if part.algorithm.num_gradients is not None:
+                if part.algorithm.counts_gradients:
                     part.algorithm.num_gradients = part.weights.num_gradients()
                 if self._check_finite and not part.algorithm.skips_overflow:
                     self._require_finite(part, g, "gradient")

@@ -37,6 +37,7 @@ class AllReduce(Algorithm):
     )
     uses_gradient: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
+    counts_gradients: ClassVar[bool] = True
 
     def start(self, net: Transport, x: Tensor) -> None:
         super().start(net, x)
