@@ -170,7 +170,7 @@ def num_active(net: Transport, *, active: bool, num_gradients: Tensor | None = N
         active: whether this one is stepping
         num_gradients: `Algorithm.num_gradients`, summed in place over those that are stepping
     """
-    counts = torch.tensor([int(active)], dtype=torch.int32)
+    counts = torch.tensor([int(active)])
     if num_gradients is not None:
         counts = torch.cat([counts, num_gradients * int(active)])
     net.all_reduce(counts).wait()

@@ -147,7 +147,7 @@ class FlatParameters:
     def num_gradients(self) -> Tensor:
         """For each parameter 1 if it has a gradient, else 0."""
         has_one = [parameter.grad is not None for parameter in self.parameters]
-        return torch.tensor(has_one, dtype=torch.int32)
+        return torch.tensor(has_one, dtype=torch.int64)
 
     def scatter(self, num_gradients: Tensor | None = None) -> None:
         """Makes the gradients of the parameters views of g; no pass over memory.

@@ -1306,7 +1306,7 @@ def fit_accumulating(folder: str) -> int:
 def test_figures_count_all_batches_of_an_accumulated_step(tmp_path: Path) -> None:
     num_bytes, _ = run(2, fit_accumulating, str(tmp_path))
     rows = read_figures(tmp_path)
-    assert [row["dsgd/bytes_sent"] for row in rows] == [2 * (num_bytes + 4 * (1 + 4))] * len(rows)
+    assert [row["dsgd/bytes_sent"] for row in rows] == [2 * (num_bytes + 8 * (1 + 4))] * len(rows)
     assert len(rows) == 2
 
 
@@ -1315,8 +1315,8 @@ def test_figures_in_the_csv_log_are_those_of_the_formula(tmp_path: Path) -> None
     rows = read_figures(tmp_path)
     assert [row["step"] for row in rows] == [1, 3, 5, 7]
     for row in rows:
-        # Two steps, each with 2(P-1)/P |g|, and 4 bytes for this rank and each parameter.
-        assert row["dsgd/bytes_sent"] == 2 * (num_bytes + 4 * (1 + 4))
+        # Two steps, each with 2(P-1)/P |g|, and 8 bytes for this rank and each parameter.
+        assert row["dsgd/bytes_sent"] == 2 * (num_bytes + 8 * (1 + 4))
         assert row["dsgd/messages_sent"] >= 4
         assert 0 <= row["dsgd/comm_overlap"] <= 1
     # Whoever is not delayed waits for who is.
