@@ -22,7 +22,7 @@ help:
 	@echo "make clean   remove the virtual environment, caches and the demo's output"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -85,25 +85,25 @@ def test_mpiexec(python: str, tmp_path: Path) -> None:
 
 
 def test_the_variables_of_slurm(tmp_path: Path) -> None:
-    """As srun sets them for two nodes with two tasks each; no SLURM is needed to read them."""
+    """As srun sets them for two nodes with a task each; no SLURM is needed to read them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     job = {
-        "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2", "SLURM_NTASKS": "4",
-        "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(port),
+        "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2", "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(port),
     }  # fmt: skip
     tasks = [
         {
             **job,
             "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank % 2),
-            "SLURM_NODEID": str(rank // 2),
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": str(rank),
         }
-        for rank in range(4)
+        for rank in range(2)
     ]
-    run(*[[sys.executable, *script(tmp_path, 2, 2)]] * 4, variables=tasks)
-    check(tmp_path, "SLURMEnvironment", "ProcessGroupTransport", [0, 1, 0, 1])
+    run(*[[sys.executable, *script(tmp_path, 1, 2)]] * 2, variables=tasks)
+    check(tmp_path, "SLURMEnvironment", "ProcessGroupTransport", [0, 0])
 
 
 @shaped
