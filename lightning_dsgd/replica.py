@@ -225,8 +225,7 @@ class Replica:
             ]
             raise FloatingPointError(
                 f"check_finite: every {what} must be finite, got NaN or inf on rank "
-                f"{self.net.rank} at step {self._num_steps} in {', '.join(bad[:3])}"
-                + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+                f"{self.net.rank} at step {self._num_steps} in {_some(bad)}"
             )
 
     # ---- standing still ----
@@ -366,7 +365,8 @@ class Replica:
             trained = {name for names in self.names() for name in names}
             raise ValueError(
                 "the parameters that are trained must be those of the checkpoint, got "
-                f"{_some(trained - saved)} not in it, and not {_some(saved - trained)}, which are; "
+                f"{_some(sorted(trained - saved))} not in it, and not "
+                f"{_some(sorted(saved - trained))}, which are; "
                 "freeze and unfreeze before fit as when it was saved, or remove its folder of "
                 "replicas to go on from the consensus"
             )
@@ -399,10 +399,10 @@ def _settle_together(parts: Sequence[Part]) -> None:
         threads.shutdown(wait=False)  # a failure ends the network, and so what is left of them
 
 
-def _some(names: set[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     """The first of them, and how many there are."""
-    first = ", ".join(map(repr, sorted(names)[:3]))
-    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest or "none"
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

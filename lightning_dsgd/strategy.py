@@ -282,7 +282,7 @@ class DecentralizedMixin(_Base):
         if self._layer_sync is not None:
             self._check_sync_batchnorm()
         for callback in trainer.callbacks:
-            if any(base.__name__ == "LearningRateFinder" for base in type(callback).__mro__):
+            if _is_a("LearningRateFinder", callback):
                 raise ValueError(
                     "a learning rate must be searched on one device, got "
                     f'{type(callback).__name__} with strategy="{name}"; search with '
@@ -301,7 +301,7 @@ class DecentralizedMixin(_Base):
                     "ModelCheckpoint must not ask rank 0 for the time after every batch, got "
                     f'train_time_interval with strategy="{name}"; use every_n_train_steps'
                 )
-            if any(base.__name__ == "Timer" for base in type(callback).__mro__):
+            if _is_a("Timer", callback):
                 raise ValueError(
                     "callbacks must not ask rank 0 after every batch, got "
                     f"{type(callback).__name__} or Trainer(max_time=...), which makes one, with "
@@ -1221,6 +1221,11 @@ def _check_options(strategy: str, algorithm: Algorithm, kwargs: dict[str, Any]) 
                 f"{strategy} has no option {name}, got {name}={value!r}; it takes "
                 f"{', '.join(ours)}, and of Lightning's {', '.join(sorted(_LIGHTNINGS))}"
             )
+
+
+def _is_a(name: str, callback: object) -> bool:
+    """Whether it is one of Lightning's of this name, from whichever of its two packages."""
+    return any(base.__name__ == name for base in type(callback).__mro__)
 
 
 def _say(text: str) -> None:

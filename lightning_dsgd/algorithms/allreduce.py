@@ -6,8 +6,8 @@ Differs from DistributedDataParallel: the gradient is reduced once, whole, after
 may have different numbers of batches: a rank that has run out contributes nothing, the mean is over
 those that go on, and their weights are taken over once all have stopped.
 
-Every rank waits for every other in every step.  Sends 2(P-1)/P |g| and some words a
-step, which tell who has a gradient for what.
+Every rank waits for every other in every step.  Sends 2(P-1)/P |g| and some words a step,
+which tell who has a gradient for what.
 """
 
 from __future__ import annotations

@@ -217,15 +217,16 @@ class GisetteData(SplitData):
         self.path = path
 
     def setup(self, stage: str) -> None:
-        train, val = (self._read(split) for split in ("train", "valid"))
+        if self.path is None:
+            a, b = least_squares(4000, 100, seed=5, dtype=torch.float32)
+            labels = (b > 0).long()
+            train = TensorDataset(a[:2000], labels[:2000])
+            val = TensorDataset(a[2000:], labels[2000:])
+        else:
+            train, val = (self._read(Path(self.path), split) for split in ("train", "valid"))
         self.splits = {"train": train, "val": val, "test": val}
 
-    def _read(self, split: str) -> TensorDataset:
-        if self.path is None:
-            a, b = least_squares(4000, 100, seed=5, dtype=torch.float32)  # one problem, in halves
-            half = slice(2000) if split == "train" else slice(2000, None)
-            return TensorDataset(a[half], (b[half] > 0).long())
-        folder = Path(self.path)
+    def _read(self, folder: Path, split: str) -> TensorDataset:
         features = read_table(folder / f"gisette_{split}.data", GISETTE_FEATURES, None)
         labels = read_table(folder / f"gisette_{split}.labels", 1, None)[:, 0]
         if len(features) != len(labels) or not (labels.abs() == 1).all():
