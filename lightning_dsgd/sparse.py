@@ -8,9 +8,10 @@
 Legend: n elements of x, k of them wanted, th a threshold (a tensor of one element), r the residual.
 
 On a CPU a selection goes by pieces that stay in the cache, so what is written there as several
-operations touches memory once.  On a GPU it is a kernel (`sparse_triton.py`) where Triton can be
-imported; nothing waits for the device there but what returns a tensor whose length depends on the
-values: `select`, `accumulate_and_select`, `pack` and `unpack`.
+operations touches memory once (with g of another dtype than r, twice).  On a GPU it is a kernel
+(`sparse_triton.py`) where Triton can be imported; nothing waits for the device there but what
+returns a tensor whose length depends on the values: `select`, `accumulate_and_select`, `pack` and
+`unpack`.
 
 **NaN and inf** are selected, whatever the threshold: who looks at what was selected has found them,
 without a pass of its own.  **Zeros** are never selected, nor are subnormal numbers.
@@ -31,16 +32,26 @@ and 24 bytes a message.  Indices are integers of 64 bits until then: no length i
 from __future__ import annotations
 
 import importlib.util
-from typing import Final
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-_PIECE: Final = 1 << 18
+_PIECE: Final = 1 << 17
 """Elements that stay in a core's cache from one operation to the next."""
+_THREADS_WORTH: Final = 1 << 20
+"""Fewer elements are not worth another thread."""
 _SAMPLE_STRIDE: Final = 61
 _SAMPLE_FROM: Final = 1 << 16
 """A tensor of fewer elements is not worth a sample."""
+_BITS: Final = {
+    2: (torch.int16, np.uint16),
+    4: (torch.int32, np.uint32),
+    8: (torch.int64, np.uint64),
+}
 _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _HEADER_BYTES: Final = 24
 
@@ -119,28 +130,47 @@ def select_plainly(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[T
 def select_by_pieces(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """On a CPU.
 
-    Comparing into a mask is slow there; `hardshrink`, which leaves NaN as it is, and conversion to
-    bool are not.  Then eight marks are looked at as one word, as most have none among them.
+    By NumPy, which is faster than torch at comparing into marks and at finding the few among many.
+    Magnitudes, NaN's too, are ordered like the integers that their bits are without the sign.
     """
-    below = float(torch.nextafter(least, torch.zeros_like(least)))  # all but |x_i| <= below
-    piece = min(_PIECE * torch.get_num_threads(), -(-len(x) // 8) * 8)
-    kept, marks = x.new_empty(piece), torch.zeros(piece, dtype=torch.bool)
-    words = marks.view(torch.int64)
-    selected = [(x.new_empty(0), torch.empty(0, dtype=torch.int64))]
-    for begin in range(0, len(x), max(1, piece)):
-        part = x[begin : begin + piece]
-        if g is not None:
-            part += g[begin : begin + piece]
-            g[begin : begin + piece].zero_()
-        if len(part) < piece:
-            marks.zero_()
-        large = torch.hardshrink(part, below, out=kept[: len(part)])
-        marks[: len(part)].copy_(large)
-        places = words.nonzero().squeeze(1)
-        within = words.take(places).view(torch.bool).nonzero().squeeze(1)
-        indices = places.take(within >> 3).mul_(8).add_(within.bitwise_and_(7))
-        selected.append((large.take(indices), indices.add_(begin)))
-    return torch.cat([v for v, _ in selected]), torch.cat([i for _, i in selected])
+    if g is not None and not (g.dtype == x.dtype in (torch.float32, torch.float64)):
+        x += g
+        g.zero_()
+        g = None
+    signed, unsigned = _BITS[x.itemsize]
+    all_bits = x.detach().view(signed).numpy()
+    accumulated, gradient = (None, None) if g is None else (x.detach().numpy(), g.detach().numpy())
+    twice_least = 2 * int(least.view(signed))
+
+    def select_between(begin: int, end: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        selected = []
+        doubled = np.empty(min(_PIECE, end - begin), unsigned)
+        marks = np.empty(len(doubled), np.bool_)
+        for start in range(begin, end, _PIECE):
+            stop = min(start + _PIECE, end)
+            if accumulated is not None and gradient is not None:
+                accumulated[start:stop] += gradient[start:stop]
+                gradient[start:stop] = 0
+            bits, num = all_bits[start:stop], stop - start
+            np.left_shift(bits.view(unsigned), 1, out=doubled[:num])
+            np.greater_equal(doubled[:num], twice_least, out=marks[:num])
+            (indices,) = marks[:num].nonzero()
+            values = bits.take(indices)
+            indices += start
+            selected.append((values, indices))
+        return selected
+
+    num_threads = max(1, min(torch.get_num_threads(), len(x) // _THREADS_WORTH))
+    ends = [len(x) * i // num_threads for i in range(num_threads + 1)]
+    selected = [(all_bits[:0], np.empty(0, np.intp))]
+    if num_threads == 1:
+        selected += select_between(*ends)
+    else:
+        with ThreadPoolExecutor(num_threads, "dsgd-select") as threads:
+            for part in threads.map(select_between, ends, ends[1:]):
+                selected += part
+    values, indices = map(np.concatenate, zip(*selected, strict=True))
+    return torch.from_numpy(values).view(x.dtype), torch.from_numpy(indices)
 
 
 def largest(values: Tensor, k: int) -> Tensor:

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "catalogue": {"algorithm", "algorithms"},
     "doctor": {"bench.network"},
     "topology": set(),
-    "sparse": {"torch", "sparse_triton"},
+    "sparse": {"torch", "numpy", "sparse_triton"},
     "sparse_triton": {"torch", "triton"},
     "flat": {"torch"},
     "replica": {"torch", "algorithm", "flat", "transport"},
@@ -226,7 +226,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     }
     requirements = metadata.get_all("Requires-Dist", [])
     always = {re.split(r"[<>=\[; ]", r)[0] for r in requirements if "extra ==" not in r}
-    assert always == {"lightning", "torch", "torchmetrics", "wandb", "jsonargparse"}
+    assert always == {"lightning", "torch", "torchmetrics", "numpy", "wandb", "jsonargparse"}
     mpi = {re.split(r"[<>=\[; ]", r)[0] for r in requirements if "extra == 'mpi'" in r}
     assert mpi == {"mpi4py", "mpich"}, "mpi4py must not come without an MPI library"
 
