@@ -73,6 +73,24 @@ def test_select_gives_all_from_the_threshold_on(n: int, density: float, dtype: t
     assert torch.equal(plain_values, values)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("n", [9, 300_001])
+def test_threads_share_the_work(n: int, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "_THREADS_WORTH", 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        residual, g = randn(n), randn(n, 1)
+        total = residual + g
+        values, indices = sparse.accumulate_and_select(residual, g, threshold(2.0))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(residual, total)
+    assert not g.any()
+    assert torch.equal(indices, (total.abs() >= 2).nonzero().squeeze(1))
+    assert torch.equal(values, total[indices])
+
+
 @DTYPES
 def test_a_threshold_separates_neighbouring_numbers(dtype: torch.dtype) -> None:
     at = torch.tensor([0.1, 1.0, 3e-38, 2.5758293], dtype=dtype)
