@@ -167,7 +167,7 @@ def packages() -> list[Finding]:
     findings.append(Finding("W&B", bool(wandb), text, advice))
     for name, use in (("scikit-learn", "the digits"), ("matplotlib", "plots")):
         version = versions[name]
-        advice = "" if version else f"for {use}: pip install 'lightning-dsgd[demo]'"
+        advice = "" if version else f"for {use}: pip install {name}"
         findings.append(Finding(name, bool(version), version or "not installed", advice))
     return findings
 
@@ -178,7 +178,7 @@ def mpi() -> list[Finding]:
     mpiexec = shutil.which("mpiexec")
     start = Finding("mpiexec", bool(mpiexec), mpiexec or "not found")
     if not versions.get("mpi4py"):
-        advice = "only transport=\"mpi\" needs it: pip install 'lightning-dsgd[mpi]'"
+        advice = 'only transport="mpi" needs it: pip install mpi4py mpich'
         return [Finding("MPI", False, "mpi4py is not installed", advice), start]
     alone = {k: v for k, v in os.environ.items() if not k.startswith(_PREFIXES)}
     found, why = ask(_MPI, env=alone)

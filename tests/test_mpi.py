@@ -210,7 +210,7 @@ def test_without_mpi4py_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.setenv("PMI_SIZE", "4")
     assert not mpi.is_usable(4)
-    with pytest.raises(TransportError, match=r'needs mpi4py and an .* pip install "lightning-dsgd'):
+    with pytest.raises(TransportError, match=r"needs mpi4py and an .* pip install mpi4py mpich"):
         mpi.MPITransport()
     with pytest.raises(ValueError, match="started 4 processes, but mpi4py cannot be imported"):
         trainer("wagma", 4)

@@ -279,7 +279,7 @@ def _mpiexec(
 ) -> tuple[list[str], dict[str, str]]:
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if mpiexec is None:
-        raise SystemExit("mpiexec is not here; try: pip install 'lightning-dsgd[mpi]'")
+        raise SystemExit("mpiexec is not here; try: pip install mpi4py mpich")
     command = [mpiexec, "-n", str(ranks)]
     if network is not None:
         if not is_of_mpich(mpiexec):

@@ -40,7 +40,7 @@ class TorchFTStrategy(DDPStrategy):
         except ImportError as err:
             raise ImportError(
                 "torchft's strategies need torchft, which is not installed; "
-                "try: pip install 'lightning-dsgd[bench]'"
+                "try: pip install torchft-nightly"
             ) from err
         address = own_address()
         where: list[Any] = [None]

@@ -80,7 +80,7 @@ def make_environment(name: str) -> tuple[Any, int, int]:
     except ImportError as err:
         raise ImportError(
             f"environment={name!r} needs Gymnasium, which is not installed; "
-            "try: pip install 'lightning-dsgd[control]', or environment='t-maze'"
+            "try: pip install gymnasium, or environment='t-maze'"
         ) from err
     environment = gymnasium.make(name)
     space, actions = environment.observation_space, environment.action_space

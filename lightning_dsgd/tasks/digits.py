@@ -43,7 +43,7 @@ class DigitsData(SplitData):
         except ImportError as err:
             raise ImportError(
                 "DigitsData needs scikit-learn, which is not installed; "
-                "try: pip install 'lightning-dsgd[demo]'"
+                "try: pip install scikit-learn"
             ) from err
         pixels, digits = load_digits(return_X_y=True)
         images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16

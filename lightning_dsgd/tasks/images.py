@@ -249,8 +249,7 @@ class ImageFolderData(SplitData):
             import PIL.Image  # noqa: F401 - asked for here, before a loader process needs it
         except ImportError as err:
             raise ImportError(
-                "ImageFolderData needs Pillow, which is not installed; "
-                "try: pip install 'lightning-dsgd[images]'"
+                "ImageFolderData needs Pillow, which is not installed; try: pip install pillow"
             ) from err
         for split in ("train", "val"):
             if not (self.root / split).is_dir():

@@ -551,7 +551,7 @@ def _world_of_threads() -> Any:
     except (ImportError, RuntimeError) as err:
         raise TransportError(
             'transport="mpi" needs mpi4py and an MPI library, got '
-            f'{type(err).__name__}: {err}; pip install "lightning-dsgd[mpi]", or use '
+            f"{type(err).__name__}: {err}; pip install mpi4py mpich, or use "
             'transport="process_group"'
         ) from err
     level = mpi.Query_thread()
