@@ -177,8 +177,9 @@ _STATION = Profile(
 )
 
 # Ranks in network namespaces behind shaped links, computation by sleeping, two stragglers: the
-# defaults of `lightning-dsgd bench throughput`.  Selection as in docs/results/sparse_selection.json
-# (25M elements: top-k 514.68 ms, accumulating and marking 29.52 ms).
+# defaults of `lightning-dsgd bench throughput`.  Selection as in one run of
+# benchmarks/sparse_selection.py on 2 threads (25M elements: top-k 514.68 ms, accumulating and
+# marking 29.52 ms).
 _EMULATED = Profile(
     latency_s=1e-4,
     bandwidth_bytes_s=1e9 / 8,
