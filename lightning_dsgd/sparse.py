@@ -139,7 +139,7 @@ def select_by_pieces(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple
         g = None
     signed, unsigned = _BITS[x.itemsize]
     all_bits = x.detach().view(signed).numpy()
-    accumulated, gradient = (None, None) if g is None else (x.detach().numpy(), g.detach().numpy())
+    to_add = None if g is None else (x.detach().numpy(), g.detach().numpy())
     twice_least = 2 * int(least.view(signed))
 
     def select_between(begin: int, end: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
@@ -148,9 +148,10 @@ def select_by_pieces(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple
         marks = np.empty(len(doubled), np.bool_)
         for start in range(begin, end, _PIECE):
             stop = min(start + _PIECE, end)
-            if accumulated is not None and gradient is not None:
-                accumulated[start:stop] += gradient[start:stop]
-                gradient[start:stop] = 0
+            if to_add is not None:
+                total, gradient = (array[start:stop] for array in to_add)
+                total += gradient
+                gradient[:] = 0
             bits, num = all_bits[start:stop], stop - start
             np.left_shift(bits.view(unsigned), 1, out=doubled[:num])
             np.greater_equal(doubled[:num], twice_least, out=marks[:num])
