@@ -9,27 +9,54 @@ TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.installed-demo
+# Apart from the others: torchmetrics imports transformers, if it is there, wherever Lightning is imported,
+# which costs every process of the tests 1.5 seconds.
+PEFT := $(VENV)/peft
+PEFT_INSTALLED := $(PEFT)/.installed
 
-.PHONY: help test lint demo docs clean
+# Apart from the others too: where it is installed, transport="auto" takes it.
+NIXL := $(VENV)/nixl
+NIXL_INSTALLED := $(NIXL)/.installed
+
+.PHONY: help test test-all test-peft test-nixl test-versions lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make test    virtual environment, install, the test suite"
-	@echo "make lint    virtual environment, install, ruff and mypy"
-	@echo "make demo    virtual environment, install, digits with wagma beside DDP"
-	@echo "make docs    virtual environment, install, the documents as a site: build/site/index.html"
-	@echo "make clean   remove the virtual environment, caches and the demo's output"
+	@echo "make test      virtual environment, install, the test suite"
+	@echo "make test-all  the test suite, then what takes long: the tests marked exhaustive"
+	@echo "               (TIMES=20 make test-all tries what is random 20 times as often)"
+	@echo "make test-peft  the LoRA example and Hugging Face's Trainer, in a virtual environment with PEFT and transformers"
+	@echo "make test-nixl  messages that ranks read from each other's memory, in a virtual environment with NIXL"
+	@echo "make test-versions  a smoke of all strategies with other versions of torch and Lightning"
+	@echo "make lint      virtual environment, install, ruff and mypy"
+	@echo "make demo      virtual environment, install, how soon wagma is as good as DDP, on digits"
+	@echo "make docs      virtual environment, install, the documents as a site: build/site/index.html"
+	@echo "make clean     remove the virtual environment, caches and the demo's output"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	@echo "Tests marked exhaustive are left to make test-all."
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"
+
+test-all: test test-peft test-nixl
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m exhaustive
+
+test-peft: $(PEFT_INSTALLED)
+	$(PEFT)/bin/python -m pytest tests/test_examples.py tests/plain/test_hugging_face.py -k "lora or hugging_face"
+
+test-nixl: $(NIXL_INSTALLED)
+	$(NIXL)/bin/python -m pytest tests/transport/test_nixl.py tests/transport/contract tests/test_doctor.py -k nixl
+
+test-versions: | $(BIN)/python
+	$(BIN)/python tests/versions.py --folder $(VENV)/versions
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-demo: $(INSTALLED)
+demo: $(DEMO_INSTALLED)
 	$(BIN)/python examples/demo.py
 
 docs: $(INSTALLED)
@@ -44,8 +71,27 @@ $(BIN)/python:
 		"name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# The stamp: a second call installs nothing, unless the dependencies have changed.
-$(INSTALLED): pyproject.toml | $(BIN)/python
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[dev,demo,docs,mpi]'
+# Stamps: a second call installs nothing, unless the dependencies have changed.
+$(INSTALLED): EXTRAS := dev,demo,docs,mpi
+$(INSTALLED): STAMPS = $(INSTALLED) $(DEMO_INSTALLED) # which has all that the demo needs
+$(DEMO_INSTALLED): EXTRAS := demo
+$(DEMO_INSTALLED): STAMPS = $(DEMO_INSTALLED)
+$(INSTALLED) $(DEMO_INSTALLED): pyproject.toml | $(BIN)/python
+	@echo "Installing into $(VENV), this once and for some minutes: torch, then this package with [$(EXTRAS)]"
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -e '.[$(EXTRAS)]'
+	@touch $(STAMPS)
+
+# On top of the other virtual environment, whose packages it finds by their path.
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(PEFT_INSTALLED): pyproject.toml $(INSTALLED)
+	$(BIN)/python -m venv $(PEFT)
+	$(BIN)/python $(SITE) > "$$($(PEFT)/bin/python $(SITE))/whole.pth"
+	$(PEFT)/bin/python -m pip install -e '.[examples]'
+	@touch $@
+
+$(NIXL_INSTALLED): pyproject.toml $(INSTALLED)
+	$(BIN)/python -m venv $(NIXL)
+	$(BIN)/python $(SITE) > "$$($(NIXL)/bin/python $(SITE))/whole.pth"
+	$(NIXL)/bin/python -m pip install -e '.[nixl]'
 	@touch $@

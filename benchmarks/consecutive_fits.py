@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd.bench import contestants
-from lightning_dsgd.bench.job import Cell, Job, finish
+from lightning_dsgd.bench.cells import Cell, finish
+from lightning_dsgd.bench.job import Job
 
 WAGMA = ("wagma", "wagma:overlap=true", "wagma:grace_s=0", "wagma:group_size=3:sync_period=3")
 TIMEOUT_S = 60
@@ -72,7 +73,9 @@ def main() -> None:
     parser.add_argument("--strategies", default="wagma")
     parser.add_argument("--fits", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/consecutive_fits.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/wagma/consecutive_fits.json")
+    )
     args = parser.parse_args()
     names = [
         s for name in args.strategies.split(",") for s in (WAGMA if name == "wagma" else [name])

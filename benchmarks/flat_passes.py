@@ -1,4 +1,4 @@
-"""What the passes of `lightning_dsgd.flat` cost beside plain copies of the same bytes.
+"""What the passes of `lightning_dsgd.replica.flat` cost beside plain copies of the same bytes.
 
     python benchmarks/flat_passes.py --samples 100
 
@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightning_dsgd import flat
-from lightning_dsgd.bench.job import finish, provenance
+from lightning_dsgd.replica import flat
+from lightning_dsgd.results import provenance, write_result
 
 
 def mixed_parameters() -> list[tuple[str, nn.Parameter]]:
@@ -58,12 +58,12 @@ def interleaved(
 
 
 def passes(samples: int) -> dict[str, object]:
-    """Gathering against copy_ and add_; the averaging step; the check."""
+    """Gathering against copy_; the averaging step; the check."""
     named = mixed_parameters()
     (weights,) = flat.flatten(named)
     gradients = [parameter.grad for _, parameter in named]
     x, g = weights.x, weights.g
-    a, b, c = (torch.randn_like(x) for _ in range(3))
+    a, b = torch.randn_like(x), torch.randn_like(x)
 
     def scatter() -> None:
         weights.scatter()
@@ -74,8 +74,6 @@ def passes(samples: int) -> dict[str, object]:
         {
             "copy": lambda: a.copy_(b),
             "gather": weights.gather,
-            "add": lambda: a.add_(b),
-            "gather_into": lambda: weights.gather_into(c),
             "div": lambda: g.div_(8),
             "scatter_and_undo": scatter,
             "is_intact": weights.is_intact,
@@ -93,7 +91,6 @@ def passes(samples: int) -> dict[str, object]:
         "median_ms": {name: round(value, 4) for name, value in median.items()},
         "copy_gb_per_s": round(2 * x.nbytes / median["copy"] / 1e6, 2),
         "gather_share_of_copy": round(median["copy"] / median["gather"], 3),
-        "gather_into_share_of_add": round(median["add"] / median["gather_into"], 3),
         "div_share_of_gather_and_div": round(median["div"] / step, 3),
         "is_intact_us_per_parameter": round(median["is_intact"] * 1e3 / len(named), 3),
         "samples_ms": {name: [round(t, 4) for t in values] for name, values in times.items()},
@@ -139,7 +136,9 @@ def alignment(samples: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/flat_passes.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/benchmarks/flat_passes.json")
+    )
     args = parser.parse_args()
     result = provenance() | {
         "threads": torch.get_num_threads(),
@@ -147,7 +146,7 @@ def main() -> None:
         "passes": passes(args.samples),
         "alignment": alignment(args.samples),
     }
-    finish(result, args.output)
+    write_result(result, args.output)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_dsgd.bench.job import finish, provenance
-from lightning_dsgd.bench.profiles import Profile
-from lightning_dsgd.bench.simulation import simulate
+from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.simulate.machines import Machine
+from lightning_dsgd.simulate.model import run
 
 STEPS, WARM_UP = 42, 10
 
@@ -23,17 +23,17 @@ SPECS = (
     "sgp",
     "sgp:num_peers=2",
     "sgp:overlap=1",
+    "popsgd:blocking=true",
+    "popsgd:blocking=true:wire_dtype=bfloat16",
+    "popsgd:blocking=true:local_steps=4",
     "popsgd",
-    "popsgd:wire_dtype=bfloat16",
-    "popsgd:local_steps=4",
-    "popsgd:blocking=false",
     "adpsgd",
 )
 
 
 def step_time(spec: str, world_size: int, compute_s: float) -> float:
-    """Seconds a step of the slowest rank, without the first steps."""
-    done_s = simulate(spec, world_size, Profile(1e-4, 125e6, compute_s, 10_000_000), STEPS).done_s
+    """Seconds per step of the slowest rank, without the first steps."""
+    done_s = run(spec, world_size, Machine(1e-4, 125e6, compute_s, 10_000_000), STEPS).done_s
     return float((done_s[:, -1] - done_s[:, WARM_UP - 1]).max()) / (STEPS - WARM_UP)
 
 
@@ -41,17 +41,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--compute-ms", type=float, nargs="+", default=[200, 400])
-    parser.add_argument("--output", type=Path, default=Path("docs/results/gossip_step_time.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/sgp/gossip_step_time.json")
+    )
     options = parser.parse_args()
     results: dict[str, dict[str, list[float]]] = {}
     for compute_ms in options.compute_ms:
-        print(f"seconds a step, {compute_ms:g} ms of compute, P = {options.ranks}")
+        print(f"seconds per step, {compute_ms:g} ms of compute, P = {options.ranks}")
         table = results.setdefault(f"{compute_ms:g} ms", {})
         for spec in SPECS:
             table[spec] = [round(step_time(spec, p, compute_ms / 1e3), 4) for p in options.ranks]
             print(f"  {spec:28}" + "".join(f"{value:8.3f}" for value in table[spec]))
     report = {"ranks": options.ranks, "seconds a step": results}
-    finish(provenance() | report, options.output)
+    write_result(provenance() | report, options.output)
 
 
 if __name__ == "__main__":

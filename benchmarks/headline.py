@@ -1,7 +1,7 @@
-"""The plot of the README: how many times as many steps a second as DDP, with stragglers.
+"""The plot of the README: steps per second relative to DDP, with stragglers.
 
-    python benchmarks/headline.py docs/results/throughput_8.json docs/results/throughput_16.json \
-        --output docs/images/throughput.png
+    python benchmarks/headline.py docs/results/benchmarks/throughput_8.json \
+        docs/results/benchmarks/throughput_16.json --output docs/images/throughput.png
 
 The files are those of `lightning-dsgd bench throughput`; a strategy stands for itself, with the
 median of its ratios to `ddp` within a round.
@@ -52,7 +52,7 @@ def main() -> None:
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize="small")
     axes.set_yticks(range(len(names)), names)
     axes.axvline(1, color="grey", linestyle="--", linewidth=1)
-    axes.set_xlabel("steps a second, times those of ddp")
+    axes.set_xlabel("steps per second, relative to ddp")
     axes.set_title("Two random ranks 320 ms late in each step of 400 ms", fontsize="medium")
     axes.margins(x=0.1)
     axes.legend(loc="lower right")

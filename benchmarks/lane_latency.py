@@ -1,6 +1,6 @@
 """How soon a lane answers while its training thread is busy, and what that costs the latter.
 
-    python benchmarks/lane_latency.py --output docs/results/lane_latency.json
+    python benchmarks/lane_latency.py --output docs/results/benchmarks/lane_latency.json
 
 Two processes.  Rank 0 sends 1 MB to rank 1's lane, which sends it back; meanwhile rank 1's
 training thread runs small torch operations, a network of 25M parameters, convolutions, or plain
@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dsgd.bench.job import Cell, Job, finish
+from lightning_dsgd.bench.cells import Cell, finish
+from lightning_dsgd.bench.job import Job
 from lightning_dsgd.transport import LaneStopped
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
@@ -160,7 +161,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/lane_latency.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/benchmarks/lane_latency.json")
+    )
     args = parser.parse_args()
     settings = {"seconds": args.seconds, "rounds": args.rounds, "payload_bytes": 4 * PAYLOAD}
     job = Job(f"{__file__}:run_cell", settings, ranks=2)

@@ -1,6 +1,6 @@
 """How near Ok-Topk's selections come to k, and the paper's Assumption 1, over training runs.
 
-    python benchmarks/oktopk_accuracy.py --output docs/results/oktopk_accuracy.json
+    python benchmarks/oktopk_accuracy.py --output docs/results/oktopk/oktopk_accuracy.json
 
 Ranks in the simulated world train a classifier of digits (SGD with momentum) and a causal language
 model (AdamW), at each density.  Plotted are, over the steps, as in the paper's Figure 5:
@@ -27,9 +27,10 @@ import matplotlib as mpl
 import torch
 from torch import Tensor, nn
 
-from lightning_dsgd import flat, sparse
 from lightning_dsgd.algorithms.oktopk import OkTopk
-from lightning_dsgd.bench.job import finish, provenance
+from lightning_dsgd.primitives import sparse
+from lightning_dsgd.replica import flat
+from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
 from lightning_dsgd.transport.simulated import SimulatedWorld
@@ -183,7 +184,9 @@ def main() -> None:
     parser.add_argument("--threshold-period", type=int, default=32)
     parser.add_argument("--xi-every", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/oktopk_accuracy.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/oktopk/oktopk_accuracy.json")
+    )
     args = parser.parse_args()
     settings = {key: value for key, value in vars(args).items() if key != "output"}
     results: dict[str, dict[str, Any]] = {}
@@ -198,7 +201,7 @@ def main() -> None:
                 f"a Gaussian threshold; xi {run['xi_mean']:.2f} (at most {run['xi_max']:.2f})"
             )
     plot(results, settings, args.output.with_suffix(".png"))
-    finish(provenance() | {"settings": settings, "results": results}, args.output)
+    write_result(provenance() | {"settings": settings, "results": results}, args.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The papers' scaling figures, drawn again from the simulation, beside what their texts state.
 
-One function a figure.  The results of the figures asked for replace those in the file; plots and
+One function per figure.  The results of the figures asked for replace those in the file; plots and
 table are of all that are in it.
 
     python benchmarks/paper_figures.py [--figures wagma_4 ...] [--shrink 4]
@@ -18,9 +18,9 @@ from typing import Any
 
 import matplotlib as mpl
 
-from lightning_dsgd.bench.job import provenance
-from lightning_dsgd.bench.profiles import PROFILES
-from lightning_dsgd.bench.simulation import plot, run_all
+from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.simulate.comparison import compare, plot
+from lightning_dsgd.simulate.machines import MACHINES
 
 Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ class Figure:
 
     def draw(self, specs: Sequence[str], ranks: Sequence[int], profile: str, steps: int) -> Rows:
         """Simulates a panel, or more points of it."""
-        rows = run_all(specs, self._shrunk(ranks), profile, PROFILES[profile], steps, seed=0)
+        rows = compare(specs, self._shrunk(ranks), profile, MACHINES[profile], steps, seed=0)
         self.panels.setdefault(profile, []).extend(rows)
         return self.panels[profile]
 
@@ -48,8 +48,8 @@ class Figure:
         self, specs: Sequence[str], ranks: int, profile: str, steps: int, **changes: Any
     ) -> Rows:
         """Simulates what is compared, and not drawn."""
-        changed = replace(PROFILES[profile], **changes)
-        rows = run_all(specs, self._shrunk([ranks]), f"{profile} {changes}", changed, steps, 0)
+        changed = replace(MACHINES[profile], **changes)
+        rows = compare(specs, self._shrunk([ranks]), f"{profile} {changes}", changed, steps, 0)
         self.asides.append(rows)
         return rows
 
@@ -77,7 +77,7 @@ class Figure:
 
 
 def wagma_4(shrink: int) -> Figure:
-    figure = Figure("WAGMA-SGD, figure 4: ResNet-50, two ranks a step 320 ms late", shrink)
+    figure = Figure("WAGMA-SGD, figure 4: ResNet-50, two ranks per step 320 ms late", shrink)
     sgp = "sgp:num_peers=2"
     others = {
         "local SGD": (LOCAL, 1.25),
@@ -146,7 +146,7 @@ def oktopk_12(shrink: int) -> Figure:
     figure.compare("oktopk, efficiency of 256 nodes, with 32 as 100%", 0.763, last / first)
     gaussian = {"Gaussiank": ("gaussian_topk:density=0.01", 1.30)}
     figure.compare_rates(rows, oktopk, gaussian, 32, "nodes")
-    figure.compare("oktopk, seconds a step, 32 nodes", 47 * 3600 / 400_000, 1 / first)
+    figure.compare("oktopk, seconds per step, 32 nodes", 47 * 3600 / 400_000, 1 / first)
     return figure
 
 
@@ -181,7 +181,7 @@ def sgp_4b(shrink: int) -> Figure:
         figure.compare(f"sgp, {profile}, efficiency of 32 nodes, with 4 as 100%", efficiency, ours)
     rows = figure.panels["dgx-ethernet"]
     gap = 1 / figure.rate(rows, "dpsgd", 32) - 1 / figure.rate(rows, "sgp", 32)
-    figure.compare("dpsgd - sgp, dgx-ethernet, seconds a step, 32 nodes", 0.2, gap)
+    figure.compare("dpsgd - sgp, dgx-ethernet, seconds per step, 32 nodes", 0.2, gap)
     return figure
 
 
@@ -236,7 +236,7 @@ def main() -> None:
         "--figures", nargs="*", choices=FIGURES, default=list(FIGURES), help="none: draws only"
     )
     parser.add_argument("--shrink", type=int, default=1, help="divides P, to try the script out")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "simulate")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "paper_figures.json"
@@ -251,9 +251,8 @@ def main() -> None:
             "asides": figure.asides,
             "comparisons": figure.comparisons,
         }
-        report = provenance()
         in_order = {name: figures[name] for name in FIGURES if name in figures}
-        path.write_text(json.dumps(report | {"figures": in_order}, indent=1) + "\n")
+        write_result(provenance() | {"figures": in_order}, path)
     for name, results in figures.items():
         draw(results, options.output / f"paper_figures_{name}.png")
     print(table({name: figures[name] for name in FIGURES if name in figures}))

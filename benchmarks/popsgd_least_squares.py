@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms.popsgd import PopSGD
-from lightning_dsgd.bench.job import finish, provenance
+from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.regression import least_squares
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
@@ -44,7 +44,7 @@ A, B, BEST = problem()
 
 def descend(net: Any, num_steps: int, lr: float, seed: int) -> Tensor:
     """One rank's models after every step."""
-    algorithm, x = PopSGD(seed=seed), torch.zeros(D, dtype=torch.float64)
+    algorithm, x = PopSGD(blocking=True, seed=seed), torch.zeros(D, dtype=torch.float64)
     algorithm.start(net, x)
     generator = torch.Generator().manual_seed(seed * 100_003 + net.rank)
     samples = torch.randint(M, (num_steps,), generator=generator)
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=1)
-    output = Path("docs/results/popsgd_least_squares.json")
+    output = Path("docs/results/popsgd/popsgd_least_squares.json")
     parser.add_argument("--output", type=Path, default=output)
     options = parser.parse_args()
     sizes = [1 << e for e in range(options.max_ranks.bit_length())]
@@ -140,7 +140,7 @@ def main() -> None:
         print(f"slope of log(variance) over log(n), {name}: {beta:.3f} +- {half:.3f}")
     result = {"steps": steps, "lr": lr, "seed": seed, "n": sizes, "variance": table}
     result |= {"slope and half of its 95% interval": slopes}
-    finish(provenance() | result, options.output)
+    write_result(provenance() | result, options.output)
     draw(curves, sizes, table, options.output.with_suffix(".png"))
 
 

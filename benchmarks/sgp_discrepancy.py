@@ -21,7 +21,7 @@ from simulated_digits import TEST, error
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms.sgp import SGP
-from lightning_dsgd.bench.job import finish, provenance
+from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 EVERY = 10
@@ -48,7 +48,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--num-peers", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/sgp_discrepancy.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/sgp/sgp_discrepancy.json")
+    )
     options = parser.parse_args()
     mpl.use("Agg")
     from matplotlib import pyplot
@@ -77,7 +79,7 @@ def main() -> None:
         axis.legend()
     figure.tight_layout()
     print(json.dumps(results, indent=1))
-    finish(provenance() | {"ranks": results}, options.output)
+    write_result(provenance() | {"ranks": results}, options.output)
     figure.savefig(options.output.with_suffix(".png"), dpi=110)
 
 

@@ -10,8 +10,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from lightning_dsgd import flat
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.replica import flat
 
 BATCH = 16
 TEST = 360
@@ -39,10 +39,11 @@ def train(
     watch: Callable[[int, nn.Module, Tensor], Any],
     compute_s: Callable[[int, int], float] = lambda step, rank: 0.0,
     num_decays: int = 2,
+    seed: int = 0,
 ) -> list[Any]:
     """Nesterov momentum, lr divided by ten so often; what `watch` makes of each step, in a list."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     [weights] = flat.flatten(model.named_parameters())
     optimizer = torch.optim.SGD(
@@ -54,7 +55,7 @@ def train(
         images[TEST + net.rank :: net.world_size],
         labels[TEST + net.rank :: net.world_size],
     )
-    generator = torch.Generator().manual_seed(net.rank)
+    generator = torch.Generator().manual_seed(1000 * seed + net.rank)
     seen = []
     for k in range(num_steps):
         for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
 """The time of one exchange of every sparse all-reduce, between nodes with links of 1 Gbit/s.
 
     sudo PYTHONPATH=. python benchmarks/sparse_exchange.py --ranks 4 8 \
-        --output docs/results/sparse_exchange.json
+        --output docs/results/oktopk/sparse_exchange.json
 
 Ranks are processes in network namespaces; all of them share the cores of one machine, which no
 cluster's do.  So a step is taken apart where the local entries are selected: there all ranks wait
@@ -30,11 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.sparse_volume import SPARSE
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.oktopk import OkTopk
-from lightning_dsgd.bench.job import Cell, Job, finish
+from lightning_dsgd.bench.cells import Cell, finish
+from lightning_dsgd.bench.job import Job
 from lightning_dsgd.bench.network import Link
-from lightning_dsgd.error_feedback import ErrorFeedback
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
@@ -67,8 +69,6 @@ def residual_of_many_steps(n: int, density: float, seed: int) -> Tensor:
 
 def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     """Of each step on this rank: seconds and seconds of the processor, bytes sent."""
-    from benchmarks.sparse_volume import SPARSE
-
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -129,8 +129,6 @@ def summarize(results: list[Cell], link: Link) -> dict[str, float]:
 
 
 def main() -> None:
-    from benchmarks.sparse_volume import SPARSE
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--numel", type=int, default=25_000_000)
@@ -138,7 +136,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--network", type=Link.parse, default=Link.parse("1gbit"))
-    parser.add_argument("--output", type=Path, default=Path("docs/results/sparse_exchange.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/oktopk/sparse_exchange.json")
+    )
     args = parser.parse_args()
     settings = {"numel": args.numel, "density": args.density, "steps": args.steps}
     names = ["dense", *SPARSE]

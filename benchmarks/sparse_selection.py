@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_dsgd import sparse
-from lightning_dsgd.bench.job import finish, provenance
+from lightning_dsgd.primitives import sparse
+from lightning_dsgd.results import provenance, write_result
 
 
 def main() -> None:
@@ -38,7 +38,9 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--output", type=Path, default=Path("docs/results/sparse_selection.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/oktopk/sparse_selection.json")
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     n, k = args.numel, round(args.numel * args.density)
@@ -98,7 +100,7 @@ def main() -> None:
         "bytes_per_entry": round(len(message) / len(values), 3),
         "samples_ms": {name: [round(t, 2) for t in values] for name, values in times.items()},
     }
-    finish(result, args.output)
+    write_result(result, args.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The bytes that a rank sends in a step of every sparse all-reduce, between real processes.
 
-    PYTHONPATH=. python benchmarks/sparse_volume.py --output docs/results/sparse_volume.json
+    PYTHONPATH=. python benchmarks/sparse_volume.py --output docs/results/oktopk/sparse_volume.json
 
 Entries as in the tests: normal ones, which lie everywhere; all large ones in one region; the global
 top-k on one rank.  Counted are all bytes that the transport is given, headers, counts and flags
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
-from lightning_dsgd.bench.job import Cell, Job, finish
+from lightning_dsgd.bench.cells import Cell, finish
+from lightning_dsgd.bench.job import Job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
-from tests.test_oktopk import GRADIENTS
+from tests.algorithms.test_oktopk import GRADIENTS
 
 SPARSE = {
     algorithm.name: algorithm for algorithm in (OkTopk, TopkAllgather, GaussianTopk, TopkDSA, GTopk)
@@ -60,7 +61,9 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=400_000)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/sparse_volume.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/oktopk/sparse_volume.json")
+    )
     args = parser.parse_args()
     settings = {"numel": args.numel, "density": args.density, "steps": args.steps}
     cells = [

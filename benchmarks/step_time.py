@@ -1,6 +1,6 @@
 """What a strategy adds to a training step, against Lightning's own.
 
-    python benchmarks/step_time.py --output docs/results/step_time.json
+    python benchmarks/step_time.py --output docs/results/benchmarks/step_time.json
 
 1. two gloo ranks, about 10M parameters, balanced work: `allreduce` against `ddp`;
 2. one rank, a step of about 50 ms: `no_sync` against `SingleDeviceStrategy`.
@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd.bench import contestants
-from lightning_dsgd.bench.job import Cell, Job, finish
+from lightning_dsgd.bench.cells import Cell, finish
+from lightning_dsgd.bench.job import Job
 
 CASES = {2: ("ddp", "allreduce"), 1: ("single_device", "no_sync")}
 """By the number of ranks: Lightning's own, and ours."""
@@ -103,7 +104,7 @@ def run_case(ranks: int, args: argparse.Namespace) -> tuple[dict[str, Any], Job]
     }
     print(
         f"{ranks} rank(s): {names[1]} {case['strategy_ms']:.1f} ms, {names[0]} "
-        f"{case['baseline_ms']:.1f} ms a step; median ratio {case['median_ratio']:.3f} "
+        f"{case['baseline_ms']:.1f} ms per step; median ratio {case['median_ratio']:.3f} "
         f"(from {min(ratios):.3f} to {max(ratios):.3f})"
     )
     return case, job
@@ -116,7 +117,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1792)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/step_time.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/benchmarks/step_time.json")
+    )
     args = parser.parse_args()
     cases, jobs = zip(*(run_case(ranks, args) for ranks in CASES), strict=True)
     report = jobs[0].provenance()

@@ -1,12 +1,19 @@
-"""Latency and bandwidth of the transports, and what a lane that waits costs a thread that computes.
+r"""Latency and bandwidth of the transports, and what a waiting lane costs a thread that computes.
 
-    python benchmarks/transport_bandwidth.py --output docs/results/transport_bandwidth.json
+    python benchmarks/transport_bandwidth.py --output docs/results/cluster/transport_bandwidth.json
 
 One job of mpiexec for each number of ranks P.  In every round, one after another and so under the
 same conditions: a message from rank 0 to rank 1 and back, and an all-reduce over all ranks, by the
 MPI transport, by the process_group transport (TCP), and by torch's own gloo.  Limits in the same
 rounds: MPI itself and a plain socket over loopback, into memory that is there, where the transports
-give a new tensor; and a copy from memory to memory.
+give a new tensor; and a copy from memory to memory.  Where NIXL is installed (the extra `nixl`),
+the NIXL transport takes part in all of it:
+
+    python benchmarks/transport_bandwidth.py --ranks 2 --rounds 9 \
+        --output docs/results/cluster/transport_nixl.json
+
+A busy rank: a lane of rank 1 sends back what it receives, while its training thread runs plain
+Python all the time.
 
 The lanes: every rank trains a small network on one core's share while a lane waits for a message
 that never comes: over the process_group, over the MPI transport, or in MPI's own blocking receive.
@@ -29,12 +36,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dsgd.bench.job import Cell, Job, finish
-from lightning_dsgd.transport.mpi import MPITransport, library
+from lightning_dsgd.bench.cells import Cell, finish
+from lightning_dsgd.bench.job import Job
+from lightning_dsgd.transport.mpi import MPITransport
+from lightning_dsgd.transport.mpi_job import library
+from lightning_dsgd.transport.nixl import NIXLTransport
+from lightning_dsgd.transport.nixl_agent import installed
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 SIZES = (1_000, 1_000_000, 100_000_000)
 TIMES = {1_000: 200, 1_000_000: 20, 100_000_000: 2}  # operations in one sample
+BUSY_SIZES = (4_000_000, 100_000_000)
 EMPTY = torch.empty(0)
 Operation = Callable[[Tensor], None]
 
@@ -139,9 +151,13 @@ def copying(size: int) -> Operation:
 def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     if not dist.is_initialized():
         join()
-    nets = {"mpi": MPITransport(), "process_group": ProcessGroupTransport()}
+    nets: dict[str, Any] = {"mpi": MPITransport(), "process_group": ProcessGroupTransport()}
+    if installed():
+        nets["nixl"] = NIXLTransport()
     if cell["what"] == "lanes":
         samples = measure_lanes(nets, settings)
+    elif cell["what"] == "busy":
+        samples = measure_busy(nets, cell["bytes"], settings["rounds"])
     else:
         samples = measure_messages(nets, cell["bytes"], settings["rounds"])
     for net in nets.values():
@@ -179,6 +195,35 @@ def measure_messages(nets: dict[str, Any], size: int, rounds: int) -> dict[str, 
     return samples
 
 
+def measure_busy(nets: dict[str, Any], size: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a message to rank 1 and back, while the training thread there runs Python."""
+    x = torch.zeros(size // 4)
+    samples: dict[str, list[float]] = {name: [] for name in nets}
+
+    def once(net: Any) -> float:
+        ended, seconds = threading.Event(), [0.0]
+
+        def exchange(lane_net: Any) -> None:
+            dist.barrier()
+            begin = time.perf_counter()
+            ping_pong_of(lane_net)(x)
+            seconds[0] = time.perf_counter() - begin
+            ended.set()
+
+        lane = net.spawn_lane(exchange)
+        while net.rank == 1 and not ended.is_set():
+            pass
+        lane.join()
+        return seconds[0]
+
+    for turn in range(rounds + 3):
+        for name, net in nets.items():
+            seconds = once(net)
+            if turn > 2:  # the first ones make connections and memory
+                samples[name].append(seconds)
+    return samples
+
+
 def measure_lanes(nets: dict[str, Any], settings: dict[str, Any]) -> dict[str, list[float]]:
     """Iterations a second of a thread that computes beside a lane that waits."""
     net, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), torch.randn(32, 512)
@@ -204,7 +249,11 @@ def measure_lanes(nets: dict[str, Any], settings: dict[str, Any]) -> dict[str, l
         for name, measure in {
             "no lane": iterations_per_s,
             "process_group": lambda: beside_lane(nets["process_group"]),
-            "mpi": lambda: beside_lane(nets["mpi"]),
+            **{
+                name: lambda net=net: beside_lane(net)  # type: ignore[misc]
+                for name, net in nets.items()
+                if name != "process_group"
+            },
             "blocking MPI receive": lambda: beside_blocking_receive(iterations_per_s),
         }.items():
             samples.setdefault(name, []).append(measure())
@@ -242,15 +291,27 @@ def summarize(results: list[Cell]) -> dict[str, Any]:
             }
         else:
             size = result["bytes"]
-            rows[str(size)] = {
+            is_busy = result["what"] == "busy"
+            rows[f"busy {size}" if is_busy else str(size)] = {
                 name: {
                     "us": 1e6 * statistics.median(seconds),
                     "MB_s": size / 1e6 / statistics.median(seconds),
+                    **faster_than_tcp(ranks[0], name),
                     "samples_s": seconds,
                 }
                 for name, seconds in ranks[0].items()
             }
     return rows
+
+
+def faster_than_tcp(samples: dict[str, list[float]], name: str) -> dict[str, float]:
+    """How many times as fast as the process_group transport, the median of the rounds' ratios."""
+    operation, _, net = name.rpartition(", ")
+    tcp = f"{operation}, process_group" if operation else "process_group"
+    if net in ("loopback", "memory copy"):
+        return {}
+    pairs = zip(samples[tcp], samples[name], strict=True)
+    return {"times_process_group": statistics.median(theirs / ours for theirs, ours in pairs)}
 
 
 def main() -> None:
@@ -260,12 +321,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of one rate beside a lane")
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
     parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/transport_bandwidth.json")
+        "--output", type=Path, default=Path("docs/results/cluster/transport_bandwidth.json")
     )
     args = parser.parse_args()
     cells: list[Cell] = [
         {"what": "messages", "bytes": size} for size in SIZES if size <= args.max_bytes
     ]
+    cells += [{"what": "busy", "bytes": size} for size in BUSY_SIZES if size <= args.max_bytes]
     cells.append({"what": "lanes"})
     settings = {"rounds": args.rounds, "seconds": args.seconds}
     measured: dict[str, Any] = {}

@@ -3,8 +3,8 @@
     python benchmarks/wagma_traces.py
 
 A two-layer network on scikit-learn's digits; 8 ranks in the simulated world, groups of 4, a global
-average every 10 steps; 400 ms of computation a step, two random ranks 320 ms late in each, messages
-of 1M parameters over links of 10 Gbit/s.  Three panels:
+average every 10 steps; 400 ms of computation per step, two random ranks 320 ms late in each,
+messages of 1M parameters over links of 10 Gbit/s.  Three panels:
 
 1. how many versions old the contributions to group averages were;
 2. the distance of the ranks from their mean, over its norm, after each step;
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.bench.job import finish, provenance
-from lightning_dsgd.callbacks import StragglerInjector
+from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.trainer.callbacks import StragglerInjector
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 RANKS, PERIOD, COMPUTE_S = 8, 10, 0.4
@@ -112,7 +112,7 @@ def plot(traces: dict[str, dict[str, Any]], path: Path) -> None:
     bars = waits.barh(list(means), list(means.values()), color=[colours[form] for form in means])
     waits.bar_label(bars, fmt="%.0f", padding=3)
     waits.invert_yaxis()
-    waits.set(xlabel="ms a step", title="Waiting")
+    waits.set(xlabel="ms per step", title="Waiting")
     distance.set_ylim(top=1.35 * distance.get_ylim()[1])  # the legend lies above the curves
     for axes, columns in ((ages, 1), (distance, 2)):
         axes.legend(fontsize="small", loc="upper right", ncols=columns)
@@ -123,11 +123,11 @@ def plot(traces: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/wagma_traces.json"))
+    parser.add_argument("--output", type=Path, default=Path("docs/results/wagma/wagma_traces.json"))
     args = parser.parse_args()
     traces = {form: trace(form, args.steps) for form in FORMS}
     plot(traces, args.output.with_suffix(".png"))
-    finish(provenance() | {"traces": traces}, args.output)
+    write_result(provenance() | {"traces": traces}, args.output)
 
 
 if __name__ == "__main__":

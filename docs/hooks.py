@@ -1,16 +1,65 @@
-"""What the site takes from elsewhere: the changelog, which stands at the root of a clone."""
+"""What the site takes from elsewhere: the changelog, the examples, and the list of algorithms."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+from lightning_dsgd import hyperparameters
+from lightning_dsgd.algorithms import ALGORITHMS
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lists the strategies' pages in the order of the registry, where mkdocs.yml has none."""
+    for section in config.nav or ():
+        if "Strategies" in section:
+            section["Strategies"] = strategies()
+    return config
+
+
+def strategies() -> list[dict[str, str]]:
+    """A page for each module of algorithms: one may hold several, as a family."""
+    named: dict[str, list[str]] = {}
+    for algorithm in ALGORITHMS.values():
+        named.setdefault(algorithm.__module__.rpartition(".")[2], []).append(algorithm.name)
+    return [
+        {first + (" and others" if others else ""): f"algorithms/{module}.md"}
+        for module, (first, *others) in named.items()
+    ]
+
+
+def page_of(algorithm: Any) -> str:
+    """For an algorithm that has no page of its own: what its file says."""
+    text = inspect.getdoc(inspect.getmodule(algorithm)) or ""
+    arguments = hyperparameters.arguments(algorithm)
+    what = inspect.getdoc(algorithm) or ""
+    return f"# {algorithm.name}\n\n{what}\n\n```text\n{text}\n\nArgs:\n{arguments}\n```\n"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds CHANGELOG.md, whose links are relative to the root."""
-    text = Path(config.docs_dir, "..", "CHANGELOG.md").read_text()
+    """Adds CHANGELOG.md, a page for each example, and for each algorithm that has none."""
+    root = Path(config.docs_dir).parent
+    text = (root / "CHANGELOG.md").read_text()
     page = File.generated(config, "changelog.md", content=text.replace("](docs/", "]("))
     files.append(page)
+    for algorithm in ALGORITHMS.values():
+        uri = f"algorithms/{algorithm.__module__.rpartition('.')[2]}.md"
+        if files.get_file_from_path(uri) is None:
+            files.append(File.generated(config, uri, content=page_of(algorithm)))
+    for path in sorted(root.glob("examples/*.py")):
+        text = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+        page = File.generated(
+            config, f"examples/{path.stem}.md", content=text, inclusion=InclusionLevel.NOT_IN_NAV
+        )
+        files.append(page)
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to an example lead to its page."""
+    return re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)

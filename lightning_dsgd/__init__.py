@@ -6,79 +6,82 @@ import lightning_dsgd
 
 L.Trainer(strategy="local_sgd", accelerator="cpu", devices=4).fit(model, datamodule)
 ```
+
+The import itself loads neither torch nor Lightning: a public name loads what it needs when it is
+asked for, and the strategies are registered as soon as Lightning is there.
 """
 
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
-# Its `--help` should not wait for torch and Lightning; it registers the strategies when it trains.
-_IS_CONSOLE_SCRIPT = os.path.basename(sys.argv[0] if sys.argv else "") == "lightning-dsgd"
-
-if TYPE_CHECKING or not _IS_CONSOLE_SCRIPT:
-    from lightning_dsgd.algorithm import Algorithm
-    from lightning_dsgd.callbacks import CommunicationMonitor, StragglerInjector
-    from lightning_dsgd.strategy import (
-        STRATEGIES,
-        ADPSGDStrategy,
-        AllReduceStrategy,
-        DecentralizedStrategy,
-        DPSGDStrategy,
-        EagerSGDStrategy,
-        GaussianTopkStrategy,
-        GTopkStrategy,
-        HPSGDStrategy,
-        LocalSGDStrategy,
-        NoSyncStrategy,
-        OkTopkStrategy,
-        PopSGDStrategy,
-        SGPStrategy,
-        TopkAllgatherStrategy,
-        TopkDSAStrategy,
-        WAGMAStrategy,
-        register,
-    )
-    from lightning_dsgd.transport import PeerLost, Timeout, Transport, TransportError
-
-    register()
-else:
-
-    def __getattr__(name: str) -> Any:
-        """A public name, in the process of the console script."""
-        if name in __all__:
-            for home in ("strategy", "callbacks", "transport"):
-                module = importlib.import_module(f"lightning_dsgd.{home}")
-                if hasattr(module, name):
-                    return getattr(module, name)
-        raise AttributeError(f"module 'lightning_dsgd' has no attribute {name!r}")
-
-
-__all__ = [
-    "STRATEGIES",
-    "ADPSGDStrategy",
-    "Algorithm",
-    "AllReduceStrategy",
-    "CommunicationMonitor",
-    "DPSGDStrategy",
-    "DecentralizedStrategy",
-    "EagerSGDStrategy",
-    "GTopkStrategy",
-    "GaussianTopkStrategy",
-    "HPSGDStrategy",
-    "LocalSGDStrategy",
-    "NoSyncStrategy",
-    "OkTopkStrategy",
-    "PeerLost",
-    "PopSGDStrategy",
-    "SGPStrategy",
-    "StragglerInjector",
-    "Timeout",
-    "TopkAllgatherStrategy",
-    "TopkDSAStrategy",
-    "Transport",
-    "TransportError",
-    "WAGMAStrategy",
-]
+from lightning_dsgd.arrival import when_imported
 
 __version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "Algorithm": "algorithm",
+    "CommunicationMonitor": "trainer.callbacks",
+    "DecentralizedStrategy": "trainer.strategy",
+    "FabricStrategy": "fabric.strategy",
+    "OfflineWandbLogger": "trainer.loggers",
+    "PeerLost": "transport",
+    "ShardedStrategy": "trainer.sharded",
+    "StepTrace": "trainer.step_trace",
+    "StragglerInjector": "trainer.callbacks",
+    "Timeout": "transport",
+    "Transport": "transport",
+    "TransportError": "transport",
+    "decentralized": "plain.training",
+}
+"""Where each public name is defined, but for the algorithms and their strategies."""
+
+if TYPE_CHECKING:
+    from lightning_dsgd.algorithm import Algorithm
+    from lightning_dsgd.algorithms import *  # noqa: F403
+    from lightning_dsgd.fabric.strategy import FabricStrategy
+    from lightning_dsgd.plain.training import decentralized
+    from lightning_dsgd.trainer.callbacks import CommunicationMonitor, StragglerInjector
+    from lightning_dsgd.trainer.loggers import OfflineWandbLogger
+    from lightning_dsgd.trainer.named import *  # noqa: F403 - one for each algorithm
+    from lightning_dsgd.trainer.sharded import ShardedStrategy
+    from lightning_dsgd.trainer.step_trace import StepTrace
+    from lightning_dsgd.trainer.strategy import DecentralizedStrategy
+    from lightning_dsgd.transport import PeerLost, Timeout, Transport, TransportError
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return [*_HOMES, *_algorithms(), *_strategies()]
+    if name not in _HOMES and (name[:1] == "_" or name[:1].islower()):
+        raise AttributeError(f"module 'lightning_dsgd' has no attribute {name!r}")
+    if name not in _HOMES and name in (algorithms := _algorithms()):
+        value = algorithms[name]
+    else:
+        home = importlib.import_module(f"lightning_dsgd.{_HOMES.get(name, 'trainer.named')}")
+        try:
+            value = getattr(home, name)
+        except AttributeError:
+            raise AttributeError(f"module 'lightning_dsgd' has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_algorithms(), *_strategies()})
+
+
+def _algorithms() -> dict[str, Any]:
+    """By the name of the class."""
+    registry: Any = importlib.import_module("lightning_dsgd.algorithms")
+    return {algorithm.__name__: algorithm for algorithm in registry.ALGORITHMS.values()}
+
+
+def _strategies() -> list[str]:
+    named: Any = importlib.import_module("lightning_dsgd.trainer.named")
+    return list(named.__all__)
+
+
+when_imported("lightning.pytorch", "lightning_dsgd.trainer.named")
+when_imported("pytorch_lightning", "lightning_dsgd.pytorch_lightning")
+when_imported("lightning.fabric", "lightning_dsgd.fabric.strategy")
+when_imported("lightning_fabric", "lightning_dsgd.fabric.twin")

@@ -11,40 +11,56 @@ knows no more than a `Transport`.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from numbers import Integral, Real
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-import torch
 from torch import Tensor
 
+from lightning_dsgd import hyperparameters
+from lightning_dsgd.agreement import average
 from lightning_dsgd.transport import Transport
-
-_KINDS: Final[dict[str, tuple[type, str]]] = {
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "True or False"),
-    "str": (str, "a string"),
-    "None": (type(None), "None"),
-}
-"""What a hyperparameter may be, by the annotation of its field."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What one chooses an algorithm by, besides the first line and the memory of its docstring.
+    """What helps to choose an algorithm, besides the first line of its docstring.
+
+    |x| and |g| are the sizes of the weights and of the gradient in bytes.
 
     Args:
         when: how often it communicates
         with_whom: with which ranks
-        sends: what a rank sends in a step; words are of 4 bytes
-        suits: for which situation it is
+        sends: bytes that a rank sends per step
+        memory: memory that a rank needs in addition to plain training
+        suits: which situation it is for
     """
 
     when: str
     with_whom: str
     sends: str
+    memory: str
     suits: str
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """All that an algorithm is told from outside, besides its hyperparameters.
+
+    Args:
+        ranks_per_node: how many ranks the launch has started on each node, if that is known
+        skips_overflow: whether all ranks skip a step before which the gradient is left with NaN or
+            inf in it: a loss that is scaled for fp16 overflows now and then
+        gradient_counts: for each parameter, on how many ranks it has a gradient; only for an
+            algorithm that `counts_gradients`.  Before each step it holds this rank's own, 0 or 1,
+            and `num_active` sums it in place.
+    """
+
+    ranks_per_node: int | None = None
+    skips_overflow: bool = False
+    gradient_counts: Tensor | None = None
+
+
+PLAIN: Final = Conditions()
 
 
 class Algorithm:
@@ -66,52 +82,49 @@ class Algorithm:
     lockstep: ClassVar[bool] = False
     """Whether every rank waits for every other in every step."""
 
-    skips_overflow: bool = False
-    """Whether all ranks skip a step before which g is left with NaN or inf in it.
-
-    Set by whoever drives it: a loss that is scaled for fp16 overflows now and then.
-    """
-
     counts_gradients: ClassVar[bool] = False
-    """Whether it hands `num_gradients` to `num_active` in every round, so that ranks in lockstep
-    agree on which parameters the optimizer steps.
+    """Whether it hands `Conditions.gradient_counts` to `num_active` in every round, so that ranks
+    in lockstep agree on which parameters the optimizer steps.
     """
 
-    num_gradients: Tensor | None = None
-    """For each parameter, on how many ranks it has a gradient, where `counts_gradients`.
+    keeps_updates: ClassVar[bool] = True
+    """Whether every update of every rank reaches the consensus, whoever is late; where gradients
+    are averaged, every gradient.  What a rank keeps back for a later step is not lost.  An
+    algorithm that loses some says how many: `metrics` has the share that is kept, `updates_kept`.
+    """
 
-    Set by whoever drives it, before a step to this rank's own, 0 or 1; `num_active` sums it.
+    follows_time: ClassVar[bool] = True
+    """Whether what a rank learns may depend on which rank comes first; if not, two trainings with
+    the same data end with the same weights.
     """
 
     net: Transport
+    conditions: Conditions
 
     def hyperparameters(self) -> dict[str, Any]:
         """The fields of the dataclass."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in hyperparameters.names(self)}
 
-    def check(self, world_size: int) -> None:
-        """Raises `ValueError` for hyperparameters that cannot work, before the first message.
+    def check_hyperparameters(self) -> None:
+        """Raises `ValueError` for hyperparameters that can work with no number of ranks.
 
-        Here those of another type than their field's: a command line may have passed text, and
-        "False" is true.
+        A strategy asks for it when it is made, before there are ranks.  Here each field's own rule;
+        algorithms add what concerns several.
         """
-        own: tuple[Field[Any], ...] = fields(self) if is_dataclass(self) else ()
-        for field in own:
-            kinds = getattr(field.type, "__name__", str(field.type)).split(" | ")
-            if not set(kinds) <= _KINDS.keys():
-                continue
-            types, words = zip(*(_KINDS[kind] for kind in kinds), strict=True)
-            name, value, default = field.name, getattr(self, field.name), field.default
-            if not isinstance(value, types):
-                way_out = "" if default is MISSING else f"; try {name}={default!r}"
-                raise ValueError(
-                    f"{name} must be {' or '.join(words)}, got {name}={value!r}{way_out}"
-                )
+        hyperparameters.check(self)
 
-    def start(self, net: Transport, x: Tensor) -> None:
+    def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
+        """Raises `ValueError` for hyperparameters that cannot work with so many ranks.
+
+        Before the first message.
+        """
+        self.check_hyperparameters()
+
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         """Connects to the network; x is the same on all ranks, or what a resume restored."""
-        self.check(net.world_size)
+        self.check(net.world_size, conditions)
         self.net = net
+        self.conditions = conditions
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         """Gradients are ready, the optimizer has not stepped yet."""
@@ -147,46 +160,12 @@ class Algorithm:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, after `start`."""
 
+    def carry_over(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave before a loss and does not depend on the ranks.
+
+        After `start` among those that go on.  What this rank has held back, for one.
+        """
+
     def metrics(self) -> dict[str, float]:
         """Figures of the algorithm itself, to be logged as `dsgd/...`."""
         return {}
-
-
-def average(net: Transport, x: Tensor) -> None:
-    """Puts the mean of x over all ranks into x."""
-    net.all_reduce(x).wait()
-    x /= net.world_size
-
-
-def num_active(net: Transport, *, active: bool, num_gradients: Tensor | None = None) -> int:
-    """How many ranks are still stepping.
-
-    A rank that has stopped keeps calling this in `settle`, so every round of a synchronous
-    algorithm begins with it: the ranks that go on learn who does, those that stopped learn whether
-    to go on serving.
-
-    Args:
-        net: of all ranks
-        active: whether this one is stepping
-        num_gradients: `Algorithm.num_gradients`, summed in place over those that are stepping
-    """
-    counts = torch.tensor([int(active)])
-    if num_gradients is not None:
-        counts = torch.cat([counts, num_gradients * int(active)])
-    net.all_reduce(counts).wait()
-    if num_gradients is not None:
-        num_gradients.copy_(counts[1:])
-    return int(counts[0])
-
-
-def take_over_newest(net: Transport, x: Tensor, step: int) -> int:
-    """Gives every rank the weights of the one that has made the most steps, and tells how many.
-
-    Where all ranks hold the same weights as long as they step, this brings those along that stopped
-    before the others.
-    """
-    steps = [int(theirs) for theirs in net.all_gather(torch.tensor([step])).wait()]
-    newest = steps.index(max(steps))
-    if len(set(steps)) > 1:
-        net.broadcast(x, newest).wait()
-    return steps[newest]

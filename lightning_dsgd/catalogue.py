@@ -1,58 +1,55 @@
-"""The table of strategies, for the command line and the documents: one row an algorithm.
+"""The table of strategies, for the command line and the documents: one row per algorithm.
 
-What and how much memory stands in the algorithm's docstring, the rest in its `Profile`.
+What it does is the first line of the algorithm's docstring; the rest comes from its `Profile`.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import shutil
 import textwrap
 from dataclasses import fields
 from typing import Final
 
-from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms.adpsgd import ADPSGD
-from lightning_dsgd.algorithms.allreduce import AllReduce
-from lightning_dsgd.algorithms.dpsgd import DPSGD
-from lightning_dsgd.algorithms.eager_sgd import EagerSGD
-from lightning_dsgd.algorithms.hpsgd import HPSGD
-from lightning_dsgd.algorithms.local_sgd import LocalSGD
-from lightning_dsgd.algorithms.no_sync import NoSync
-from lightning_dsgd.algorithms.oktopk import OkTopk
-from lightning_dsgd.algorithms.popsgd import PopSGD
-from lightning_dsgd.algorithms.sgp import SGP
-from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
-from lightning_dsgd.algorithms.wagma import WAGMA
-
-ALGORITHMS: Final[tuple[type[Algorithm], ...]] = (
-    WAGMA, EagerSGD, HPSGD, SGP, ADPSGD, PopSGD, LocalSGD, DPSGD, OkTopk,
-    TopkAllgather, TopkDSA, GTopk, GaussianTopk, AllReduce, NoSync,
-)  # fmt: skip
-"""Those that one would try first come first."""
+from lightning_dsgd import hyperparameters
+from lightning_dsgd.algorithm import Algorithm, Profile
+from lightning_dsgd.algorithms import ALGORITHMS
 
 COLUMNS: Final = (
-    "name", "what", "when", "with whom", "memory above plain training", "sends a step", "for whom",
+    "name", "what it does", "communicates", "with", "extra memory", "bytes sent per step",
+    "use it for",
 )  # fmt: skip
+BRIEF: Final = ("name", "what it does", "use it for")
+"""The columns of a short table."""
+LEGEND: Final = (
+    "|x|: bytes of the weights, |g|: bytes of the gradient, P: number of ranks, S: ranks per "
+    "group, n: gradient entries, k = density * n: entries selected per step.  Extra memory is per "
+    "rank, in addition to plain training."
+)
+_NOT_SAID: Final = Profile("-", "-", "-", "-", "-")
+"""For an algorithm of another package that has no profile."""
 _SHARES: Final = (0, 26, 17, 17, 18, 17, 25)
-"""Of the width that the names leave over."""
+"""Share of each column in the width that the names leave."""
 
 
 def row(algorithm: type[Algorithm]) -> tuple[str, ...]:
-    """What the table says of one algorithm."""
-    profile, text = algorithm.profile, inspect.getdoc(algorithm) or ""
-    assert profile is not None, f"{algorithm.__name__} has no profile"
+    """The cells of one algorithm, in the order of `COLUMNS`."""
+    profile, text = algorithm.profile or _NOT_SAID, inspect.getdoc(algorithm) or ""
     what = " ".join(text.partition("\n\n")[0].split()).rstrip(".")
-    found = re.search(r"Memory above plain training: ([^.;:]+)", text)
-    memory = re.sub(r" \(.*?\)", "", " ".join(found[1].split())) if found else ""
-    whom = profile.with_whom
-    return (algorithm.name, what, profile.when, whom, memory, profile.sends, profile.suits)
+    return (
+        algorithm.name,
+        what,
+        profile.when,
+        profile.with_whom,
+        profile.memory,
+        profile.sends,
+        profile.suits,
+    )
 
 
 def table() -> str:
-    """For a terminal, as wide as it is."""
-    rows = [row(algorithm) for algorithm in ALGORITHMS]
+    """The table for a terminal, as wide as the terminal."""
+    rows = [row(algorithm) for algorithm in ALGORITHMS.values()]
     name_width = max(len(name) for name, *_ in rows)
     spare = max(shutil.get_terminal_size((150, 24)).columns, 100) - name_width - 2 * len(COLUMNS)
     widths = [name_width, *(spare * share // sum(_SHARES) for share in _SHARES[1:])]
@@ -68,33 +65,39 @@ def table() -> str:
 
     rule = "  ".join("-" * width for width in widths)
     body = [line for cells in rows for line in (*lines(cells), "")]
-    legend = "|x| the weights, |g| the gradient, P ranks, S ranks a group, k entries sent of n."
+    legend = textwrap.fill(LEGEND, sum(widths) + 2 * len(COLUMNS))
     return "\n".join([*lines(COLUMNS), rule, *body, legend])
 
 
-def markdown(pages: str) -> str:
-    """The same for a document that has the algorithms' pages in this folder."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    for algorithm in ALGORITHMS:
-        name, *cells = row(algorithm)
+def markdown(pages: str, columns: tuple[str, ...] = COLUMNS) -> str:
+    """The table for a document.
+
+    Args:
+        pages: the folder with the algorithms' pages, for the links
+        columns: which of `COLUMNS` it has
+    """
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for algorithm in ALGORITHMS.values():
+        cells = dict(zip(COLUMNS, row(algorithm), strict=True))
         page = algorithm.__module__.rpartition(".")[2]
-        cells = [f"[`{name}`]({pages}{page}.md)", *(cell.replace("|", r"\|") for cell in cells)]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = {column: cells[column].replace("|", r"\|") for column in columns}
+        cells["name"] = f"[`{algorithm.name}`]({pages}{page}.md)"
+        lines.append("| " + " | ".join(cells.values()) + " |")
     return "\n".join(lines)
 
 
 def describe(name: str) -> str:
-    """One strategy: how it is made, the hyperparameters, and what its paper's file says."""
-    known = {algorithm.name: algorithm for algorithm in ALGORITHMS}
-    if name not in known:
-        raise ValueError(f"the strategy must be one of {', '.join(known)}, got {name!r}")
-    algorithm = known[name]
+    """One strategy: how to create it, its hyperparameters, and its module's docstring."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"the strategy must be one of {', '.join(ALGORITHMS)}, got {name!r}")
+    algorithm = ALGORITHMS[name]
+    arguments = hyperparameters.arguments(algorithm)
     defaults = (f"{f.name}={f.default!r}" for f in fields(algorithm))  # type: ignore[arg-type]
     module = inspect.getdoc(inspect.getmodule(algorithm)) or ""
     parts = [
         f'Trainer(strategy="{name}"), or lightning_dsgd.{algorithm.__name__}Strategy'
         f"({', '.join(defaults)})",
-        inspect.getdoc(algorithm) or "",
+        (inspect.getdoc(algorithm) or "") + (f"\n\nArgs:\n{arguments}" if arguments else ""),
         *(f"{title}: {cell}" for title, cell in zip(COLUMNS, row(algorithm), strict=True)),
         module,
     ]

@@ -1,6 +1,7 @@
 """The console script: Lightning's command line, with this package's strategies registered.
 
     lightning-dsgd fit --config recipes/digits_local_sgd.yaml --trainer.strategy dpsgd
+    lightning-dsgd fit --config ... --trainer.strategy wagma --trainer.strategy.sync_period 20
     lightning-dsgd strategies
     lightning-dsgd doctor
 
@@ -19,14 +20,21 @@ COMMANDS = {
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",
     "predict": "run on the prediction data",
-    "strategies": "the table of names for --trainer.strategy; with a name, all about it",
+    "strategies": "the table of strategies; with a name, the details of one",
     "doctor": "what works on this machine, and what to do about the rest",
     "bench": "measure strategies side by side (`lightning-dsgd bench throughput --help`)",
     "simulate": "predict throughput on many ranks (`lightning-dsgd simulate --help`)",
+    "probe": "measure what messages and sums cost on this cluster (`lightning-dsgd probe --help`)",
+    "advise": "which strategy is fastest for you (`lightning-dsgd advise --help`)",
+    "timeline": "draw where a run's time went (`lightning-dsgd timeline --help`)",
+    "launch": "start a script's ranks, and look after them (`lightning-dsgd launch --help`)",
 }
+MODULES = ("simulate", "probe", "advise", "timeline", "launch")
+"""Commands with a package of their own."""
 BENCHES = {
     "throughput": "steps per second, with simulated computation, stragglers and links",
     "convergence": "steps, seconds and bytes to a target, over seeds",
+    "target": "seconds to all-reduce's quality in five situations, in simulated time",
     "report": "tables and plots of result files",
 }
 
@@ -41,7 +49,7 @@ def main(args: Sequence[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else list(args)
     # Lightning's parser also takes options before the command: `--config FILE fit`.
     if not given or given[0] in ("-h", "--help") or not given[0].startswith("-"):
-        command = _parser().parse_args(given[:1]).command
+        command = _parser().parse_args(given[:1] or ["--help"]).command
         if command == "strategies":
             _show_strategies(given[1:])
             return
@@ -51,10 +59,9 @@ def main(args: Sequence[str] | None = None) -> None:
         if command == "bench":
             _run_bench(given[1:])
             return
-        if command == "simulate":
-            from lightning_dsgd.bench import simulate
-
-            simulate.main(given[1:])
+        if command in MODULES:
+            # Lazily: `--help` of another command needs none of it.
+            importlib.import_module(f"lightning_dsgd.{command}.command").main(given[1:])
             return
     _run_lightning(None if args is None else given)
 
@@ -73,8 +80,14 @@ def _run_bench(args: list[str]) -> None:
 
 def _show_strategies(args: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="lightning-dsgd strategies")
-    parser.add_argument("name", nargs="?", help="of one strategy: hyperparameters, rule and cost")
-    parser.add_argument("--markdown", metavar="PAGES", help="links to the pages of this folder")
+    parser.add_argument(
+        "name", nargs="?", help="show the hyperparameters, rule and cost of this strategy"
+    )
+    parser.add_argument(
+        "--markdown",
+        metavar="PAGES",
+        help="print a Markdown table that links to the pages in this folder",
+    )
     given = parser.parse_args(args)
     from lightning_dsgd import catalogue  # loads torch
 
@@ -82,7 +95,7 @@ def _show_strategies(args: list[str]) -> None:
         print(catalogue.markdown(given.markdown))
     elif given.name is None:
         print(catalogue.table())
-        print("\nAll about one: lightning-dsgd strategies NAME")
+        print("\nDetails of one: lightning-dsgd strategies NAME")
     else:
         try:
             print(catalogue.describe(given.name))
@@ -117,9 +130,10 @@ def _run_lightning(args: list[str] | None) -> None:
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI
 
-    from lightning_dsgd.strategy import register
+    from lightning_dsgd.trainer.named import STRATEGIES
+    from lightning_dsgd.trainer.names import take_on_command_line
 
-    register()
+    take_on_command_line(STRATEGIES)
     LightningCLI(
         LightningModule,
         LightningDataModule,

@@ -22,9 +22,9 @@ CHILD_TIMEOUT_S: Final = 90.0
 
 _LIBRARIES: Final = """
 import json, torch, torch.distributed as dist
-found = {"torch": torch.__version__, "gloo": dist.is_gloo_available(), "cuda": torch.version.cuda}
-found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
-found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+from lightning_dsgd import devices
+found = {"torch": torch.__version__, "gloo": dist.is_gloo_available(), **devices.seen()}
+found["nccl"] = devices.nccl_version() if dist.is_nccl_available() else None
 print(json.dumps(found), flush=True)
 """
 _VERSIONS: Final = """
@@ -49,6 +49,21 @@ names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 found["level"] = next(n for n in names if getattr(MPI, "THREAD_" + n) == level)
 print(json.dumps(found), flush=True)
 MPI.Finalize()
+"""
+
+_NIXL: Final = """
+import ctypes, importlib.metadata, json, os, re, tempfile
+from lightning_dsgd.transport import nixl_agent
+name = nixl_agent.installed()
+found = {"version": importlib.metadata.version(name) if name else None}
+if name:
+    log = os.path.join(tempfile.mkdtemp(), "log")
+    os.environ.update(UCX_LOG_LEVEL="info", UCX_LOG_FILE=log)
+    found["is_copy"] = nixl_agent.trial()
+    ctypes.CDLL(None).fflush(None)
+    lanes = " ".join(re.findall("cfg#.*", open(log).read()))
+    found["devices"] = sorted(set(re.findall("[a-z_0-9]+/[a-z_0-9:.]+", lanes)))
+print(json.dumps(found), flush=True)
 """
 
 LAUNCHERS: Final = {
@@ -85,6 +100,7 @@ def examine() -> list[Finding]:
         "torch": torch_and_cuda,
         "packages": packages,
         "MPI": mpi,
+        "NIXL": nixl,
         "launcher": launcher,
         "networks": emulated_networks,
     }
@@ -138,11 +154,13 @@ def torch_and_cuda() -> list[Finding]:
     transport = "gloo" if found["gloo"] else "without gloo, which ranks need to find each other"
     findings = [Finding("torch", found["gloo"], f"{found['torch']}, {transport}")]
     if found["devices"]:
-        devices = f"{len(found['devices'])} x {found['devices'][0]}, CUDA {found['cuda']}"
+        devices = f"{len(found['devices'])} x {found['devices'][0]}, CUDA {found['built_for']}"
         findings.append(Finding("CUDA", True, devices))
-    elif found["cuda"]:
+    elif found["built_for"]:
         advice = 'see whether `nvidia-smi` does; accelerator="cpu" works'
-        findings.append(Finding("CUDA", False, f"{found['cuda']}, but no device is seen", advice))
+        findings.append(
+            Finding("CUDA", False, f"{found['built_for']}, but no device is seen", advice)
+        )
     else:
         advice = 'accelerator="cpu" works; for GPUs install a CUDA build of torch'
         findings.append(Finding("CUDA", False, "this torch is built without it", advice))
@@ -175,8 +193,7 @@ def packages() -> list[Finding]:
 def mpi() -> list[Finding]:
     """The MPI library that mpi4py would load, its thread level, and mpiexec."""
     versions, _ = ask(_VERSIONS)
-    mpiexec = shutil.which("mpiexec")
-    start = Finding("mpiexec", bool(mpiexec), mpiexec or "not found")
+    start = mpiexec()
     if not versions.get("mpi4py"):
         advice = 'only transport="mpi" needs it: pip install mpi4py mpich'
         return [Finding("MPI", False, "mpi4py is not installed", advice), start]
@@ -192,6 +209,40 @@ def mpi() -> list[Finding]:
     text = f"{found['library']}, thread level {level or f'unknown ({why})'}"
     advice = "" if level == "MULTIPLE" else "lanes need MPI_THREAD_MULTIPLE: use another build"
     return [Finding("MPI", level == "MULTIPLE", text, advice), start]
+
+
+def nixl() -> list[Finding]:
+    """Whether one process reads another's memory by NIXL, and by which devices of UCX's."""
+    found, why = ask(_NIXL)
+    if why:
+        advice = 'transport="process_group" works without it'
+        return [Finding("NIXL", False, why, advice)]
+    if not found["version"]:
+        advice = (
+            "large messages are faster with it: pip install nixl-cu12 (with CUDA 13: nixl-cu13)"
+        )
+        return [Finding("NIXL", False, "not installed", advice)]
+    devices = ", ".join(found["devices"]) or "none named"
+    text = f"{found['version']}, between two processes by {devices}"
+    advice = (
+        ""
+        if found["is_copy"]
+        else "ranks of this machine use TCP: process_vm_readv is forbidden (in a container: "
+        "--cap-add SYS_PTRACE)"
+    )
+    return [Finding("NIXL", found["is_copy"], text, advice)]
+
+
+def mpiexec() -> Finding:
+    """What starts ranks: on the PATH, or where an environment that is not activated has it."""
+    found = shutil.which("mpiexec")
+    if found:
+        return Finding("mpiexec", True, found)
+    beside = shutil.which("mpiexec", path=os.path.dirname(sys.executable))
+    if beside:
+        advice = "call it by this path, or activate its environment"
+        return Finding("mpiexec", True, f"{beside}, not on the PATH", advice)
+    return Finding("mpiexec", False, "not found")
 
 
 def launcher() -> list[Finding]:

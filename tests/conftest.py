@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from tests.mpi import MPIJob
+from tests.support.mpi import MPIJob
 
 # A shell that starts the tests in the background has let them ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""The command line; where ranks train, as processes of their own, as launchers start them."""
+"""The command line, in this process, in those of ranks, and as a console script."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ import pytest
 
 import lightning_dsgd
 from lightning_dsgd.cli import COMMANDS, main
+from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "digits_local_sgd.yaml"
 """test_recipes.py runs all of them."""
+
+
+@pytest.fixture(autouse=True)
+def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning warns where those of this process are given beside others."""
+    monkeypatch.setattr(sys, "argv", ["python"])
 
 
 def run(module: str, *args: str, cwd: Path) -> None:
@@ -26,7 +33,7 @@ def run(module: str, *args: str, cwd: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
 
@@ -41,7 +48,7 @@ def test_strategies_are_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_strategy_is_shown_with_its_hyperparameters(capsys: pytest.CaptureFixture[str]) -> None:
     main(["strategies", "local_sgd"])
     text = capsys.readouterr().out
-    assert "lightning_dsgd.LocalSGDStrategy(sync_period=8)" in text
+    assert "lightning_dsgd.LocalSGDStrategy(sync_period=8, " in text
     assert "https://arxiv.org/abs/1805.09767" in text
 
 
@@ -67,7 +74,7 @@ def run_as_console_script(code: str, cwd: Path) -> None:
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         check=True,
-        timeout=100,
+        timeout=250,
     )
 
 
@@ -88,19 +95,14 @@ assert not slow, slow
     run_as_console_script(code, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_the_console_script_knows_all_public_names(tmp_path: Path) -> None:
     code = """
 import lightning_dsgd
 assert "torch" not in sys.modules
 assert all(getattr(lightning_dsgd, name) is not None for name in lightning_dsgd.__all__)
-assert not hasattr(lightning_dsgd, "WAGMA")
+assert not hasattr(lightning_dsgd, "Wagma")
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning_dsgd.cli import main
-assert "wagma" not in StrategyRegistry
-try:
-    main(["fit", "--help"])
-except SystemExit as end:
-    assert end.code == 0
 assert "wagma" in StrategyRegistry
 """
     run_as_console_script(code, tmp_path)
@@ -109,7 +111,6 @@ assert "wagma" in StrategyRegistry
 @pytest.mark.parametrize(
     ("args", "status"),
     [
-        ([], 2),
         (["--help"], 0),
         (["strategies", "--help"], 0),
         (["doctor", "--help"], 0),
@@ -121,6 +122,14 @@ def test_usage(args: list[str], status: int, capsys: pytest.CaptureFixture[str])
         main(args)
     assert end.value.code == status
     assert "usage: lightning-dsgd" in "".join(capsys.readouterr())
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"{command:12}{what}" in text for command, what in COMMANDS.items())
 
 
 def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,10 +146,62 @@ def test_unknown_strategy_argument_ends_before_training(capsys: pytest.CaptureFi
     assert "sync_perod" in capsys.readouterr().err
 
 
+BESIDE_A_NAME = {
+    "two flags": ["--trainer.strategy=wagma", "--trainer.strategy.sync_period=20"],
+    "two flags, and the name as one likes": [
+        "--trainer.strategy", "WAGMA", "--trainer.strategy.sync_period", "20",
+    ],
+    "a file": "{class_path: wagma, init_args: {sync_period: 20}}",
+    "a file with a name, and a flag": "wagma",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE_A_NAME)
+def test_a_name_takes_hyperparameters(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its recipe has another strategy; the rest keeps its defaults."""
+    given = BESIDE_A_NAME[case]
+    if isinstance(given, str):
+        file = tmp_path / "strategy.yaml"
+        file.write_text(f"trainer: {{strategy: {given}}}\n")
+        flag = [] if "sync" in given else ["--trainer.strategy.sync_period", "20"]
+        given = ["--config", str(file), *flag]
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(RECIPE), *given, "--print_config"])
+    assert end.value.code == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index("class_path: lightning_dsgd.WAGMAStrategy")
+    assert lines[at + 2 : at + 4] == ["group_size: null", "sync_period: 20"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("wagam", "No strategy is called 'wagam'. Did you mean \"wagma\", of lightning_dsgd?"),
+        ("wagma", "Option 'sync_perod' is not accepted"),
+        ("nonsense", "Expected a dot import path string: nonsense"),
+    ],
+)
+def test_a_wrong_name_or_hyperparameter_beside_a_name_is_told(
+    given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--trainer.strategy", given, "--trainer.strategy.sync_perod", "8"]
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", str(RECIPE), *more])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def fit_in(folder: Path, args: list[str]) -> None:
+    os.chdir(folder)
+    main(["fit", *args])
+
+
 def test_run_leaves_metrics_config_and_a_checkpoint(tmp_path: Path) -> None:
     """And a name on the command line replaces the recipe's strategy."""
     more = ["--trainer.strategy", "dpsgd", "--trainer.max_epochs", "1", "--trainer.devices", "2"]
-    run("lightning_dsgd", "fit", "--config", str(RECIPE), *more, cwd=tmp_path)
+    FitWorld().run(2, fit_in, tmp_path, ["--config", str(RECIPE), *more])
     (log,) = tmp_path.glob("lightning_logs/version_*")
     assert "strategy: dpsgd\n" in (log / "config.yaml").read_text()
     assert len(list(log.glob("checkpoints/*.ckpt"))) == 1
@@ -149,6 +210,7 @@ def test_run_leaves_metrics_config_and_a_checkpoint(tmp_path: Path) -> None:
     assert {"train_loss", "val_loss", "val_accuracy", "dsgd/bytes_sent"} <= set(columns)
 
 
+@pytest.mark.exhaustive
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     more = ["--trainer.devices", "2", "--trainer.fast_dev_run", "true"]

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,22 +19,19 @@ from torch import Tensor
 
 import lightning_dsgd
 from lightning_dsgd import catalogue
+from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
-from tests.models import Regression, loader, trainer, weights
-from tests.worlds import FitWorld
+from tests.support.browser import chromium
+from tests.support.models import Regression, loader, trainer, weights
+from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "own_algorithm.md"
 PHONE_PX = 390
 DESKTOP_PX = 1280
-CHROMIUM = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--hide-scrollbars", "--virtual-time-budget=10000", "--allow-file-access-from-files",
-]  # fmt: skip
 
 
 def blocks(page: Path, language: str = "python") -> list[str]:
@@ -46,19 +42,28 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 def test_the_table_has_every_strategy_and_its_class() -> None:
-    named = {algorithm.name: algorithm.__name__ for algorithm in catalogue.ALGORITHMS}
+    named = {algorithm.name: algorithm.__name__ for algorithm in ALGORITHMS.values()}
     assert named == {
         name: cls.__name__.removesuffix("Strategy")
         for name, cls in lightning_dsgd.STRATEGIES.items()
     }
 
 
-@pytest.mark.parametrize("algorithm", catalogue.ALGORITHMS, ids=lambda a: a.name)
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda a: a.name)
 def test_no_cell_of_the_table_is_empty(algorithm: Any) -> None:
     assert all(catalogue.row(algorithm))
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/choosing.md", "docs/recipes.md"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "README.md",
+        *(
+            f"docs/{page}.md"
+            for page in ("choosing", "algorithms/wagma", "recipes", "gallery", "works_with")
+        ),
+    ],
+)
 def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     text = (ROOT / file).read_text()
     tables = runpy.run_path(str(DOCS / "tables.py"))
@@ -68,7 +73,7 @@ def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     assert tables["renewed"](without_its_first_row) == text
 
 
-@pytest.mark.parametrize("algorithm", catalogue.ALGORITHMS, ids=lambda a: a.name)
+@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda a: a.name)
 def test_every_algorithm_has_a_page_that_names_its_hyperparameters(algorithm: Any) -> None:
     page = (DOCS / "algorithms" / f"{algorithm.__module__.rpartition('.')[2]}.md").read_text()
     assert f'"{algorithm.name}"' in page
@@ -76,9 +81,12 @@ def test_every_algorithm_has_a_page_that_names_its_hyperparameters(algorithm: An
 
 
 def test_every_result_is_shown_on_a_page() -> None:
-    text = "".join(page.read_text() for page in DOCS.rglob("*.md"))
-    shown = set(re.findall(r"results/([\w.]+)\)", text))
-    assert shown == {file.name for file in DOCS.joinpath("results").iterdir()}
+    """A result's folder has the name of the page that tells of it."""
+    pages = {page.stem: page.read_text() for page in DOCS.rglob("*.md")}
+    shown = set(re.findall(r"\((?:\.\./)?results/([\w./]+)\)", "".join(pages.values())))
+    results = DOCS / "results"
+    assert shown == {path.relative_to(results).as_posix() for path in results.rglob("*.*")}
+    assert {folder.name for folder in results.iterdir()} <= pages.keys()
 
 
 # ---- the example ----
@@ -165,6 +173,8 @@ def test_code_of_the_pages_compiles(page: Path) -> None:
 
 # ---- the site ----
 
+once = pytest.mark.xdist_group("site")  # which takes long to build
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -177,12 +187,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     return folder
 
 
+@pytest.mark.exhaustive
+@once
 def test_nothing_on_the_site_is_fetched_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         found = re.findall(
@@ -192,27 +204,19 @@ def test_nothing_on_the_site_is_fetched_from_elsewhere(site: Path) -> None:
         assert [url for url in found if re.match(r"https?:|//", url)] == [], page.name
 
 
+@once
 def test_the_reference_shows_what_the_docstrings_say(site: Path) -> None:
     text = (site / "api.html").read_text()
     for cls in lightning_dsgd.STRATEGIES.values():
-        assert f'id="lightning_dsgd.strategy.{cls.__name__}"' in text
-    assert "how many steps lie between two global averages" in text  # of a docstring by reference
+        assert f'id="lightning_dsgd.trainer.named.{cls.__name__}"' in text
+    assert (
+        "number of steps from one global average to the next" in text
+    )  # of a docstring by reference
     assert "wait_avoiding" in text
 
 
-def chromium(profile: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    if browser is None:
-        pytest.skip("chromium is not installed: apt-get install chromium")
-    return subprocess.run(
-        [browser, *CHROMIUM, f"--user-data-dir={profile}", *args],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-
-
+@once
+@pytest.mark.exhaustive
 def test_no_page_is_wider_than_the_screen(site: Path, tmp_path: Path) -> None:
     """Frames as wide as a phone's and a desktop's screen, each with one page, report its width."""
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
@@ -242,6 +246,8 @@ for (const page of pages) for (const width of widths) {{
     assert {page: px for page, px in excess.items() if px > 0} == {}
 
 
+@once
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [PHONE_PX, DESKTOP_PX])
 def test_a_page_is_drawn(site: Path, tmp_path: Path, width: int) -> None:
     image = tmp_path / "page.png"

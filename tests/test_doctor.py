@@ -11,6 +11,7 @@ from lightning_dsgd import doctor
 from lightning_dsgd.bench import network
 from lightning_dsgd.cli import main
 from lightning_dsgd.doctor import Finding
+from tests.support.nixl import has_nixl
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +27,21 @@ def stand_in(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
+@pytest.mark.exhaustive
 def test_the_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     subjects = [line[4:21].strip() for line in lines if line[:4] in ("ok  ", "--  ")]
-    for subject in ("Python", "torch", "CUDA", "NCCL", "Lightning", "W&B", "MPI", "launcher"):
+    for subject in ("Python", "torch", "CUDA", "NCCL", "Lightning", "W&B", "MPI", "NIXL"):
         assert subject in subjects
     assert any(line.startswith("ok  torch") for line in lines)
 
 
 def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     code = 'print(\'{"library": "some"}\', flush=True); import time; time.sleep(100)'
-    found, why = doctor.ask(code, timeout_s=3.0)
+    found, why = doctor.ask(code, timeout_s=5.0)
     assert found == {"library": "some"}  # what it said before
-    assert "3 s" in why
+    assert "5 s" in why
 
 
 def test_a_child_that_dies_is_reported() -> None:
@@ -75,6 +77,69 @@ class MPI:
     assert finding.works is works
     assert finding.found == f"MPI of a test, thread level {level}"
     assert bool(finding.advice) is not works
+
+
+def program(folder: Path) -> Path:
+    folder.mkdir()
+    file = folder / "mpiexec"
+    file.write_text("#!/bin/sh\n")
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("said", "works", "found", "advice"),
+    [
+        ('{"version": null}', False, "not installed", "pip install nixl-cu12"),
+        (
+            '{"version": "1.5.1", "is_copy": true, "devices": ["cma/memory", "tcp/lo"]}',
+            True,
+            "1.5.1, between two processes by cma/memory, tcp/lo",
+            "",
+        ),
+        ('{"version": "1.5.1", "is_copy": false, "devices": []}', False, "1.5.1", "SYS_PTRACE"),
+    ],
+)
+def test_what_is_said_of_nixl(
+    said: str, works: bool, found: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_NIXL", f"print({said!r})")
+    (finding,) = doctor.nixl()
+    assert finding.works is works
+    assert found in finding.found
+    assert advice in finding.advice
+    assert bool(finding.advice) is not works
+
+
+def test_nixl_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_NIXL", "raise ImportError('libucp.so: not found')")
+    (finding,) = doctor.nixl()
+    assert not finding.works
+    assert "libucp.so" in finding.found
+    assert "process_group" in finding.advice
+
+
+@has_nixl
+def test_nixl_is_tried_between_two_processes() -> None:
+    (finding,) = doctor.nixl()
+    assert finding.works
+    assert "cma/memory" in finding.found
+
+
+def test_mpiexec_is_found_beside_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an environment that is not activated; what is on the PATH comes first, as in a shell."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert doctor.mpiexec() == Finding("mpiexec", False, "not found")
+    beside = program(tmp_path / "venv")
+    finding = doctor.mpiexec()
+    assert finding.works
+    assert finding.found == f"{beside}, not on the PATH"
+    assert finding.advice == "call it by this path, or activate its environment"
+    first = program(tmp_path / "bin")
+    assert doctor.mpiexec() == Finding("mpiexec", True, str(first))
 
 
 def test_mpi_is_asked_outside_the_job_of_this_process(
@@ -124,10 +189,10 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken() -> list[Finding]:
         raise OSError("no more processes")
 
-    for name in ("torch_and_cuda", "packages", "mpi", "emulated_networks"):
+    for name in ("torch_and_cuda", "packages", "mpi", "nixl", "emulated_networks"):
         monkeypatch.setattr(doctor, name, broken)
     report = doctor.report(doctor.examine())
-    assert report.count("OSError: no more processes") == 4
+    assert report.count("OSError: no more processes") == 5
     assert "launcher" in report
 
 

@@ -1,1 +1,81 @@
-"""One paper a file; the hyperparameters are the fields of its dataclass."""
+"""The algorithms, one paper a file; `ALGORITHMS` is the only list of them.
+
+A package of somebody else's adds one of its own through an entry point:
+
+    [project.entry-points."lightning_dsgd.algorithms"]
+    mine = "my_package:MyAlgorithm"          # a dataclass that is an `Algorithm`, with a name
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import entry_points
+from typing import Final
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.adpsgd import ADPSGD
+from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms.diloco import DiLoCo
+from lightning_dsgd.algorithms.dpsgd import DPSGD
+from lightning_dsgd.algorithms.eager_sgd import EagerSGD
+from lightning_dsgd.algorithms.hpsgd import HPSGD
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.popsgd import PopSGD
+from lightning_dsgd.algorithms.sgp import SGP
+from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
+from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.hyperparameters import parse
+
+_GROUP: Final = "lightning_dsgd.algorithms"
+
+ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        WAGMA, EagerSGD, HPSGD, SGP, ADPSGD, PopSGD, LocalSGD, DiLoCo, DPSGD, OkTopk,
+        TopkAllgather, TopkDSA, GTopk, GaussianTopk, AllReduce, NoSync,
+    )
+}  # fmt: skip
+"""By name; those that one would try first come first."""
+
+
+def make_algorithm(spec: str) -> Algorithm:
+    """One of them by its name, with hyperparameters, as in `wagma:overlap=true`."""
+    name, options = parse(spec)
+    if name not in ALGORITHMS:
+        raise ValueError(
+            f"an algorithm must be one of {', '.join(ALGORITHMS)}, "
+            f"with hyperparameters as in wagma:overlap=true, got {spec!r}"
+        )
+    try:
+        algorithm = ALGORITHMS[name](**options)
+    except TypeError as err:
+        raise ValueError(f"{spec!r}: {err}; see `lightning-dsgd strategies`") from err
+    algorithm.check_hyperparameters()
+    return algorithm
+
+
+def warn_of_one_left_out(where: str, error: Exception) -> None:
+    """An algorithm of another package cannot be a strategy."""
+    text = f"{where} is left out of the strategies: {type(error).__name__}: {error}"
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _add_those_of_others() -> None:
+    """What cannot be loaded, or has a name that is taken, is left out with a warning."""
+    for entry in entry_points(group=_GROUP):
+        try:
+            algorithm = entry.load()
+            if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
+                raise TypeError(f"it must be a subclass of Algorithm, got {algorithm}")
+            for taken in ALGORITHMS.values():
+                if algorithm.name == taken.name or algorithm.__name__ == taken.__name__:
+                    raise ValueError(f"there is {taken.__name__} already, called {taken.name!r}")
+        except Exception as error:
+            warn_of_one_left_out(entry.value, error)
+        else:
+            ALGORITHMS[algorithm.name] = algorithm
+
+
+_add_those_of_others()

@@ -5,20 +5,21 @@
 
 Legend: x the weights, g the gradient, P ranks.
 
-The graph is bipartite, so that no cycle of ranks can wait: odd ranks ask, even ranks answer.  Odd
-ranks ask once a step, unless the last exchange still goes on; neighbours are 1, 3, 7, ... hops away
-(the bipartite exponential graph).  An exchange is atomic on both sides: who asks has no other under
-way, who answers makes one after the other.  It works on published copies; both sides get half of
-the difference, the same bits with opposite signs, and add it to their weights after their next step
-(`published.py`).  So the mean over the ranks is conserved, and what the optimizers do in the
-meantime is kept.
+The graph is bipartite, so that ranks cannot wait for each other in a cycle: odd ranks ask, even
+ranks answer.  Odd ranks ask once per step, unless the last exchange is not finished; neighbours are
+1, 3, 7, ... hops away (the bipartite exponential graph).  An exchange is atomic on both sides: the
+rank that asks has only one at a time, and the rank that answers handles them one after the other.
+It works on published copies; both sides get half of the difference, the same bits with opposite
+signs, and add it to their weights after their next step (`published.py`).  So the mean over the
+ranks is conserved, and updates that the optimizers make during an exchange are kept.
 
-A rank that has run out of data asks no more, but answers as long as others ask.
+A rank that has run out of data stops asking, but answers as long as others ask.
 
 Differs from the paper: any optimizer; odd P; an average reaches the weights after a step, not in
-the middle of one.
+the middle of one; `wire_dtype`.  Rounding conserves the mean too: both sides add what was sent.
 
-Waits for nobody.  Sends |x| a step (who asks: its copy; who answers: half of the difference).
+No training step waits.  Sends |x| per step: the rank that asks its copy, the rank that answers half
+of the difference.  A `wire_dtype` divides that by 2, 3.88 or 7.53.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm, Profile
-from lightning_dsgd.published import Published
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.hyperparameters import setting
+from lightning_dsgd.primitives import quantised, topology
+from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.transport import ANY, Lane, Transport
 
 _ASK, _ANSWER, _CONTROL = range(3)  # tags
@@ -42,27 +44,22 @@ _STEPPED, _SETTLE = range(2)
 
 @dataclass
 class ADPSGD(Algorithm):
-    """Averages the weights with those of random neighbours, beside the training.
-
-    Memory above plain training: 2 |x|, the published copy and the corrections; 2 |x| more during an
-    exchange (what is sent and what is received).
-
-    Args:
-        seed: of the neighbours that are asked
-    """
+    """Averages the weights with random neighbours in the background, while training continues."""
 
     name: ClassVar[str] = "adpsgd"
     profile: ClassVar[Profile] = Profile(
-        when="once a step, beside the training",
+        when="up to once per step, in the background",
         with_whom="a random neighbour",
         sends="|x|",
-        suits="stragglers of every kind: nobody ever waits",
+        memory="2 |x|; 4 |x| during an exchange",
+        suits="stragglers of every kind; no training step waits",
     )
 
-    seed: int = 0
+    seed: int = setting(default=0, doc="seed of the random choice of neighbours")
+    wire_dtype: str = quantised.wire_dtype("is not averaged")
 
-    def start(self, net: Transport, x: Tensor) -> None:
-        super().start(net, x)
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
         self.neighbours = topology.neighbours("bipartite_exponential", net.rank, net.world_size)
         self.asks = net.rank % 2 == 1
         self.home = net.sub("home")  # where the training thread is answered
@@ -101,8 +98,9 @@ class ADPSGD(Algorithm):
     def _begin(self, x: Tensor) -> None:
         """Publishes the first weights; what a resume restores has come by now."""
         if self.lane is None and self.neighbours:
+            self.x = x
             self.published = Published(x)
-            self.like = x[:0]
+            self.like = quantised.encode(x[:0], self.wire_dtype)
             serve = self._ask if self.asks else self._answer
             self.lane = self.net.spawn_lane(serve, "averager")
 
@@ -120,6 +118,9 @@ class ADPSGD(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_exchanges = state["num_steps"], state["num_exchanges"]
 
+    def carry_over(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
+
     def metrics(self) -> dict[str, float]:
         steps = self.num_steps
         return {"exchanges_per_step": self.num_exchanges / steps} if steps else {}
@@ -133,16 +134,19 @@ class ADPSGD(Algorithm):
                 continue
             draw = random.Random(f"{self.seed}/{net.rank}/{self.num_exchanges}")
             peer = draw.choice(self.neighbours)
-            net.send(self.published.snapshot(), peer, _ASK, copy=False)
-            self.published.correct(net.recv(self.like, peer, _ANSWER).wait())
+            mine = self.published.snapshot()
+            net.send(quantised.encode(mine, self.wire_dtype), peer, _ASK, copy=False)
+            answer = net.recv(self.like, peer, _ANSWER).wait()
+            self.published.correct(quantised.decode(answer, like=mine))
             self.num_exchanges += 1
             self.is_asking = False
 
     def _answer(self, net: Transport) -> None:
         while True:
             receipt = net.recv(self.like, ANY, _ASK)
-            theirs = receipt.wait(math.inf)
-            net.send(self.published.meet(theirs), receipt.source, _ANSWER, copy=False)
+            theirs = quantised.decode(receipt.wait(math.inf), like=self.x)
+            answer = self.published.meet(theirs, self.wire_dtype)
+            net.send(answer, receipt.source, _ANSWER, copy=False)
             self.num_exchanges += 1
 
 

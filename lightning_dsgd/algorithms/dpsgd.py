@@ -2,12 +2,13 @@
 
     x_i <- sum_j W_ij x_j - lr * g_i(x_i)      W: mixing weights of the ring
 
-A rank that stops (to evaluate, to save, out of data) sends each neighbour an empty message in place
-of its weights.  The neighbours then leave it out, giving its share of W to themselves: W stays
+A rank that stops (to evaluate, to save, out of data) sends each neighbour an empty message instead
+of its weights.  The neighbours then leave it out and keep its share of W themselves: W stays
 symmetric and doubly stochastic, so the mean over the ranks is conserved.
 
-Differs from the paper: with an optimizer other than plain SGD, its update takes the place of lr *
-g. Every rank waits for its two neighbours in every step.  Sends 2 |x| a step.
+Differs from the paper: with an optimizer other than plain SGD, its update replaces lr * g.
+
+Every rank waits for its two neighbours in every step.  Sends 2 |x| per step.
 """
 
 from __future__ import annotations
@@ -17,38 +18,32 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm, Profile
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.hyperparameters import one_of
+from lightning_dsgd.primitives import topology
 from lightning_dsgd.transport import Transport
 
 
 @dataclass
 class DPSGD(Algorithm):
-    """Averages the weights with those of the two neighbours on a ring, in every step.
-
-    Memory above plain training: 2 |x| (the neighbours' weights, while they are added).
-
-    Args:
-        topology: "ring", the one of the paper
-    """
+    """Averages the weights with the two neighbours on a ring in every step."""
 
     name: ClassVar[str] = "dpsgd"
     profile: ClassVar[Profile] = Profile(
         when="every step",
         with_whom="two neighbours on a ring",
         sends="2 |x|",
-        suits="comparison: the ancestor of the gossip strategies",
+        memory="2 |x|",
+        suits="comparison; the first of the gossip strategies",
+    )
+    follows_time: ClassVar[bool] = False
+
+    topology: str = one_of(
+        "ring", default="ring", doc="the communication graph; the paper's is the only one"
     )
 
-    topology: str = "ring"
-
-    def check(self, world_size: int) -> None:
-        super().check(world_size)
-        if self.topology != "ring":
-            raise ValueError(f'topology must be "ring", got topology={self.topology!r}')
-
-    def start(self, net: Transport, x: Tensor) -> None:
-        super().start(net, x)
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
         self.peers = topology.ring(net.rank, net.world_size)
         self.stepping = list(self.peers)
 

@@ -4,24 +4,27 @@
     sum     <- wait_avoiding_allreduce(pending)      what is contributed is cleared from pending
     g       <- (1/P) (all sums since the last step)
 
-Legend: g this rank's gradient, P ranks, `pending` what no sum holds yet.
+Legend: g this rank's gradient, P ranks, `pending` the gradients that are in no sum yet.
 
-A round fires with the first rank to arrive ("solo"), or when the rank that a shared seed draws for
-it arrives, by when half of the ranks have on average ("majority").  A rank that comes too late has
-taken part with what was pending; its gradient goes into its next contribution.  None is lost, and
-no sum either: a rank that was away for several rounds applies all of theirs at its next step.
+A round starts when the first rank arrives ("solo"), or when the rank arrives that a shared seed
+draws for it ("majority"): on average half of the ranks have arrived by then.  It waits a little for
+the others (`grace_s`).  A late rank takes part with what was pending; its gradient goes into its
+next contribution.  No gradient is lost, and no sum either: a rank that has missed several rounds
+applies all of their sums at its next step.
 
-Differs from the paper: keeps the sums of all rounds that a rank has missed, where the paper keeps
-the newest.  A rank that stops (to evaluate, to save, out of data) leaves what is pending for its
-next step; at the end it is dropped.
+Differs from the paper: keeps the sums of all rounds that a rank has missed; the paper keeps only
+the newest.  A round waits for ranks that are about to arrive; in the paper it does not.  A rank
+that stops (to evaluate, to save, out of data) keeps what is pending, and sums that it has not
+applied, for its next step; at the end they are dropped.  The metric `updates_kept` is the share of
+this rank's gradients that are in a sum.
 
-Waits for the round to fire and to be answered.  Sends 2(P-1)/P |g| a step, and log2 P activations
-of 24 bytes.
+Waits until the round has started and its sum has arrived.  Sends 2(P-1)/P |g| per step, log2 P
+activations of 24 bytes and, with "majority", a request to the rank that was drawn, which
+acknowledges it.
 """
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
@@ -29,62 +32,68 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm, Profile
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.devices import StreamLock
+from lightning_dsgd.hyperparameters import at_least, one_of
+from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.wait_avoiding import WaitAvoiding
 
 _SEED = 1
 
 
 @dataclass
 class EagerSGD(Algorithm):
-    """Averages the gradients of those ranks that are there, without waiting for the last ones.
-
-    Memory above plain training: 4 |g|: the gradient, what is pending, the sum, and the sums not
-    applied yet.
-
-    Args:
-        quorum: "solo" fires with the first rank, "majority" with one drawn at random for each round
-        sync_period: after how many rounds the weights are averaged over all ranks; None: never
-    """
+    """Averages the gradients without waiting for late ranks; theirs join the next round."""
 
     name: ClassVar[str] = "eager_sgd"
     profile: ClassVar[Profile] = Profile(
         when="every step",
-        with_whom="all ranks; the late ones in the next round",
+        with_whom="all ranks",
         sends="2(P-1)/P |g|",
-        suits="stragglers, where gradients are to be averaged",
+        memory="4 |g|",
+        suits="random stragglers, if gradients rather than weights should be averaged",
     )
     uses_gradient: ClassVar[bool] = True
 
-    quorum: str = "majority"
-    sync_period: int | None = None
+    quorum: str = one_of(
+        "solo",
+        "majority",
+        default="majority",
+        doc='which rank starts a round: the first to arrive ("solo"), or one drawn at random for '
+        'each round ("majority")',
+    )
+    sync_period: int | None = at_least(
+        1,
+        default=None,
+        doc="number of rounds from one average of the weights over all ranks to the next; None "
+        "means never",
+    )
+    grace_s: float | None = at_least(
+        0,
+        default=None,
+        doc="seconds that a started round waits for this rank before it contributes only what is "
+        "pending; None means an eighth of the duration of its last step",
+    )
 
-    def check(self, world_size: int) -> None:
-        super().check(world_size)
-        if self.quorum not in ("solo", "majority"):
-            raise ValueError(f'quorum must be "solo" or "majority", got quorum={self.quorum!r}')
-        if self.sync_period is not None and self.sync_period < 1:
-            raise ValueError(
-                "sync_period must be at least 1, or None for never, got "
-                f"sync_period={self.sync_period}; try sync_period=100"
-            )
-
-    def start(self, net: Transport, x: Tensor) -> None:
-        super().start(net, x)
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
         self.version = 0
         self.x = x
         self.g = x[:0]
         self.pending, self.unapplied = torch.zeros_like(x), torch.zeros_like(x)
         self.total = torch.empty_like(x)
-        self.lock = threading.Lock()  # of unapplied: the lane may be at the next round already
+        self.lock = StreamLock(x)  # of unapplied: the lane may be at the next round already
         self.num_rounds = self.num_late = 0
+        self.num_gradients = self.num_contributed = 0
         self.arrived_at = -1
-        self.engine = WaitAvoiding(net, self)
+        self.grace = Grace(net, self.grace_s)
+        self.engine = WaitAvoiding(net, self, self.grace)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
+        self.grace.step_ends()
         self.g = g
         self.engine.arrive(self.next_round())
+        self.grace.step_begins()
         with self.lock:
             torch.div(self.unapplied, self.net.world_size, out=g)
             self.unapplied.zero_()
@@ -92,6 +101,7 @@ class EagerSGD(Algorithm):
     def after_update(self, x: Tensor) -> None:
         if self.sync_period is not None and self.is_global(self.version):
             self.engine.arrive(self.next_round())
+            self.grace.step_begins()
 
     def next_round(self) -> int:
         version, self.version = self.version, self.version + 1
@@ -99,6 +109,7 @@ class EagerSGD(Algorithm):
 
     def settle(self, x: Tensor) -> None:
         self.version = self.engine.settle()
+        self.grace.stand_still()
 
     def stop(self) -> None:
         self.engine.stop()
@@ -112,10 +123,18 @@ class EagerSGD(Algorithm):
         self.pending.copy_(state["pending"])
         self.unapplied.copy_(state["unapplied"])
         net = self.net.sub("resumed")
-        self.engine = WaitAvoiding(net, self, first_version=self.version)
+        self.engine = WaitAvoiding(net, self, self.grace, first_version=self.version)
+
+    def carry_over(self, state: dict[str, Any]) -> None:
+        self.pending.copy_(state["pending"])
 
     def metrics(self) -> dict[str, float]:
-        return {"late_share": self.num_late / self.num_rounds} if self.num_rounds else {}
+        if not self.num_rounds or not self.num_gradients:
+            return {}
+        return {
+            "late_share": self.num_late / self.num_rounds,
+            "updates_kept": self.num_contributed / self.num_gradients,
+        }
 
     # ---- the member of the wait-avoiding collective; called by its lane ----
 
@@ -135,17 +154,12 @@ class EagerSGD(Algorithm):
         self.arrived_at = version
         self.take_gradient(version)
 
-    def is_stale(self, version: int) -> bool:
-        return False
-
-    def renew(self) -> None:
-        pass
-
     def contribute(self, version: int) -> Tensor:
         if self.is_global(version):
             return self.total.copy_(self.x)
         self.num_rounds += 1
         self.num_late += self.arrived_at < version
+        self.num_contributed = self.num_gradients
         self.total.copy_(self.pending)
         self.pending.zero_()
         return self.total
@@ -160,6 +174,10 @@ class EagerSGD(Algorithm):
     def late(self, version: int) -> None:
         self.take_gradient(version)
 
+    def settled(self, version: int) -> None:
+        """What is pending or unapplied is left for the next step."""
+
     def take_gradient(self, version: int) -> None:
         if not self.is_global(version):
             self.pending += self.g
+            self.num_gradients += 1

@@ -1,9 +1,9 @@
-"""Independent SGD on every rank: the lower bound on the time of a step ("PSGD" in HPSGD's paper).
+"""Independent SGD on every rank: the upper bound on steps per second ("PSGD" in HPSGD's paper).
 
     x_i <- x_i - lr * g_i(x_i)
 
-The mean of the ranks' weights is what is evaluated, saved and left at the end; for a model that is
-not convex it need not be a good one.  Sends nothing in a step.
+The mean of the ranks' weights is evaluated, saved, and the result of training.  If the loss is not
+convex, this need not be a good model.  Sends nothing in a step.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from lightning_dsgd.algorithm import Algorithm, Profile
 
 @dataclass
 class NoSync(Algorithm):
-    """Never communicates while training.
-
-    Memory above plain training: none.
-    """
+    """Never communicates while training."""
 
     name: ClassVar[str] = "no_sync"
     profile: ClassVar[Profile] = Profile(
         when="never",
-        with_whom="nobody",
-        sends="nothing",
-        suits="measurements: the lower bound on the time of a step",
+        with_whom="none",
+        sends="0",
+        memory="none",
+        suits="measurements; the upper bound on steps per second",
     )
+    follows_time: ClassVar[bool] = False

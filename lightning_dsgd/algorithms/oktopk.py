@@ -5,35 +5,39 @@
     e_i <- acc_i, but 0 where it has contributed to u
     g_i <- u / P
 
-Legend: g gradient, e residual, acc what was accumulated, k = density n entries of n are selected, P
-ranks, tau' threshold_period, tau repartition_period.
+Legend: g gradient, e residual, acc the accumulated gradient, k = density n entries of n are
+selected, P ranks, tau' threshold_period, tau repartition_period.
 
-Every rank owns a region of the gradient: it sums what the others have selected there, selects from
-the sums, and all gather what was selected.
+Every rank owns a region of the gradient: it sums the entries that the ranks have selected there and
+selects from the sums.  The selected sums are then all-gathered.
 
 Differs from the paper:
 - Algorithm 2 accumulates lr * g and subtracts u / P from the weights.  Here gradients are
   accumulated and the optimizer comes afterwards, as in the paper's runs with Adam; with plain SGD
   and a constant lr the two are the same.  When the lr changes, the residual is applied with the new
   one.
-- A step with an exact threshold selects exactly k, the first of equal ones.  Between, the
-  thresholds follow their counts gently, and one that lets through fewer than 3k/4 or more than 5k/4
-  is evaluated anew at once, so that no step sends next to nothing, and none more than the volume
-  below.
-- The exact global threshold is found by counting digits, in four all-reduces of 1 KB, where the
-  paper gathers all sums on all ranks, up to P k of them.
+- A step with an exact threshold selects exactly k entries; of equal ones, the first.  In between,
+  the thresholds are corrected a little in each step according to their counts.  A threshold that
+  fewer than 3k/4 or more than 5k/4 entries reach is evaluated again at once, so that no step sends
+  almost nothing, and none more than the volume below.
+- The exact global threshold is found by counting digits, in four all-reduces of 1 KB; the paper
+  gathers all sums on all ranks, up to P k of them.
 - Any P: the all-gather is Bruck's, which is recursive doubling where P is a power of two.
 - Indices are packed (`sparse.pack`), not sent as coordinates of 4 bytes.
-- A rank that has run out of data goes on with its residual (`error_feedback`).
+- A rank that has run out of data continues with its residual (`error_feedback`).
+- Not in the paper: `wire_dtype`; `local_steps`, which sums what several steps have changed
+  (`error_feedback`).  The periods then count exchanges.
 
-Every rank waits for every other in every step.  Sends about 2k (P-1)/P values with their indices a
-step, of 5.1 bytes each at a density of 1%: 2.6k (P-1)/P words of 4 bytes.  The paper's bound, 6k
-(P-1)/P words, also holds where the entries lie badly, if k is large against the headers and counts
-(60 P bytes a step) and, with two ranks, not all entries lie in the other's region in both phases.
+Every rank waits for every other in every exchange, once in `local_steps` steps.  Sends about 2k
+(P-1)/P values with their indices per exchange, 5.1 bytes each at a density of 1%: about 10k (P-1)/P
+bytes.  The paper's bound is 6k (P-1)/P numbers of 4 bytes.  It also holds for unfavourable
+positions of the entries, if k is large compared with the headers and counts (60 P bytes per
+exchange) and, with two ranks, not all entries lie in the other's region in both phases.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -41,9 +45,10 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from lightning_dsgd import sparse
-from lightning_dsgd.algorithm import Profile
-from lightning_dsgd.error_feedback import (
+from lightning_dsgd.algorithm import PLAIN, Conditions, Profile
+from lightning_dsgd.hyperparameters import at_least, one_of
+from lightning_dsgd.primitives import sparse
+from lightning_dsgd.primitives.error_feedback import (
     BALANCE,
     SPLIT,
     ErrorFeedback,
@@ -64,62 +69,46 @@ FEW: Final = 4096
 
 @dataclass
 class OkTopk(ErrorFeedback):
-    """All-reduces the k largest entries of the gradient, in a volume that does not grow with P.
+    """All-reduces only the k largest gradient entries; the bytes sent hardly grow with P.
 
-    Memory above plain training: |g|, the residual |g| (in fp32 or wider), the region (|g| / P where
-    the selected entries are spread evenly, at most |g|), and one byte an element.
-
-    Args:
-        density: k / n
-        threshold_period: tau', how many steps lie between two exact thresholds
-        repartition_period: tau, how many steps lie between two partitions into regions
-        balance_ratio: entries are spread evenly before the all-gather where one rank has so many
-            times the mean
-        warmup_steps: how many steps reduce the whole gradient first
-        wire_dtype: "float32" sends values in full (float64 where the weights are); "bfloat16"
-            rounds them, and keeps what is rounded off in the residual
+    The rest of the gradient is kept in a residual, in fp32 or wider, and added to the next one.
     """
 
     name: ClassVar[str] = "oktopk"
     profile: ClassVar[Profile] = Profile(
-        when="every step",
+        when="every step, or every `local_steps` steps",
         with_whom="all ranks",
-        sends="2.6k (P-1)/P words at a density of 1%",
+        sends="about 10k (P-1)/P / `local_steps` at a density of 1%, at most 24k (P-1)/P / "
+        "`local_steps`",
+        memory="2 |g|, |g| / P to |g| for the region, and 1 byte per element",
         suits="slow networks and large models, ranks of equal speed",
     )
 
-    density: float = 0.01
-    threshold_period: int = 32
-    repartition_period: int = 64
-    balance_ratio: float = 4.0
-    warmup_steps: int = 0
-    wire_dtype: str = "float32"
+    threshold_period: int = at_least(
+        1, default=32, doc="number of exchanges from one exact threshold to the next"
+    )
+    repartition_period: int = at_least(
+        1, default=64, doc="number of exchanges after which the regions are divided again"
+    )
+    balance_ratio: float = at_least(
+        1,
+        default=4.0,
+        doc="entries are spread evenly over the ranks before the all-gather if one rank has more "
+        "than this many times the mean",
+    )
+    warmup_steps: int = at_least(
+        0, default=0, doc="number of steps at the start whose exchanges are dense"
+    )
+    wire_dtype: str = one_of(
+        "float32",
+        "bfloat16",
+        default="float32",
+        doc='data type of the values that are sent; "float32" sends them unchanged (as float64 if '
+        'the weights are), "bfloat16" rounded, with the rounding error kept in the residual',
+    )
 
-    def check(self, world_size: int) -> None:
-        super().check(world_size)
-        for name, least, example in (
-            ("threshold_period", 1, 32),
-            ("repartition_period", 1, 64),
-            ("warmup_steps", 0, 0),
-        ):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(
-                    f"{name} must be a whole number of at least {least}, got {name}={value!r}; "
-                    f"try {name}={example}"
-                )
-        if not self.balance_ratio >= 1:
-            raise ValueError(
-                "balance_ratio must be at least 1, got "
-                f"balance_ratio={self.balance_ratio}; try balance_ratio=4.0"
-            )
-        if self.wire_dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                f'wire_dtype must be "float32" or "bfloat16", got wire_dtype={self.wire_dtype!r}'
-            )
-
-    def start(self, net: Transport, x: Tensor) -> None:
-        super().start(net, x)
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
         if self.wire_dtype == "bfloat16":
             self.wire = torch.bfloat16
         self.local_threshold = self.residual.new_zeros(())
@@ -127,11 +116,12 @@ class OkTopk(ErrorFeedback):
         self.boundaries = evenly(len(x), net.world_size)
         self.marks = torch.zeros_like(x, dtype=torch.bool)  # local entries; none between two steps
         self.room = self.residual.new_zeros(0)  # for the region; zeros between two steps
+        self.num_dense = math.ceil(self.warmup_steps / self.local_steps)  # exchanges of the warm-up
         self.num_selected = 0
         self.num_balanced = 0
 
     def exchange(self, g: Tensor, active: int) -> None:
-        if self.round >= self.warmup_steps:
+        if self.round >= self.num_dense:
             super().exchange(g, active)
             return
         self.net.all_reduce(g).wait()
@@ -141,7 +131,7 @@ class OkTopk(ErrorFeedback):
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
         """Algorithm 1."""
-        t = self.round - self.warmup_steps
+        t = self.round - self.num_dense
         is_exact = t % self.threshold_period == 0
         if is_exact:
             self.accumulate(g)
@@ -200,7 +190,7 @@ class OkTopk(ErrorFeedback):
         width = DIGIT_BITS if self.k >= FEW else DIGIT_BITS // 2
         for shift in range(8 * values.itemsize - width, -1, -width):
             digits = (bits >> shift) & ((1 << width) - 1)
-            counts = torch.bincount(digits, minlength=1 << width).to(torch.int32)
+            counts = sparse.count_each(digits, 1 << width).to(torch.int32)
             self.net.all_reduce(counts).wait()
             at_least = counts.flip(0).cumsum(0).flip(0).tolist()  # with this digit or a higher one
             if at_least[0] < wanted:
@@ -235,8 +225,10 @@ class OkTopk(ErrorFeedback):
             sizes[rank] -= num - stay
             if rank == self.net.rank:
                 keep = values.abs() > self.global_threshold
-                keep[keep.logical_not().nonzero().squeeze(1)[:stay]] = True
-        return (values[keep], indices[keep]), sizes
+                tied = keep.logical_not()
+                keep |= tied & (tied.cumsum(0) <= stay)
+        kept = sparse.places(keep, sizes[self.net.rank])
+        return (values[kept], indices[kept]), sizes
 
     def count(self, region: Tensor) -> tuple[Selected, list[int], list[int]]:
         """What the threshold lets through; of every rank, how much and how much just so."""
@@ -340,10 +332,11 @@ class OkTopk(ErrorFeedback):
 
         What was sent to another rank's region keeps what the wire has rounded off.
         """
-        applied = global_indices[self.marks[global_indices]]
-        if self.wire == self.residual.dtype:
-            self.residual[applied] = 0
+        if self.wire == self.residual.dtype:  # no place comes twice; the host waits for no length
+            left = self.residual[global_indices]
+            self.residual[global_indices] = left.masked_fill_(self.marks[global_indices], 0)
             return
+        applied = global_indices[self.marks[global_indices]]
         start, stop = self.boundaries[self.net.rank : self.net.rank + 2]
         self.take_out(self.residual[applied], applied)
         self.residual[applied[(applied >= start) & (applied < stop)]] = 0

@@ -3,42 +3,44 @@
     x_i <- x_i - lr * g(x_i),  x_j <- x_j - lr * g(x_j)       local_steps times
     x_i, x_j <- (x_i + x_j) / 2                               j: a random partner
 
-Legend: x the weights, g the gradient.  Two-sided: both partners hold the mean afterwards, the same
-to the bit, and the mean over all ranks is conserved.
+Legend: x the weights, g the gradient.  Two-sided: the mean over all ranks is conserved.
 
 Partners are drawn from a shared seed, a perfect matching for each version: a rank's v-th
-interaction is with its partner of version v.  Nobody waits for anyone but its partner, and ranks
-may be any number of versions apart.  Where P is odd, one rank has no partner.
+interaction is with its partner of version v.  Ranks may be any number of versions apart.  If P is
+odd, one rank has no partner.
 
-Phase clock (section 3): of two that meet, the one with the lower tick moves on by one, so all
-ticks stay near the number of interactions divided by P, for schedules of the learning rate.
+Phase clock (section 3): of two partners, the one with the lower tick increases it by one, so all
+ticks stay near the number of interactions divided by P.  It is for learning rate schedules.
 
-`blocking=False` averages with what the partner published last.  A lane executes all versions in
-order, each as soon as one of the two partners arrives at it; the other's lane answers in its place.
-What they exchange is worked into x at the next interaction (`published.py`); a rank waits only
-while its own lane has not finished the interaction before, as it does if the partner has not begun
-to train.
+A rank averages with the weights that its partner published last, and does not wait for it.  A lane
+executes all versions in order, each as soon as one of the two partners arrives at it; the other's
+lane answers for it.  The result is added to x at the next interaction (`published.py`).  A rank
+waits only while its own lane has not finished the previous interaction, for example if the partner
+has not begun to train.  With `blocking=True` it waits for its partner, as in the paper's Algorithm
+1, and both hold the same mean.
 
-`wire_dtype="bfloat16"` sends q(x), rounded, and conserves the mean nevertheless:
+`wire_dtype="bfloat16"` sends q(x), rounded, and still conserves the mean:
 
     x_i <- x_i + (q(x_j) - q(x_i)) / 2
 
 `wire_dtype="int8"` sends q(x) = s round(x / s) modulo 256 s, which a receiver whose own weights are
-less than 128 s away can tell from those (Davies et al., ICLR 2021, https://arxiv.org/abs/2002.09268;
-the later SwarmSGD does the same).  s, a power of two, is twice what the distances that the two have
-seen last would need.  Sums of round(x / s) over every 256th entry go with it: where they do not fit
-what was decoded, both send their weights in full, as they do at a first meeting.  What is added on
-one side is taken off on the other, decoded rightly or not, so the mean over all ranks is conserved
-up to the rounding of that addition; the partners are up to s apart afterwards.
+less than 128 s away can tell from those (Davies et al., ICLR 2021,
+https://arxiv.org/abs/2002.09268; the later SwarmSGD does the same).  s, a power of two, is twice
+what the distances that the two have seen last would need.  Sums of round(x / s) over every 256th
+entry are sent with it.  If they do not match what was decoded, both send their weights in full, as
+they do at a first interaction.  One side adds what the other subtracts, even if it was decoded
+wrongly, so the mean over all ranks is conserved up to the rounding of that addition; the partners
+are up to s apart afterwards.
 
-A rank that stops tells all possible partners, by an empty message; they then go on without it.
+A rank that stops tells all possible partners with an empty message; they then continue without it.
 
 Differs from the paper: matchings instead of independent pairs, so that each rank interacts equally
-often, and never with itself; any optimizer; the published code is one-sided and loses the mean.
-Ours: `wire_dtype`.
+often, and never with itself; any optimizer; the published code is one-sided and changes the mean.
+Not in the paper: `wire_dtype`.
 
-Waits for one partner every local_steps steps.  Sends (|x| + 16 bytes) / local_steps a step,
-32 bytes in place of the 16 with `blocking=False`; a byte an element and 2 KB with "int8".
+Waits for nobody, with `blocking` for one partner every local_steps steps.  Sends (|x| + 32 bytes) /
+local_steps per step, 16 bytes instead of the 32 with `blocking`; one byte per element and 2 KB with
+"int8".
 """
 
 from __future__ import annotations
@@ -50,15 +52,16 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm, Profile
-from lightning_dsgd.published import Published
+from lightning_dsgd.agreement import largest
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.hyperparameters import at_least, one_of, setting
+from lightning_dsgd.primitives import topology
+from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.transport import ANY, Lane, Transport
 
 _MODEL, _HELLO, _SUMS = range(3)  # tags; of a lane: _CONTROL in place of _HELLO
 _CONTROL = 1
 _ARRIVED, _OFFER = range(2)
-_WIRE_DTYPES = (None, "bfloat16", "int8")
 
 UNKNOWN: Final = 1 << 30
 """In place of an exponent: the weights are to be sent in full."""
@@ -67,53 +70,40 @@ NUM_SUMS: Final = 256
 
 @dataclass
 class PopSGD(Algorithm):
-    """Averages the weights in random pairs that nobody else waits for.
-
-    Memory above plain training: |x| (the partner's weights, while they are added); with
-    `blocking=False` 2 |x|, and 3 |x| more during an interaction.  With `wire_dtype`, |x| more.
-
-    Args:
-        local_steps: how many steps lie between two interactions
-        blocking: whether to wait for the partner, and average with what it has by then
-        topology: "complete", anyone may meet anyone, or "cycle"
-        wire_dtype: None sends the weights as they are, "bfloat16" rounded, "int8" in a byte that
-            tells how far they are from the receiver's
-        seed: of the pairs
-    """
+    """Averages the weights of random pairs of ranks; no rank waits for another."""
 
     name: ClassVar[str] = "popsgd"
     profile: ClassVar[Profile] = Profile(
         when="every `local_steps` steps",
         with_whom="a random partner",
         sends="|x| / `local_steps`",
-        suits="many nodes of uneven speed: at most one partner is waited for",
+        memory="2 |x|, 5 |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`",
+        suits="stragglers of every kind; many nodes",
     )
 
-    local_steps: int = 1
-    blocking: bool = True
-    topology: str = "complete"
-    wire_dtype: str | None = None
-    seed: int = 0
+    local_steps: int = at_least(1, default=1, doc="number of steps from one exchange to the next")
+    blocking: bool = setting(
+        default=False,
+        doc="if True, wait for the partner; if False, use the weights that it published last",
+    )
+    topology: str = one_of(
+        "complete",
+        "cycle",
+        default="complete",
+        doc='which ranks can be partners: any two ("complete"), or neighbours on a ring ("cycle")',
+    )
+    wire_dtype: str = one_of(
+        "float32",
+        "bfloat16",
+        "int8",
+        default="float32",
+        doc='data type of the weights that are sent; "float32" sends them unchanged, "bfloat16" '
+        'rounded, "int8" as one byte per weight, relative to the receiver\'s',
+    )
+    seed: int = setting(default=0, doc="seed of the random pairs")
 
-    def check(self, world_size: int) -> None:
-        super().check(world_size)
-        if self.local_steps < 1:
-            raise ValueError(
-                "local_steps must be at least 1, got "
-                f"local_steps={self.local_steps}; try local_steps=1"
-            )
-        if self.topology not in ("complete", "cycle"):
-            raise ValueError(
-                f'topology must be "complete" or "cycle", got topology={self.topology!r}'
-            )
-        if self.wire_dtype not in _WIRE_DTYPES:
-            raise ValueError(
-                'wire_dtype must be None, "bfloat16" or "int8", got '
-                f"wire_dtype={self.wire_dtype!r}; try wire_dtype=None"
-            )
-
-    def start(self, net: Transport, x: Tensor) -> None:
-        super().start(net, x)
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
         self.steps_since = 0
         self.version = 0
         self.clock = 0
@@ -157,7 +147,7 @@ class PopSGD(Algorithm):
         clock, exponent = hello.tolist()
         if self.wire_dtype == "int8":
             x += self.decoded_difference(self.net, partner, x, exponent)
-        elif self.wire_dtype is None:
+        elif self.wire_dtype == "float32":
             x.add_(self.net.recv(mine, partner, _MODEL).wait()).mul_(0.5)
         else:
             x += half_difference(self.net.recv(mine, partner, _MODEL).wait(), mine, x)
@@ -209,10 +199,7 @@ class PopSGD(Algorithm):
             self.version = self.lane.settle(self.version, x)
         elif self.blocking:
             self._drain(x)
-            versions = self.net.all_gather(torch.tensor([self.version])).wait()
-            self.version = max(
-                int(version) for version in versions
-            )  # who meets whom is agreed anew
+            [self.version] = largest(self.net, self.version)  # who meets whom is agreed anew
 
     def _drain(self, x: Tensor) -> None:
         """Tells all who may come that this rank has stopped, and takes in what they sent before."""
@@ -299,7 +286,7 @@ class _Averager:
     def settle(self, version: int, x: Tensor) -> int:
         """Executes what anyone has arrived at; gives the next version of all ranks."""
         self.catch_up()
-        last = max(int(v) for v in self.home.all_gather(torch.tensor([version])).wait())
+        [last] = largest(self.home, version)
         if last:
             self.arrive(last - 1, x)
             self.catch_up()
@@ -325,20 +312,21 @@ class _Averager:
         algorithm, partner = self.algorithm, self.algorithm.partner(version)
         if partner == self.me:
             return
-        x = self.published.snapshot()
-        mine = algorithm.on_wire(x)
         offer = torch.tensor([_OFFER, version, algorithm.clock, algorithm.exponent])
         net.send(offer, partner, _CONTROL)
-        if algorithm.wire_dtype != "int8":
-            net.send(mine, partner, _MODEL, copy=False)
-            theirs = net.recv(mine, partner, _MODEL).wait(math.inf)
-            self.published.correct(half_difference(theirs, mine, self.x))
+        # Both send at the same time: what is sent to a partner that is behind would still be on the
+        # link when this rank sends to the next one.
         while version not in self.offers:
             self.hear(net)
         clock, exponent = self.offers.pop(version)
+        x = self.published.snapshot()
         if algorithm.wire_dtype == "int8":
             d = algorithm.decoded_difference(net, partner, x, exponent, math.inf)
-            self.published.correct(d)
+        else:
+            mine = algorithm.on_wire(x)
+            net.send(mine, partner, _MODEL, copy=False)
+            d = half_difference(net.recv(mine, partner, _MODEL).wait(math.inf), mine, self.x)
+        self.published.correct(d)
         algorithm.tick(partner, clock)
 
     def hear(self, net: Transport) -> None:

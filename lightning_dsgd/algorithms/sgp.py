@@ -11,20 +11,20 @@ Legend: x the biased weights, w their push weight, z the de-biased weights, g th
 optimizer with all its state, which stays local.
 
 The parameters hold z at all times.  x = w z is never stored: w is 1, to the bit, as long as every
-rank takes as many shares as it sends; where it is not, (w - 1) z is put aside while the optimizer
-works.
-The sums of x and of w over ranks and messages under way are conserved, so (sum x) / (sum w) is the
+rank receives as many shares as it sends; if not, (w - 1) z is put aside while the optimizer steps.
+The sums of x and of w over ranks and messages in flight are conserved, so (sum x) / (sum w) is the
 mean of the ranks' models, however late or uneven the messages are.
 
-A rank that stops (to evaluate, to save, out of data) says so to its neighbours by an empty message.
-From then on they keep the shares that were meant for it and expect none from it; what reached it
-before is added to its x and w.  Every column of the mixing matrix still sums to one.
+A rank that stops (to evaluate, to save, out of data) tells its neighbours with an empty message.
+From then on they keep the shares that were meant for it and expect none from it; shares that
+reached it before are added to its x and w.  Every column of the mixing matrix still sums to one.
 
 Differs from the paper: any optimizer; any P; ranks may have different numbers of batches; weight
-decay acts on z, where the gradient is taken, and not on x (the same where w is 1).
+decay acts on z, where the gradient is computed, and not on x (the same if w is 1).  Not in the
+paper: `wire_dtype`.  A rank keeps in its own x what it rounds off a share, so the sum of x stays.
 
 Waits for the messages of the step (`overlap=0`), or for those sent `overlap` steps ago, never for
-an answer.  Sends num_peers (|x| + 8 bytes) a step.
+an answer.  Sends num_peers (|x| + 8 bytes) per step; a `wire_dtype` divides |x| by 2, 3.88 or 7.53.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm, Profile
+from lightning_dsgd.agreement import largest
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.hyperparameters import at_least, one_of
+from lightning_dsgd.primitives import nodes, quantised, topology
 from lightning_dsgd.transport import Receipt, Transport
 
 _WEIGHT, _WEIGHTS = 0, 1  # tags: w, an empty one says that its sender has stopped; x
@@ -45,18 +47,9 @@ _WEIGHT, _WEIGHTS = 0, 1  # tags: w, an empty one says that its sender has stopp
 
 @dataclass
 class SGP(Algorithm):
-    """Pushes shares of the weights along a directed graph that changes with every step.
+    """Sends a share of the weights to another rank in every step, to a different one each time.
 
-    Memory above plain training: 2 |x| (the share that is sent, and what arrives, while it is
-    added), and one |x| more once w differs from 1 (with `overlap`, random graphs, or uneven data).
-    With `hierarchical`, |g| too.  A message that came early lies in its mailbox until it is due.
-
-    Args:
-        num_peers: to how many ranks a rank sends in each step, fewer where the graph has fewer
-        overlap: how many steps late a message may be taken; 0 waits for those of the step
-        hierarchical: whether gradients are averaged inside a node, and nodes, not ranks, push
-        topology: the graph, one of `topology.GRAPHS`
-        node_size: how many ranks a node has, with `hierarchical`; neighbours in rank
+    A message that arrives early stays in memory until its step.
     """
 
     name: ClassVar[str] = "sgp"
@@ -64,52 +57,55 @@ class SGP(Algorithm):
         when="every step",
         with_whom="`num_peers` other ranks, changing",
         sends="`num_peers` |x|",
-        suits="many nodes or slow networks: one message a step, whatever P is",
+        memory="2 |x|; 3 |x| with `overlap`, random graphs or different numbers of batches; |g| "
+        "more with `hierarchical`",
+        suits="many nodes or slow networks; `num_peers` messages per step for any P",
     )
 
-    num_peers: int = 1
-    overlap: int = 0
-    hierarchical: bool = False
-    topology: str = "exponential"
-    node_size: int | None = None
+    num_peers: int = at_least(
+        1,
+        default=1,
+        doc="number of ranks that a rank sends to in each step; fewer where the graph has fewer",
+    )
+    overlap: int = at_least(
+        0,
+        default=0,
+        doc="number of steps that a message may be late; 0 means to wait for the messages of this "
+        "step",
+    )
+    hierarchical: bool = nodes.hierarchical("exchange weights between nodes only")
+    topology: str = one_of(
+        *topology.GRAPHS,
+        default="exponential",
+        doc=f"the graph: {', '.join(topology.GRAPHS)}",
+    )
+    node_size: int | None = nodes.node_size()
+    wire_dtype: str = quantised.wire_dtype("stays with the rank that sends")
 
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
         """Only inside a node are gradients communicated."""
         return self.hierarchical
 
-    def check(self, world_size: int) -> None:
-        super().check(world_size)
-        if self.num_peers < 1:
-            raise ValueError(
-                f"num_peers must be at least 1, got num_peers={self.num_peers}; try num_peers=1"
-            )
-        if self.overlap < 0:
-            raise ValueError(
-                f"overlap must not be negative, got overlap={self.overlap}; try overlap=1"
-            )
-        if self.topology not in topology.GRAPHS:
-            raise ValueError(
-                f"topology must be one of {', '.join(topology.GRAPHS)}, "
-                f'got topology={self.topology!r}; try topology="exponential"'
-            )
-        size = self.node_size
-        if self.hierarchical and (size is None or size < 1 or world_size % size):
-            raise ValueError(
-                "with hierarchical=True, node_size must divide world_size, got "
-                f"node_size={size} with world_size={world_size}; set node_size to the number of "
-                "ranks on each node"
-            )
+    @property
+    def follows_time(self) -> bool:  # type: ignore[override]
+        """Which messages are taken, where they may be late."""
+        return self.overlap > 0
 
-    def start(self, net: Transport, x: Tensor) -> None:
-        super().start(net, x)
+    def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
+        super().check(world_size, conditions)
+        if self.hierarchical:
+            nodes.check_node_size(self.node_size, world_size, conditions)
+
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
         self.step = 0
         self.w = 1.0
         self.aside: Tensor | None = None
         self.lateness = [0, 0]  # messages taken, and how many steps late they were in all
-        size = self.node_size if self.hierarchical else None
-        self.node = _Node(net, size or 1)
-        self.pusher = _Pusher(net, self, size or 1) if self.node.is_leader else None
+        size = nodes.ranks_per_node(self.node_size, conditions) if self.hierarchical else 1
+        self.node = nodes.Node(net, size)
+        self.pusher = _Pusher(net, self, size) if self.node.is_leader else None
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         if self.hierarchical:
@@ -135,8 +131,7 @@ class SGP(Algorithm):
             self._to_unbiased(x)
         if self.hierarchical:
             self._share_in_node(x)
-        steps = self.net.all_gather(torch.tensor([self.step])).wait()
-        self.step = max(int(step) for step in steps)  # whose graph comes next is agreed anew
+        [self.step] = largest(self.net, self.step)  # whose graph comes next is agreed anew
 
     def _put_aside(self, x: Tensor) -> None:
         """Keeps (w - 1) z: x after the update is z after the update and that."""
@@ -214,13 +209,16 @@ class _Pusher:
         going = [peer for peer in receivers if not self._has_stopped(peer)]
         if going:
             share = x * p
+            message = quantised.encode(share, a.wire_dtype)
             weight = torch.tensor([w * p], dtype=torch.float64)
             for peer in going:
-                self.net.send(share, peer, _WEIGHTS, copy=False)
+                self.net.send(message, peer, _WEIGHTS, copy=False)
                 self.net.send(weight, peer, _WEIGHT)  # last: where it is, the share is too
             kept = p * (len(receivers) + 1 - len(going))
             x *= kept
             w *= kept
+            if message is not share:  # what is rounded off stays here
+                x.add_(share - quantised.decode(message, like=share), alpha=len(going))
         self.expected.extend((step, peer) for peer in self._ranks(topology.in_peers(*arguments)))
         return w + self._take(x, step)
 
@@ -249,7 +247,8 @@ class _Pusher:
             self.stopped.add(peer)
             return 0.0
         del self.next_weight[peer]
-        x += self.net.recv(x, peer, _WEIGHTS).wait()
+        like = quantised.encode(x[:0], self.algorithm.wire_dtype)
+        x += quantised.decode(self.net.recv(like, peer, _WEIGHTS).wait(), like=x)
         return float(weight)
 
     def _receipt(self, peer: int) -> Receipt:
@@ -278,41 +277,6 @@ class _Pusher:
 
     def _ranks(self, places: list[int]) -> list[int]:
         return [place * self.node_size for place in places]
-
-
-class _Node:
-    """The ranks of one node, which hold the same weights; the first of them pushes."""
-
-    def __init__(self, net: Transport, size: int) -> None:
-        self.net = net.sub("node")
-        self.leader = net.rank // size * size
-        self.members = range(self.leader, self.leader + size)
-        self.is_leader = net.rank == self.leader
-        self.first_active = self.leader
-
-    def sum_of_active(self, g: Tensor, *, active: bool) -> int:
-        """Sums g over the node; gives how many of its ranks step (who does not, brings zeros)."""
-        flags = self.net.all_gather(torch.tensor([int(active)]), self.members).wait()
-        stepping = [rank for rank, flag in zip(self.members, flags, strict=True) if flag]
-        if stepping:
-            self.first_active = stepping[0]
-            self.net.all_reduce(g, self.members).wait()
-        return len(stepping)
-
-    def give_to_leader(self, x: Tensor) -> None:
-        """A leader that has run out of data pushes what the others have computed."""
-        if self.first_active != self.leader:
-            if self.net.rank == self.first_active:
-                self.net.send(x, self.leader)
-            elif self.is_leader:
-                x.copy_(self.net.recv(x, self.first_active).wait())
-
-    def share(self, x: Tensor, w: float) -> float:
-        """Gives the leader's weights to the whole node."""
-        weight = torch.tensor([w], dtype=torch.float64)
-        self.net.broadcast(weight, self.leader, self.members).wait()
-        self.net.broadcast(x, self.leader, self.members).wait()
-        return float(weight)
 
 
 _FLOAT64 = torch.empty(0, dtype=torch.float64)

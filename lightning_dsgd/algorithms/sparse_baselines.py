@@ -2,22 +2,25 @@
 
     acc_i <- e_i + g_i,   s_i <- Topk(acc_i)
 
-    TopkAllgather   u <- sum_i s_i      s_i to all                          2k (P-1) words
+    TopkAllgather   u <- sum_i s_i      s_i to all                          2k (P-1)
     GaussianTopk    the same, with a normal distribution's threshold        2k (P-1)
     TopkDSA         u <- sum_i s_i      by regions, then all-gathered       4k (P-1)/P to
                                                                             (2k + n)(P-1)/P
     GTopk           u <- Topk(s_0 + s_1) ... up a tree, then down it        4k log2 P at the root
 
 Legend: g gradient, e residual, k = density n entries of n are selected, u what is applied (times
-1/P), P ranks; a word is 4 bytes, an entry two words: a value and its index.
+1/P), P ranks.  The last column is the paper's: numbers of 4 bytes that a rank sends per exchange,
+at most; an entry takes two, its value and its index.  GaussianTopk sends more if more than k
+entries reach the threshold.
 
 Papers: TopkAllgather and TopkDSA: SparCML (Renggli et al., SC 2019,
 https://arxiv.org/abs/1802.08021); GTopk: Shi et al., ICDCS 2019, https://arxiv.org/abs/1901.04359;
 GaussianTopk: Shi et al. 2019, https://arxiv.org/abs/1911.08772.
 
-Differ from the papers: indices are packed (`sparse.pack`), for all alike; a rank that has run out
-of data goes on with its residual (`error_feedback`).  Every rank waits for every other in every
-step.
+Differences from the papers: indices are packed (`sparse.pack`) in all of them; a rank that has run
+out of data continues with its residual; not in the papers is `local_steps`, which sums what several
+steps have changed (both: `error_feedback`).  Every rank waits for every other in every exchange,
+once in `local_steps` steps.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from lightning_dsgd import sparse
 from lightning_dsgd.algorithm import Profile
-from lightning_dsgd.error_feedback import (
+from lightning_dsgd.primitives import sparse
+from lightning_dsgd.primitives.error_feedback import (
     GATHER,
     SPLIT,
     ErrorFeedback,
@@ -48,23 +51,16 @@ LOWERED_BY: Final = 0.9
 
 @dataclass
 class TopkAllgather(ErrorFeedback):
-    """Sends the k largest entries of every rank to all; u has up to P k entries.
-
-    Memory above plain training: |g|, and the residual |g|.
-
-    Args:
-        density: k / n
-    """
+    """All-gathers the k largest gradient entries of each rank and sums them."""
 
     name: ClassVar[str] = "topk_allgather"
     profile: ClassVar[Profile] = Profile(
-        when="every step",
+        when="every step, or every `local_steps` steps",
         with_whom="all ranks",
-        sends="2k (P-1) words at most",
+        sends="at most 8k (P-1) / `local_steps`",
+        memory="2 |g|",
         suits="comparison with `oktopk`",
     )
-
-    density: float = 0.01
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
         self.accumulate(g)
@@ -79,26 +75,21 @@ class TopkAllgather(ErrorFeedback):
 
 @dataclass
 class GaussianTopk(TopkAllgather):
-    """Like `TopkAllgather`, with the threshold that k of n normal entries would reach.
+    """Like `topk_allgather`, with a threshold estimated from a normal distribution.
 
-    It is lowered until more than 3k/4 entries reach it, as in Ok-Topk's comparison; there may be
-    more than k, if fewer than k are larger than a normal distribution has them.
-
-    Memory above plain training: |g|, and the residual |g|.
-
-    Args:
-        density: k / n
+    The threshold is the one that k of n normally distributed entries would reach.  It is lowered
+    until more than 3k/4 entries reach it, as in Ok-Topk's comparison.  More than k entries may
+    reach it.
     """
 
     name: ClassVar[str] = "gaussian_topk"
     profile: ClassVar[Profile] = Profile(
-        when="every step",
+        when="every step, or every `local_steps` steps",
         with_whom="all ranks",
-        sends="2k (P-1) words at most",
+        sends="about 8k (P-1) / `local_steps`; more if more than k entries reach the threshold",
+        memory="2 |g|",
         suits="comparison with `oktopk`",
     )
-
-    density: float = 0.01
 
     def local_topk(self) -> Selected:
         e = self.residual
@@ -117,25 +108,19 @@ class GaussianTopk(TopkAllgather):
 
 @dataclass
 class TopkDSA(ErrorFeedback):
-    """SparCML's dynamic sparse all-reduce: equal regions are summed, then gathered by all.
+    """Sums the k largest gradient entries by regions, then all-gathers the regions (SparCML).
 
-    What a rank has summed is sent dense as soon as that takes fewer bytes.
-
-    Memory above plain training: |g|, the residual |g|, and a region |g| / P.
-
-    Args:
-        density: k / n
+    A region is sent dense as soon as that takes fewer bytes.
     """
 
     name: ClassVar[str] = "topk_dsa"
     profile: ClassVar[Profile] = Profile(
-        when="every step",
+        when="every step, or every `local_steps` steps",
         with_whom="all ranks",
-        sends="4k (P-1)/P to (2k + n)(P-1)/P words at most",
+        sends="at most 16k (P-1)/P to (8k + 4n)(P-1)/P, / `local_steps`",
+        memory="2 |g|, and |g| / P for the region",
         suits="comparison with `oktopk`",
     )
-
-    density: float = 0.01
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
         net = self.net
@@ -174,27 +159,21 @@ class TopkDSA(ErrorFeedback):
 
 @dataclass
 class GTopk(ErrorFeedback):
-    """Sums the ranks' k largest entries two by two, up a binomial tree, and keeps k of each sum.
+    """Sums the k largest gradient entries pairwise up a binomial tree and keeps k of each sum.
 
     Differs from the paper: any P; what a rank drops from a sum goes into its own residual.  (The
-    paper returns a rank's entry to it if its index is not in the result, and so loses what was
-    dropped on one way up at an index that came to the top on another.)
-
-    Memory above plain training: |g|, and the residual |g|.
-
-    Args:
-        density: k / n
+    paper returns a rank's entry to it if its index is not in the result.  So it loses what was
+    dropped in one branch at an index that reached the root through another.)
     """
 
     name: ClassVar[str] = "gtopk"
     profile: ClassVar[Profile] = Profile(
-        when="every step",
-        with_whom="all ranks, up a tree and down",
-        sends="4k log2 P words at the root at most",
+        when="every step, or every `local_steps` steps",
+        with_whom="all ranks, up a tree and down again",
+        sends="at most 16k log2 P / `local_steps`, at the root of the tree",
+        memory="2 |g|",
         suits="comparison with `oktopk`",
     )
-
-    density: float = 0.01
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
         rank, world_size = self.net.rank, self.net.world_size

@@ -3,227 +3,445 @@
     W' <- W + U(G(W))                              the optimizer's step
     sum <- wait_avoiding_group_allreduce(W', t)    t + 1 not a multiple of tau
     W <- sum / S            if this rank's W' is in the sum
-    W <- (sum + W') / (S + 1)      if it came too late and an older W' is in it
+    W <- W' + (sum / S - V)        if it came too late: V is what was in the sum in its place
     W <- (1/P) allreduce(W')                       t + 1 a multiple of tau
 
-Legend: W weights (x), G gradient, U the optimizer, t the step, P ranks, S group_size,
-tau sync_period.
+Legend: W weights (x), V the weights that a rank published last, with the corrections since; G
+gradient, U the optimizer, t the step, P ranks, S group_size, tau sync_period, g group_period.
 
-Differs from the paper: any P and S (`topology.groups`); a late rank takes the newest sum that it
-has executed, each sum once; a rank that has run out of data goes on contributing its last W'; ranks
-may wait a little for one another before they contribute what is stale (`grace_s`).  Ours: with
-`overlap`, nobody waits for its group either.  The sum of step t is worked in when it is there, as
-the correction
+Differs from the paper: for every sum that a late rank has missed, it adds the difference between
+the group's mean and its contribution, as a correction.  In a group these corrections add up to
+zero, so the mean of the ranks is the start plus all updates of all ranks.  The paper's rule
+(`rule="paper"`) uses the newest sum, once:
 
-    W <- W + sum / S - W'_t        W'_t: what this rank had contributed
+    W <- (sum + W') / (S + 1)
 
-that of the global average at the latest when the next one is due, so a contribution is less than 2
-tau steps old.
+It pulls a late rank back towards its older weights: a quarter of all updates is lost if two of
+eight ranks are late at random.  The metric `updates_kept` is the share that is not, measured on
+about a thousand entries of the weights whenever there is a consensus.
 
-Waits for the group's answer (`overlap=False`) and, every tau steps, for every rank.  Sends
-2(S-1)/S |x| a step, 2(P-1)/P |x| at a global one, and log2 P activations of 24 bytes.
+Also different: any P and S (`topology.groups`), S at least 2 by default; a rank that has run out of
+data continues to contribute its last W'; a round may wait a little for a rank before it contributes
+stale weights (`grace_s`).
+
+Not in the paper: with `overlap`, no rank waits for its group.  Every rank publishes at each of its
+steps and adds the corrections that have arrived by then, those of a global average at the latest
+when the next one is due.  A contribution is less than tau steps old.
+
+Also not in the paper: `group_period`.  The sums are those of steps g, 2g, 3g, ...; the tau / g-th
+of them is the global one.  In the steps between, a rank neither sends nor waits.
+
+Nor is `hierarchical`: the ranks of a node average their gradients, and so hold the same weights.  P
+and S count nodes then, and each rank runs all this for its own shard of x, with the ranks of its
+place on other nodes.  So a node sends 2(S-1)/S |x| in all, whatever the number of its ranks.
+
+Nor is `wire_dtype`.  What is sent is the difference to the last global average, rounded; each rank
+keeps in its own weights what it has rounded off (`GroupSums` in primitives/quantised.py).
+
+Waits for the group's sum (`overlap=False`) and, every tau steps, for every rank.  Sends 2(S-1)/S
+|x| every g steps, 2(P-1)/P |x| at a global average instead, and log2 P activations of 24 bytes
+each time.  A `wire_dtype` divides the bytes by 2, 3.88 or 7.53.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from lightning_dsgd import topology
-from lightning_dsgd.algorithm import Algorithm, Profile
+from lightning_dsgd import devices
+from lightning_dsgd.agreement import average, largest
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.hyperparameters import at_least, one_of, setting
+from lightning_dsgd.primitives import nodes, quantised, topology
+from lightning_dsgd.primitives.published import Contributed
+from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding, exact
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.wait_avoiding import WaitAvoiding
 
-GRACE_SHARE = 0.125
-"""Of the time of a local step: how long a round waits for a rank by default."""
+NUM_MEASURED: Final = 1024
+"""On how many entries of the weights, or up to twice as many, the share of updates is measured."""
 
 
 @dataclass
 class WAGMA(Algorithm):
-    """Averages weights in small, changing groups that nobody waits for, and sometimes globally.
+    """Averages the weights in small, changing groups that do not wait for late ranks.
 
-    Memory above plain training: 2 |x|, what was published last and the sum.  Passes a step: W' is
-    published (one), contributed (one), and the sum scaled into W (one).
-
-    Args:
-        group_size: S; None takes the power of two nearest sqrt(P)
-        sync_period: tau, how many steps lie between two global averages
-        wait_avoiding: False waits for every rank of the group instead of contributing what is stale
-        dynamic_groups: False keeps the groups of the first step
-        grace_s: how long an activated round waits for this rank before it contributes what is
-            stale; None takes a share of the time of its last step
-        overlap: whether training goes on before the sum is there
+    Every `sync_period` steps all ranks average together.
     """
 
     name: ClassVar[str] = "wagma"
     profile: ClassVar[Profile] = Profile(
-        when="every step; globally every `sync_period` steps",
-        with_whom="a group of `group_size` ranks, changing",
-        sends="2(S-1)/S |x|",
-        suits="random stragglers and many ranks: the one to try first",
+        when="every `group_period` steps; globally every `sync_period` steps",
+        with_whom="a group of `group_size` ranks that changes every time",
+        sends="2(S-1)/S |x| / `group_period`",
+        memory="2 |x|; 3 |x| with `overlap`; none with `wait_avoiding=False`; with a `wire_dtype` "
+        "|x| more, 4 |x| during a sum; with `hierarchical` that of a shard, and |g|",
+        suits="random stragglers, many ranks",
     )
 
-    group_size: int | None = None
-    sync_period: int = 10
-    wait_avoiding: bool = True
-    dynamic_groups: bool = True
-    grace_s: float | None = None
-    overlap: bool = False
+    group_size: int | None = at_least(
+        1,
+        default=None,
+        doc="number of ranks in a group; None means the power of two nearest to sqrt(world_size), "
+        "at least 2",
+    )
+    sync_period: int = at_least(
+        1, default=10, doc="number of steps from one global average to the next"
+    )
+    wait_avoiding: bool = setting(
+        default=True,
+        doc="if False, wait for every rank of the group instead of using the weights that a late "
+        "rank published last",
+    )
+    dynamic_groups: bool = setting(
+        default=True, doc="if False, use the groups of the first step in every step"
+    )
+    grace_s: float | None = at_least(
+        0,
+        default=None,
+        doc="seconds that a started round waits for this rank before it uses the rank's last "
+        "published weights; None means an eighth of the duration of its last step",
+    )
+    overlap: bool = setting(
+        default=False, doc="if True, do not wait for the group's average; apply it when it arrives"
+    )
+    rule: str = one_of(
+        "conserving",
+        "paper",
+        default="conserving",
+        doc='how a late rank merges its group\'s average; "conserving" keeps all updates, "paper" '
+        "loses a part of them",
+    )
+    group_period: int = at_least(
+        1,
+        default=1,
+        doc="number of steps from one average to the next, in groups or global; `sync_period` must "
+        "be a multiple of it",
+    )
+    wire_dtype: str = quantised.wire_dtype("stays in the weights of the rank that has rounded")
+    hierarchical: bool = nodes.hierarchical(
+        "have each rank average one shard of the weights with ranks of other nodes; groups are of "
+        "nodes"
+    )
+    node_size: int | None = nodes.node_size()
 
-    def check(self, world_size: int) -> None:
-        super().check(world_size)
-        size = self.group_size
-        if size is not None and not 1 <= size <= world_size:
-            raise ValueError(
-                "group_size must be at least 1 and no larger than world_size, got "
-                f"group_size={size} with world_size={world_size}; "
-                f"try group_size={topology.near_sqrt(world_size)}"
-            )
-        if self.sync_period < 1:
-            raise ValueError(
-                "sync_period must be at least 1, got "
-                f"sync_period={self.sync_period}; try sync_period=10"
-            )
-        if self.grace_s is not None and self.grace_s < 0:
-            raise ValueError(f"grace_s must not be negative, got grace_s={self.grace_s}; try 0.02")
+    @property
+    def uses_gradient(self) -> bool:  # type: ignore[override]
+        """Only inside a node are gradients communicated."""
+        return self.hierarchical
 
-    def start(self, net: Transport, x: Tensor) -> None:
-        super().start(net, x)
-        self.size = self.group_size or topology.near_sqrt(net.world_size)
-        self.version = 0
+    @property
+    def keeps_updates(self) -> bool:  # type: ignore[override]
+        """The paper's rule does not."""
+        return self.rule != "paper"
+
+    def check_hyperparameters(self) -> None:
+        super().check_hyperparameters()
+        if self.sync_period % self.group_period:
+            num_averages = max(1, round(self.sync_period / self.group_period))
+            raise ValueError(
+                "sync_period must be a multiple of group_period, got "
+                f"sync_period={self.sync_period} with group_period={self.group_period}; try "
+                f"sync_period={num_averages * self.group_period}"
+            )
+        if self.overlap and self.rule == "paper":
+            raise ValueError(
+                "the paper's rule must wait for the group's answer, got overlap=True with "
+                'rule="paper"; use overlap=False or rule="conserving"'
+            )
+        if self.wire_dtype != "float32" and self.rule == "paper":
+            raise ValueError(
+                "the paper's rule sends the weights as they are, got "
+                f'wire_dtype={self.wire_dtype!r} with rule="paper"; use wire_dtype="float32" or '
+                'rule="conserving"'
+            )
+
+    def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
+        super().check(world_size, conditions)
+        size, most, of_what = self.group_size, world_size, "world_size"
+        if self.hierarchical:
+            nodes.check_node_size(self.node_size, world_size, conditions)
+            most //= nodes.ranks_per_node(self.node_size, conditions)
+            of_what = "the number of nodes"
+        if size is not None and size > most:
+            raise ValueError(
+                f"group_size must be at least 1 and no larger than {of_what}, got "
+                f"group_size={size} with {of_what}={most}; "
+                f"try group_size={_default_group_size(most)}"
+            )
+
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
+        self.node: nodes.Node | None = None
+        self.whole = x
+        if self.hierarchical:
+            self.node = nodes.Node(net, nodes.ranks_per_node(self.node_size, conditions))
+            net, x = self.node.across(net), self.node.shard(x)
+        self.across = net  # where x is averaged: all of it among all, or a shard between nodes
+        self.size = self.group_size or _default_group_size(net.world_size)
+        self.step = 0  # of the rank that has made the most, where all stand still
         self.last_global = -1
         self.x = x
-        self.published = x.clone()
-        self.total = torch.empty_like(x)
-        self.published_at = self.contributed_at = -1
-        self.sum_size = 0  # of the sum that has not been worked in yet; 0: there is none
-        self.is_summing = False
+        self.mine = self._contribution(x)
+        self.kept = None if self.keeps_updates else _ShareKept(self.whole)
         self.staleness: Counter[int] = Counter()
-        self.left_at = net.now()
-        self.lock = threading.Lock()  # with overlap, the training thread does not wait for the lane
-        grace_s = (self.grace_s or 0.0) if self.wait_avoiding else math.inf  # None: measured below
-        self.engine = WaitAvoiding(net, self, grace_s)
+        self.grace = Grace(net, self.grace_s if self.wait_avoiding else math.inf)
+        self.sums = None if self.wire_dtype == "float32" else quantised.GroupSums(self.wire_dtype)
+        self.engine = self._engine(net)
+
+    def _engine(self, net: Transport, first_version: int = 0) -> WaitAvoiding:
+        all_reduce = exact if self.sums is None else self.sums.all_reduce
+        return WaitAvoiding(net, self, self.grace, first_version, all_reduce)
+
+    def _contribution(self, x: Tensor) -> Contributed | _Paper | _InPlace:
+        if self.rule == "paper":
+            return _Paper(x)
+        if not self.wait_avoiding and not self.overlap:
+            return _InPlace(x)
+        return Contributed(x, while_summing=self.overlap)
+
+    def before_update(self, x: Tensor, g: Tensor) -> None:
+        if self.node is not None:
+            self.num_active = self.node.sum_of_active(g, active=True)
+            g /= self.num_active
+        if self.kept is not None:
+            self.kept.update_begins(x)
 
     def after_update(self, x: Tensor) -> None:
-        version, self.version = self.version, self.version + 1
-        if self.wait_avoiding and self.grace_s is None:
-            self.engine.grace_s = GRACE_SHARE * (self.net.now() - self.left_at)
+        if self.node is not None:
+            self.node.give_to_idle(x, self.num_active)
+        self.grace.step_ends()
+        if self.kept is not None:
+            self.kept.update_ends(x)
+        self.step += 1
+        if self.overlap:
+            self.mine.publish(self.x, self._newest_version())
+        if self.step % self.group_period == 0:
+            self._arrive(self._newest_version())
+        if self.node is not None:
+            self.node.gather(x)
+        self.grace.step_begins()
+
+    def _newest_version(self) -> int:
+        """The round that this rank has arrived at last, or arrives at now."""
+        return self.step // self.group_period - 1
+
+    def _arrive(self, version: int) -> None:
         if not self.overlap:
             self.engine.arrive(version)
+        elif self.is_global(version):
+            self.engine.arrive(version, wait_for=self.last_global)
+            self.last_global = version
         else:
-            self.correct_and_publish(version)
-            self.engine.arrive(
-                version, wait_for=self.last_global if self.is_global(version) else -1
-            )
-            if self.is_global(version):
-                self.last_global = version
-        self.left_at = self.net.now()
+            self.engine.arrive(version, wait_for=-1)
 
     def settle(self, x: Tensor) -> None:
-        self.version = self.engine.settle()
-        if self.overlap:
-            self.correct_and_publish(self.version - 1)
-        self.restart_from_here()
+        if self.node is not None:
+            self._make_steps_of_the_node(x, self.node)
+        version = self.engine.settle()
+        if self.node is not None:
+            self.node.gather(x)
+        # All go on from the step of the rank that has made the most.
+        [self.step] = [version] if self.group_period == 1 else largest(self.net, self.step)
+        self.last_global = -1
+        self.grace.stand_still()
+
+    def _make_steps_of_the_node(self, x: Tensor, node: nodes.Node) -> None:
+        """Until no rank of the node makes one."""
+        zeros = torch.zeros_like(x)
+        while num_active := node.sum_of_active(zeros, active=False):
+            self.num_active = num_active
+            if self.kept is not None:
+                self.kept.update_begins(x)
+            self.after_update(x)
+            zeros.zero_()
+
+    def consensus(self, x: Tensor) -> Tensor:
+        mean = super().consensus(x)
+        if self.kept is not None:
+            self.kept.measure(self.net, mean)
+        return mean
 
     def stop(self) -> None:
         self.engine.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": self.version}
+        state: dict[str, Any] = {"step": self.step}
+        if self.sums is not None and self.sums.reference is not None:
+            state["reference"] = self.sums.reference.clone()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.engine.stop()
-        self.version = state["version"]
-        self.engine = WaitAvoiding(
-            self.net.sub("resumed"), self, self.engine.grace_s, first_version=self.version
-        )
-        self.restart_from_here()
-
-    def restart_from_here(self) -> None:
-        """All ranks stand at the same version, and no sum is left to be worked in."""
-        self.published.copy_(self.x)
-        self.published_at = self.version - 1
-        self.last_global = -1
-        self.sum_size = 0
+        self.step = state["step"]
+        newest, net = self._newest_version(), self.across.sub("resumed")
+        self.mine.restart(self.x, newest)
+        self.kept = None if self.keeps_updates else _ShareKept(self.whole)
+        reference = state.get("reference")
+        if self.sums is not None:
+            self.sums.reference = None if reference is None else reference.to(self.x, copy=True)
+        self.engine = self._engine(net, newest + 1)
 
     def metrics(self) -> dict[str, float]:
-        contributions = sum(self.staleness.values())
+        counts = dict(self.staleness)  # at once: the lane goes on counting
+        contributions = sum(counts.values())
         if not contributions:
             return {}
-        return {
-            "staleness": sum(k * n for k, n in self.staleness.items()) / contributions,
-            "staleness_max": float(max(self.staleness)),
-            "late_share": 1 - self.staleness[0] / contributions,
+        figures = {
+            "staleness": sum(k * n for k, n in counts.items()) / contributions,
+            "staleness_max": float(max(counts)),
+            "late_share": 1 - counts.get(0, 0) / contributions,
         }
+        if self.kept is not None and self.kept.share is not None:
+            figures["updates_kept"] = self.kept.share
+        return figures
 
     # ---- the member of the wait-avoiding collective; called by its lane ----
 
     def group(self, version: int) -> Sequence[int]:
         if self.is_global(version):
-            return range(self.net.world_size)
+            return range(self.across.world_size)
         at = version if self.dynamic_groups else 0
-        return topology.group_of(self.net.rank, at, self.net.world_size, self.size)
+        return topology.group_of(self.across.rank, at, self.across.world_size, self.size)
 
     def is_global(self, version: int) -> bool:
-        return (version + 1) % self.sync_period == 0
+        return (version + 1) * self.group_period % self.sync_period == 0
 
     def activator(self, version: int) -> int | None:
         return None
 
     def arrived(self, version: int) -> None:
         if not self.overlap:
-            self.publish(version)
-
-    def is_stale(self, version: int) -> bool:
-        """With overlap, W' is not published while it is needed for a correction."""
-        return self.overlap and version - self.published_at >= 2 * self.sync_period
-
-    def renew(self) -> None:
-        if self.overlap:
-            self.correct_and_publish(self.version - 1)
+            self.mine.publish(self.x, version)
 
     def contribute(self, version: int) -> Tensor:
-        with self.lock:
-            self.is_summing = True
-            self.total.copy_(self.published)
-            self.contributed_at = self.published_at
-        self.staleness[version - self.contributed_at] += 1
-        return self.total
+        contribution = self.mine.contribution()
+        # With overlap, a rank may be ahead of the version that its lane is at.
+        self.staleness[max(0, version - self.mine.contributed_at)] += 1
+        return contribution
 
     def reduced(self, version: int, group_size: int) -> None:
-        with self.lock:
-            self.is_summing = False
-            self.sum_size = group_size if group_size > 1 else 0  # alone, there is nothing to learn
-        in_time = self.contributed_at == version
-        if not self.overlap and (in_time or self.is_global(version)):
-            torch.div(self.total, group_size, out=self.x)
-            self.sum_size = 0
+        self.mine.reduced(group_size)
+        in_time = self.mine.contributed_at == version
+        # Under the paper's rule, one that has run out of data takes the global mean as it is.
+        is_last = self.rule == "paper" and self.is_global(version)
+        if not self.overlap and (in_time or is_last):
+            self.mine.take(self.x)
 
     def late(self, version: int) -> None:
-        if self.overlap:
-            return
-        self.publish(version)
-        if self.sum_size:
-            self.x.add_(self.total).div_(self.sum_size + 1)
-            self.sum_size = 0
+        if not self.overlap:
+            self.mine.publish(self.x, version)
 
-    def publish(self, version: int) -> None:
-        self.published.copy_(self.x)
-        self.published_at = version
+    def settled(self, version: int) -> None:
+        self.mine.settle(self.x, version)
 
-    def correct_and_publish(self, version: int) -> None:
-        """Works the newest sum in; does nothing while the next one is being made."""
-        with self.lock:
-            if self.is_summing:
-                return
-            if self.sum_size:
-                self.x.add_(self.total, alpha=1 / self.sum_size).sub_(self.published)
-                self.sum_size = 0
-            self.publish(version)
+
+class _InPlace:
+    """In the place of `Contributed` where each sum waits for all of its ranks: x itself is summed.
+
+    Meanwhile the training thread waits too.
+    """
+
+    contributed_at = -1
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self._arrived_at = -1
+
+    def publish(self, x: Tensor, step: int) -> None:
+        self._arrived_at = step
+
+    restart = settle = publish
+
+    def contribution(self) -> Tensor:
+        self.contributed_at = self._arrived_at
+        return self._x
+
+    def reduced(self, group_size: int) -> None:
+        self._x /= group_size
+
+    def take(self, x: Tensor) -> None:
+        """The mean is in x."""
+
+
+class _Paper:
+    """The paper's rule, in the place of `Contributed`: W <- (sum + W') / (S + 1) for a late rank.
+
+    The newest sum, each once.  A sum of this rank alone has nothing to tell it.
+    """
+
+    contributed_at = -1
+
+    def __init__(self, x: Tensor) -> None:
+        self._published, self._sum = x.clone(), torch.empty_like(x)
+        self._published_at = -1
+        self._num_summed = 0  # ranks in the sum that has not been worked in yet
+
+    def publish(self, x: Tensor, step: int) -> None:
+        self._published.copy_(x)
+        self._published_at = step
+        if self._num_summed > 1:
+            x.add_(self._sum).div_(self._num_summed + 1)
+        self._num_summed = 0
+
+    def restart(self, x: Tensor, step: int) -> None:
+        self._num_summed = 0
+        self.publish(x, step)
+
+    settle = restart
+
+    def contribution(self) -> Tensor:
+        self.contributed_at = self._published_at
+        return self._sum.copy_(self._published)
+
+    def reduced(self, group_size: int) -> None:
+        self._num_summed = group_size
+
+    def take(self, x: Tensor) -> None:
+        torch.div(self._sum, self._num_summed, out=x)
+        self._num_summed = 0
+
+
+class _ShareKept:
+    """How much of all ranks' updates the consensus contains, measured on some of its entries.
+
+    kept = <x - begin, u> / <u, u>
+
+    Legend: x the consensus, begin what it was in the beginning, u the sum of all updates; each the
+    mean over all ranks.
+    """
+
+    share: float | None = None
+    """At the last consensus; None before there was one, or an update."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._every = max(1, len(x) // NUM_MEASURED)
+        self._begin = self._some_of(x)
+        self._updates = torch.zeros_like(self._begin)
+
+    def update_begins(self, x: Tensor) -> None:
+        self._updates -= self._some_of(x)
+
+    def update_ends(self, x: Tensor) -> None:
+        self._updates += self._some_of(x)
+
+    def measure(self, net: Transport, mean: Tensor) -> None:
+        means = torch.stack([self._begin, self._updates])
+        average(net, means.view(-1))
+        begin, updates = means
+        squares = float(updates @ updates)
+        if squares > 0:
+            self.share = float((self._some_of(mean) - begin) @ updates) / squares
+
+    def _some_of(self, x: Tensor) -> Tensor:
+        where = x.device if devices.has_doubles(x.device) else "cpu"
+        return x[:: self._every].to(where, torch.float64, copy=True)
+
+
+def _default_group_size(world_size: int) -> int:
+    return min(world_size, max(2, topology.near_sqrt(world_size)))

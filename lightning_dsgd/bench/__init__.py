@@ -1,1 +1,1 @@
-"""Measurements of the strategies in real processes, through `Trainer.fit`."""
+"""Measurements of the strategies: in real processes, and in the simulated world."""

@@ -4,17 +4,19 @@
     ddp, single_device                  Lightning's own
     ddp_fp16                            its gradients compressed to half precision on the wire
     ddp_powersgd:rank=2                 its gradients as products of low rank (Vogels et al. 2019)
-    post_local_sgd:period=8:start=0     DDP, and from step `start` on weights averaged each `period`
-    torchft_local_sgd, torchft_diloco   of torchft (the extra `bench`): `torchft_peers.py`
+    post_local_sgd:period=8:start=0     DDP; from step `start` on, weights averaged every `period`
+    torchft_local_sgd, torchft_diloco   from torchft (the extra `bench`): `torchft_peers.py`
+    decent_dp:topology=ring             from Decent-DP (the same extra): `decent_dp_peer.py`
+    hivemind:period=8                   from hivemind (the same extra): `hivemind_peer.py`
 
-The others are torch's own code: communication hooks and PeriodicModelAverager.  Lightning registers
-communication hooks on CUDA only; here they also run on CPUs.
+The three in the middle use torch's own code: communication hooks and PeriodicModelAverager.
+Lightning registers communication hooks on CUDA only; here they also run on CPUs.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import importlib.util
+from typing import Any, Final
 
 import lightning as L
 import torch
@@ -27,56 +29,59 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-import lightning_dsgd
-from lightning_dsgd.algorithms.sgp import SGP
+from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.bench.decent_dp_peer import DecentDPStrategy
+from lightning_dsgd.bench.hivemind_peer import HivemindStrategy
 from lightning_dsgd.bench.torchft_peers import DiLoCoStrategy, TorchFTStrategy
-
-
-def parse(spec: str) -> tuple[str, dict[str, Any]]:
-    """`wagma:overlap=true:grace_s=0.02` as a name and its options."""
-    name, *options = spec.split(":")
-    pairs = (option.partition("=") for option in options)
-    return name, {key: _value(text) for key, _, text in pairs}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.trainer.named import STRATEGIES
+from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
 
 def strategy(spec: str) -> Any:
     """What `Trainer(strategy=...)` takes."""
     name, options = parse(spec)
-    if name in PEERS:
-        return PEERS[name](**options)
-    if name not in lightning_dsgd.STRATEGIES:
-        known = ", ".join((*PEERS, *lightning_dsgd.STRATEGIES))
-        raise ValueError(f"the strategy must be one of {known}, got {name!r}")
-    return lightning_dsgd.STRATEGIES[name](**options)
+    known = {**PEERS, **STRATEGIES}
+    if name not in known:
+        raise ValueError(f"the strategy must be one of {', '.join(known)}, got {name!r}")
+    return known[name](**options)
 
 
 def check(spec: str, ranks: int) -> None:
-    """Raises `ValueError` or `TypeError` for a strategy that so many ranks could not measure."""
+    """Raises `ValueError` or `TypeError` for a strategy that so many ranks could not measure.
+
+    Or whose package is not installed.
+    """
+    name, _ = parse(spec)
+    module, package = _PACKAGES.get(name, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"{name} needs the package {package}, which is not installed; "
+            f"install it (pip install {package}), or leave {name} out"
+        )
     algorithm = getattr(strategy(spec), "algorithm", None)
-    if isinstance(algorithm, SGP) and algorithm.node_size is None:
-        algorithm.node_size = ranks  # as the Trainer's devices would say
     if algorithm is not None:
-        algorithm.check(ranks)
+        algorithm.check(ranks, Conditions(ranks_per_node=ranks))
 
 
-def trainer(spec: str, ranks: int, **options: Any) -> L.Trainer:
+def communication(trainer: L.Trainer) -> dict[str, float]:
+    """What a strategy of ours has sent and waited for; empty for the others, which do not count."""
+    strategy = trainer.strategy
+    return strategy.communication() if isinstance(strategy, DecentralizedStrategy) else {}
+
+
+def trainer(spec: str, ranks: int, *, device: str = "cpu", **options: Any) -> L.Trainer:
     """A Trainer that does nothing but train with that strategy."""
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
     return L.Trainer(
-        strategy=strategy(spec), accelerator="cpu", devices=ranks, **{**quiet, **options}
+        strategy=strategy(spec),
+        accelerator=device,
+        devices=ranks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
     )
 
 
@@ -138,4 +143,13 @@ PEERS: dict[str, Any] = {
     "post_local_sgd": _PostLocalSGD,
     "torchft_local_sgd": TorchFTStrategy,
     "torchft_diloco": DiLoCoStrategy,
+    "decent_dp": DecentDPStrategy,
+    "hivemind": HivemindStrategy,
 }
+_PACKAGES: Final = {
+    "torchft_local_sgd": ("torchft", "torchft-nightly"),
+    "torchft_diloco": ("torchft", "torchft-nightly"),
+    "decent_dp": ("decent_dp", "decent-dp"),
+    "hivemind": ("hivemind", "hivemind"),
+}
+"""What the peers of the extra `bench` need: the module, and the package that pip installs."""

@@ -5,38 +5,37 @@
 
 Every rank calls `measure(cell, settings)` for one cell after another; what it returns, a dict that
 JSON can hold, goes into a file, and the process that started the ranks collects them: result i is
-`{**cell, "ranks": [of rank 0, of rank 1, ...]}`.  Cells done are kept in `FILE.json.cells` until
-all are, so that a run that was interrupted goes on where it was.
+`{**cell, "ranks": [of rank 0, of rank 1, ...]}`.  Cells that are done are kept (`cells.py`): a
+run that was interrupted goes on where it was.
 
-Launchers: `subprocess` starts each rank itself, with the variables that torchrun sets;  `torchrun`
-and `mpiexec` are those.  With a link each rank runs on a node of its own (`network.py`).  Ranks die
-with the process that started them, whatever it dies of.
+Launchers: `subprocess` starts each rank itself, with the variables that torchrun sets; `torchrun`
+and `mpiexec` are those programs.  With a link, each rank runs on a node of its own (`network.py`).
+Ranks end with the process that started them, whatever ends it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
-import platform
-import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_dsgd.bench.cells import Cell, measured, name
 from lightning_dsgd.bench.network import INTERFACE, Link, Network, describe
+from lightning_dsgd.results import provenance
 
 LAUNCHERS: Final = ("subprocess", "torchrun", "mpiexec")
-Cell = dict[str, Any]
 _QUIET: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # c10d looks for names that nodes do not have
 _POLL_S: Final = 0.1
 _END_WITHIN_S: Final = 10.0
@@ -60,24 +59,12 @@ class Job:
     settings: dict[str, Any]
     ranks: int
     link: Link | None = None
-    launcher: str = "subprocess"
+    launcher: str = LAUNCHERS[0]
     cell_timeout_s: float = 1800.0
 
     def run(self, cells: Sequence[Cell], output: Path) -> list[Cell]:
         """Measures all cells, but for those that an interrupted run into `output` has done."""
-        output.parent.mkdir(parents=True, exist_ok=True)
-        store = output.with_name(output.name + ".cells")
-        key = hashlib.sha256(self._identity().encode()).hexdigest()[:16]
-        done = _stored(store, key)
-        missing = [cell for cell in cells if _name(cell) not in done]
-        if missing:
-            with _bar(len(cells), len(cells) - len(missing)) as tell, open(store, "a") as file:
-                for result in self._measure(missing):
-                    done[_name(_cell_of(result))] = result
-                    file.write(json.dumps({"key": key, "result": result}) + "\n")
-                    file.flush()
-                    tell(result)
-        return [done[_name(cell)] for cell in cells]
+        return measured(cells, output, self._identity(), self.measure)
 
     def provenance(self, command: str | None = None) -> dict[str, Any]:
         """What a result file says of how it was made."""
@@ -91,7 +78,8 @@ class Job:
         what = [self.function, self.settings, self.ranks, describe(self.link), self.launcher]
         return json.dumps(what, sort_keys=True)
 
-    def _measure(self, cells: Sequence[Cell]) -> Iterator[Cell]:
+    def measure(self, cells: Sequence[Cell]) -> Iterator[Cell]:
+        """Starts the ranks, and gives the result of one cell after another."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_sigterm_as_exit())
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsgd-bench-")))
@@ -121,12 +109,12 @@ class Job:
                 time.monotonic() > give_up_at or all(p.poll() is not None for p in processes)
             ):
                 raise SystemExit(
-                    f"the ranks ended with status {failed[0]} while measuring {_name(cell)}; what "
+                    f"the ranks ended with status {failed[0]} while measuring {name(cell)}; what "
                     "they said is above, and the cells before this one are kept"
                 )
             if time.monotonic() > deadline:
                 raise SystemExit(
-                    f"ranks {missing} have not measured {_name(cell)} within "
+                    f"ranks {missing} have not measured {name(cell)} within "
                     f"{self.cell_timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
@@ -166,36 +154,6 @@ class Job:
             raise ValueError(
                 f"launcher must be one of {', '.join(LAUNCHERS)}, got {self.launcher!r}"
             )
-
-
-def provenance(command: str | None = None) -> dict[str, Any]:
-    """With what, and on what, a figure was made; by default with the script that runs."""
-    import lightning
-    import torch
-
-    import lightning_dsgd
-
-    return {
-        "command": command or shlex.join(["python", *sys.argv]),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-            "lightning_dsgd": lightning_dsgd.__version__,
-        },
-    }
-
-
-def finish(report: dict[str, Any], output: Path) -> None:
-    """Writes the result file; the cells that were kept for a resume are in it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    new = output.with_name(output.name + ".new")
-    new.write_text(json.dumps(report, indent=1) + "\n")
-    new.replace(output)
-    output.with_name(output.name + ".cells").unlink(missing_ok=True)
-    print(f"\nwritten: {output}")
 
 
 # ---- starting and ending ranks ----
@@ -263,8 +221,6 @@ def _as_torchrun(rank: int, world_size: int, host: str, port: int) -> dict[str, 
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -296,48 +252,3 @@ def is_of_mpich(mpiexec: str | Path) -> bool:
     """Whether it is the launcher of MPICH or its kin; else it is Open MPI's."""
     asked = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60)
     return "HYDRA" in asked.stdout
-
-
-# ---- the cells ----
-
-
-def in_turn(specs: Sequence[str], turn: str, count: int) -> list[Cell]:
-    """Every strategy once a turn, in an order that changes from turn to turn."""
-    return [
-        {"strategy": specs[(index + place) % len(specs)], turn: index}
-        for index in range(count)
-        for place in range(len(specs))
-    ]
-
-
-def _name(cell: Cell) -> str:
-    return json.dumps(cell, sort_keys=True)
-
-
-def _cell_of(result: Cell) -> Cell:
-    return {name: value for name, value in result.items() if name != "ranks"}
-
-
-def _stored(store: Path, key: str) -> dict[str, Cell]:
-    done: dict[str, Cell] = {}
-    if store.exists():
-        for line in store.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # cut off when the run was
-                entry = json.loads(line)
-                result = entry["result"]
-                if entry["key"] == key:
-                    done[_name(_cell_of(result))] = result
-    return done
-
-
-@contextlib.contextmanager
-def _bar(total: int, done: int) -> Iterator[Callable[[Cell], None]]:
-    from tqdm import tqdm  # comes with Lightning
-
-    with tqdm(total=total, initial=done, unit="cell", dynamic_ncols=True, smoothing=0) as bar:
-
-        def tell(result: Cell) -> None:
-            bar.set_postfix_str(" ".join(map(str, _cell_of(result).values())))
-            bar.update()
-
-        yield tell

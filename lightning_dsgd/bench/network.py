@@ -98,7 +98,8 @@ class Network:
             )
         self.num_nodes = num_nodes
         self.link = link
-        self._switch = f"{_PREFIX}{os.getpid()}-sw"
+        self._owner = f"{_PREFIX}{os.getpid()}"
+        self._switch = f"{self._owner}-sw"
 
     def __enter__(self) -> Network:
         remove_stale()
@@ -119,7 +120,7 @@ class Network:
 
     def namespace(self, node: int) -> str:
         """Its name, for `ip netns exec`."""
-        return f"{_PREFIX}{os.getpid()}-{node}"
+        return f"{self._owner}-{node}"
 
     def address(self, node: int) -> str:
         """At which the other nodes reach it."""
@@ -146,6 +147,19 @@ class Network:
         )
         program.chmod(0o700)
         return program
+
+    def cut(self, *nodes: int) -> None:
+        """Lets nothing through between these nodes any more, as a switch does that has failed."""
+        self._isolate(nodes, "on")
+
+    def mend(self, *nodes: int) -> None:
+        """Lets everything through again."""
+        self._isolate(nodes, "off")
+
+    def _isolate(self, nodes: tuple[int, ...], switched: str) -> None:
+        for node in nodes:
+            port = ["dev", f"p{node}", "type", "bridge_slave"]
+            _run("ip", "-n", self._switch, "link", "set", *port, "isolated", switched)
 
     def _build(self) -> None:
         switch = self._switch

@@ -30,12 +30,10 @@ def main(folder: Path) -> None:
         new = part.with_suffix(".new")
         new.write_text(json.dumps(result))
         new.replace(part)
-    if "torch" in sys.modules:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+    dist = sys.modules.get("torch.distributed")  # not there unless a cell has needed torch
+    if dist is not None and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def rank_of_this_process() -> int:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_dsgd.transport.process_group import own_address
+from lightning_dsgd.trainer import seams
+from lightning_dsgd.transport.connections import own_address
 
 _TIMEOUT = timedelta(seconds=300)
 
@@ -33,15 +34,12 @@ class TorchFTStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        try:
-            from torchft.coordination import LighthouseServer
-            from torchft.manager import Manager
-            from torchft.process_group import ProcessGroupGloo
-        except ImportError as err:
-            raise ImportError(
-                "torchft's strategies need torchft, which is not installed; "
-                "try: pip install torchft-nightly"
-            ) from err
+        seams.ask_nobody_for_sigterm(trainer)  # Lightning's, for which all wait for rank 0
+        # An extra, which only these strategies need, so it is not imported with this module.
+        from torchft.coordination import LighthouseServer
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupGloo
+
         address = own_address()
         where: list[Any] = [None]
         if self.global_rank == 0:
@@ -97,8 +95,8 @@ class TorchFTStrategy(DDPStrategy):
 class DiLoCoStrategy(TorchFTStrategy):
     """With Nesterov's SGD as the outer optimizer."""
 
-    def __init__(self, period: int = 8, lr: float = 0.7, momentum: float = 0.9) -> None:
-        super().__init__(period)
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9, **local: Any) -> None:
+        super().__init__(**local)
         self.lr = lr
         self.momentum = momentum
 

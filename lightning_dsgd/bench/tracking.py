@@ -1,6 +1,6 @@
-"""A comparison as W&B runs: one for each strategy and seed, and one with the table of all.
+"""A comparison as W&B runs: one for each strategy and seed, and one with the table of them all.
 
-The runs of a comparison have one group.  They are made offline unless WANDB_MODE says otherwise.
+The runs of a comparison share a group.  They are offline unless WANDB_MODE says otherwise.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import wandb
+
+from lightning_dsgd.bench.plots import plot_convergence
+from lightning_dsgd.hyperparameters import parse
+
 
 def log_comparison(report: dict[str, Any], output: Path, project: str) -> None:
     """Logs what `bench convergence` has written.
@@ -20,11 +25,6 @@ def log_comparison(report: dict[str, Any], output: Path, project: str) -> None:
         output: the result file, which becomes an artifact; the runs go into `wandb/` beside it
         project: of W&B
     """
-    import wandb
-
-    from lightning_dsgd.bench import contestants
-    from lightning_dsgd.bench.report import plot_convergence
-
     common: dict[str, Any] = {
         "project": project,
         "group": f"{output.stem}-{time.strftime('%Y%m%d-%H%M%S')}",
@@ -33,7 +33,7 @@ def log_comparison(report: dict[str, Any], output: Path, project: str) -> None:
     }
     for cell in report["cells"]:
         spec, seed = cell["strategy"], cell["seed"]
-        name, options = contestants.parse(spec)
+        name, options = parse(spec)
         strategy = {"name": name, "num_ranks": report["settings"]["ranks"], **options}
         config = {**report["settings"], "seed": seed, "strategy": strategy}
         with wandb.init(name=f"{spec} seed {seed}", config=config, **common) as run:

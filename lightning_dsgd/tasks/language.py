@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import TensorDataset
 from torchmetrics.text import Perplexity
 
@@ -193,6 +194,16 @@ class CausalLanguageModel(LanguageModel):
         super().__init__(optimizer=optimizer, lr=lr, **kwargs)
         self.save_hyperparameters()
         self.encoder = Encoder(vocab_size, seq_len, dim, depth, num_heads, dropout, causal=True)
+
+    def configure_model(self) -> None:
+        """Shards every layer, and then the rest, under a strategy that has a mesh for it."""
+        if self.device_mesh is None or isinstance(self.encoder, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.encoder.layers.layers:
+            fully_shard(layer, mesh=mesh)
+        # Its embedding is needed once more, after its own forward pass.
+        fully_shard(self.encoder, mesh=mesh, reshard_after_forward=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return nn.functional.linear(self.encoder(tokens), self.encoder.embedding.weight)

@@ -1,0 +1,194 @@
+"""Validation loss against bytes: sparse all-reduces with local steps beside dense algorithms.
+
+    python benchmarks/oktopk_local_steps.py --tasks language
+
+Ranks in the simulated world train a causal language model (AdamW) or a classifier of digits (SGD
+with momentum) for the same number of steps: a linear warm-up of the learning rate, then a cosine
+to zero.  Every algorithm tries the learning rates of its task with the first seed; the other seeds
+run at the one with the lowest loss.  The loss is that of the consensus on the validation split,
+the bytes are the mean over the ranks.
+
+Each run is written to the file at once, and a run that is there already is not made again: the
+command can be interrupted, and given a part of the algorithms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.replica import flat
+from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
+from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
+from lightning_dsgd.transport.simulated import SimulatedWorld
+
+WARMUP_STEPS = 40
+STRATEGIES = [
+    "allreduce",
+    "local_sgd:sync_period=4",
+    "topk_allgather:density=0.01",
+    "oktopk:density=0.01",
+    "topk_allgather:local_steps=4:density=0.04",
+    "oktopk:local_steps=4:density=0.04",
+    "oktopk:local_steps=4:density=0.125",
+    "oktopk:local_steps=4:density=0.2:wire_dtype=bfloat16",
+]
+
+
+@dataclass
+class Task:
+    """A model, its optimizer at a learning rate of 1, and its loss on a split's samples."""
+
+    make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
+    loss: Callable[[nn.Module, str, Tensor], Tensor]
+    num_samples: Callable[[str], int]
+    batch_size: int
+    learning_rates: list[float]
+
+
+def digits() -> Task:
+    data = DigitsData()
+    data.setup("fit")
+    splits = {
+        name: tuple(torch.stack(column) for column in zip(*data.splits[name], strict=True))
+        for name in ("train", "val")
+    }
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = DigitsClassifier()
+        return model, torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
+
+    def loss(model: nn.Module, split: str, picked: Tensor) -> Tensor:
+        images, labels = splits[split]
+        return nn.functional.cross_entropy(model(images[picked]), labels[picked])
+
+    return Task(make, loss, lambda split: len(splits[split][0]), 16, [0.01, 0.02, 0.04])
+
+
+def language() -> Task:
+    data = TextData(seq_len=64, max_chars=200_000)
+    data.setup("fit")
+    splits = {name: data.splits[name].tensors[0].long() for name in ("train", "val")}  # type: ignore[attr-defined]
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = CausalLanguageModel(dim=40, depth=1, seq_len=64)
+        return model, torch.optim.AdamW(model.parameters(), 1.0)
+
+    def loss(model: nn.Module, split: str, picked: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(*model.logits_and_targets(splits[split][picked], None))  # type: ignore[operator]
+
+    return Task(make, loss, lambda split: len(splits[split]), 8, [0.005, 0.01, 0.02])
+
+
+TASKS = {"language": language, "digits": digits}
+
+
+def learning_rate(step: int, num_steps: int) -> float:
+    """Of the peak."""
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    return 0.5 * (1 + math.cos(math.pi * (step - WARMUP_STEPS) / (num_steps - WARMUP_STEPS)))
+
+
+def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> dict[str, float]:
+    """One rank's run: the validation loss of the consensus, and what this rank has sent."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model, optimizer = task.make()
+    [weights] = flat.flatten(model.named_parameters())
+    algorithm = make_algorithm(spec)
+    algorithm.start(net, weights.x)
+    before = net.counters.bytes_sent
+    generator = torch.Generator().manual_seed(1000 * seed + net.rank)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * learning_rate(step, steps)
+        picked = torch.randint(task.num_samples("train"), (task.batch_size,), generator=generator)
+        optimizer.zero_grad()
+        task.loss(model, "train", picked).backward()
+        with torch.no_grad():
+            uses_gradient = algorithm.uses_gradient
+            algorithm.before_update(weights.x, weights.gather() if uses_gradient else weights.x[:0])
+            if uses_gradient:
+                weights.scatter()
+            optimizer.step()
+            algorithm.after_update(weights.x)
+    sent = net.counters.bytes_sent - before
+    with torch.no_grad():
+        algorithm.settle(weights.x)
+        algorithm.finish(weights.x)
+        model.eval()
+        everything = torch.arange(task.num_samples("val"))
+        loss = task.loss(model, "val", everything).item() if net.rank == 0 else 0.0
+    return {"loss": loss, "bytes": sent}
+
+
+class Runs:
+    """All that has been run, in the file and here."""
+
+    def __init__(self, file: Path, settings: dict[str, Any]) -> None:
+        self.file, self.settings = file, settings
+        self.cells: list[dict[str, Any]] = []
+        if file.exists():
+            old = json.loads(file.read_text())
+            if old["settings"] != settings:
+                raise ValueError(
+                    f"{file} must have been made with the same settings, got {old['settings']} "
+                    f"there and {settings} now; choose another --output"
+                )
+            self.cells = old["cells"]
+
+    def loss(self, name: str, task: Task, spec: str, lr: float, seed: int) -> float:
+        key = {"task": name, "strategy": spec, "lr": lr, "seed": seed}
+        for cell in self.cells:
+            if key.items() <= cell.items():
+                return float(cell["loss"])
+        world = SimulatedWorld(self.settings["ranks"])
+        ranks = world.run(train, task, spec, lr, seed, self.settings["steps"])
+        sent = statistics.mean(rank["bytes"] for rank in ranks)
+        cell = key | {"loss": round(ranks[0]["loss"], 5), "mb": round(sent / 1e6, 4)}
+        print(cell, flush=True)
+        self.cells.append(cell)
+        command = " ".join(f"--{name} {value}" for name, value in self.settings.items())
+        made = provenance(f"python benchmarks/oktopk_local_steps.py {command}")
+        write_result(made | {"settings": self.settings, "cells": self.cells}, self.file)
+        return float(cell["loss"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
+    parser.add_argument("--lrs", type=float, nargs="+", help="by default those of the task")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/oktopk/oktopk_local_steps.json")
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = Runs(args.output, {"ranks": args.ranks, "steps": args.steps})
+    for name in args.tasks:
+        task = TASKS[name]()
+        for spec in args.strategies:
+            lrs = args.lrs or task.learning_rates
+            first = {lr: runs.loss(name, task, spec, lr, args.seeds[0]) for lr in lrs}
+            best = min(first, key=first.__getitem__)
+            losses = [runs.loss(name, task, spec, best, seed) for seed in args.seeds]
+            print(f"{name}, {spec}: {statistics.mean(losses):.4f} at a learning rate of {best}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The picture of the README: where the time goes with `ddp` and with `wagma`, in real runs.
+
+    python benchmarks/timeline_picture.py
+
+Real ranks on this machine; computation is a sleep, and two random ranks are late in each step.  The
+callback `StepTrace` records, and `lightning-dsgd timeline` draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dsgd import StepTrace, StragglerInjector
+from lightning_dsgd.bench import contestants
+from lightning_dsgd.bench.cells import Cell, finish
+from lightning_dsgd.bench.job import Job
+from lightning_dsgd.bench.throughput_cell import Sleeper
+from lightning_dsgd.timeline import picture
+
+STRATEGIES = ("ddp", "wagma")
+
+
+def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
+    """One fit, recorded in a folder of the strategy's name."""
+    steps, ranks = settings["steps"], settings["world_size"]
+    trace = StepTrace(Path(settings["folder"], cell["strategy"]), skip_steps=2)
+    late = StragglerInjector(settings["delay_s"], settings["delayed_ranks"])
+    data = DataLoader(TensorDataset(torch.zeros(steps * ranks, 1)))
+    contestants.trainer(
+        cell["strategy"], ranks, max_steps=steps, max_epochs=-1, callbacks=[trace, late]
+    ).fit(Sleeper(settings["params"], settings["compute_s"]), data)
+    return {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--params", type=int, default=250_000)
+    parser.add_argument("--compute-s", type=float, default=0.4)
+    parser.add_argument("--delay-s", type=float, default=0.32)
+    parser.add_argument("--delayed-ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=7.0, help="as much is drawn")
+    parser.add_argument("--picture", type=Path, default=Path("docs/images/timeline.svg"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/know_before_you_choose/timeline.json")
+    )
+    parser.add_argument("--keep", type=Path, help="copy the traces there")
+    args = parser.parse_args()
+    names = ("steps", "params", "compute_s", "delay_s", "delayed_ranks")
+    settings = {name: getattr(args, name) for name in names} | {"world_size": args.ranks}
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(f"{__file__}:run_cell", settings | {"folder": folder}, args.ranks)
+        job.run([{"strategy": name} for name in STRATEGIES], args.output)
+        if args.keep:
+            shutil.copytree(folder, args.keep, dirs_exist_ok=True)
+        whole = {name: picture.load(Path(folder, name)) for name in STRATEGIES}
+        window = (0.0, args.seconds)
+        drawn = [picture.load(Path(folder, name), seconds=window) for name in STRATEGIES]
+        job.settings = settings  # without the folder, which is gone
+        report = job.provenance()
+    args.picture.write_text(picture.svg(drawn))
+    report["runs"] = [
+        {"strategy": name, "steps_per_s": picture.steps_per_s(run), **picture.shares(run)}
+        for name, run in whole.items()
+    ]
+    for name, run in whole.items():
+        print(f"{name}: {picture.steps_per_s(run):.2f} steps/s; {picture.sentence(run)}")
+    finish(report, args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What is simulated for an advice: every strategy, with the settings that are worth a try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+
+BOUND: Final = "no_sync"
+"""Never communicates: nothing is faster, and it learns nothing from the others."""
+BASELINE: Final = "allreduce"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with its settings.
+
+    Args:
+        spec: as on the command line
+        copies: memory that a rank needs more, in copies of the weights
+    """
+
+    spec: str
+    copies: float
+
+    @property
+    def name(self) -> str:
+        """Of the strategy."""
+        return parse(self.spec)[0]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether every rank unpacks messages of every other, which takes long to simulate."""
+        return isinstance(make_algorithm(self.spec), ErrorFeedback)
+
+
+CANDIDATES: Final = (
+    Candidate("no_sync", 0),
+    Candidate("allreduce", 1),
+    Candidate("local_sgd", 0),
+    Candidate("local_sgd:sync_period=2", 0),
+    Candidate("local_sgd:sync_period=32", 0),
+    Candidate("diloco:sync_period=100", 2),
+    Candidate("dpsgd", 2),
+    Candidate("sgp", 2),
+    Candidate("sgp:overlap=1", 3),
+    Candidate("popsgd", 2),
+    Candidate("popsgd:wire_dtype=int8", 3),
+    Candidate("popsgd:blocking=true", 1),
+    Candidate("adpsgd", 2),
+    Candidate("adpsgd:wire_dtype=int8", 2),
+    Candidate("hpsgd", 2),
+    Candidate("hpsgd:wire_dtype=int8", 4),
+    Candidate("eager_sgd", 4),
+    Candidate("wagma", 2),
+    Candidate("wagma:overlap=true", 3),
+    Candidate("oktopk", 2.5),
+    Candidate("oktopk:local_steps=4", 2.5),
+    Candidate("topk_allgather", 2),
+    Candidate("topk_dsa", 2.25),
+    Candidate("gtopk", 2),
+    Candidate("gaussian_topk", 2),
+)

@@ -1,0 +1,102 @@
+"""What all ranks of a network find out together: a mean, a maximum, who goes on, who differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.transport import Transport
+
+_LARGEST: Final = 1 << 40
+"""The tag of the messages of `largest`, which no algorithm uses otherwise."""
+
+
+def average(net: Transport, x: Tensor) -> None:
+    """Puts the mean of x over all ranks into x."""
+    net.all_reduce(x).wait()
+    x /= net.world_size
+
+
+def num_active(net: Transport, *, active: bool, counts: Tensor | None = None) -> int:
+    """How many ranks are still stepping.
+
+    A rank that has stopped keeps calling this in `settle`, so every round of a synchronous
+    algorithm begins with it: the ranks that go on learn who does, those that stopped learn whether
+    to go on serving.
+
+    Args:
+        net: of all ranks
+        active: whether this one is stepping
+        counts: `Conditions.gradient_counts`, summed in place over those that are stepping
+    """
+    flags = torch.tensor([int(active)])
+    if counts is not None:
+        flags = torch.cat([flags, counts * int(active)])
+    net.all_reduce(flags).wait()
+    if counts is not None:
+        counts.copy_(flags[1:])
+    return int(flags[0])
+
+
+def largest(net: Transport, *values: int) -> list[int]:
+    """Of each value, the largest that any rank has; log2 P messages a rank.
+
+    By dissemination, as in a barrier, which it also is: after step s each rank knows the largest of
+    2^s ranks before it, itself included.
+    """
+    most, distance = torch.tensor(values, dtype=torch.int64), 1
+    while distance < net.world_size:
+        net.send(most, (net.rank + distance) % net.world_size, _LARGEST)
+        theirs = net.recv(most, (net.rank - distance) % net.world_size, _LARGEST).wait()
+        most = torch.maximum(most, theirs)
+        distance *= 2
+    return [int(value) for value in most]
+
+
+def take_over_newest(net: Transport, x: Tensor, step: int) -> int:
+    """Gives every rank the weights of the one that has made the most steps, and tells how many.
+
+    Where all ranks hold the same weights as long as they step, this brings those along that stopped
+    before the others.
+    """
+    size = net.world_size
+    # The first of those that have made the most: the larger, the lower its rank.
+    first, minus_fewest = largest(net, step * size + size - 1 - net.rank, -step)
+    most = first // size
+    if most != -minus_fewest:
+        net.broadcast(x, size - 1 - first % size).wait()
+    return most
+
+
+def everyones(net: Transport, text: str) -> list[str]:
+    """The texts of all ranks."""
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return [bytes(theirs.tolist()).decode() for theirs in net.all_gather(mine).wait()]
+
+
+def by_rank(values: Sequence[str]) -> str:
+    """Which ranks have what: "this on ranks 0 and 2, that on rank 1"."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return ", ".join(
+        f"{value} on " + (f"ranks {', '.join(others)} and {last}" if others else f"rank {last}")
+        for value, (*others, last) in ranks.items()
+    )
+
+
+def refuse_unless_alike(net: Transport, mine: str, must: str, way_out: str) -> None:
+    """Raises `ValueError`, on every rank, unless `mine` is the same text on all.
+
+    Args:
+        net: of all ranks
+        mine: what this rank has
+        must: what has to be the same
+        way_out: what to do about it
+    """
+    texts = everyones(net, mine)
+    if len(set(texts)) > 1:
+        raise ValueError(f"{must} must be the same on all ranks, got {by_rank(texts)}; {way_out}")

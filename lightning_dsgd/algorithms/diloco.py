@@ -1,0 +1,50 @@
+"""DiLoCo (Douillard et al., 2023, https://arxiv.org/abs/2311.08105), Algorithm 1.
+
+    x_i <- x_i - lr * g_i(x_i)                       every step; AdamW in the paper
+    D   <- (1/P) sum_j (x_j - W)                     every sync_period-th step
+    v   <- m v + D,   W <- W + outer_lr (D + m v)
+    x_i <- W
+
+Legend: x_i the weights of rank i, W the global model, v the outer momentum, m outer_momentum, P
+ranks.  Defaults are the paper's: 500 local steps, outer_lr 0.7, outer_momentum 0.9, Nesterov.  The
+inner optimizer is the one that the LightningModule configures.
+
+Fragments, overlap and rounded sums, as in Streaming DiLoCo (Douillard et al., 2025,
+https://arxiv.org/abs/2501.18512), are explained in `primitives/periodic.py`.
+
+Differs from the paper: a rank that has run out of data continues to take part; the consensus, which
+is evaluated and saved, is the mean of the ranks' weights, local steps since the last average
+included.  Differs from Streaming DiLoCo: fragments are pieces of equal size and not layers; a rank
+keeps all of its progress while a sum travels, where the paper mixes half of it in; four-bit values
+are whole numbers with an exponent for 32 of them, and what is rounded off is sent the next time.
+
+Every rank waits for every other once per period, and then sends 2(P-1)/P |x| and one integer; in
+the first period twice as much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_dsgd.algorithm import Profile
+from lightning_dsgd.hyperparameters import with_default
+from lightning_dsgd.primitives.periodic import PeriodicAverage
+
+
+@dataclass
+class DiLoCo(PeriodicAverage):
+    """Averages the progress of hundreds of local steps, and steps with outer Nesterov momentum."""
+
+    name: ClassVar[str] = "diloco"
+    profile: ClassVar[Profile] = Profile(
+        when="every `sync_period` steps",
+        with_whom="all ranks",
+        sends="2(P-1)/P |x| / `sync_period`",
+        memory="2 |x|; |x| more with a `wire_dtype`, 2 |x| / `num_fragments` with `overlap_steps`",
+        suits="very slow networks and long training: language models in several data centers",
+    )
+
+    sync_period: int = with_default(PeriodicAverage, "sync_period", 500)
+    outer_lr: float = with_default(PeriodicAverage, "outer_lr", 0.7)
+    outer_momentum: float = with_default(PeriodicAverage, "outer_momentum", 0.9)

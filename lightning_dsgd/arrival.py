@@ -1,0 +1,58 @@
+"""Has a module imported once a package is, whoever imports that.
+
+`import lightning_dsgd` loads neither of Lightning's packages: each takes seconds.  The strategies'
+names are registered right after a script, or another library, has imported one of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def when_imported(package: str, module: str) -> None:
+    """Imports a module once this package has been imported: now, if it has been already."""
+    if package in sys.modules:
+        importlib.import_module(module)
+    else:
+        sys.meta_path.insert(0, _Watch(package, module))
+
+
+class _Watch(MetaPathFinder):
+    """Waits in `sys.meta_path` until its package is looked for, then leaves."""
+
+    def __init__(self, package: str, module: str) -> None:
+        self._package = package
+        self._module = module
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != self._package:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenImport(spec.loader, self._module)
+        return spec
+
+
+class _ThenImport(Loader):
+    """Loads as another loader does, gives the module back to that one; imports ours after it."""
+
+    def __init__(self, loader: Loader, module: str) -> None:
+        self._loader = loader
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        importlib.import_module(self._module)

@@ -1,0 +1,161 @@
+"""Small tasks with gradients for many ranks at once: what `bench target` trains.
+
+    task = TASKS["digits"]()
+    networks = Networks(task, num_ranks=8)
+    g = networks.gradients(x, ranks=[0, 3], batches)      # x, g: one row of weights per rank
+
+A step of a small network takes the processor mostly for the calls, not for the numbers, so one call
+computes the gradients of several ranks (`torch.func.vmap`).  Each rank has weights, BatchNorm
+statistics and batches of its own; nothing else is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_dsgd.tasks.language import CausalLanguageModel
+from lightning_dsgd.tasks.networks import resnet
+from lightning_dsgd.tasks.text import Tokenizer, read_corpus
+
+BATCH: Final = 16
+HELD_OUT_IMAGES: Final = 720
+SEQ_LEN: Final = 32
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how its quality is measured.
+
+    Args:
+        make: makes the network from the seed of torch's generator
+        examples: makes inputs and targets in an order that a seed draws: those to train on, then
+            those to evaluate on
+        optimizer: makes the optimizer of a rank from its weights and the learning rate
+        warmup: share of the steps in which the learning rate rises; then it falls as a cosine does
+        higher_is_better: True if the quality is an accuracy, False if it is a loss
+    """
+
+    make: Callable[[], nn.Module]
+    examples: Callable[[int], tuple[Tensor, Tensor, Tensor, Tensor]]
+    optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer]
+    warmup: float = 0.0
+    higher_is_better: bool = True
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What is minimised."""
+        return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    def quality(self, outputs: Tensor, targets: Tensor) -> float:
+        """What is reported: the share of right answers, or the loss."""
+        if not self.higher_is_better:
+            return float(self.loss(outputs, targets))
+        return float((outputs.argmax(-1) == targets).float().mean())
+
+
+class Networks:
+    """One network per rank; the weights are the caller's, the BatchNorm statistics are kept here.
+
+    Args:
+        task: what is trained
+        num_ranks: how many
+    """
+
+    def __init__(self, task: Task, num_ranks: int) -> None:
+        self.task = task
+        self.module = task.make()
+        self._shapes = {name: p.shape for name, p in self.module.named_parameters()}
+        self._buffers = {
+            name: buffer.expand(num_ranks, *buffer.shape).clone()
+            for name, buffer in self.module.named_buffers()
+        }
+        self._gradients = vmap(grad(self._loss))
+
+    def weights(self) -> Tensor:
+        """The first weights, flat."""
+        return torch.cat([p.detach().flatten() for p in self.module.parameters()])
+
+    def gradients(self, x: Tensor, ranks: Sequence[int], batches: Sequence[Tensor]) -> Tensor:
+        """The gradients of these ranks, a row each; `x` and `batches` have a row for each too."""
+        rows = list(ranks)
+        buffers = {name: buffer[rows] for name, buffer in self._buffers.items()}
+        with sdpa_kernel(SDPBackend.MATH):  # the faster ones compute one network at a time
+            g: Tensor = self._gradients(x, buffers, *batches)
+        for name, buffer in buffers.items():
+            self._buffers[name][rows] = buffer
+        return g
+
+    def quality(self, x: Tensor, inputs: Tensor, targets: Tensor) -> float:
+        """Of the network with weights x and the mean of the ranks' BatchNorm statistics."""
+        means = {
+            name: buffer.mean(0) if buffer.is_floating_point() else buffer[0]
+            for name, buffer in self._buffers.items()
+        }
+        self.module.eval()
+        outputs = functional_call(self.module, (self._named(x), means), (inputs,))
+        self.module.train()
+        return self.task.quality(outputs, targets)
+
+    def _loss(self, x: Tensor, buffers: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Any:
+        outputs = functional_call(self.module, (self._named(x), buffers), (inputs,))
+        return self.task.loss(outputs, targets)
+
+    def _named(self, x: Tensor) -> dict[str, Tensor]:
+        parts = x.split_with_sizes([shape.numel() for shape in self._shapes.values()])
+        return {
+            name: part.view(shape)
+            for (name, shape), part in zip(self._shapes.items(), parts, strict=True)
+        }
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def _resnet() -> nn.Module:
+    return resnet((1, 8, 8), 10, blocks=(1, 1, 1), width=8, bottleneck=False)
+
+
+def _language_model() -> nn.Module:
+    return CausalLanguageModel(seq_len=SEQ_LEN, dim=40, depth=1, num_heads=4)
+
+
+def _digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pixels, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16
+    targets = torch.tensor(labels)[order]
+    n = HELD_OUT_IMAGES
+    return images[n:], targets[n:], images[:n], targets[:n]
+
+
+def _text(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Characters of Python's own library; 128 pieces are held out."""
+    tokens = torch.tensor(Tokenizer().encode(read_corpus(None, 200_000)))
+    pieces = tokens.unfold(0, SEQ_LEN + 1, SEQ_LEN)
+    order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))
+    held_out, train = pieces[order[:128]], pieces[order[128:]]
+    return train[:, :-1], train[:, 1:], held_out[:, :-1], held_out[:, 1:]
+
+
+def _sgd(weights: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr, momentum=0.9)
+
+
+def _adamw(weights: list[Tensor], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(weights, lr, weight_decay=0.0)
+
+
+TASKS: Final = {
+    "digits": Task(_mlp, _digits, _sgd),
+    "resnet": Task(_resnet, _digits, _sgd),
+    "language": Task(_language_model, _text, _adamw, warmup=0.1, higher_is_better=False),
+}
+"""By name: a two-layer network, a residual network with BatchNorm, a Transformer."""

@@ -1,0 +1,388 @@
+"""Accelerators: the one module that knows of them.
+
+A `Port` is what threads and messages need of one device:
+
+    enter                  this thread works on the device
+    current, new, using    streams: what this thread queues goes onto its current one
+    mark                   a point in the current stream, which passes once all before it is done
+    pinned, copy           host memory that copies run to and from beside everything else
+
+**Who waits for what.**  The host asks a mark whether it `has_passed`, again and again (`until`), so
+a time-out, a stop or a lost rank ends each such wait.  A stream waits for another one by `hold`,
+and then for computation only.  No stream ever waits for the network: what comes from there is on
+the device, as the host has seen, before anything that reads it is queued.
+
+Threads with streams of their own hand tensors over by a message to their own rank, which carries a
+mark, or under a `StreamLock`.
+
+On the CPU every port operation is nothing, or an ordinary copy.  `Accelerator` is written against
+`torch.accelerator`, so that it knows no vendor.  `register` brings in a port for another type of
+device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.transport.buffers import buffer
+
+_SHORTEST_PAUSE_S: Final = 20e-6
+_LONGEST_PAUSE_S: Final = 1e-3
+
+COLLECTIVES: Final = {"cuda": "nccl", "xpu": "xccl"}
+"""What sums tensors of all ranks, for each type of device that has such a library."""
+
+T = TypeVar("T")
+
+
+class Mark(Protocol):
+    """A point in a stream."""
+
+    def has_passed(self) -> bool:
+        """Whether all that was queued before it is done; never blocks."""
+        ...
+
+    def hold(self) -> None:
+        """What this thread queues from now on runs after it; never blocks."""
+        ...
+
+
+class _Passed:
+    def has_passed(self) -> bool:
+        return True
+
+    def hold(self) -> None:
+        pass
+
+
+PASSED: Final[Mark] = _Passed()
+
+
+class Port(Protocol):
+    """One device, as threads and messages need it; any thread may use it."""
+
+    device: torch.device
+
+    def enter(self) -> None:
+        """This thread works on the device from now on."""
+        ...
+
+    def current(self) -> Any:
+        """The stream that this thread queues onto."""
+        ...
+
+    def new(self) -> Any:
+        """Another stream."""
+        ...
+
+    def side(self) -> Any:
+        """This thread's stream for copies beside what it computes."""
+        ...
+
+    def using(self, stream: Any) -> AbstractContextManager[None]:
+        """What this thread queues within goes onto that stream."""
+        ...
+
+    def mark(self) -> Mark:
+        """Where the current stream is now."""
+        ...
+
+    def keep(self, x: Tensor) -> None:
+        """Its memory, of another stream, is not used again before what is queued here is done."""
+        ...
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory of any contents."""
+        ...
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Queues a copy from or to pinned memory; both must stay as they are until it is done."""
+        ...
+
+    def finish(self) -> None:
+        """Waits, without a limit, until all that was queued is done: for who measures time."""
+        ...
+
+
+class Host:
+    """The CPU: whatever is queued is done at once."""
+
+    device = torch.device("cpu")
+
+    def enter(self) -> None:
+        """There is one."""
+
+    def current(self) -> None:
+        """There are no streams."""
+
+    new = side = current
+
+    def using(self, stream: Any) -> AbstractContextManager[None]:
+        """As always."""
+        return contextlib.nullcontext()
+
+    def mark(self) -> Mark:
+        """One that has passed."""
+        return PASSED
+
+    def keep(self, x: Tensor) -> None:
+        """It is."""
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Of the pool."""
+        return buffer(numel, dtype)
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """At once."""
+        into.copy_(source)
+
+    def finish(self) -> None:
+        """It is."""
+
+
+HOST: Final[Port] = Host()
+
+
+class _Event:
+    """A mark; its stream's port."""
+
+    def __init__(self, port: Accelerator) -> None:
+        self._port = port
+        self._event = torch.Event(port.device)
+        self._event.record(port.current())
+        self._has_passed = False
+
+    def has_passed(self) -> bool:
+        if not self._has_passed and self._event.query():
+            self._event.synchronize()  # returns at once; tells CUDA's sanitizer what query has seen
+            self._has_passed = True
+        return self._has_passed
+
+    def hold(self) -> None:
+        if not self._has_passed:
+            self._port.current().wait_event(self._event)
+
+
+class Accelerator:
+    """A device of the accelerator that this torch is built for.
+
+    Args:
+        device: with its index, or without, for the one of this thread
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+        self._of_thread = threading.local()
+
+    def enter(self) -> None:
+        """Selects it."""
+        torch.accelerator.set_device_index(self.device.index)
+
+    def current(self) -> torch.Stream:
+        """By default the one that all threads share."""
+        return torch.accelerator.current_stream(self.device)
+
+    def new(self) -> torch.Stream:
+        """Of torch's pool."""
+        return torch.Stream(self.device)
+
+    def side(self) -> torch.Stream:
+        """Made when it is first asked for."""
+        if not hasattr(self._of_thread, "side"):
+            self._of_thread.side = self.new()
+        side: torch.Stream = self._of_thread.side
+        return side
+
+    @contextlib.contextmanager
+    def using(self, stream: torch.Stream) -> Iterator[None]:
+        """As `torch.Stream` does."""
+        before = self.current()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def mark(self) -> Mark:
+        """An event."""
+        return _Event(self)
+
+    def keep(self, x: Tensor) -> None:
+        """Tells torch's allocator."""
+        x.record_stream(self.current())
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Of torch's pool of it."""
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Does not wait for it."""
+        into.copy_(source, non_blocking=True)
+
+    def finish(self) -> None:
+        """Of all streams."""
+        torch.accelerator.synchronize(self.device)
+
+
+# ---- which device ----
+
+_factories: Final[dict[str, Callable[[torch.device], Port]]] = {"cpu": lambda _: HOST}
+_ports: Final[dict[torch.device, Port]] = {}
+
+
+def register(device_type: str, factory: Callable[[torch.device], Port]) -> None:
+    """Has `port_of` make the ports of this type of device so."""
+    _factories[device_type] = factory
+
+
+def port_of(device: torch.device) -> Port:
+    """The port of a device; one for the whole process."""
+    if device not in _ports:
+        port = _factories.get(device.type, Accelerator)(device)
+        _ports[device] = _ports.setdefault(port.device, port)
+    return _ports[device]
+
+
+def is_on_host(x: Tensor) -> bool:
+    """Whether its memory is the CPU's."""
+    return x.device.type == "cpu"
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether Triton has kernels for where it lies, and is there."""
+    return x.device.type in COLLECTIVES and importlib.util.find_spec("triton") is not None
+
+
+def has_doubles(device: torch.device) -> bool:
+    """Whether it surely computes with 64 bits: not all of Intel's do."""
+    return device.type not in ("mps", "xpu")
+
+
+@contextlib.contextmanager
+def selected(device: torch.device) -> Iterator[None]:
+    """This thread works on the device within."""
+    with torch.accelerator.device_index(device.index):
+        yield
+
+
+def integers(values: Sequence[int], device: torch.device) -> Tensor:
+    """A tensor of a few integers of 64 bits; unlike `torch.tensor`, it waits for no device."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=torch.int64)
+    x = torch.empty(len(values), dtype=torch.int64, device=device)
+    for place, value in enumerate(values):
+        x[place].fill_(value)
+    return x
+
+
+# ---- handing over, and waiting ----
+
+
+class StreamLock:
+    """A lock for tensors that threads with streams of their own change in turn.
+
+    Who takes it has its stream wait for what its last holder has queued; the host does not.
+
+    Args:
+        x: on the device
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._port = port_of(x.device)
+        self._lock = threading.Lock()
+        self._mark = self._port.mark()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._mark.hold()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._mark = self._port.mark()
+        self._lock.release()
+
+
+def until(condition: Callable[[], bool], limit_s: float, check: Callable[[], None]) -> bool:
+    """Waits until it holds, for so long at most; whether it does.
+
+    Args:
+        condition: asked again and again, more seldom the longer it takes
+        limit_s: may be infinite
+        check: raises what else ends the wait
+    """
+    deadline, pause = time.monotonic() + limit_s, _SHORTEST_PAUSE_S
+    while not condition():
+        check()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True
+
+
+# ---- what else is asked about accelerators ----
+
+
+def backend_for(device: torch.device) -> str:
+    """The library that sums tensors of all ranks there."""
+    return COLLECTIVES.get(device.type, "gloo")
+
+
+def served_by(backend: str) -> str:
+    """The type of device whose tensors that library moves."""
+    return next((kind for kind, name in COLLECTIVES.items() if name == backend), "cpu")
+
+
+def name_of(device: torch.device) -> str:
+    """The product's name, where torch tells it; the type of device elsewhere."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def why_no_devices(device_type: str, count: int) -> str:
+    """Why so many ranks cannot have a device each; empty if they can."""
+    found = torch.cuda.device_count() if device_type == "cuda" else count
+    if found >= count:
+        return ""
+    if found:
+        return f"each rank needs a GPU of its own, got {count} ranks and {found}; try {found} ranks"
+    return f"{device_type} needs a GPU, got none that torch {torch.__version__} sees; try cpu"
+
+
+def seen() -> dict[str, Any]:
+    """The devices that this torch finds, and what it was built for."""
+    count = torch.cuda.device_count()
+    return {
+        "built_for": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(index) for index in range(count)],
+    }
+
+
+def nccl_version() -> str:
+    """Of the NCCL that this torch is built with."""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def random_states() -> dict[str, list[Tensor]]:
+    """The states of the devices' generators."""
+    return {"cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Sets them."""
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])

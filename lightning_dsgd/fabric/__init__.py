@@ -1,0 +1,1 @@
+"""The face for Lightning's Fabric."""

@@ -1,0 +1,142 @@
+"""Fabric's collectives: this rank first serves those that still train, and then waits for all.
+
+With `on_loss="end"` torch's process group carries them.  With `on_loss="continue"` that would wait
+for lost ranks, so they travel on our network, among the members.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from torch import Tensor
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.plain.loop import Loop
+from lightning_dsgd.plain.steps import failing
+from lightning_dsgd.session.changes import ChangingSession
+from lightning_dsgd.session.session import Training
+from lightning_dsgd.session.surviving import reduced
+from lightning_dsgd.trainer.training import LaunchedSession, check_of_all
+from lightning_dsgd.transport.view import View
+
+if TYPE_CHECKING:
+    _Base = DDPStrategy
+else:
+    _Base = object
+
+_EACH_STEP: Final = 3
+"""After so many reductions that follow one step each, a user is told what they cost."""
+
+
+class ChangingFabricSession(ChangingSession[Training], LaunchedSession[Training]):
+    """Goes on where a rank is lost; the first of those that are left logs."""
+
+    def _begun_anew(self, view: View, lost: list[int]) -> None:
+        if self.is_first:
+            rank_zero_only.rank = 0  # type: ignore[attr-defined]
+
+
+class CollectivesMixin(_Base):
+    """See the head of the file."""
+
+    algorithm: Algorithm
+    session: LaunchedSession[Training]
+    _loop: Loop
+    _num_reduced_steps = _num_in_a_row = 0
+
+    @property
+    def _survivors(self) -> ChangingFabricSession | None:
+        """The session, if it goes on where a rank is lost."""
+        return self.session if isinstance(self.session, ChangingFabricSession) else None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that train; with `on_loss="continue"`, those that are left."""
+        return self.session.members
+
+    def _together(self, what: str) -> None:
+        self.session.check_process()
+        self._loop.together(what)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.session.check_stays()
+        if self.session.is_open:
+            self._together("barrier")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not self.session.is_open:
+            self._check_all_there("broadcast")
+            return super().broadcast(obj, src)
+        self._together("broadcast")
+        if self._survivors is not None:
+            with failing(self.session):
+                return self._survivors.broadcast(obj, src)
+        with self.session.blaming("a broadcast"):
+            return super().broadcast(obj, src)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if not self.session.is_open:
+            self._check_all_there("all_gather")
+            return super().all_gather(tensor, group, sync_grads)
+        self._together("all_gather")
+        if self._survivors is not None:
+            check_of_all(group)
+            with failing(self.session):
+                return torch.stack(self._survivors.all_gather(tensor, sync_grads=sync_grads))
+        with self.session.blaming("an all_gather"):
+            return super().all_gather(tensor, group, sync_grads)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or not self.session.is_open:
+            self._check_all_there("all_reduce")
+            return super().all_reduce(tensor, group, reduce_op)
+        self._warn_of_reductions()
+        self._together("all_reduce")
+        op = getattr(reduce_op, "name", str(reduce_op)).lower()
+        if self._survivors is not None:
+            check_of_all(group)
+            group = None
+        if op in ("mean", "avg", "sum") and group is None:
+            with failing(self.session):
+                return self.session.reduce(tensor, is_mean=op != "sum")
+        if self._survivors is not None:
+            with failing(self.session):
+                return reduced(self._survivors.all_gather(tensor), op)
+        with self.session.blaming("a reduction"):
+            return super().all_reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._survivors is not None and self.session.is_open:
+            self._together("all_reduce")
+            with failing(self.session):
+                return self._survivors.decide(decision, is_of_all=all)
+        votes = int(self.all_reduce(torch.tensor(int(decision)), reduce_op="sum"))
+        return votes == self.world_size if all else votes > 0
+
+    def _check_all_there(self, what: str) -> None:
+        """Raises where Fabric's own collective would wait for ranks that are lost, or go on."""
+        self.session.check_stays()
+        if self._survivors is not None and self._survivors.has_changed:
+            raise RuntimeError(
+                f"after the end of training all ranks must be there for fabric.{what}, got "
+                f"{len(self.members)} of {self.world_size}; call it before, inside of `with "
+                "fabric.strategy:`"
+            )
+
+    def _warn_of_reductions(self) -> None:
+        """Once, where all ranks wait for each other after every step."""
+        has_stepped_once = self._loop.num_steps == self._num_reduced_steps + 1
+        if has_stepped_once:
+            self._num_in_a_row += 1
+        elif self._loop.num_steps != self._num_reduced_steps:
+            self._num_in_a_row = 0
+        self._num_reduced_steps = self._loop.num_steps
+        if self._num_in_a_row == _EACH_STEP and not self.algorithm.lockstep and has_stepped_once:
+            rank_zero_warn(
+                f'strategy="{self.algorithm.name}" does not wait for all ranks in every step, but '
+                "fabric.all_reduce does, and it was called after each; call it once an epoch, or "
+                "log each rank's own value"
+            )

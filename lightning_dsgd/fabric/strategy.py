@@ -1,0 +1,395 @@
+"""The algorithms as strategies of Lightning's Fabric.
+
+    fabric.launch()                    the ranks meet, and the network is opened
+    fabric.setup(model, optimizer)     the model stays as it is, without a wrapper
+    the first optimizer.step()         all ranks take over rank 0's weights; from here on as in a
+                                       loop in plain PyTorch: `plain.loop`
+    fabric.strategy.finish()           leaves the consensus in the model: Fabric has no end of
+                                       training; `with fabric.strategy:` does it too
+
+Fabric calls no strategy when an error ends the script.  `with fabric.strategy:` tells the others;
+without it, that happens when the process ends.
+
+For `lightning.fabric` here, and for `lightning_fabric` in `twin`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from typing import Any, Final, Self
+
+import torch
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_dsgd.algorithm import Algorithm, Conditions
+from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.fabric.collectives import ChangingFabricSession, CollectivesMixin
+from lightning_dsgd.plain.loop import Loop
+from lightning_dsgd.plain.steps import failing
+from lightning_dsgd.session import checkpoint as files
+from lightning_dsgd.session import options, record
+from lightning_dsgd.session.ending import say
+from lightning_dsgd.session.meeting import TRANSPORTS, Limits, Meeting
+from lightning_dsgd.session.session import Phase, Training
+from lightning_dsgd.trainer import names, refusals
+from lightning_dsgd.trainer.processes import Processes, start_method
+from lightning_dsgd.trainer.training import LaunchedSession
+from lightning_dsgd.transport.mpi_job import check_launch
+
+_LIGHTNINGS: Final = (
+    "cluster_environment", "checkpoint_io", "precision", "process_group_backend", "timeout",
+    "start_method",
+)  # fmt: skip
+"""Options of Fabric's own strategies that are taken as they are."""
+
+
+class FabricMixin(CollectivesMixin):
+    """Trains a Fabric loop with an algorithm that does not wait for everyone at every step.
+
+    Args:
+        algorithm: how the ranks learn from one another, or its name
+        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
+            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
+            installed and ranks can read each other's memory
+        timeout_s: how long a rank waits for another before it gives up
+        heartbeat_timeout_s: after how much silence a rank counts as lost
+        startup_timeout_s: how long a rank waits for all others to start, and then to connect
+        average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's
+            are evaluated and saved
+        check_finite: looks for NaN and inf in gradients and weights before they are sent; one more
+            pass
+        on_loss: "end" ends the job, on all ranks, when one is lost; "continue" goes on without it,
+            on CPUs: see the page "Going on without a rank"
+        min_ranks: with on_loss="continue", how many ranks must be left; None means more than half
+            of those before the loss
+        **kwargs: what Fabric's own strategies take: cluster_environment, checkpoint_io, precision,
+            process_group_backend, timeout, start_method
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm | str,
+        transport: str = "auto",
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 20.0,
+        startup_timeout_s: float = 300.0,
+        average_buffers: bool = True,
+        check_finite: bool = False,
+        on_loss: str = "end",
+        min_ranks: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        made = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
+        refusals.check_options(type(self).__name__, made, _own_options(), kwargs, _LIGHTNINGS)
+        options.check_choice("transport", transport, TRANSPORTS)
+        options.check_loss(on_loss, min_ranks, transport)
+        limits = Limits(timeout_s, heartbeat_timeout_s, startup_timeout_s)
+        made.check_hyperparameters()
+        super().__init__(**kwargs)
+        self.algorithm = made
+        self._has_start_method = "start_method" in kwargs
+        self._backward_sync_control: Any = _NothingToSync()
+        self._meeting = Meeting(transport, limits, rank_zero_info)
+        self._processes = Processes()
+        self._on_loss, self._min_ranks = on_loss, min_ranks
+        self.session = self._new_session()
+        self._loop = Loop(
+            self.session, made, average_buffers=average_buffers, check_finite=check_finite
+        )
+        self._modules: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+
+    # ---- set-up ----
+
+    def _new_session(self) -> LaunchedSession[Training]:
+        if self._on_loss == "end":
+            return LaunchedSession(self._processes)
+        return ChangingFabricSession(self._meeting, self._min_ranks, self._processes)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.session.is_first if self._survivors is not None else super().is_global_zero
+
+    def _configure_launcher(self) -> None:
+        check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
+        self._start_method = start_method(
+            self.cluster_environment, self._start_method, is_chosen=self._has_start_method
+        )
+        if self._on_loss == "continue":
+            refusals.check_start_method(self._start_method)
+        super()._configure_launcher()
+        self._processes.take_over(self._launcher, self._start_method, self._fail)
+
+    def setup_environment(self) -> None:
+        if self.session.is_open:  # `fabric run` sets it up before `fabric.launch` does
+            return
+        self._processes.become_rank()
+        super().setup_environment()
+        refusals.check_number_of_processes(self.world_size, self.num_nodes, self.num_processes)
+        scales = self._scaler is not None
+        self.algorithm.check(self.world_size, Conditions(self.num_processes, scales))
+        if self._survivors is not None:
+            options.check_survival(
+                self.algorithm, self.world_size, self._min_ranks, self.root_device
+            )
+        net = self._meeting.open_network(self.world_size, self.root_device)
+        self._loop.open(net, self.num_processes, scales=scales)
+        atexit.register(self._end_with_process, os.getpid())
+
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        self.session.rank, self.session.world_size = self.global_rank, self.world_size
+        environment = self.cluster_environment
+        if not torch.distributed.is_initialized() and environment is not None:
+            address = environment.main_address, environment.main_port
+            if self._survivors is not None:
+                self._meeting.start_with_others(address)
+            self._meeting.join_process_group(
+                self.global_rank,
+                self.world_size,
+                address,
+                self._get_process_group_backend(),
+                self._timeout,
+                self.root_device,
+            )
+        super()._setup_distributed()  # which finds the process group there
+
+    @property
+    def _scaler(self) -> Any:
+        """What scales the loss for fp16, if something does."""
+        return getattr(self.precision, "scaler", None)
+
+    def setup_module(self, module: nn.Module) -> Any:
+        self._check_new("model")
+        self._modules.append(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._check_new("optimizer")
+        self._optimizers.append(optimizer)
+        return optimizer
+
+    def _check_new(self, what: str) -> None:
+        if self.session.training is not None:
+            raise RuntimeError(
+                f"everything must be set up before the first step, got one more {what}; call "
+                "fabric.setup for all models and optimizers first"
+            )
+
+    def _build(self, own: Any = None) -> None:
+        """Begins training, once all that is trained is there."""
+        if not self._optimizers:
+            raise RuntimeError(
+                "there must be something to train, got no optimizer; call "
+                "fabric.setup(model, optimizer) first"
+            )
+        several = len(self._modules) > 1
+        model = nn.ModuleList(self._modules) if several else self._modules[0]
+        with failing(self.session):
+            self._loop.build(model, self._optimizers, self._scaler, own)
+
+    # ---- training ----
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if self.session.training is None:
+            self._build()
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        self._reduce_gradients(optimizer)
+        parameters = self.precision.main_params(optimizer)
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float
+    ) -> None:
+        self._reduce_gradients(optimizer)
+        nn.utils.clip_grad_value_(self.precision.main_params(optimizer), clip_val)
+
+    def _reduce_gradients(self, optimizer: Optimizer) -> None:
+        if self.session.training is None:
+            self._build()
+        self._loop.reduce_gradients(optimizer)
+
+    def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """The batches of a loader; with SIGTERM or Ctrl-C all ranks stop after the same one."""
+        return self._loop.batches(loader)
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the models hold what all ranks agree on; afterwards their own weights again."""
+        self.session.check_stays()
+        if not self.session.is_open:  # training has ended: they hold it
+            yield
+            return
+        if self.session.training is None:
+            self._build()
+        with self._loop.consensus():
+            yield
+
+    def communication(self) -> dict[str, float]:
+        """What was sent and waited for so far, by this rank, and the algorithm's own figures."""
+        return self._loop.metrics()
+
+    # ---- the end ----
+
+    def finish(self) -> None:
+        """Ends training: leaves the consensus in the models, once all ranks are here."""
+        self.session.check_stays()
+        if not self.session.is_open:
+            return
+        if self.session.training is None and self._optimizers:
+            self._build()
+        self._loop.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, exception: BaseException | None, traceback: Any) -> None:
+        if exception is None:
+            self.finish()
+        else:
+            self._fail(exception)
+
+    def _fail(self, exception: BaseException) -> str:
+        """This rank will not go on, for a reason that the others are told; gives it as text."""
+        if self._processes.is_parent_alone and not self.session.is_fork:
+            self._processes.end_forked()
+            return ""
+        reason = self.session.fail(exception)
+        self._loop.give_up(exception)
+        self._processes.end_children()
+        return f"[rank {self.global_rank}] {reason}"
+
+    def _end_with_process(self, pid: int) -> None:
+        """At the end of the script, if nobody has ended training before."""
+        if os.getpid() != pid or not self.session.is_open:
+            return
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is not None or self.session.phase is Phase.BROKEN:
+            self._fail(error or RuntimeError("training was not ended"))
+            return
+        if self.is_global_zero:
+            say(
+                "lightning_dsgd: training ends with the script; call fabric.strategy.finish(), or "
+                "train in `with fabric.strategy:`, to have the consensus in the model before"
+            )
+        self.finish()
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        self.session.check_stays()
+        if self.session.training is None:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        self._together("save")
+        checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        has_replicas = any(isinstance(each, Optimizer) for each in state.values())
+        with failing(self.session):
+            self.session.save(
+                self.checkpoint_io,
+                str(path),
+                checkpoint,
+                storage_options,
+                has_replicas=has_replicas,
+            )
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        resumes = isinstance(state, dict) and any(
+            isinstance(each, Optimizer) for each in state.values()
+        )
+        if not resumes or not self.session.is_open:
+            return super().load_checkpoint(path, state, strict, weights_only=weights_only)
+        self._loop.check_may_load("call fabric.load right after fabric.setup")
+        self._together("load")
+        with failing(self.session):
+            path = self.session.text_of_rank_0(str(path))
+            shared = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            record.check_algorithm(shared, path, self.algorithm.name)
+            own, reason = files.load_replica(
+                self.checkpoint_io, self.session.meetings, path, shared, weights_only
+            )
+        content = shared if own is None else own
+        with self._reading(dict(content)):
+            rest = super().load_checkpoint(path, state, strict, weights_only=weights_only)
+        if own is None:
+            rank_zero_info(f"All ranks start from the one model in {path}: {reason}.")
+        self._build(own)
+        return record.without_record(rest)
+
+    @contextlib.contextmanager
+    def _reading(self, content: dict[str, Any]) -> Iterator[None]:
+        """Has Fabric read a checkpoint that is there already."""
+        real = self.checkpoint_io
+        self.checkpoint_io = _Given(content)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            self.checkpoint_io = real
+
+
+class _Given(files.TorchFiles):
+    """A checkpoint that was read before."""
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._content
+
+
+class _NothingToSync:
+    """A backward pass sends nothing: there is nothing to leave out while gradients accumulate."""
+
+    def no_backward_sync(self, *args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext()
+
+
+class FabricStrategy(FabricMixin, DDPStrategy):
+    __doc__ = FabricMixin.__doc__
+
+
+def _own_options() -> list[str]:
+    taken = inspect.signature(FabricMixin.__init__).parameters
+    return [name for name in taken if name not in ("self", "algorithm", "kwargs")]
+
+
+def register(package: str, strategy: type) -> None:
+    """Makes the algorithms' names known to one of the packages that have a Fabric."""
+    registry = import_module(f"{package}.strategies").STRATEGY_REGISTRY
+    for name, algorithm in ALGORITHMS.items():
+        description = (inspect.getdoc(algorithm) or "").splitlines()[0]
+        registry.register(name, strategy, description, override=True, algorithm=name)
+    names.hint_in_fabric(package, ALGORITHMS)
+
+
+register("lightning.fabric", FabricStrategy)

@@ -1,0 +1,12 @@
+"""The strategies for the Fabric of `lightning_fabric`, in place of `lightning`."""
+
+from lightning_fabric.strategies.ddp import DDPStrategy
+
+from lightning_dsgd.fabric.strategy import FabricMixin, register
+
+
+class FabricStrategy(FabricMixin, DDPStrategy):  # type: ignore[misc]  # noqa: D101
+    __doc__ = FabricMixin.__doc__
+
+
+register("lightning_fabric", FabricStrategy)

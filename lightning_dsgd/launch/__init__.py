@@ -1,0 +1,1 @@
+"""Starts the ranks of a node and looks after them: `lightning-dsgd launch`."""

@@ -1,0 +1,79 @@
+"""Starts a script once for each rank of a node, and looks after these processes.
+
+    lightning-dsgd launch --ranks 8 train.py --its --own arguments
+    lightning-dsgd launch --ranks 8 --nodes 2 --node 0 --rendezvous node0:29500 train.py    # node0
+    lightning-dsgd launch --ranks 8 --nodes 2 --node 1 --rendezvous node0:29500 train.py    # node1
+    lightning-dsgd launch --ranks 4 --join --rendezvous node0:29500 train.py     # later: 4 more
+
+Each rank finds torchrun's variables.  The ranks meet in a store that the supervisor keeps, so the
+end of a rank, also of rank 0, does not end their meeting place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs until all ranks of this node have ended; exits with 0 if training has."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-dsgd launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=int, required=True, help="how many on this node")
+    parser.add_argument("--nodes", type=int, default=1, help="how many, with as many ranks each")
+    parser.add_argument("--node", type=int, default=0, help="the number of this one, from 0")
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        default="127.0.0.1:0",
+        help="where the ranks meet: of node 0, which serves it (one node: any free port)",
+    )
+    parser.add_argument(
+        "--join",
+        action="store_true",
+        help='these ranks join a training that goes on, with on_loss="continue" and max_ranks',
+    )
+    parser.add_argument(
+        "--logs", type=Path, default=Path("launch_logs"), help="a folder: one file for each start"
+    )
+    parser.add_argument(
+        "--grace-s",
+        type=float,
+        default=30.0,
+        help="how long ranks may take to end by themselves, once they are to",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=3,
+        help='how often a rank that is lost is started again, with on_loss="continue"',
+    )
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the script")
+    args = parser.parse_args(argv)
+    # Lazily: a help text needs no torch.
+    from lightning_dsgd.launch.supervisor import Place, Supervisor
+    from lightning_dsgd.transport import TransportError
+
+    try:
+        host, port = _address(args.rendezvous)
+        place = Place(args.ranks, args.nodes, args.node, host, port, args.join)
+        command = [sys.executable, "-u", args.script, *args.arguments]
+        supervisor = Supervisor(command, place, args.logs, args.grace_s, args.max_restarts)
+        status = supervisor.run()
+    except (ValueError, OSError, TransportError) as err:
+        parser.error(str(err))
+    raise SystemExit(status)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(
+            f"--rendezvous must be an address and a port, got {text!r}; try node0:29500"
+        )
+    return host, int(port)

@@ -1,0 +1,437 @@
+"""The processes of a node's ranks: started, watched, told to end, and buried.
+
+    a rank ends badly             on_loss="end": the others end too, by themselves, or after
+                                  `grace_s` by SIGTERM, and then by SIGKILL
+                                  on_loss="continue": the others go on, and it is started again,
+                                  after 1 s, then 2 s, 4 s, ..., `max_restarts` times at most;
+                                  but for one that has left, as it got SIGTERM, and in a loop of
+                                  the user's, which a rank cannot join
+    SIGTERM or Ctrl-C comes here  every rank gets SIGINT, on which all stop after the same batch;
+                                  a second one ends them at once
+    the supervisor dies           the kernel sends SIGTERM to its ranks
+
+With `Place.joins` its ranks are none of the first: they get numbers behind these, and start once
+training goes on.
+
+Every rank has a session of its own, with the processes that it starts: a Ctrl-C at the terminal
+reaches the supervisor alone, and no process of a rank is left when that one is ended by force.
+Each start writes a file of its own, `rank_3.0.log`; that of the node's first rank is shown, too.
+
+**Why nobody waits for ever.**  The ranks are looked at every `_LOOK_EVERY_S`, and no look waits.
+Once ranks are to end, they have `grace_s`, then `_TERM_S` after SIGTERM; nobody survives SIGKILL.
+
+**Threads.**  One: signal handlers only write down which signal has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from lightning_dsgd.transport import TransportError
+from lightning_dsgd.transport.register import Register
+
+_LOOK_EVERY_S: Final = 0.05
+_FIRST_BACKOFF_S: Final = 1.0
+_LONGEST_BACKOFF_S: Final = 60.0
+_TERM_S: Final = 10.0
+"""How long a rank has between SIGTERM and SIGKILL."""
+_OTHER_NODES_S: Final = 60.0
+"""How long the store waits for the ranks of other nodes to end."""
+_SILENTLY_S: Final = 2.0
+"""How long it does so without a word."""
+_STORE_S: Final = 300.0
+_PR_SET_PDEATHSIG: Final = 1
+_libc: Final = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node among all.
+
+    Args:
+        ranks: how many each node has
+        nodes: how many there are
+        node: the number of this one
+        host: where the ranks meet
+        port: where the ranks meet; 0: any, on one node
+        joins: whether its ranks join a training that goes on, whose nodes do not count this one
+    """
+
+    ranks: int
+    nodes: int
+    node: int
+    host: str
+    port: int
+    joins: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("ranks", 1), ("nodes", 1), ("node", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"--{name} must be at least {least}, got {getattr(self, name)}; try "
+                    f"--{name} {least}"
+                )
+        if self.node >= self.nodes:
+            raise ValueError(
+                f"--node must be below --nodes, got --node {self.node} with --nodes {self.nodes}; "
+                "nodes are counted from 0"
+            )
+        if self.joins and (self.nodes > 1 or not self.port):
+            raise ValueError(
+                "ranks that join must be told where the others meet, and no nodes, got "
+                f"--rendezvous {self.host}:{self.port} and --nodes {self.nodes}; give --join the "
+                "--rendezvous of the training, as in --rendezvous node0:29500"
+            )
+        if self.nodes > 1 and not self.port:
+            raise ValueError(
+                "several nodes must know where the ranks meet, got no --rendezvous; give all nodes "
+                "the address of node 0 and a free port there, as in --rendezvous node0:29500"
+            )
+
+
+class _Rank:
+    """One rank of this node: its newest process, and what it writes."""
+
+    def __init__(self, local: int) -> None:
+        self.local = local
+        self.num_starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.status: int | None = None
+        """What its newest process has ended with."""
+        self.again_at: float | None = None
+        """When it is to be started again."""
+        self.log = Path()
+        self._shown: IO[bytes] | None = None
+
+    def start(self, command: Sequence[str], variables: dict[str, str], logs: Path) -> None:
+        """Starts its next process."""
+        self.log = logs / f"rank_{variables['RANK']}.{self.num_starts}.log"
+        self.num_starts += 1
+        self.status, self.again_at = None, None
+        self.show()  # the rest of the last one
+        if self._shown is not None:
+            self._shown.close()
+            self._shown = None
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def look(self) -> bool:
+        """Whether it has ended since the last look."""
+        if self.process is None:
+            return False
+        status = self.process.poll()
+        if status is None:
+            return False
+        if status:
+            self.signal(signal.SIGKILL)  # what it has started and left behind
+        self.process, self.status = None, status
+        return True
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal: SIGKILL to all of its processes, others to the rank itself."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if signum == signal.SIGKILL:
+                os.killpg(self.process.pid, signum)
+            elif self.process.returncode is None:
+                self.process.send_signal(signum)
+
+    def show(self) -> None:
+        """Copies what it has written since the last time, if it is the first rank of the node."""
+        if self.local:
+            return
+        if self._shown is None:
+            if not self.num_starts or not self.log.is_file():
+                return
+            self._shown = self.log.open("rb")
+        while piece := self._shown.read(1 << 16):
+            sys.stdout.buffer.write(piece)
+        sys.stdout.flush()
+
+
+class Supervisor:
+    """See the head of the file.
+
+    Args:
+        command: of a rank
+        place: of this node
+        logs: a folder
+        grace_s: how long ranks may take to end by themselves, once they are to
+        max_restarts: how often a rank is started again
+    """
+
+    def __init__(
+        self, command: Sequence[str], place: Place, logs: Path, grace_s: float, max_restarts: int
+    ) -> None:
+        if max_restarts < 0:
+            raise ValueError(f"--max-restarts must be at least 0, got {max_restarts}; try 3")
+        if not Path(command[2]).is_file():
+            raise ValueError(f"the script must be a file, got {command[2]}; name a Python file")
+        if not 0 <= grace_s < float("inf"):
+            raise ValueError(f"--grace-s must be a number of seconds, got {grace_s}; try 30")
+        self._command, self._place, self._logs, self._grace_s = command, place, logs, grace_s
+        self._max_restarts = max_restarts
+        self._ranks = [_Rank(local) for local in range(place.ranks)]
+        self._node, self._nodes, self._size = place.node, place.nodes, place.ranks
+        """This node, all at the start, and the ranks of each of these."""
+        begin = place.node * place.ranks
+        self._numbers = range(begin, begin + place.ranks)
+        self._signals = 0
+        self._port = place.port
+        self._register: Register | None = None
+        self._has_store, self._has_survived = True, False
+        self._kill_at: list[tuple[float, int]] = []
+        """When which signal is sent to those that have not ended."""
+
+    def run(self) -> int:
+        """Until all ranks of this node have ended; what this process is to exit with."""
+        self._logs.mkdir(parents=True, exist_ok=True)
+        with self._take_signals(), self._serve():
+            try:
+                for rank in self._ranks:
+                    rank.start(self._command, self._variables(rank.local), self._logs)
+                _say(f"{len(self._ranks)} ranks started, logs in {self._logs}")
+                while any(rank.process or rank.again_at is not None for rank in self._ranks):
+                    self._look()
+                    time.sleep(_LOOK_EVERY_S)
+            finally:
+                self._bury()
+                self._say_ended()
+            for rank in self._ranks:
+                rank.show()
+            self._await_nodes()
+            return self._status()
+
+    # ---- the store ----
+
+    @contextlib.contextmanager
+    def _serve(self) -> Iterator[None]:
+        place = self._place
+        serves = place.node == 0 and not place.joins
+        self._register = register = Register(place.host, place.port, _STORE_S, serves=serves)
+        self._port = register.port
+        if serves:
+            register.write_size(place.nodes, place.ranks)
+        elif place.joins:
+            self._find_training(register)
+        yield
+        self._register = None
+
+    def _find_training(self, register: Register) -> None:
+        """Waits until there is one that goes on, and has its ranks counted behind the others."""
+        found = register.await_training(_STORE_S, self._is_told_to_end)
+        if self._signals:
+            raise TransportError("ended by a signal, before there was a training to join")
+        if not found:
+            raise TransportError(
+                f"--join needs a training that goes on, but none does at {self._place.host}:"
+                f'{self._place.port}; start one by `lightning-dsgd launch`, with on_loss="continue"'
+            )
+        if not register.can_be_joined():
+            raise TransportError(
+                f"--join needs a training that ranks can join, a Trainer's, but that at "
+                f"{self._place.host}:{self._place.port} is a loop of its user's, whose place a new "
+                "process cannot know; start that job anew with more ranks"
+            )
+        self._nodes, self._size = register.size()
+        self._numbers = register.more_ranks(self._place.ranks, self._nodes * self._size)
+        self._node = self._nodes - 1 + register.more_supervisors(1)
+
+    def _say_ended(self) -> None:
+        assert self._register is not None
+        with contextlib.suppress(TransportError):  # of a store that has ended
+            self._register.say(f"ended/{self._node}")
+
+    def _await_nodes(self) -> None:
+        """The store stays until the ranks of all nodes have ended, or a signal comes."""
+        register = self._register
+        assert register is not None
+        others = self._nodes - 1 + register.more_supervisors(0) if self._node == 0 else 0
+        keys = [f"ended/{node}" for node in range(1, others + 1)]
+        if not keys or register.wait(keys, _SILENTLY_S, self._is_told_to_end):
+            return
+        _say(f"waits up to {_OTHER_NODES_S:g} s for the ranks of {others} other supervisors to end")
+        if not register.wait(keys, _OTHER_NODES_S, self._is_told_to_end):
+            _say("they have not said that they have; the store where they meet ends")
+
+    def _is_told_to_end(self) -> bool:
+        return self._signals > 0
+
+    def _variables(self, local: int) -> dict[str, str]:
+        place = self._place
+        variables = {
+            "RANK": self._numbers[local],
+            "LOCAL_RANK": local % self._size,
+            "WORLD_SIZE": self._nodes * self._size,
+            "LOCAL_WORLD_SIZE": self._size,
+            "GROUP_RANK": self._node,
+            "GROUP_WORLD_SIZE": self._nodes,
+            "MASTER_ADDR": place.host,
+            "MASTER_PORT": self._port,
+            "TORCHELASTIC_RUN_ID": "lightning-dsgd",
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        return {name: str(value) for name, value in variables.items()}
+
+    # ---- what happens ----
+
+    @contextlib.contextmanager
+    def _take_signals(self) -> Iterator[None]:
+        def note(signum: int, _: Any) -> None:
+            self._signals += 1
+
+        taken = {signum: signal.signal(signum, note) for signum in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for signum, before in taken.items():
+                signal.signal(signum, before)
+
+    def _look(self) -> None:
+        for rank in self._ranks:
+            rank.show()
+            if rank.look():
+                self._ended(rank)
+        if self._signals:
+            self._pass_on()
+        now = time.monotonic()
+        for rank in self._ranks:
+            if rank.again_at is not None and rank.again_at <= now:
+                self._start_again(rank)
+        while self._kill_at and self._kill_at[0][0] <= now:
+            _, signum = self._kill_at.pop(0)
+            self._send(signum)
+
+    def _ended(self, rank: _Rank) -> None:
+        if not rank.status:
+            for other in self._ranks:
+                other.again_at = None  # training is over
+            return
+        _say(f"rank {self._number(rank)} ended with {rank.status}: {rank.log}")
+        if not self._survives():
+            self._end_within(self._grace_s)
+        elif self._has_left(rank):
+            _say(f"rank {self._number(rank)} has left, as it was told to")
+        elif not self._kill_at and all(other.status != 0 for other in self._ranks):
+            self._plan_restart(rank)
+
+    def _has_left(self, rank: _Rank) -> bool:
+        return bool(self._read(f"left/{self._number(rank)}"))
+
+    def _number(self, rank: _Rank) -> int:
+        return self._numbers[rank.local]
+
+    def _plan_restart(self, rank: _Rank) -> None:
+        if not self._has_store:
+            return  # it could not find the others
+        if not self._can_be_joined():
+            _say(
+                f"rank {self._number(rank)} is not replaced: a rank can join a training of "
+                "Lightning's Trainer only, one that makes the process group itself, of models that "
+                "are not sharded; the others go on without it"
+            )
+            return
+        if rank.num_starts > self._max_restarts:
+            _say(
+                f"rank {self._number(rank)} is not started again: --max-restarts is "
+                f"{self._max_restarts}"
+            )
+            return
+        backoff_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (rank.num_starts - 1))
+        rank.again_at = time.monotonic() + backoff_s
+
+    def _start_again(self, rank: _Rank) -> None:
+        rank.start(self._command, self._variables(rank.local), self._logs)
+        _say(f"rank {self._number(rank)} started again: {rank.log}")
+
+    def _pass_on(self) -> None:
+        is_second, self._signals = bool(self._signals > 1 or self._kill_at), 0
+        if is_second:
+            self._kill_at = []
+            self._end_within(0.0)
+            self._send(signal.SIGKILL)
+        else:
+            self._send(signal.SIGINT)
+            self._end_within(self._grace_s)
+
+    def _end_within(self, seconds: float) -> None:
+        for rank in self._ranks:
+            rank.again_at = None
+        if not self._kill_at:
+            at = time.monotonic() + seconds
+            self._kill_at = [(at, signal.SIGTERM), (at + _TERM_S, signal.SIGKILL)]
+
+    def _send(self, signum: int) -> None:
+        for rank in self._ranks:
+            rank.signal(signum)
+
+    def _survives(self) -> bool:
+        """Whether the ranks that are left go on without the others."""
+        said = self._read("survives")
+        if self._has_store:
+            self._has_survived = bool(said)
+        return self._has_survived
+
+    def _can_be_joined(self) -> bool:
+        assert self._register is not None
+        try:
+            return self._register.can_be_joined()
+        except TransportError:
+            return False
+
+    def _read(self, key: str) -> str:
+        """What the store says; empty once it has ended, with node 0."""
+        assert self._register is not None
+        if not self._has_store:
+            return ""
+        try:
+            return self._register.read(key)
+        except TransportError as err:
+            self._has_store = False
+            _say(f"{err}; the ranks of this node go on, and none is started again")
+            return ""
+
+    def _bury(self) -> None:
+        """Nothing is left running, whatever has happened."""
+        self._send(signal.SIGKILL)
+        for rank in self._ranks:
+            if rank.process is not None:
+                rank.process.wait()
+
+    def _status(self) -> int:
+        statuses = [rank.status for rank in self._ranks]
+        if not any(statuses):
+            return 0
+        return 0 if 0 in statuses and self._survives() else 1
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the rank."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts what is in its background without
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _say(text: str) -> None:
+    print(f"lightning-dsgd launch: {text}", file=sys.stderr, flush=True)  # noqa: T201

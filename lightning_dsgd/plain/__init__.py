@@ -1,0 +1,1 @@
+"""The face for a training loop in plain PyTorch."""

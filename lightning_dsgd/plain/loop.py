@@ -1,0 +1,322 @@
+"""A loop that its user writes, on one rank: what all ranks do together in it, over a session.
+
+    open       the network is there
+    build      the model and its optimizers are there: all ranks take over rank 0's weights, or go
+               on from what a checkpoint has restored
+    finish     all ranks are done: the consensus is in the model, and the network is closed
+    give_up    this rank has failed: the others are told
+
+`training` makes one for a loop in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_dsgd.agreement import everyones, refuse_unless_alike
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.plain.signals import Signals
+from lightning_dsgd.plain.steps import Steps, failing
+from lightning_dsgd.replica.flat import Whole
+from lightning_dsgd.session import options, record
+from lightning_dsgd.session.session import Session, Training
+from lightning_dsgd.session.stopping import AgreedBatch
+from lightning_dsgd.transport import Transport
+
+if TYPE_CHECKING:
+    from lightning_dsgd.session.sharding import Sharding
+
+_log: Final = logging.getLogger("lightning_dsgd")
+
+T = TypeVar("T")
+
+
+class Loop:
+    """See the head of the file.
+
+    Args:
+        session: of this rank
+        algorithm: how the ranks learn from one another
+        average_buffers: whether float buffers are averaged with the weights
+        check_finite: whether NaN and inf are looked for before they are sent
+    """
+
+    def __init__(
+        self,
+        session: Session[Any],
+        algorithm: Algorithm,
+        *,
+        average_buffers: bool,
+        check_finite: bool,
+    ) -> None:
+        self._session = session
+        self._algorithm = algorithm
+        self._average_buffers = average_buffers
+        self._check_finite = check_finite
+        self._signals = Signals(session)
+        self._steps: Steps | None = None
+        self._conditions: Conditions = PLAIN
+        self._num_builds = 0
+
+    @property
+    def _sharding(self) -> Sharding | None:
+        """Which ranks hold the same shard, where several hold a replica together."""
+        return self._session.sharding
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self._session.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are; with `on_loss="continue"`, how many are left."""
+        return self._session.world_size
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that train; with `on_loss="continue"`, those that are left."""
+        return self._session.members
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the lowest that trains: the one to print, log and write files."""
+        return self._session.is_first
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps this rank's optimizers have made."""
+        return 0 if self._steps is None else self._steps.num_steps
+
+    def check_may_load(self, way_out: str) -> None:
+        """Raises where something has been done already that a checkpoint would not restore."""
+        if self.num_steps:
+            raise RuntimeError(
+                f"a checkpoint must be loaded before the first step, got {self.num_steps} steps; "
+                f"{way_out}"
+            )
+        if self._session.survives:
+            raise RuntimeError(
+                'with on_loss="continue" a checkpoint must be loaded before the ranks meet for '
+                f"anything else, got a load after that; {way_out}"
+            )
+
+    # ---- setting up ----
+
+    def open(self, net: Transport, ranks_on_node: int | None, *, scales: bool) -> None:
+        """Takes the network, which is open, and checks that all ranks mean the same.
+
+        Args:
+            net: the network
+            ranks_on_node: how many ranks there are on this node, if that is known
+            scales: whether the loss is scaled
+        """
+        session = self._session
+        session.open(net)
+        session.check_options(self._algorithm, "consensus", self._average_buffers)
+        alike = len(set(everyones(session.meetings, str(ranks_on_node)))) == 1
+        self._conditions = Conditions(ranks_on_node if alike else None, skips_overflow=scales)
+
+    def build(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: GradScaler | None,
+        own: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begins to train these, with the weights that the model has now.
+
+        Args:
+            model: all that is trained
+            optimizers: all that step it
+            scaler: of the loss, if there is one
+            own: this rank's part of a checkpoint, whose weights and optimizers are loaded already;
+                None: all ranks begin with rank 0's weights; with shards, with those of replica 0
+        """
+        session, training = self._session, self._session.training
+        exchanging = session.world_size if self._algorithm.uses_gradient else 1
+        scales = scaler is not None and scaler.is_enabled()
+        options.check_optimizers(list(optimizers), exchanging, scaler if scales else None)
+        if training is not None:
+            training.replica.stop()
+        self._num_builds += 1
+        net = session.net.sub(f"replica-{self._num_builds}")
+        layout = self._layout(net, model, optimizers)
+        replica = session.replica_type(
+            net if self._sharding is None else self._sharding.column(net),
+            model,
+            optimizers,
+            self._algorithm,
+            self._conditions,
+            average_buffers=self._average_buffers,
+            check_finite=self._check_finite,
+            layout=layout,
+            everyone=None if self._sharding is None else net,
+        )
+        if training is not None:
+            training.replica = replica
+        else:
+            agreed = AgreedBatch(session.net.sub("stop"))
+            session.training = Training(self._algorithm, replica, agreed)
+            self._steps = Steps(session, optimizers, scaler)
+        if own is None:
+            replica.synchronize()
+        else:
+            record.restore(own, replica)
+        session.begin_training()
+
+    def _layout(self, net: Transport, model: nn.Module, optimizers: Sequence[Optimizer]) -> Whole:
+        """How a replica of the model is laid out over ranks."""
+        if self._sharding is None:
+            return Whole()
+        layout = self._sharding.layout(net, model, optimizers, self._algorithm)
+        if self._num_builds == 1:
+            self._announce(f"Sharded replicas: {layout.describe()}.")
+        return layout
+
+    def _announce(self, text: str) -> None:
+        if self.rank == 0:
+            _log.info(text)
+
+    # ---- training ----
+
+    def batches(self, loader: Iterable[T]) -> _Batches[T]:
+        """The batches of a loader; with SIGTERM or Ctrl-C all ranks stop after the same one.
+
+        They raise SystemExit or KeyboardInterrupt there: catch it to `save`, and raise it again.
+        """
+        self._session.check_stays()
+        self._signals.take()
+        return _Batches(loader, self._session)
+
+    def reduce_gradients(self, *optimizers: Optimizer) -> None:
+        """Has the algorithm exchange the gradients now, as clipping needs it; then `step`.
+
+        Args:
+            *optimizers: that step next; all, if left out
+        """
+        if self._steps is None:
+            raise RuntimeError("gradients must be reduced inside of `with decentralized(...)`")
+        for optimizer in optimizers or self._steps.optimizers:
+            self._steps.exchange(optimizer)
+
+    # ---- where all ranks meet ----
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the model holds what all ranks agree on; afterwards its own weights again.
+
+        All ranks enter it together.
+        """
+        self.together("consensus")
+        with failing(self._session):
+            self._session.show_consensus()
+        try:
+            yield
+        finally:
+            self._session.show_own()
+
+    @overload
+    def mean(self, value: Mapping[str, Any]) -> dict[str, Any]: ...
+    @overload
+    def mean(self, value: Tensor) -> Tensor: ...
+    @overload
+    def mean(self, value: float) -> float: ...
+    def mean(self, value: Any) -> Any:
+        """The mean over all ranks of a number, a tensor, or a mapping with several of them."""
+        if isinstance(value, Mapping):
+            return {name: self.mean(each) for name, each in value.items()}
+        self.together("mean")
+        if isinstance(value, Tensor):
+            return self._reduced(value)
+        return float(self._reduced(torch.tensor(float(value), dtype=torch.float64)))
+
+    def _reduced(self, tensor: Tensor) -> Tensor:
+        with failing(self._session):
+            return self._session.reduce(tensor.detach(), is_mean=True)
+
+    def barrier(self) -> None:
+        """Waits until all ranks are here."""
+        self.together("barrier")
+
+    def metrics(self) -> dict[str, float]:
+        """What was sent and waited for so far, by this rank, and the algorithm's own figures."""
+        return self._session.figures()
+
+    def together(self, what: str) -> None:
+        """Waits until all ranks are here, and serves those that still train meanwhile.
+
+        Raises:
+            ValueError: on every rank, unless all do the same
+        """
+        session = self._session
+        with failing(session):
+            if what != "load":  # which has the training begin anew
+                session.begin_to_survive()
+            session.check_peers()
+            if session.is_training:
+                session.end_batch()
+            session.together(partial(self._meet_for, what))
+
+    def _meet_for(self, what: str) -> None:
+        session = self._session
+        session.meet()
+        refuse_unless_alike(
+            session.meetings,
+            what,
+            "what the ranks meet for",
+            "call consensus, mean, barrier, save and load on all ranks in the same order, and "
+            "not once a batch where ranks have different numbers of batches",
+        )
+
+    # ---- leaving ----
+
+    def finish(self) -> None:
+        """Leaves the consensus in the model, once all ranks are here, and closes the network."""
+        try:
+            self.together("end of training")
+            self._session.end_training()
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        self._leave()
+
+    def give_up(self, exception: BaseException) -> None:
+        """This rank will not go on; the others are told, unless all stop together."""
+        self._session.fail(exception)
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._steps is not None:
+            self._steps.give_back()
+        try:
+            self._session.leave()
+        finally:
+            self._signals.give_back()
+
+
+class _Batches(Generic[T]):
+    """The batches of a loader, between which all ranks can stop."""
+
+    def __init__(self, loader: Iterable[T], session: Session[Any]) -> None:
+        self._loader = loader
+        self._session = session
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        for batch in self._loader:
+            with failing(self._session):
+                self._session.begin_batch()
+            yield batch
+            self._session.end_batch()

@@ -1,0 +1,212 @@
+"""What stands around each step of an optimizer in a plain loop.
+
+    optimizer.step()            torch's pre-hook   session.before_update
+                                the step itself
+                                torch's post-hook  session.after_update
+    optimizer.step(closure)     session.before_update once the closure has made the gradients
+    scaler.step(optimizer)      unscales, session.before_update, then as above; where the step is
+                                skipped, session.after_update all the same
+
+A subclass of an optimizer whose `step` calls its base's fires both hooks twice: only the outer ones
+count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_dsgd.session.scaling import agree_on_overflow, is_unscaled
+from lightning_dsgd.session.session import Session
+from lightning_dsgd.transport import TransportError
+
+
+class Steps:
+    """The hooks of one training; the training thread alone calls them.
+
+    Args:
+        session: what is told of the steps
+        optimizers: whose steps
+        scaler: of the loss, if there is one
+    """
+
+    def __init__(
+        self, session: Session[Any], optimizers: Sequence[Optimizer], scaler: GradScaler | None
+    ) -> None:
+        self.num_steps = 0
+        self._session = session
+        self.optimizers = list(optimizers)
+        self._scaler = scaler
+        self._depth: dict[int, int] = {}
+        self._outer: dict[int, FrameType] = {}  # that of the step under way
+        self._exchanged: set[int] = set()  # optimizers whose algorithm has had its turn
+        # Where the step itself is compiled, Dynamo looks no further than to here.
+        self._begin = _uncompiled(self._begin_step)
+        self._end = _uncompiled(self._end_step)
+        self._handles = [
+            handle
+            for optimizer in optimizers
+            for handle in (
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_step_post_hook(self._after),
+            )
+        ]
+        if scaler is not None:
+            self._real_scaled_step = scaler.step
+            scaler.step = self._scaled_step  # type: ignore[method-assign]
+
+    def give_back(self) -> None:
+        """Leaves optimizers and scaler as they were."""
+        for handle in self._handles:
+            handle.remove()
+        if self._scaler is not None:
+            vars(self._scaler).pop("step", None)
+
+    def exchange(self, optimizer: Optimizer) -> None:
+        """The gradients are ready: the algorithm has its turn, once a step."""
+        self._forget_one_that_raised(optimizer)
+        if id(optimizer) in self._exchanged:
+            return
+        session, scaler = self._session, self._scaler
+        is_scaled = scaler is not None and scaler.is_enabled()
+        if scaler is not None and is_scaled and not is_unscaled(scaler, optimizer):
+            scaler.unscale_(optimizer)
+        with failing(session):
+            session.check_peers()
+            session.before_update(optimizer)
+        if is_scaled and self._uses_gradient:
+            agree_on_overflow(scaler, optimizer)
+        self._exchanged.add(id(optimizer))
+
+    @property
+    def _uses_gradient(self) -> bool:
+        training = self._session.training
+        return training is not None and training.algorithm.uses_gradient
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        return self._begin(optimizer, args, kwargs, _caller())
+
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        key = id(optimizer)
+        self._forget_one_that_raised(optimizer)
+        if key in self._outer:
+            self._depth[key] += 1
+            return None
+        self._check(optimizer, frame)
+        self._depth[key], self._outer[key] = 1, frame
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self.exchange(optimizer)
+            return None
+        if key in self._exchanged:
+            raise RuntimeError(
+                "gradients must be reduced once a step, got reduce_gradients(...) before a step "
+                "with a closure, which makes them again; leave the closure out, or clip in it"
+            )
+        wrapped = self._around(closure, optimizer)
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), kwargs
+        return args, {**kwargs, "closure": wrapped}
+
+    def _forget_one_that_raised(self, optimizer: Optimizer) -> None:
+        """A step that has raised has not called its post-hook, and is under way no more."""
+        outer = self._outer.get(id(optimizer))
+        if outer is not None and not _is_on_stack(outer):
+            del self._outer[id(optimizer)]
+            self._exchanged.discard(id(optimizer))
+
+    def _around(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        def call() -> Any:
+            output = closure()
+            self.exchange(optimizer)
+            return output
+
+        return call
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._end(optimizer)
+
+    def _end_step(self, optimizer: Optimizer) -> None:
+        key = id(optimizer)
+        self._depth[key] -= 1
+        if not self._depth[key]:
+            del self._outer[key]
+            self._learn(optimizer)
+
+    def _learn(self, optimizer: Optimizer) -> None:
+        """The weights have changed: the algorithm has its turn again."""
+        self._exchanged.discard(id(optimizer))
+        self.num_steps += 1
+        with failing(self._session):
+            self._session.after_update(optimizer)
+
+    def _scaled_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        is_ours = any(optimizer is own for own in self.optimizers)
+        if is_ours and self._scaler is not None and self._scaler.is_enabled():
+            self.exchange(optimizer)
+        output = self._real_scaled_step(optimizer, *args, **kwargs)
+        if id(optimizer) in self._exchanged:  # it was skipped
+            self._learn(optimizer)
+        return output
+
+    def _check(self, optimizer: Optimizer, frame: FrameType) -> None:
+        training = self._session.training
+        if training is not None and training.replica.shows_consensus:
+            raise RuntimeError(
+                "a step must be made from this rank's own weights, got one inside of "
+                "`with replica.consensus():`; train outside of it"
+            )
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise ValueError(
+                "where a loss is scaled for fp16, gradients must be unscaled before the step, got "
+                f"a fused {type(optimizer).__name__}; use fused=False"
+            )
+        if self._scaler is None and self._uses_gradient and not self.num_steps:
+            while frame.f_back is not None:
+                frame = frame.f_back
+                if frame.f_code is GradScaler.step.__code__:
+                    raise ValueError(
+                        "where ranks exchange gradients they must skip the same steps, got a "
+                        "GradScaler that skips those of one rank; use decentralized(..., "
+                        "scaler=scaler)"
+                    )
+
+
+@contextlib.contextmanager
+def failing(session: Session[Any]) -> Iterator[None]:
+    """Around what needs other ranks: an error there is the end of this rank, whoever catches it."""
+    try:
+        yield
+    except TransportError as error:
+        session.fail(error)
+        raise
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _caller() -> FrameType:
+    """The frame of the step whose hook this is called from."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    assert frame.f_back.f_back is not None
+    return frame.f_back.f_back
+
+
+def _is_on_stack(wanted: FrameType) -> bool:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame is wanted:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,345 @@
+"""Decentralised training of a loop in plain PyTorch.
+
+    with decentralized(model, optimizer, WAGMA(group_size=4)) as replica:
+        for x, y in replica.batches(loader):
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()              the algorithm has its turn before it and after it
+        with replica.consensus():
+            evaluate(model)
+
+What the Trainer is told by its hooks, this face is told by those of torch's optimizers (`steps`).
+All ranks do the same in the same order where they meet: `consensus`, `mean`, `barrier`, `save`,
+`load` and the end of the `with`.  Between those each rank makes as many steps as it has batches.
+With `on_loss="continue"` the others go on where one is lost: `session.surviving`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_dsgd import devices
+from lightning_dsgd.algorithm import Algorithm, Conditions
+from lightning_dsgd.plain.launch import Launch, find_launch
+from lightning_dsgd.plain.loop import Loop
+from lightning_dsgd.plain.steps import failing
+from lightning_dsgd.session import checkpoint as files
+from lightning_dsgd.session import options, record
+from lightning_dsgd.session.changes import ChangingSession
+from lightning_dsgd.session.meeting import TRANSPORTS, Limits, Meeting
+from lightning_dsgd.session.session import Phase, Session, Training
+from lightning_dsgd.transport import PeerLost
+
+T = TypeVar("T")
+
+
+class decentralized(Loop):
+    """Trains a model with an algorithm, from entering the `with` to leaving it.
+
+    On entering, all ranks meet and get the weights of rank 0.  On leaving, all ranks have met again
+    and the model holds the consensus; after an exception the other ranks have been told.
+
+    Args:
+        model: on its device, not wrapped; the same on all ranks but for its values
+        optimizers: all that step it
+        algorithm: how the ranks learn from one another
+        scaler: torch's GradScaler, if the loss is scaled; all ranks then skip the same steps where
+            they exchange gradients
+        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
+            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
+            installed and ranks can read each other's memory
+        timeout_s: how long a rank waits for another before it gives up
+        heartbeat_timeout_s: after how much silence a rank counts as lost
+        startup_timeout_s: how long a rank waits for all others to start, and then to connect
+        average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's
+            are evaluated and saved
+        check_finite: looks for NaN and inf in gradients and weights before they are sent; one more
+            pass
+        replicas: for a model in shards, the dimension of its DeviceMesh along which its replicas
+            lie, as in `mesh["replica"]`; see the page "Sharded models"
+        on_loss: "end" ends the job, on all ranks, when one is lost; "continue" goes on without it,
+            on CPUs, and with shards without its replica: see the page "Going on without a rank"
+        min_ranks: with on_loss="continue", how many ranks must be left; None means more than half
+            of those before the loss. With shards a number counts the ranks in whole replicas, and
+            None all that are left to vote, those of the broken replica included
+
+    Attributes:
+        rank: of this process, inside the `with`
+        world_size: how many ranks there are, inside the `with`
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer],
+        algorithm: Algorithm,
+        *,
+        scaler: GradScaler | None = None,
+        transport: str = "auto",
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 20.0,
+        startup_timeout_s: float = 300.0,
+        average_buffers: bool = True,
+        check_finite: bool = False,
+        replicas: Any = None,
+        on_loss: str = "end",
+        min_ranks: int | None = None,
+    ) -> None:
+        options.check_choice("transport", transport, TRANSPORTS)
+        options.check_loss(on_loss, min_ranks, transport)
+        limits = Limits(timeout_s, heartbeat_timeout_s, startup_timeout_s)
+        _check_algorithm(algorithm)
+        _check_model(model)
+        self._meeting = Meeting(transport, limits, self._announce)
+        self._on_loss, self._min_ranks = on_loss, min_ranks
+        super().__init__(
+            self._new_session(),
+            algorithm,
+            average_buffers=average_buffers,
+            check_finite=check_finite,
+        )
+        self._model = model
+        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        _check_optimizers(self._optimizers)
+        self._scaler = scaler
+        self._replicas = replicas
+        if replicas is not None and scaler is not None:
+            raise ValueError(
+                "sharded replicas must be trained without a GradScaler, whose scale would differ "
+                "between them, got scaler=...; use bfloat16, as in "
+                "fully_shard(..., mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))"
+            )
+
+    def _new_session(self) -> Session[Training]:
+        if self._on_loss == "end":
+            return Session()
+        return ChangingSession(self._meeting, self._min_ranks)
+
+    # ---- entering ----
+
+    def __enter__(self) -> Self:
+        if self._session.phase is not Phase.OPENING:
+            raise RuntimeError(
+                "decentralized(...) must be entered once, got a second time; make another one"
+            )
+        try:
+            self._open()
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        return self
+
+    def _open(self) -> None:
+        launch, session = find_launch(), self._session
+        session.rank, session.world_size = launch.rank, launch.world_size
+        scales = self._scaler is not None and self._scaler.is_enabled()
+        ranks_on_node = launch.ranks_on_node
+        if self._replicas is None:
+            num_replicas, num_shards = session.world_size, 1
+        else:
+            # It loads much of torch's.
+            from lightning_dsgd.session.sharding import Sharding
+
+            sharding = Sharding.of_mesh(self._replicas, session.world_size)
+            sharding.check_algorithm(self._algorithm)
+            session.hold_shards(sharding)
+            num_replicas, num_shards = sharding.num_replicas, sharding.num_shards
+            ranks_on_node = None
+        self._algorithm.check(num_replicas, Conditions(ranks_on_node, scales))
+        device = next(self._model.parameters(), torch.empty(0)).device
+        if self._on_loss == "continue":
+            options.check_survival(
+                *(self._algorithm, session.world_size, self._min_ranks, device),
+                num_shards=num_shards,
+            )
+        self._join(launch, device)
+        net = self._meeting.open_network(session.world_size, device)
+        self.open(net, ranks_on_node, scales=scales)
+        if self._sharding is not None:
+            self._sharding.check_ranks(self._session.meetings)
+        self.build(self._model, self._optimizers, self._scaler)
+        if session.world_size == 1:
+            warnings.warn(
+                "one process trains alone; start several with torchrun, mpiexec or srun, as in "
+                "`torchrun --nproc-per-node 4 train.py`",
+                stacklevel=3,
+            )
+
+    def _join(self, launch: Launch, device: torch.device) -> None:
+        if launch.address is not None:
+            if self._on_loss == "continue":
+                self._meeting.start_with_others(launch.address)
+            backend = devices.backend_for(device)
+            self._meeting.join_process_group(
+                launch.rank, launch.world_size, launch.address, backend, None, device
+            )
+
+    # ---- checkpoints ----
+
+    def save(self, path: str | Path, **extras: Any) -> None:
+        """Saves the consensus, and beside it what each rank needs to go on.
+
+        `torch.load(path, weights_only=True)["state_dict"]` is the consensus model.
+
+        Args:
+            path: of the file; replicas lie in a folder beside it
+            **extras: what `load` is to give back: numbers, texts, tensors, and lists and dicts of
+                these; each rank gets its own
+        """
+        _check_extras(extras)
+        self.together("save")
+        with failing(self._session):
+            if self._sharding is not None:
+                # It loads much of torch's.
+                from lightning_dsgd.session import sharded
+
+                sharded.save(self._session, str(path), lambda: self._state(extras))
+            else:
+                io, state = files.TorchFiles(), self._state(extras)
+                self._session.save(io, str(path), state, has_replicas=True)
+
+    def _state(self, extras: dict[str, Any]) -> dict[str, Any]:
+        checkpoint = {
+            "state_dict": self._model.state_dict(),
+            "optimizer_states": [optimizer.state_dict() for optimizer in self._optimizers],
+            "extras": extras,
+        }
+        if self._scaler is not None:
+            checkpoint["scaler"] = self._scaler.state_dict()
+        return checkpoint
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Goes on from a checkpoint, exactly if it was saved from as many ranks; before any step.
+
+        Else all start from its one model, and from rank 0's optimizers and extras.
+
+        Returns:
+            The extras that `save` was given.
+        """
+        way_out = "call load as the first in `with decentralized(...) as replica:`"
+        if self._steps is None:
+            raise RuntimeError(f"a checkpoint must be loaded where the ranks have met; {way_out}")
+        self.check_may_load(way_out)
+        self.together("load")
+        with failing(self._session):
+            return self._load(self._session.text_of_rank_0(str(path)))
+
+    def _load(self, path: str) -> dict[str, Any]:
+        session, sharding = self._session, self._sharding
+        io = files.TorchFiles() if sharding is None else files.MappedFiles()
+        shared = io.load_checkpoint(path)
+        record.check_algorithm(shared, path, self._algorithm.name)
+        num_shards = 1 if sharding is None else sharding.num_shards
+        own, reason = files.load_replica(io, session.meetings, path, shared, num_shards=num_shards)
+        checkpoint = shared if own is None else own
+        if sharding is None:
+            self._model.load_state_dict(checkpoint["state_dict"])
+        else:
+            sharding.load_model(self._model, checkpoint["state_dict"])
+        states = checkpoint.get("optimizer_states", [])
+        if len(states) not in (0, len(self._optimizers)):
+            raise ValueError(
+                f"a checkpoint must be of the same optimizers, got {len(states)} in {path} for "
+                f"{len(self._optimizers)} here; give decentralized those that it was saved with"
+            )
+        for optimizer, state in zip(self._optimizers, states, strict=False):
+            if sharding is None:
+                optimizer.load_state_dict(state)
+            else:
+                sharding.load_optimizer(optimizer, state)
+        if self._scaler is not None and "scaler" in checkpoint:
+            self._scaler.load_state_dict(checkpoint["scaler"])
+        self.build(self._model, self._optimizers, self._scaler, own)
+        if own is None:
+            self._announce(f"All ranks start from the one model in {path}: {reason}.")
+        extras: dict[str, Any] = checkpoint.get("extras", {})
+        return extras
+
+    # ---- leaving ----
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exception is not None:
+            self._end_with(exception)
+        else:
+            self.finish()
+
+    def _end_with(self, exception: BaseException) -> None:
+        lost = self._lost_behind(exception)
+        self.give_up(exception if lost is None else lost)
+        if lost is not None:
+            raise lost from exception
+
+    def _lost_behind(self, exception: BaseException) -> PeerLost | None:
+        """The lost rank that has made a collective of the shards fail, if that is what it was."""
+        if self._sharding is None:
+            return None
+        # It loads much of torch's.
+        from lightning_dsgd.session.sharded import lost_behind
+
+        return lost_behind(self._session, exception)
+
+
+def _check_algorithm(algorithm: Any) -> None:
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"the algorithm must be one of lightning_dsgd, got {algorithm!r}; use for example "
+            "lightning_dsgd.LocalSGD(sync_period=8)"
+        )
+    algorithm.check_hyperparameters()
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "the model must not be wrapped, got DistributedDataParallel; give the module itself, "
+            "whose gradients or weights the algorithm exchanges"
+        )
+
+
+def _check_optimizers(optimizers: Sequence[Any]) -> None:
+    if not optimizers:
+        raise ValueError("there must be something to train, got no optimizer; give one or several")
+    for optimizer in optimizers:
+        try:
+            optimizer.register_step_pre_hook(lambda *_: None).remove()
+        except AttributeError as err:  # a wrapper has torch's methods, but not what they need
+            raise TypeError(
+                "an optimizer must be torch's, or a subclass that calls its __init__, got "
+                f"{type(optimizer).__name__}; give the optimizer in it, as in optimizer.optimizer"
+            ) from err
+
+
+def _check_extras(extras: dict[str, Any]) -> None:
+    """Raises unless plain torch will read them with `weights_only=True`."""
+    for name, value in extras.items():
+        found = _foreign(value)
+        if found is not None:
+            raise ValueError(
+                "what is saved beside the model must be numbers, texts, tensors, or lists and "
+                f"dicts of these, got {name} with a {type(found).__name__}; save its state_dict()"
+            )
+
+
+def _foreign(value: Any) -> Any:
+    """Something in it that is none of these; None if there is nothing."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set):
+        return next((found for each in value if (found := _foreign(each)) is not None), None)
+    plain = value is None or type(value) in (bool, int, float, complex, str, bytes)
+    return None if plain or type(value) in (Tensor, nn.Parameter, torch.Size) else value

@@ -1,0 +1,284 @@
+"""What sparse all-reduces share: the largest entries are sent, the rest is kept for later.
+
+    acc_i <- e_i + g_i
+    u, I_i <- sparse_allreduce(acc)         I_i: the entries of acc_i that are in u
+    e_i <- acc_i - acc_i[I_i]
+    g_i <- u / P
+
+Legend: e the residual, g the gradient, acc what has been accumulated (in the memory of e), u the
+sum that all ranks get, n elements, k of them to be selected, P ranks that are still stepping.
+
+Nothing is lost and nothing counted twice: over all ranks, what was accumulated = what was applied +
+the residuals.
+
+A rank that has run out of data goes on with a gradient of zero: its residual is sent like the
+others', and the sum is divided by the number of ranks that have a gradient, as in `allreduce`.  It
+takes over the weights of those that went on once all have stopped.
+
+With `local_steps` H above 1, what H steps have changed takes the place of the gradient (SparseLoCo,
+Sarfi et al. 2025, https://arxiv.org/abs/2508.15706):
+
+    x_i <- x after H steps of this rank's optimizer
+    e_i <- e_i + (x - x_i);   u, I_i <- sparse_allreduce(e);   e_i <- e_i - e_i[I_i]
+    x <- x - u / P            on all ranks, which go on from there
+
+Here P is the number of all ranks, also of those that have run out of data: what they have changed
+since the last exchange is sent in the first one that they serve.  Between two exchanges every rank
+has weights of its own; the consensus is their mean.  Over all ranks, the mean of the weights = the
+start + the mean of all that was changed - the mean of the residuals of which it was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd import devices
+from lightning_dsgd.agreement import num_active, take_over_newest
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.hyperparameters import above, at_least
+from lightning_dsgd.primitives import sparse
+from lightning_dsgd.transport import Transport
+
+Selected = tuple[Tensor, Tensor]
+"""Values and their ascending indices."""
+
+SPLIT: Final = 1
+BALANCE: Final = 2
+GATHER: Final = 3
+
+
+@dataclass
+class ErrorFeedback(Algorithm):
+    """Sends the largest entries of the accumulated gradient; subclasses say how they are summed."""
+
+    density: float = above(
+        0,
+        at_most=1,
+        default=0.01,
+        doc="share of the gradient entries that is selected in an exchange, k / n",
+    )
+    local_steps: int = at_least(
+        1,
+        default=1,
+        doc="number of steps from one exchange to the next; with more than 1, what these steps "
+        "have changed in the weights takes the place of the gradient",
+    )
+
+    @property
+    def uses_gradient(self) -> bool:  # type: ignore[override]
+        """With several local steps, each rank's optimizer sees its own gradients."""
+        return self.local_steps == 1
+
+    @property
+    def lockstep(self) -> bool:  # type: ignore[override]
+        """Local steps wait for nobody."""
+        return self.uses_gradient
+
+    @property
+    def counts_gradients(self) -> bool:  # type: ignore[override]
+        """Which parameters are stepped matters to all ranks only if they step together."""
+        return self.uses_gradient
+
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        self.residual = torch.zeros_like(x, dtype=wide)
+        sparse.prepare(self.residual, net.world_size, is_told=net.rank == 0)
+        self.wire = wide
+        self.bytes = x.new_empty(0, dtype=torch.uint8)  # what messages are received like
+        self.k = max(1, round(self.density * len(x)))
+        self.step = 0
+        self.round = 0  # in which this rank took part, with or without a gradient
+        self.num_applied = 0
+        self.steps_since = 0  # the last exchange
+        self.base = x.clone() if self.local_steps > 1 else x[:0]  # x where local steps began
+
+    def sparse_allreduce(self, g: Tensor) -> Selected:
+        """Adds g to the residual, leaves zeros in g, gives the entries of the sum over all ranks.
+
+        What it gives is taken out of the residuals.
+        """
+        raise NotImplementedError
+
+    def before_update(self, x: Tensor, g: Tensor) -> None:
+        if self.local_steps > 1:
+            self.step += 1
+            self.begin_local_steps(x)
+            return
+        active = num_active(self.net, active=True, counts=self.conditions.gradient_counts)
+        self.step += 1
+        self.exchange(g, active)
+
+    def after_update(self, x: Tensor) -> None:
+        if self.local_steps == 1:
+            return
+        self.steps_since += 1
+        if self.steps_since >= self.local_steps:  # more, if a resume made the period shorter
+            num_active(self.net, active=True)
+            self.exchange_changes(x)
+
+    def settle(self, x: Tensor) -> None:
+        if self.local_steps > 1:
+            while num_active(self.net, active=False):
+                self.exchange_changes(x)
+            return
+        zeros = None
+        while active := num_active(self.net, active=False, counts=self.conditions.gradient_counts):
+            zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
+            self.exchange(zeros, active)
+        self.step = take_over_newest(self.net, x, self.step)
+
+    def begin_local_steps(self, x: Tensor) -> None:
+        """Notes where they begin: also what was written to x while all stood still."""
+        if not self.steps_since:
+            self.base.copy_(x)
+
+    def exchange_changes(self, x: Tensor) -> None:
+        """One round after local steps; what is exchanged lies in the memory of x."""
+        self.begin_local_steps(x)
+        torch.sub(self.base, x, out=x)
+        self.exchange(x, self.net.world_size)
+        torch.sub(self.base, x, out=x)
+        self.steps_since = 0
+
+    def exchange(self, g: Tensor, active: int) -> None:
+        """One round: leaves in g what is to be applied."""
+        skips = self.conditions.skips_overflow and self.uses_gradient  # else each rank by itself
+        if skips and self.has_overflowed(g):
+            g.fill_(torch.nan)
+            return
+        values, indices = self.sparse_allreduce(g)
+        g[indices] = values.div_(active).to(g.dtype)
+        self.round += 1
+        self.num_applied = len(values)
+
+    def consensus(self, x: Tensor) -> Tensor:
+        if self.local_steps > 1:
+            return super().consensus(x)
+        # All ranks hold the same, unless they took over weights and kept their optimizer's state.
+        return self.net.broadcast(x.clone(), src=0).wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"step": self.step, "round": self.round, "residual": self.residual}
+        if self.steps_since:
+            state |= {"steps_since": self.steps_since, "base": self.base}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        steps_since = state.get("steps_since", 0)
+        if steps_since and self.local_steps == 1:
+            raise ValueError(
+                "a checkpoint that was saved between two exchanges must be resumed with local "
+                f"steps, got local_steps=1 and {steps_since} steps since the last exchange; set "
+                "local_steps as it was then, or remove the checkpoint's folder of replicas to go "
+                "on from the consensus"
+            )
+        self.step, self.round = state["step"], state["round"]
+        self.residual.copy_(state["residual"])
+        self.steps_since = steps_since
+        if steps_since:
+            self.base.copy_(state["base"])
+
+    def carry_over(self, state: dict[str, Any]) -> None:
+        # In the midst of an exchange of local steps, x and the residual both hold their changes.
+        if self.local_steps == 1 or state.get("steps_since", 0) < self.local_steps:
+            self.residual.copy_(state["residual"])
+
+    def metrics(self) -> dict[str, float]:
+        return {"density": self.num_applied / max(1, len(self.residual))}
+
+    def has_overflowed(self, g: Tensor) -> bool:
+        """Whether any rank's gradient has NaN or inf in it."""
+        flag = torch.tensor([int(not g.isfinite().all())])
+        return bool(self.net.all_reduce(flag).wait())
+
+    # ---- what this rank has to send ----
+
+    def accumulate(self, g: Tensor) -> None:
+        self.residual += g
+        g.zero_()
+
+    def local_topk(self) -> Selected:
+        """The k largest entries of the residual, fewer where the others are zero."""
+        return self.cut(self.select(sparse.kth_magnitude(self.residual, self.k)), self.k)
+
+    def select(self, threshold: Tensor, g: Tensor | None = None) -> Selected:
+        """What the threshold lets through of the residual, to which g is added first."""
+        if g is None:
+            values, indices = sparse.select(self.residual, threshold)
+        else:
+            values, indices = sparse.accumulate_and_select(self.residual, g, threshold)
+        if not values.isfinite().all():
+            what = "gradients" if self.uses_gradient else "weights"
+            raise FloatingPointError(
+                f"{what} must be finite, got NaN or inf on rank {self.net.rank} at step "
+                f"{self.step}; look at the learning rate and the loss, or set check_finite=True, "
+                "which names the parameter"
+            )
+        return values, indices
+
+    def cut(self, selected: Selected, k: int) -> Selected:
+        """The k largest of what was selected, the first of equal ones."""
+        values, indices = selected
+        if len(values) <= k:
+            return selected
+        keep = sparse.places(sparse.largest(values, k), k)
+        return values[keep], indices[keep]
+
+    def take_out(self, values: Tensor, indices: Tensor) -> None:
+        """Takes what was sent out of the residual; what the wire cannot hold of it stays."""
+        self.residual[indices] = values - values.to(self.wire).to(values.dtype)
+
+    # ---- the wire ----
+
+    def pack(self, values: Tensor, indices: Tensor) -> Tensor:
+        return sparse.pack(values, indices, self.wire)
+
+    def unpack(self, message: Tensor) -> Selected:
+        return sparse.unpack(message, self.wire, self.residual.dtype)
+
+    def send(self, values: Tensor, indices: Tensor, rank: int, tag: int) -> None:
+        self.net.send(self.pack(values, indices), rank, tag)
+
+    def recv(self, rank: int, tag: int) -> Selected:
+        return self.unpack(self.net.recv(self.bytes, rank, tag).wait())
+
+    def allgatherv(self, message: Tensor) -> list[Tensor]:
+        """Every rank's message, in the order of the ranks.
+
+        In ceil(log2 P) exchanges with ranks 1, 2, 4, ... further on, each of all that has come
+        together by then (Bruck et al. 1997; recursive doubling for any P): every rank receives each
+        message once.
+        """
+        net = self.net
+        messages = [message]  # of this rank, the next one, ...
+        while (distance := len(messages)) < net.world_size:
+            num = min(distance, net.world_size - distance)
+            for known in messages[:num]:
+                net.send(known, (net.rank - distance) % net.world_size, GATHER)
+            source = (net.rank + distance) % net.world_size
+            messages += [net.recv(message, source, GATHER).wait() for _ in range(num)]
+        return [messages[(rank - net.rank) % net.world_size] for rank in range(net.world_size)]
+
+
+def joined(parts: Sequence[Selected]) -> Selected:
+    """One after the other."""
+    return torch.cat([values for values, _ in parts]), torch.cat([indices for _, indices in parts])
+
+
+def evenly(length: int, num_parts: int) -> list[int]:
+    """Where equal parts begin and end."""
+    return [length * i // num_parts for i in range(num_parts + 1)]
+
+
+def split(selected: Selected, bounds: Sequence[int]) -> list[Selected]:
+    """The entries of each region."""
+    values, indices = selected
+    cuts = torch.searchsorted(indices, devices.integers(bounds, indices.device)).tolist()
+    return [(values[a:b], indices[a:b]) for a, b in pairwise(cuts)]

@@ -1,0 +1,121 @@
+"""Ranks of one node that hold the same weights, and talk to the other nodes together.
+
+    g    the mean over the ranks of the node, so that all of them make the same step
+    x    either the node's first rank exchanges it, and gives the result to the others;
+         or each rank exchanges one shard of it with the ranks of its place on other nodes
+
+A rank that has run out of data brings zeros, and takes over the step of those that have not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.hyperparameters import at_least, setting
+from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.view import View
+
+
+def hierarchical(what: str) -> Any:
+    """The hyperparameter of that name.
+
+    Args:
+        what: is done besides averaging gradients within a node
+    """
+    return setting(default=False, doc=f"if True, average gradients within a node, and {what}")
+
+
+def node_size() -> Any:
+    """The hyperparameter of that name."""
+    return at_least(
+        1,
+        default=None,
+        doc="number of ranks per node, for `hierarchical`; the ranks of a node are consecutive; "
+        "None means the Trainer's `devices`",
+    )
+
+
+def check_node_size(size: int | None, world_size: int, conditions: Conditions) -> None:
+    """Raises unless all nodes have as many ranks."""
+    known = conditions.ranks_per_node if size is None else size
+    if known is None or world_size % known:
+        raise ValueError(
+            "with hierarchical=True, node_size must divide world_size, got "
+            f"node_size={known} with world_size={world_size}; set node_size to the number of "
+            "ranks on each node"
+        )
+
+
+def ranks_per_node(size: int | None, conditions: Conditions) -> int:
+    """As it was set, else as the launch says."""
+    return size or conditions.ranks_per_node or 1
+
+
+class Node:
+    """The ranks of one node, as one of them sees them.
+
+    Args:
+        net: of all ranks
+        size: how many ranks each node has
+    """
+
+    def __init__(self, net: Transport, size: int) -> None:
+        self.net = net.sub("node")
+        self.size = size
+        self.leader = net.rank // size * size
+        self.members = range(self.leader, self.leader + size)
+        self.is_leader = net.rank == self.leader
+        self.first_active = self.leader
+
+    def sum_of_active(self, g: Tensor, *, active: bool) -> int:
+        """Sums g over the node; gives how many of its ranks step (who does not, brings zeros)."""
+        flags = self.net.all_gather(torch.tensor([int(active)]), self.members).wait()
+        stepping = [rank for rank, flag in zip(self.members, flags, strict=True) if flag]
+        if stepping:
+            self.first_active = stepping[0]
+            self.net.all_reduce(g, self.members).wait()
+        return len(stepping)
+
+    def give_to_leader(self, x: Tensor) -> None:
+        """A leader that has run out of data pushes what the others have computed."""
+        if self.first_active != self.leader:
+            if self.net.rank == self.first_active:
+                self.net.send(x, self.leader)
+            elif self.is_leader:
+                x.copy_(self.net.recv(x, self.first_active).wait())
+
+    def share(self, x: Tensor, w: float) -> float:
+        """Gives the leader's weights to the whole node."""
+        weight = torch.tensor([w], dtype=torch.float64)
+        self.net.broadcast(weight, self.leader, self.members).wait()
+        self.net.broadcast(x, self.leader, self.members).wait()
+        return float(weight)
+
+    # ---- where each rank of the node exchanges a shard ----
+
+    def across(self, net: Transport) -> View:
+        """The network of the ranks that have this rank's place on their nodes."""
+        assert isinstance(net, Endpoint)
+        place = net.rank % self.size
+        return View(net.sub(f"place-{place}"), range(place, net.world_size, self.size))
+
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's part of x, in the same memory."""
+        place, n = self.net.rank % self.size, len(x)
+        return x[place * n // self.size : (place + 1) * n // self.size]
+
+    def give_to_idle(self, x: Tensor, num_active: int) -> None:
+        """Ranks that have run out of data take the step that the others have made."""
+        if num_active < self.size:
+            self.net.broadcast(x, self.first_active, self.members).wait()
+
+    def gather(self, x: Tensor) -> None:
+        """Puts every rank's shard into x."""
+        if self.size > 1:
+            shards = self.net.all_gather(self.shard(x), self.members).wait()
+            torch.cat(shards, out=x)

@@ -1,0 +1,104 @@
+"""An outer optimizer: a step of the global model per average, as in DiLoCo.
+
+(Douillard et al., 2023, https://arxiv.org/abs/2311.08105, Algorithm 1.)
+
+    v <- m v + D,    W <- W + lr (D + m v)        Nesterov momentum
+                     W <- W + lr v                heavy ball
+
+Legend: W the global model, D the mean over the ranks of what they have added to it (the paper's
+outer gradient with the opposite sign), v the momentum, m its factor, lr the outer learning rate.
+With lr = 1 and m = 0 the new W is the mean of the ranks' weights.
+
+A D that stays the same is applied lr / (1 - m) times in the long run: 7 times with DiLoCo's 0.7 and
+0.9.  Hundreds of local steps lead each rank towards a minimum of its own, in directions that differ
+between the ranks, so the mean is a short way.  A few steps all lead the same way, and 7 times their
+sum is 7 times the learning rate.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.agreement import average
+from lightning_dsgd.transport import Transport
+
+FEW_STEPS: Final = 30
+"""Below so many local steps, momentum acts like a larger learning rate; DiLoCo uses 500."""
+LARGE_RATE: Final = 2.0
+
+_ALL: Final = slice(None)
+
+
+class OuterOptimizer:
+    """SGD with momentum on the global model.  Memory: |x|; 2 |x| with momentum."""
+
+    def __init__(self, lr: float, factor: float, *, nesterov: bool = True) -> None:
+        self.model: Tensor | None = None
+        self.momentum: Tensor | None = None
+        self._lr = lr
+        self._factor = factor
+        self._is_nesterov = nesterov
+
+    def begin(self, x: Tensor) -> None:
+        """Takes x for the global model."""
+        self.model = x.clone() if self.model is None else self.model.copy_(x)
+
+    def part(self, span: slice = _ALL) -> Tensor:
+        """The global model, or a part of it, as a view."""
+        assert self.model is not None, "every rank begins before it takes part in an average"
+        return self.model[span]
+
+    def share(self, net: Transport, span: slice = _ALL) -> None:
+        """Makes the global model the same on all ranks, where they may have begun apart."""
+        average(net, self.part(span))
+
+    def step(self, progress: Tensor, span: slice = _ALL) -> None:
+        """Steps with the mean of the ranks' progress, D."""
+        model = self.part(span)
+        if not self._factor:
+            model.add_(progress, alpha=self._lr)
+            return
+        if self.momentum is None:
+            self.momentum = torch.zeros_like(self.part())
+        momentum = self.momentum[span]
+        momentum.mul_(self._factor).add_(progress)
+        if self._is_nesterov:
+            model.add_(progress, alpha=self._lr)
+            model.add_(momentum, alpha=self._lr * self._factor)
+        else:
+            model.add_(momentum, alpha=self._lr)
+
+    def apply(self, progress: Tensor) -> None:
+        """Adds what belongs to steps before: the momentum stays as it is."""
+        self.part().add_(progress, alpha=self._lr)
+
+
+def warn_of_rates(lr: float, factor: float, *, nesterov: bool, num_local_steps: int) -> None:
+    """Warns of an outer optimizer that diverges, or that is a larger learning rate in disguise.
+
+    Where the local steps reach the minimum, D is the whole way there, and W is a quadratic's
+    gradient descent with the curvature 1.
+    """
+    given = f"outer_lr={lr} and outer_momentum={factor}"
+    limit = 2 * (1 + factor) / (1 + 2 * factor) if nesterov else 2 * (1 + factor)
+    if lr >= limit:
+        _warn(
+            f"outer_lr must be below {limit:.2f} with this outer_momentum, or training diverges "
+            f"wherever the local steps reach a minimum, got {given}; try outer_lr=0.7"
+        )
+    rate = lr / (1 - factor)
+    if rate > LARGE_RATE and num_local_steps < FEW_STEPS:
+        _warn(
+            f"outer_lr / (1 - outer_momentum) should be at most {LARGE_RATE:.0f} with fewer than "
+            f"{FEW_STEPS} local steps per average, got {given} with sync_period={num_local_steps}: "
+            f"this applies the sum of the local steps {rate:.1f} times, like a learning rate that "
+            f"is as much larger; try outer_lr=1.0 and outer_momentum=0.0, or sync_period=500"
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=4)

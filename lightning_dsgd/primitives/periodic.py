@@ -1,0 +1,321 @@
+"""What Local SGD and DiLoCo share: an average of all ranks' weights once per period.
+
+    D   <- (1/P) sum_j (x_j - W)         every sync_period-th step
+    W   <- outer(W, D)                   an outer optimizer's step; by default W + D, the mean
+    x_i <- W
+
+Legend: x_i the weights of rank i, W the global model, P ranks.
+
+**Fragments.**  With num_fragments = F the weights are cut into F pieces of equal size, and each is
+averaged once per period, one after the other: fragment f at the steps (f + 1) sync_period / F of
+each period.  So at most |x| / F is sent at once.  (Streaming DiLoCo, Douillard et al., 2025,
+https://arxiv.org/abs/2501.18512.)
+
+**Overlap.**  With overlap_steps = t training goes on while a sum travels: a lane forms it from a
+copy h_i of the fragment, and t steps later
+
+    x_i <- x_i + (W - h_i)
+
+so what the rank has learned in the meantime is kept, and counted the next time.  The rank waits
+only if the sum is not there by then.  That the number of steps is fixed, and not "when it is
+there", makes a run repeat to the bit.
+
+**Rounded sums.**  With a wire_dtype the ranks send D's parts rounded, and send what is rounded off
+the next time (`quantised.py`).
+
+**Each update once.**  Rounds are numbered, round r is for fragment r mod F, and all ranks take part
+in all of them in the same order.  A rank that stands still takes part with what it has until all
+stand still.  A round adds (1/P) sum_j (x_j - W) to W, and afterwards each x_i is W and what i has
+learned since it handed over: nothing is in two rounds, and nothing in none.  At any time the mean
+over the ranks of
+
+    x_i + (what a finished sum will add to it) + (what was rounded off)
+
+is that of the starts and all updates, if the outer optimizer is the default: the consensus.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd import agreement
+from lightning_dsgd.agreement import num_active
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.hyperparameters import above, at_least, setting
+from lightning_dsgd.primitives import outer_optimizer, quantised
+from lightning_dsgd.primitives.error_feedback import evenly
+from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
+from lightning_dsgd.transport import Receipt, Transport
+
+_WORDS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass
+class PeriodicAverage(Algorithm):
+    """Averages the weights of all ranks every `sync_period` steps; subclasses set the defaults."""
+
+    follows_time: ClassVar[bool] = False
+
+    sync_period: int = at_least(1, default=8, doc="number of steps from one average to the next")
+    outer_lr: float = above(
+        0,
+        default=1.0,
+        doc="learning rate of the outer optimizer, which steps once per average",
+    )
+    outer_momentum: float = at_least(0, below=1, default=0.0, doc="momentum of the outer optimizer")
+    outer_nesterov: bool = setting(
+        default=True, doc="whether that momentum is Nesterov's, as in DiLoCo"
+    )
+    num_fragments: int = at_least(
+        1,
+        default=1,
+        doc="number of pieces into which the weights are cut; each is averaged once per period, "
+        "one after the other, so that fewer bytes are sent at once",
+    )
+    overlap_steps: int = at_least(
+        0,
+        default=0,
+        doc="number of steps that a rank makes while a sum travels; 0 waits for the sum",
+    )
+    wire_dtype: str = quantised.wire_dtype()
+
+    def check_hyperparameters(self) -> None:
+        super().check_hyperparameters()
+        if self.num_fragments > self.sync_period:
+            raise ValueError(
+                "num_fragments must be at most sync_period, as one fragment is averaged at a time, "
+                f"got num_fragments={self.num_fragments} with sync_period={self.sync_period}; try "
+                f"num_fragments={self.sync_period}"
+            )
+        most = self.sync_period // self.num_fragments
+        if self.overlap_steps > most:
+            raise ValueError(
+                "overlap_steps must be at most sync_period / num_fragments, as one sum travels at "
+                f"a time, got overlap_steps={self.overlap_steps} with "
+                f"sync_period={self.sync_period} and num_fragments={self.num_fragments}; try "
+                f"overlap_steps={most}"
+            )
+
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
+        self.round = 0
+        self.steps_since_sync = 0  # since the last round
+        self.pending: tuple[int, Tensor] | None = None  # where, and what a finished sum adds to x
+        self.kept = quantised.keep(net, x, self.wire_dtype)
+        is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
+        self.outer = None if is_plain else self._make_outer()
+        self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
+        self.background = _Background(net, self._average) if self.overlap_steps else None
+        if net.rank == 0:
+            outer_optimizer.warn_of_rates(
+                self.outer_lr,
+                self.outer_momentum,
+                nesterov=self.outer_nesterov,
+                num_local_steps=self.sync_period,
+            )
+
+    def _make_outer(self) -> OuterOptimizer:
+        return OuterOptimizer(self.outer_lr, self.outer_momentum, nesterov=self.outer_nesterov)
+
+    # ---- the training thread ----
+
+    def before_update(self, x: Tensor, g: Tensor) -> None:
+        if self.outer is not None and (self.outer.model is None or self._is_untouched()):
+            self.outer.begin(x)
+
+    def after_update(self, x: Tensor) -> None:
+        self.steps_since_sync += 1
+        if self.background is not None:
+            self.background.check()
+        if self.steps_since_sync >= self.overlap_steps:
+            self._merge(x)
+        if self.steps_since_sync >= self._steps_to_round():  # more, if a resume made it shorter
+            self._take_part(x, active=True)
+
+    def settle(self, x: Tensor) -> None:
+        if self.outer is not None and self.outer.model is None:
+            self.outer.begin(x)
+        self._collect()
+        while self._take_part(x, active=False):
+            pass
+
+    def _is_untouched(self) -> bool:
+        """Whether neither a step nor a round has been made: training begins with what x is now."""
+        return not self.round and not self.steps_since_sync
+
+    def _steps_to_round(self) -> int:
+        """From the round before to the next one."""
+        begin, end = self._fragment_of(self.sync_period)
+        return end - begin
+
+    def _span(self, num_elements: int) -> slice:
+        """What the next round is for."""
+        return slice(*self._fragment_of(num_elements))
+
+    def _fragment_of(self, length: int) -> list[int]:
+        """Where the next round's share of a length begins and ends."""
+        fragment = self.round % self.num_fragments
+        return evenly(length, self.num_fragments)[fragment : fragment + 2]
+
+    def _take_part(self, x: Tensor, *, active: bool) -> bool:
+        """Takes part in the next round; gives whether there is one: not if all stand still."""
+        span = self._span(len(x))
+        if self.background is None:
+            if not num_active(self.net, active=active):
+                return False
+            self._merge(x)  # what a resume has brought
+            self._average(self.net, x[span], span)
+        else:
+            self.background.begin(self._with_pending(x, span), span, active=active)
+            if not active:
+                correction = self.background.wait()
+                if correction is None:
+                    return False
+                self._merge(x)
+                self.pending = span.start, correction
+        self.round += 1
+        self.steps_since_sync = 0
+        return True
+
+    def _with_pending(self, x: Tensor, span: slice) -> Tensor:
+        """A copy of a fragment, with what is still to be added to it."""
+        piece = x[span].clone()
+        if self.pending is not None:
+            at, correction = self.pending
+            begin, end = max(span.start, at), min(span.stop, at + len(correction))
+            if begin < end:
+                piece[begin - span.start : end - span.start] += correction[begin - at : end - at]
+        return piece
+
+    def _collect(self) -> None:
+        """Waits for the sum that travels."""
+        if self.background is not None and self.background.in_flight is not None:
+            correction = self.background.wait()
+            assert correction is not None, "this rank was active in that round"
+            self.pending = self.background.span.start, correction
+
+    def _merge(self, x: Tensor) -> None:
+        """Works a sum in, once it is there."""
+        self._collect()
+        if self.pending is not None:
+            begin, correction = self.pending
+            x[begin : begin + len(correction)] += correction
+            self.pending = None
+
+    def consensus(self, x: Tensor) -> Tensor:
+        mean = x.clone()
+        if self.pending is not None:
+            begin, correction = self.pending
+            mean[begin : begin + len(correction)] += correction
+        if self.kept is not None:
+            mean += self.kept
+        agreement.average(self.net, mean)
+        return mean
+
+    def stop(self) -> None:
+        if self.background is not None:
+            self.background.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"steps_since_sync": self.steps_since_sync}
+        if self.num_fragments > 1 or self.outer is not None:
+            state["round"] = self.round
+        if self.outer is not None and self.outer.model is not None:
+            state["model"] = self.outer.model.clone()
+            state["num_unshared"] = self.num_unshared
+            if self.outer.momentum is not None:
+                state["outer_momentum"] = self.outer.momentum.clone()
+        if self.kept is not None:
+            state["kept"] = self.kept.clone()
+        if self.pending is not None:
+            state["pending_at"], correction = self.pending
+            state["pending"] = correction.clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps_since_sync = state["steps_since_sync"]
+        self.round = state.get("round", 0)
+        self.pending = (
+            (state["pending_at"], state["pending"].clone()) if "pending" in state else None
+        )
+        if self.outer is not None:
+            self.outer = self._make_outer()
+            self.num_unshared = state.get("num_unshared", self.num_fragments)
+            if "model" in state:
+                self.outer.model = state["model"].clone()
+            if "outer_momentum" in state:
+                self.outer.momentum = state["outer_momentum"].clone()
+        if self.kept is not None and "kept" in state:
+            self.kept.copy_(state["kept"])
+
+    # ---- the lane, with `overlap_steps`, and else the training thread ----
+
+    def _average(self, net: Transport, piece: Tensor, span: slice) -> None:
+        """Makes of this rank's fragment that of the global model, after the outer step.
+
+        While a sum travels W, v and what was rounded off are the lane's.
+        """
+        if self.outer is None:
+            agreement.average(net, piece)
+            return
+        if self.num_unshared:
+            self.outer.share(net, span)
+            self.num_unshared -= 1
+        piece -= self.outer.part(span)
+        kept = None if self.kept is None else self.kept[span]
+        quantised.average(net, piece, kept, self.wire_dtype)
+        self.outer.step(piece, span)
+        piece.copy_(self.outer.part(span))
+
+
+class _Background:
+    """Executes rounds beside the training thread, one at a time.
+
+    `piece` and `span` are the lane's from `begin` to the end of `wait`, else the training thread's.
+    """
+
+    def __init__(self, net: Transport, average: Callable[[Transport, Tensor, slice], None]) -> None:
+        self.in_flight: Receipt | None = None
+        self._average = average
+        self._me = net.rank
+        self._home = net.sub("home")  # where the lane answers the training thread
+        self._lane = net.spawn_lane(self._serve, "averager")
+
+    # ---- the training thread ----
+
+    def begin(self, piece: Tensor, span: slice, *, active: bool) -> None:
+        """Has the lane begin a round with this piece, which it keeps."""
+        self.piece, self.span = piece, span
+        self.in_flight = self._home.recv(_WORDS, self._me)
+        self._lane.net.send(torch.tensor([int(active)]), self._me)
+
+    def wait(self) -> Tensor | None:
+        """What the sum adds to the piece; None where all ranks stand still."""
+        assert self.in_flight is not None
+        [count] = self.in_flight.wait().tolist()
+        self.in_flight = None
+        return self.piece if count else None
+
+    def check(self) -> None:
+        self._lane.check()
+
+    def stop(self) -> None:
+        self._lane.stop()
+
+    # ---- the lane ----
+
+    def _serve(self, net: Transport) -> None:
+        while True:
+            [active] = net.recv(_WORDS, self._me).wait(math.inf).tolist()
+            count = num_active(net, active=bool(active))
+            if count:
+                handed_over = self.piece.clone()
+                self._average(net, self.piece, self.span)
+                self.piece -= handed_over
+            self._home.send(torch.tensor([count]), self._me)

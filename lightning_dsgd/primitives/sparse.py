@@ -1,0 +1,277 @@
+"""What is sent where only the largest entries are: thresholds, selection, the wire format.
+
+    kth_magnitude           th <- k-th largest |x_i|          reads x once, and 1.3 k candidates
+    select                  values, indices <- |x_i| >= th    reads x once
+    accumulate_and_select   r += g, g <- 0, select from r     reads r and g, writes r and g
+    pack, unpack            (values, indices) <-> bytes       passes over what was selected
+
+Legend: n elements of x, k of them wanted, th a threshold (a tensor of one element), r the residual.
+
+On a CPU a selection goes by pieces that stay in the cache, so what is written there as several
+operations touches memory once (with g of another dtype than r, twice).  On a GPU it is a kernel
+(`sparse_triton.py`) where Triton can be imported and is the faster form there (`sparse_choice.py`);
+nothing waits for the device there but what returns a tensor whose length depends on the values:
+`select`, `accumulate_and_select`, `pack` and `unpack`.
+
+**NaN and inf** are selected, whatever the threshold: who looks at what was selected has found them,
+without a pass of its own.  **Zeros** are never selected, nor are subnormal numbers.
+
+**The wire format.**  Indices go as distances from one to the next, in units of w bytes that hold
+less than L = 2^(8w) - 1, preceded by a unit of L for each L that the distance exceeds.  Such a code
+of c indices over a range of m takes at most w (c + m / L) bytes, whatever lies where; w is 1, 2 or
+4, whichever makes that least.  An fp32 value with its index takes, for indices that are spread
+evenly at random:
+
+    density       10%     2%      1%      0.1%    0.01%    0.001%   (8 bytes as coordinates)
+    bytes         5.00    5.01    5.09    6.00    6.00     8.00
+    at most       5.04    5.20    5.40    6.04    6.31     8.00
+
+and 24 bytes a message.  Indices are integers of 64 bits until then: no length is too large.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_dsgd import devices
+from lightning_dsgd.primitives.sparse_choice import Choice, Form
+
+_PIECE: Final = 1 << 17
+"""Elements that stay in a core's cache from one operation to the next."""
+_THREADS_WORTH: Final = 1 << 20
+"""Fewer elements are not worth another thread."""
+_SAMPLE_STRIDE: Final = 61
+_SAMPLE_FROM: Final = 1 << 16
+"""A tensor of fewer elements is not worth a sample."""
+_BITS: Final = {
+    2: (torch.int16, np.uint16),
+    4: (torch.int32, np.uint32),
+    8: (torch.int64, np.uint64),
+}
+_WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+HEADER_BYTES: Final = 24
+_choice: Final = Choice()
+"""Of this process, as the devices are."""
+
+
+# ---- thresholds ----
+
+
+def kth_magnitude(x: Tensor, k: int) -> Tensor:
+    """The k-th largest of |x_i|, exactly; 0 where k is larger than the number of elements.
+
+    A sample tells a threshold that a little more than k elements reach, then only those are ranked.
+    Where the sample has misled, all are.
+    """
+    n = len(x)
+    if k > n:
+        return x.new_zeros(())
+    if n >= _SAMPLE_FROM and 4 * k <= n:
+        sample = x[::_SAMPLE_STRIDE]
+        expected = k // _SAMPLE_STRIDE
+        guess = kth_magnitude(sample, expected + 4 * int(expected**0.5) + 4)
+        candidates, _ = select(x, guess)
+        if len(candidates) >= k:
+            x = candidates
+    return x.abs().topk(k, sorted=False).values.min()
+
+
+def is_near(count: int, k: int) -> bool:
+    """Whether a threshold has let through so nearly k that it may go on: 3k/4 to 5k/4."""
+    return 3 * k <= 4 * count <= 5 * k
+
+
+def corrected(threshold: Tensor, count: int, k: int) -> Tensor:
+    """The threshold, gently moved towards the one that would have let k through.
+
+    By the tenth root of the error: the tail of what accumulates is steep, as all that lay above the
+    threshold before is gone, and a threshold that is moved too far lets through too many and too
+    few in turn.
+    """
+    return threshold.mul((count / k) ** 0.1) if count else threshold
+
+
+# ---- selection ----
+
+
+def select(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and ascending indices of the elements of at least the threshold's magnitude."""
+    return _select(x, threshold, None)
+
+
+def accumulate_and_select(residual: Tensor, g: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds g to the residual, leaves zeros in g, and selects from the residual."""
+    return _select(residual, threshold, g)
+
+
+def _select(x: Tensor, threshold: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+    least = threshold.clamp(min=torch.finfo(x.dtype).smallest_normal)
+    if devices.is_on_host(x):
+        return select_by_pieces(x, least, g)
+    return _choice.among(forms(x), x)(x, least, g)
+
+
+def prepare(x: Tensor, num_regions: int, *, is_told: bool) -> None:
+    """Chooses the form of selection from tensors like x and from its regions, so no step has to.
+
+    Args:
+        x: as what is to be selected from
+        num_regions: into which it is divided
+        is_told: whether what was measured for that is logged
+    """
+    if not devices.is_on_host(x):
+        for part in (x, x[: -(-len(x) // num_regions)]):
+            _choice.prepare(forms(x), part, is_told=is_told)
+
+
+def forms(x: Tensor) -> dict[str, Form]:
+    """How to select from a tensor on a device; all give the same to the bit."""
+    forms: dict[str, Form] = {"torch": select_plainly}
+    if devices.runs_triton(x):
+        from lightning_dsgd.primitives import sparse_triton
+
+        forms["triton"] = sparse_triton.select
+    return forms
+
+
+def select_plainly(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """On any device; what the two faster forms must equal to the bit."""
+    if g is not None:
+        x += g
+        g.zero_()
+    # Not `>=`, which would pass over NaN.
+    indices = (x.abs() < least).logical_not_().nonzero().squeeze(1)
+    return x.index_select(0, indices), indices
+
+
+def select_by_pieces(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """On a CPU.
+
+    By NumPy, which is faster than torch at comparing into marks and at finding the few among many.
+    Magnitudes, NaN's too, are ordered like the integers that their bits are without the sign.
+    """
+    if g is not None and not (g.dtype == x.dtype in (torch.float32, torch.float64)):
+        x += g
+        g.zero_()
+        g = None
+    signed, unsigned = _BITS[x.itemsize]
+    all_bits = x.detach().view(signed).numpy()
+    to_add = None if g is None else (x.detach().numpy(), g.detach().numpy())
+    twice_least = 2 * int(least.view(signed))
+
+    def select_between(begin: int, end: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        selected = []
+        doubled = np.empty(min(_PIECE, end - begin), unsigned)
+        marks = np.empty(len(doubled), np.bool_)
+        for start in range(begin, end, _PIECE):
+            stop = min(start + _PIECE, end)
+            if to_add is not None:
+                total, gradient = (array[start:stop] for array in to_add)
+                total += gradient
+                gradient[:] = 0
+            bits, num = all_bits[start:stop], stop - start
+            np.left_shift(bits.view(unsigned), 1, out=doubled[:num])
+            np.greater_equal(doubled[:num], twice_least, out=marks[:num])
+            (indices,) = marks[:num].nonzero()
+            values = bits.take(indices)
+            indices += start
+            selected.append((values, indices))
+        return selected
+
+    num_threads = max(1, min(torch.get_num_threads(), len(x) // _THREADS_WORTH))
+    ends = [len(x) * i // num_threads for i in range(num_threads + 1)]
+    selected = [(all_bits[:0], np.empty(0, np.intp))]
+    if num_threads == 1:
+        selected += select_between(*ends)
+    else:
+        with ThreadPoolExecutor(num_threads, "dsgd-select") as threads:
+            for part in threads.map(select_between, ends, ends[1:]):
+                selected += part
+    values, indices = map(np.concatenate, zip(*selected, strict=True))
+    return torch.from_numpy(values).view(x.dtype), torch.from_numpy(indices)
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    """Marks of the k largest magnitudes; between equal ones the first are taken."""
+    magnitudes = values.abs()
+    least = kth_magnitude(values, k)
+    marks, ties = magnitudes > least, magnitudes == least
+    # Counted on the device: the host, which could take a slice of so many, would wait for it.
+    return marks.logical_or_(ties.logical_and_(ties.cumsum(0) <= k - marks.sum()))
+
+
+def places(marks: Tensor, count: int) -> Tensor:
+    """Where so many marks are, ascending; unlike `nonzero`, waits for no device."""
+    if devices.is_on_host(marks):
+        return marks.nonzero().squeeze(1)
+    # What is not marked goes to one place behind.
+    target = torch.where(marks, marks.cumsum(0) - 1, count)
+    found = torch.zeros(count + 1, dtype=torch.int64, device=marks.device)
+    return found.scatter_(0, target, torch.arange(len(marks), device=marks.device))[:count]
+
+
+def count_each(digits: Tensor, num: int) -> Tensor:
+    """How often each of so many digits is there; unlike `bincount`, waits for no device."""
+    if devices.is_on_host(digits):
+        return torch.bincount(digits, minlength=num)
+    counts = torch.zeros(num, dtype=torch.int64, device=digits.device)
+    return counts.index_add_(0, digits.to(torch.int64), torch.ones_like(digits, dtype=torch.int64))
+
+
+# ---- the wire ----
+
+
+def pack(values: Tensor, indices: Tensor, wire_dtype: torch.dtype) -> Tensor:
+    """One message, of bytes, from values and their ascending indices."""
+    count = len(values)
+    if not count:
+        return torch.empty(0, dtype=torch.uint8, device=values.device)
+    first, last = indices[:: max(1, count - 1)].tolist()[:2] if count > 1 else [int(indices)] * 2
+    width = min(_WIDTHS, key=lambda w: w * (count + (last - first) / _limit(w)))
+    limit = _limit(width)
+    narrow = torch.int32 if max(last - first, limit) < 1 << 31 else torch.int64
+    distances = torch.diff(indices).to(narrow)
+    (far,) = (distances >= limit).nonzero(as_tuple=True)
+    if len(far):
+        escapes = torch.zeros(count - 1, dtype=torch.int64, device=values.device)
+        escapes[far] = (distances[far] // limit).to(torch.int64)
+        distances[far] %= limit
+        ends = torch.arange(count - 1, device=values.device) + escapes.cumsum(0)
+        code = torch.full((int(ends[-1]) + 1,), limit, dtype=narrow, device=values.device)
+        code[ends] = distances
+    else:
+        code = distances
+    header = devices.integers((count, first, width), values.device)
+    # A distance of more than half the range turns negative, and back in `unpack`.
+    parts = (header, values.to(wire_dtype), code.to(_WIDTHS[width]))
+    return torch.cat([part.view(torch.uint8) for part in parts])
+
+
+def unpack(message: Tensor, wire_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values, in `dtype`, and indices: what `pack` was given, but for the rounding to the wire."""
+    if not len(message):
+        return message.to(dtype), message.to(torch.int64)
+    count, first, width = message[:HEADER_BYTES].view(torch.int64).tolist()
+    middle = HEADER_BYTES + count * wire_dtype.itemsize
+    values = message[HEADER_BYTES:middle].view(wire_dtype).to(dtype)
+    limit = _limit(width)
+    code = message[middle:].clone().view(_WIDTHS[width]).to(torch.int64).bitwise_and_(limit)
+    indices = torch.empty(count, dtype=torch.int64, device=message.device)
+    indices[0] = first
+    if len(code) == count - 1:
+        torch.cumsum(code, 0, out=indices[1:])
+    else:
+        indices[1:] = code.cumsum(0)[places(code != limit, count - 1)]
+    indices[1:] += first
+    return values, indices
+
+
+def _limit(width: int) -> int:
+    """What a unit of so many bytes cannot hold, and stands for in an escape."""
+    return (1 << 8 * width) - 1

@@ -1,0 +1,291 @@
+"""Calls that end although a rank is lost: in the next view, with the same result everywhere.
+
+All that one rank calls goes through `Calls`: a loss in it changes the view, and the call goes on.
+
+**Calls of all ranks** (`Calls.together`): a settling, a barrier, a mean of metrics, a checkpoint.
+All ranks make the same ones in the same order, and none comes back from one before all have begun
+it.  So when a view changes, what the ranks have come back from differs by one call at most.  The
+members of the new view tell each other how many they have come back from, and the result of the
+last.  Who has come back from one less takes that result over (`adopt`); if none has, all who were
+in that call make it again, from its beginning.
+
+**Steps** (`Calls.step`): those of one rank, at which the others may be anywhere.  One that is made
+again meets the next step of those who were through with it.
+
+Why nobody waits for the other in another call: after a change no rank is ahead of another by a call
+that the other has yet to make, and algorithms begin anew.
+
+A rank that is lost during the change itself makes it begin again, with the view after that.
+
+**Where several ranks hold a replica together** they wait for each other in collectives of their own
+too, which the loss of a rank of another replica does not end.  So while one of them changes the
+view, no other may be in such a collective and wait for it.  All ranks of a replica make the same
+calls and steps in the same order.  At the end of each they ask each other, in a collective of their
+own as well, whether any of them has met a loss (`Row`).  If so, all change the view there: who was
+through asks for a next view (`Endpoint.renew`), and a step is made again by all of them, or by
+none.  A change is over for a replica once all of its ranks have begun anew in the same view.  They
+ask each other that for each number of a view in turn, also for those that a rank has skipped.
+
+- A rank that waits for another of its replica, in a collective of theirs or in such a question,
+  waits for one that comes there: between two questions a rank that meets a loss waits for nobody.
+- A rank that waits for one of another replica waits in a view: a loss ends that.
+- Where this rank has lost one of its replica, no view holds it any more; the collective fails, as
+  the lost rank's connections end, or else this process ends itself (`Survival`).  A loss of which
+  others have told alone may be no loss: the view that follows may hold that rank, which asks.
+
+**Newcomers** are let in where all members are in the same call (`admit`), and take over the number
+of calls and the last result.  As no member comes back from a change before all have begun its last
+exchange, none goes on before each newcomer has what it needs.
+
+**Threads.**  The training thread's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.agreement import everyones
+from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.view import View
+
+T = TypeVar("T")
+
+
+class Row(Protocol):
+    """The ranks that hold a replica together, of which this one is one."""
+
+    def has_lost(self, lost: PeerLost | None) -> bool:
+        """Whether any of them has met a loss; the same on all, which ask it together.
+
+        Args:
+            lost: which this rank has met
+
+        Raises:
+            PeerLost: if one of them is lost
+        """
+        ...
+
+
+class Alone:
+    """This rank holds all of its replica."""
+
+    def has_lost(self, lost: PeerLost | None) -> bool:
+        """Whether this one has."""
+        return lost is not None
+
+
+class Calls:
+    """One rank's calls, in whatever view there is.
+
+    Attributes:
+        view: the newest that this rank has entered
+        lost: what the last change of the view was for, as far as this rank knows
+        changing_since: when this rank learnt of that
+        net: of all ranks
+
+    Args:
+        net: of all ranks, which goes on after a loss
+        change: begins anew in a view; all its members call it
+        is_newcomer: whether this rank is in no view yet; then `join` comes first
+    """
+
+    def __init__(
+        self, net: Endpoint, change: Callable[[View], None], *, is_newcomer: bool = False
+    ) -> None:
+        self.view = View(net, (net.rank,) if is_newcomer else range(net.world_size), 0)
+        self.net = net
+        self._change = change
+        self.lost: PeerLost | None = None
+        self.changing_since = 0.0
+        self._num_done = -1 if is_newcomer else 0
+        self._result: Any = None
+        self._is_within = False
+        self._row: Row = Alone()
+
+    def hold_together(self, row: Row) -> None:
+        """From here on the ranks of this replica change views together; all of them call it."""
+        self._row = row
+
+    def together(self, call: Callable[[], T], adopt: Callable[[], None] | None = None) -> T:
+        """What `call` gives, which all ranks call; None, a number, text, a tensor or lists of them.
+
+        Args:
+            call: may be made again, from its beginning
+            adopt: does what `call` does to this rank, where others have come back from it and all
+                hold the consensus; called in its place
+        """
+        if self._is_within:
+            return call()
+        while True:
+            num_done = self._num_done
+            lost = self._try(call)
+            is_done = self._num_done > num_done
+            if lost is not None:
+                has_taken_over = self.change_view(lost)
+                if not (is_done or has_taken_over):
+                    continue
+                if not is_done and adopt is not None:
+                    adopt()
+            result: T = self._result
+            return result
+
+    def _try(self, call: Callable[[], Any]) -> PeerLost | None:
+        """Makes a call of all ranks; for what the view is to change then, if it is."""
+        lost = None
+        self._is_within = True
+        try:
+            self._result = call()
+            self._num_done += 1
+        except PeerLost as failure:
+            lost = failure
+        finally:
+            self._is_within = False
+        return self._lost_to_any(lost)
+
+    def _lost_to_any(self, lost: PeerLost | None) -> PeerLost | None:
+        """For what all ranks of this replica change the view now; None: for nothing."""
+        if not self._has_lost(lost):
+            return None
+        if lost is None:
+            self.net.renew()
+            lost = PeerLost(self.net.rank, "goes on with those that hold its replica with it")
+        return lost
+
+    def _has_lost(self, lost: PeerLost | None) -> bool:
+        """Whether any rank of this replica has met a loss; they ask each other.
+
+        But not where no view holds this one any more: one of the others may never answer then.  For
+        a loss of which another rank has told alone, that is not known before the next view.
+        """
+        return (lost is not None and self.net.is_outside) or self._row.has_lost(lost)
+
+    def once(self, call: Callable[[], T]) -> T | None:
+        """The same, but a change of the view ends the call, on all ranks: None then."""
+        result, lost = None, None
+        self._is_within = True
+        try:
+            result = call()
+        except PeerLost as failure:
+            lost = failure
+        finally:
+            self._is_within = False
+        lost = self._lost_to_any(lost)
+        if lost is None:
+            return result
+        self.change_view(lost)
+        return None
+
+    def leave(self) -> None:
+        """The last call: nobody comes back from it before all have begun it.
+
+        Who has come back has left.  So who meets that while the view changes may leave as well.
+        No collective of this replica follows, so its ranks need not change views together.
+        """
+        self._row = Alone()
+        with contextlib.suppress(PeerLost):
+            self.together(lambda: self.view.sub("leaving").barrier().wait())
+
+    def join(self) -> None:
+        """Waits to be let in, and begins in the first view that has this rank as a member.
+
+        Raises:
+            PeerLost: if nobody lets it in
+        """
+        self.change_view(PeerLost(self.net.rank, "joins"))
+
+    def admit(self, newcomers: Sequence[int]) -> None:
+        """Goes on in a view with these newcomers; all members call it, with the same ones."""
+        if not {*newcomers} <= {*self.view.members} and self.net.admit(newcomers):
+            self.change_view(PeerLost(newcomers[0], "joins"))
+
+    def part(self, leavers: Sequence[int]) -> None:
+        """Goes on in a view without these; all members call it, with the same ones.
+
+        Raises:
+            PeerLost: on those that leave
+        """
+        if {*leavers} & {*self.view.members} and self.net.part(leavers):
+            self.change_view(PeerLost(leavers[0], "has left, as it was told to"))
+
+    def step(self, call: Callable[[], None], *, again: bool) -> None:
+        """A step of this rank alone.
+
+        Args:
+            call: what it does
+            again: whether it is made again after a change of the view, by all ranks of a replica
+        """
+        while True:
+            lost = None
+            try:
+                call()
+            except PeerLost as failure:
+                lost = failure
+            lost = self._lost_to_any(lost)
+            if lost is None:
+                return
+            self.change_view(lost)
+            if not again:
+                return
+
+    def change_view(self, lost: PeerLost) -> bool:
+        """Goes on in the next view; whether others have come back from a call that this has not.
+
+        Raises:
+            PeerLost: where this rank cannot go on
+        """
+        num_done = self._num_done
+        self.changing_since = time.monotonic()
+        while True:
+            self.lost = lost
+            number, members = self.net.next_view(lost)
+            for _ in range(self.view.number + 1, number):
+                self._has_lost(lost)  # others of this replica may have entered that view
+            self.view = View(self.net, members, number)
+            another = self._lost_to_any(self._begin_in_view())
+            if another is None:
+                return self._num_done > num_done
+            lost = another
+
+    def _begin_in_view(self) -> PeerLost | None:
+        """Begins anew in it; the loss that has kept this rank from that, if one has."""
+        try:
+            self._change(self.view)
+            self._take_over_result()
+        except PeerLost as lost:
+            return lost
+        return None
+
+    def _take_over_result(self) -> None:
+        text = json.dumps([self._num_done, _encoded(self._result)])
+        told = [json.loads(theirs) for theirs in everyones(self.view.sub("calls"), text)]
+        num_done, result = max(told, key=lambda each: int(each[0]))
+        if int(num_done) > self._num_done:
+            self._num_done, self._result = int(num_done), _decoded(result)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        flat = value.detach().cpu().reshape(-1)
+        return {"dtype": dtype, "shape": list(value.shape), "values": flat.tolist()}
+    if isinstance(value, (list, tuple)):
+        return [_encoded(each) for each in value]
+    return {"value": value}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    if "dtype" in value:
+        return torch.tensor(value["values"], dtype=getattr(torch, value["dtype"])).view(
+            value["shape"]
+        )
+    return value["value"]

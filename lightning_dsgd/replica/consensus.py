@@ -1,0 +1,125 @@
+"""What ranks agree on that is not the weights, and where it lies in a checkpoint.
+
+Pairs of tensors, (live, other), say what stands for what: a live tensor of the module, and its
+counterpart with the same layout.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.transport import Transport
+
+_CHECKSUM_ELEMENTS: Final = 1 << 20
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+
+
+def differing(net: Transport, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those that are not the same to the bit on all ranks, as far as a checksum tells."""
+    if not tensors:
+        return []
+    everyones_sums = net.all_gather(torch.cat([_checksum(t) for t in tensors])).wait()
+    columns = torch.stack(everyones_sums).view(net.world_size, len(tensors), -1)
+    is_same = (columns == columns[0]).all(2).all(0).tolist()
+    return [tensor for tensor, same in zip(tensors, is_same, strict=True) if not same]
+
+
+def distance(net: Transport, own: Pairs, shared: Pairs) -> float:
+    """How far the ranks' own values are from what they share: sqrt(mean |x_i - x|^2) / |x|.
+
+    Args:
+        net: of all ranks
+        own: the live tensors with this rank's values
+        shared: the first of them with what all share
+    """
+    squares = torch.zeros(2, dtype=torch.float64)
+    for (_, mine), (_, mean) in zip(own, shared, strict=False):
+        squares[0] += (mine - mean).norm().double().cpu() ** 2
+        squares[1] += mean.norm().double().cpu() ** 2
+    net.all_reduce(squares).wait()
+    return float((squares[0] / squares[1].clamp(min=1e-300)).sqrt())
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Two words that another tensor of the same shape is most unlikely to have.
+
+    The sum of its bytes as whole numbers, and one weighted by their places; piece by piece, as
+    what is frozen may be large.
+    """
+    sums = torch.zeros(2, dtype=torch.int64)
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    is_even = data.numel() % 4 == 0 and data.storage_offset() % 4 == 0
+    words = data.view(torch.int32) if is_even else data
+    for number, piece in enumerate(torch.split(words, _CHECKSUM_ELEMENTS), 1):
+        wide = piece.to(torch.int64)
+        places = torch.arange(1, len(wide) + 1, device=wide.device)
+        sums += torch.stack([wide.sum(), (wide * places).sum() * number]).cpu()
+    return sums
+
+
+def average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) -> list[Tensor]:
+    """The means of float tensors over the ranks; rank 0's of others, of all without `floats`."""
+    results: list[Tensor] = [torch.empty(0)] * len(tensors)
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(index)
+    for (dtype, _), indices in groups.items():
+        packed = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
+        if floats and (dtype.is_complex or dtype.is_floating_point) and dtype.itemsize > 1:
+            numbers = torch.view_as_real(packed).view(-1) if dtype.is_complex else packed
+            net.all_reduce(numbers).wait()
+            numbers /= net.world_size
+        else:  # as bytes: a buffer may be of a dtype that no transport knows
+            net.broadcast(packed.view(torch.uint8), src=0).wait()
+        for i, piece in zip(
+            indices, torch.split(packed, [tensors[i].numel() for i in indices]), strict=True
+        ):
+            results[i] = piece.view(tensors[i].shape)
+    return results
+
+
+def exchanged(state: dict[str, Any], table: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """The same state with every tensor that lies in a live one taken from its counterpart.
+
+    Looks into mappings of names: other callbacks keep the weights under names of their own.
+    """
+    result = copy.copy(state)  # with its type and the versions that torch keeps beside a state_dict
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            found = counterpart(value, table)
+            result[key] = value if found is None else found
+        elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
+            result[key] = exchanged(value, table)
+    return result
+
+
+def counterpart(value: Tensor, table: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """The counterpart of a tensor that is a live one, or lies within a flat live one."""
+    real = torch.view_as_real(value) if value.is_complex() else value
+    within = None
+    for live, other in table:
+        if value.untyped_storage().data_ptr() != live.untyped_storage().data_ptr():
+            continue
+        if value.is_set_to(live):
+            return other
+        if within is None and _is_within(real, live):
+            offset = real.storage_offset() - live.storage_offset() + other.storage_offset()
+            within = other.as_strided(real.size(), real.stride(), offset)
+    if within is not None and value.is_complex():
+        within = torch.view_as_complex(within.clone())
+    return within
+
+
+def _is_within(value: Tensor, live: Tensor) -> bool:
+    """Whether all elements are among those of a flat tensor."""
+    if value.dtype != live.dtype or live.dim() != 1 or not live.is_contiguous():
+        return False
+    begin = value.storage_offset() - live.storage_offset()
+    reach = sum((size - 1) * s for size, s in zip(value.size(), value.stride(), strict=True))
+    return value.numel() > 0 and begin >= 0 and begin + reach < live.numel()

@@ -1,0 +1,475 @@
+"""One rank's copy of the model under an algorithm: what a strategy drives, whatever the trainer.
+
+    weights, split by optimizer and dtype  ->  parts: a flat tensor x with an algorithm of its own
+    float buffers (BatchNorm statistics)   ->  averaged over all ranks
+    integer buffers                        ->  those of rank 0
+    parameters that no optimizer trains    ->  averaged over all ranks, unless they are equal
+
+Buffers are averaged at evaluation, in checkpoints and at the end; between those each rank has its
+own. Averaging them more often would change nothing: running statistics are linear in what they saw,
+so the mean of the ranks' comes out the same.  With `average_buffers=False`, rank 0's are evaluated
+and saved.
+
+Parameters that no optimizer trains are most often frozen, and equal on all ranks.  But a training
+step may change them: the teacher of BYOL and DINO, the target network of DQN.  They are averaged
+where buffers are, those that differ: each rank compares a checksum first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.devices import port_of
+from lightning_dsgd.replica import alike, flat
+from lightning_dsgd.replica.consensus import average, counterpart, differing, distance, exchanged
+from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport.watch import exchanging
+
+
+@dataclass
+class Part:
+    """The parameters of one optimizer and one dtype, and the algorithm that trains them."""
+
+    weights: flat.FlatParameters
+    algorithm: Algorithm
+
+    @property
+    def x(self) -> Tensor:
+        """The weights, flat."""
+        return self.weights.x
+
+
+class Replica:
+    """This rank's model, kept in step with the others by one algorithm per part.
+
+    Attributes:
+        consensus_distance: how far the ranks were apart when the consensus was last shown:
+            sqrt(mean over ranks of |x_i - x|^2) / |x|, with x the consensus
+        survives: whether training goes on where a rank is lost
+
+    Args:
+        net: the network, with channels of its own
+        module: the whole model
+        optimizers: all that step it
+        algorithm: a pattern, copied for each part
+        conditions: what every part's algorithm is told
+        average_buffers: whether float buffers are averaged with the weights
+        check_finite: whether NaN and inf are looked for before they are sent
+        layout: how the replica is laid out over ranks; by default this rank holds all of it
+        everyone: a network of all ranks, where `net` is of those alone that hold the same shard
+    """
+
+    survives: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        net: Transport,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        algorithm: Algorithm,
+        conditions: Conditions = PLAIN,
+        *,
+        average_buffers: bool = True,
+        check_finite: bool = False,
+        layout: flat.Whole | None = None,
+        everyone: Transport | None = None,
+    ) -> None:
+        self.net = net
+        self._layout = flat.Whole() if layout is None else layout
+        self._all_ranks = everyone
+        self.module = module
+        self._pattern = algorithm
+        self._conditions = conditions
+        self._average_buffers = average_buffers
+        self._check_finite = check_finite
+        self._num_builds = 0
+        self._num_steps = 0
+        self._is_finished = False
+        self._stash: list[tuple[Tensor, Tensor]] | None = None
+        self.consensus_distance = 0.0
+        self._parts: dict[int, list[Part]] = {}
+        self._trained: dict[int, list[int]] = {}  # identities of an optimizer's parameters
+        self._to_load: list[tuple[dict[str, Any], Sequence[str]]] = []
+        self._optimizers = list(optimizers)
+        flat.check_module(module)
+        alike.check_disjoint(module, optimizers)
+        self._check_alike()
+        for optimizer in optimizers:
+            self._build(optimizer)
+
+    # ---- making the parts ----
+
+    def _build(self, optimizer: Optimizer) -> None:
+        mine = alike.trainable(optimizer)
+        # In the module's order: the optimizer's may differ between ranks, if it comes from a set.
+        names = {p: name for name, p in self.module.named_parameters() if p in set(mine)}
+        for index, parameter in enumerate(mine):
+            names.setdefault(parameter, f"optimizer parameter {index}")
+        self._parts[id(optimizer)] = [
+            Part(weights, self._start(weights))
+            for weights in self._layout.flatten((name, p) for p, name in names.items())
+        ]
+        self._trained[id(optimizer)] = list(map(id, mine))
+
+    def _start(self, weights: flat.FlatParameters) -> Algorithm:
+        self._num_builds += 1
+        algorithm = copy.copy(self._pattern)
+        counts = weights.num_gradients() if algorithm.counts_gradients else None
+        conditions = replace(self._conditions, gradient_counts=counts)
+        algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
+        return algorithm
+
+    def _parts_of(self, optimizer: Optimizer) -> list[Part]:
+        """The parts of an optimizer; made anew when it trains other parameters than before.
+
+        All ranks then begin with the consensus, as what is frozen from here on must be equal.  But
+        not while a resume is under way, which has restored what each had.
+        """
+        if list(map(id, alike.trainable(optimizer))) != self._trained[id(optimizer)]:
+            self._copy()
+            _settle_together(self.parts, wait=self.survives)
+            for part in self._parts[id(optimizer)]:
+                if self._to_load:
+                    part.algorithm.stop()
+                else:
+                    part.algorithm.finish(part.x)
+            if not self._to_load:  # an optimizer may train from now on what a step has changed
+                self._make_alike(self._untrained())
+            self._build(optimizer)
+        parts = self._parts[id(optimizer)]
+        for part in parts:
+            if not part.weights.is_intact():
+                part.weights.refresh()
+            part.weights.pull()
+        return parts
+
+    def _publish(self, parts: Sequence[Part]) -> None:
+        """The module computes with what x is now."""
+        for part in parts:
+            part.weights.push()
+        self._layout.reshard()
+
+    @property
+    def _everyone(self) -> Transport:
+        """The network of all ranks: each has seen data of its own, whatever it holds."""
+        return self.net if self._all_ranks is None else self._all_ranks
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts, in the order of the optimizers."""
+        return [part for optimizer in self._optimizers for part in self._parts[id(optimizer)]]
+
+    def _check_alike(self) -> None:
+        alike.check_alike(self.net, self.module, self._optimizers)
+
+    def _copy(self) -> None:
+        """Where training goes on after a loss, keeps x as it is: see `SurvivingReplica`."""
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Gives every rank the weights and buffers of rank 0, as a fresh start needs."""
+        for part in self.parts:
+            self.net.broadcast(part.x, src=0).wait()
+        for tensor in self._untrained():
+            _take_from_rank_0(self.net, tensor)
+        for tensor in self.module.buffers():
+            _take_from_rank_0(self._everyone, tensor)
+        self._publish(self.parts)
+        self.settle()  # so that every algorithm begins from there
+
+    def _untrained(self) -> list[Tensor]:
+        """The parameters that no optimizer trains, without their gradients' history."""
+        self._layout.reshard()
+        inside = {p for part in self.parts for p in part.weights.parameters}
+        others = [p for p in self.module.parameters() if p not in inside]
+        known = [p for p in others if not (is_lazy(p) or p.is_meta or p.is_sparse)]
+        return [self._layout.local(p) for p in known]
+
+    # ---- a step ----
+
+    @torch.no_grad()
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Gathers the gradients where the algorithm wants them, and lets it talk."""
+        self._num_steps += 1
+        if self._to_load:
+            self._load_late()
+        with exchanging(self.net.counters.watch, self.net.now):
+            parts = self._parts_of(optimizer)
+            self._copy()
+            for part in parts:
+                self._before_update(part)
+            self._publish(parts)
+
+    def _before_update(self, part: Part) -> None:
+        if not part.algorithm.uses_gradient:
+            part.algorithm.before_update(part.x, part.x[:0])
+            return
+        g, counts = part.weights.gather(), part.algorithm.conditions.gradient_counts
+        if counts is not None:
+            counts.copy_(part.weights.num_gradients())
+        if self._check_finite and not self._conditions.skips_overflow:
+            self._require_finite(part, g, "gradient")
+        part.algorithm.before_update(part.x, g)
+        part.weights.scatter(counts)
+
+    @torch.no_grad()
+    def after_update(self, optimizer: Optimizer) -> None:
+        """Lets the algorithm talk about the weights that the optimizer has made."""
+        with exchanging(self.net.counters.watch, self.net.now):
+            parts = self._parts_of(optimizer)
+            self._copy()
+            for part in parts:
+                if self._check_finite:
+                    self._require_finite(part, part.x, "weight")
+                part.algorithm.after_update(part.x)
+            self._publish(parts)
+
+    def _require_finite(self, part: Part, flat_tensor: Tensor, what: str) -> None:
+        if not bool(torch.isfinite(flat_tensor).all()):
+            views = part.weights.views(flat_tensor)
+            bad = [
+                n for n, v in zip(part.weights.names, views, strict=True) if not v.isfinite().all()
+            ]
+            raise FloatingPointError(
+                f"check_finite: every {what} must be finite, got NaN or inf on rank "
+                f"{self.net.rank} at step {self._num_steps} in {_some(bad)}"
+            )
+
+    # ---- standing still ----
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Serves the others until every rank has come here.
+
+        Also where this rank has made no step since the last time: others may have.  While the
+        consensus is shown nobody makes one.
+        """
+        if self._stash is None and not self._is_finished:
+            parts = self.parts
+            for part in parts:
+                part.weights.pull()
+            self._copy()
+            _settle_together(parts, wait=self.survives)
+            self._publish(parts)
+            self._copy()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Leaves the consensus in the module, the same on every rank."""
+        self.settle()
+        for part in self.parts:
+            part.algorithm.finish(part.x)
+        self._is_finished = True
+        for live, mean in self._consensus_of_the_rest():
+            live.copy_(mean)
+        self._publish(self.parts)
+        self._copy()
+
+    def stop(self) -> None:
+        """Ends what runs beside the training; never waits for another rank."""
+        for part in self.parts:
+            part.algorithm.stop()
+
+    @torch.no_grad()
+    def show_consensus(self) -> None:
+        """Puts the consensus into the module and this rank's own weights aside.
+
+        Memory: |x| for the weights put aside, and |x| more while the consensus is made.
+        """
+        table = self._consensus()
+        stash = [(live, live.clone()) for live, _ in table]
+        self.consensus_distance = distance(self._everyone, stash, table[: len(self.parts)])
+        self._stash = stash  # from here on no rank may be lost halfway
+        for live, shared in table:
+            live.copy_(shared)
+        self._publish(self.parts)
+
+    @torch.no_grad()
+    def show_own(self) -> None:
+        """Takes back what `show_consensus` put aside, to the bit."""
+        if self._stash is None:
+            return
+        for live, own in self._stash:
+            live.copy_(own)
+        self._stash = None
+        self._publish(self.parts)
+
+    @contextlib.contextmanager
+    def as_own(self) -> Iterator[None]:
+        """Inside, the module holds this rank's own weights, also while the consensus is shown.
+
+        Memory: |x| more where it is shown.
+        """
+        stash = self._stash
+        if stash is None:
+            yield
+            return
+        shown = [(live, live.clone()) for live, _ in stash]
+        self.show_own()
+        try:
+            yield
+        finally:
+            self._stash = stash
+            with torch.no_grad():
+                for live, shared in shown:
+                    live.copy_(shared)
+                self._publish(self.parts)
+
+    @property
+    def shows_consensus(self) -> bool:
+        """Whether the module holds the consensus now."""
+        return self._stash is not None
+
+    @torch.no_grad()
+    def own(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with this rank's own values, also while the consensus is shown."""
+        return exchanged(checkpoint, self._stash or [])
+
+    @torch.no_grad()
+    def consensus(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A checkpoint with the consensus in place of this rank's values; on all ranks together.
+
+        What its "state_dict" has that does not lie in the module (weights that another callback has
+        averaged over time) is averaged over the ranks.  What is frozen stays as it is, to the bit.
+        """
+        if self._stash is None:
+            table = self._consensus()
+        else:
+            table = [(live, live) for live, _ in self._stash]
+        table += [(same, same) for same in self._untrained()]  # last: those that differ come first
+        foreign = {
+            key: value
+            for key, value in checkpoint.get("state_dict", {}).items()
+            if isinstance(value, Tensor) and counterpart(value, table) is None
+        }
+        means = dict(zip(foreign, average(self.net, list(foreign.values())), strict=True))
+        result = exchanged(checkpoint, table)
+        if means:
+            result["state_dict"].update(means)
+        return result
+
+    def _consensus(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of what the module holds here and what all ranks agree on."""
+        self.settle()
+        weights = [(part.x, part.algorithm.consensus(part.x)) for part in self.parts]
+        return weights + self._consensus_of_the_rest()
+
+    def _consensus_of_the_rest(self) -> list[tuple[Tensor, Tensor]]:
+        """The same for buffers, and for parameters of no optimizer that differ between ranks."""
+        buffers = list(self.module.buffers())
+        others = differing(self.net, self._untrained())
+        means = average(self._everyone, buffers, floats=self._average_buffers)
+        means += average(self.net, others)
+        return list(zip(buffers + others, means, strict=True))
+
+    def _make_alike(self, tensors: Sequence[Tensor]) -> None:
+        """Puts their mean into those that differ between the ranks."""
+        others = differing(self.net, tensors)
+        for live, mean in zip(others, average(self.net, others), strict=True):
+            live.copy_(mean)
+
+    # ---- saving ----
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What the algorithms keep, in the order of the parts."""
+        return [part.algorithm.state_dict() for part in self.parts]
+
+    def names(self) -> list[list[str]]:
+        """Of the parameters of each part."""
+        return [part.weights.names for part in self.parts]
+
+    def load_state_dict(
+        self, states: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]
+    ) -> None:
+        """Takes over what `state_dict` gave, beside what `names` did.
+
+        At the next step, if other parameters are trained now than then: what had been unfrozen when
+        it was saved may be frozen until training goes on.
+        """
+        self._to_load = list(zip(states, names, strict=True))
+        if self._is_as_saved():
+            self._load()
+
+    def _is_as_saved(self) -> bool:
+        return [list(names) for _, names in self._to_load] == self.names()
+
+    def _load(self) -> None:
+        states, self._to_load = self._to_load, []
+        for part, (state, _) in zip(self.parts, states, strict=True):
+            part.algorithm.load_state_dict(state)
+
+    def _load_late(self) -> None:
+        for optimizer in self._optimizers:
+            self._parts_of(optimizer)
+        if not self._is_as_saved():
+            saved = {name for _, names in self._to_load for name in names}
+            trained = {name for names in self.names() for name in names}
+            raise ValueError(
+                "the parameters that are trained must be those of the checkpoint, got "
+                f"{_some(sorted(trained - saved))} not in it, and not "
+                f"{_some(sorted(saved - trained))}, which are; "
+                "freeze and unfreeze before fit as when it was saved, or remove its folder of "
+                "replicas to go on from the consensus"
+            )
+        self._load()
+
+    def metrics(self) -> dict[str, float]:
+        """The algorithms' own figures; the mean over the parts where several give the same."""
+        figures: dict[str, list[float]] = {}
+        for part in self.parts:
+            for name, value in part.algorithm.metrics().items():
+                figures.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+def _settle_together(parts: Sequence[Part], *, wait: bool = False) -> None:
+    """All parts at once: a rank that still trains waits now for one of ours, now for another.
+
+    Args:
+        parts: to settle
+        wait: for all, also where one has failed; else that ends the network, and what is left
+    """
+    if len(parts) == 1:
+        parts[0].algorithm.settle(parts[0].x)
+        return
+
+    streams = [port_of(part.x.device).current() for part in parts]
+
+    @torch.no_grad()  # a setting of each thread, as the stream is
+    def settle(part: Part, stream: Any) -> None:
+        port = port_of(part.x.device)
+        port.enter()
+        with port.using(stream):
+            part.algorithm.settle(part.x)
+
+    threads = ThreadPoolExecutor(max(1, len(parts)), "dsgd-settle")
+    try:
+        for settled in as_completed(
+            [threads.submit(settle, *each) for each in zip(parts, streams, strict=True)]
+        ):
+            settled.result()
+    finally:
+        threads.shutdown(wait=wait)
+
+
+def _take_from_rank_0(net: Transport, tensor: Tensor) -> None:
+    mine = tensor.detach().reshape(-1).contiguous()
+    net.broadcast(mine.view(torch.uint8), src=0).wait()
+    tensor.copy_(mine.view(tensor.shape))
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many there are."""
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest or "none"

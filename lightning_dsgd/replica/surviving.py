@@ -1,0 +1,189 @@
+"""A replica that begins anew where a rank is lost, comes or leaves (`on_loss="continue"`).
+
+    x, before an algorithm may tear it    ->  Copies
+    the consensus, and all begin again    ->  SurvivingReplica.change_view
+
+Threads: the training thread alone, but where several parts settle: see `replica`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.replica import alike
+from lightning_dsgd.replica.consensus import average
+from lightning_dsgd.replica.flat import FlatParameters
+from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.transport import Transport, TransportError
+
+
+class Copies:
+    """What each x was before it was last given to an algorithm.  Memory: |x|."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self, xs: Sequence[Tensor]) -> None:
+        """They are as they should be."""
+        if [x.data_ptr() for x in xs] != [x.data_ptr() for x, _ in self._pairs]:
+            self._pairs = [(x, torch.empty_like(x)) for x in xs]
+        for (_, kept), x in zip(self._pairs, xs, strict=True):
+            kept.copy_(x)
+
+    def put_back(self) -> None:
+        """They may be torn."""
+        for x, kept in self._pairs:
+            x.copy_(kept)
+
+
+class SurvivingReplica(Replica):
+    """Keeps a copy of x, from which it can begin anew.
+
+    Args:
+        *args: see `Replica`
+        is_newcomer: whether this rank comes to others that train; no algorithm begins before the
+            first `change_view`, which gives this rank what the others have
+        **options: see `Replica`
+    """
+
+    survives: ClassVar[bool] = True
+
+    def __init__(self, *args: Any, is_newcomer: bool = False, **options: Any) -> None:
+        self._is_new = is_newcomer
+        self._copies = Copies()
+        super().__init__(*args, **options)
+
+    def _check_alike(self) -> None:
+        if not self._is_new:  # the others look at its `description`
+            super()._check_alike()
+
+    def description(self) -> str:
+        """A text that is the same for models with the same parameters, buffers and optimizers."""
+        return alike.description(self.module, self._optimizers)
+
+    def _start(self, weights: FlatParameters) -> Algorithm:
+        if self._is_new:  # until it knows with whom it begins
+            return copy.copy(self._pattern)
+        return super()._start(weights)
+
+    def stop(self) -> None:
+        """Ends what runs beside the training; never waits for another rank."""
+        if not self._is_new:
+            super().stop()
+
+    def _copy(self) -> None:
+        self._copies.keep([part.x for part in self.parts])
+
+    @torch.no_grad()
+    def change_view(
+        self,
+        net: Transport,
+        members: Transport | None = None,
+        giver: int = -1,
+        everyone: Transport | None = None,
+    ) -> None:
+        """Begins anew among the ranks of `net`, from their consensus, after another was lost.
+
+        Wherever this rank was: in the midst of a sum that has torn x, at a step boundary, while it
+        showed the consensus, or done.  x is put back to what it was before it was last given to an
+        algorithm, for which a copy of it is kept: with the optimizer's step in it, if
+        that was made.  What was under way between the ranks is lost; what a rank has held back is
+        carried over (`Algorithm.carry_over`).  Then weights, buffers, and what no optimizer trains
+        become the mean over the ranks, the same to the bit, and each algorithm starts again.  Once
+        a rank has finished, all take its weights.
+
+        Newcomers take no part in that, and get the mean.
+
+        May be called again if it has raised `PeerLost`, with the net of the view after that.
+
+        Args:
+            net: of all ranks of the view; of those that hold the same shard, where there are shards
+            members: of those among them that are no newcomers, where there are some; None on these
+            giver: the rank of `net` that gives the newcomers what the others have; -1: none is new
+            everyone: of all ranks of the view, where `net` is of some; then nobody can be new
+        """
+        is_shown, gets = self._stash is not None, giver >= 0 and members is None
+        self.show_own()
+        self.net, self._all_ranks = net, everyone
+        self._num_builds = 0  # a change that was begun in vain has made some on some ranks
+        if not self._is_new:
+            self._copies.put_back()
+        self.stop_lanes()
+        if not gets:
+            self._share_all(members or net)
+        if giver >= 0:
+            _give(net, [*self._weights(), *self.module.buffers()], giver)
+        self._publish(self.parts)
+        self._copy()
+        was_new, self._is_new = self._is_new, False
+        for part in self.parts:
+            state = {} if was_new else part.algorithm.state_dict()
+            part.algorithm = self._start(part.weights)
+            if not was_new:
+                part.algorithm.carry_over(state)
+            if self._is_finished:
+                part.algorithm.stop()
+        if is_shown:
+            self.show_as_shared()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Gives all ranks the mean, where they are settled; `change_view` is to come next."""
+        self._share_all(self.net)
+        self._copy()
+
+    def _share_all(self, net: Transport) -> None:
+        """Gives all ranks of a network what is the same on them where a view begins."""
+        weights, buffers = self._weights(), [*self.module.buffers()]
+        if self._all_ranks is None:
+            self._share(net, weights + buffers)
+        else:
+            self._share(net, weights)
+            self._share(self._all_ranks, buffers)
+
+    def _weights(self) -> list[Tensor]:
+        return [part.x for part in self.parts] + self._untrained()
+
+    def stop_lanes(self) -> None:
+        """Ends what runs beside the training, and may have failed with a rank."""
+        for part in [] if self._is_new else self.parts:
+            with contextlib.suppress(TransportError):
+                part.algorithm.stop()
+
+    def _share(self, net: Transport, tensors: list[Tensor]) -> None:
+        """Gives all ranks the mean; or what a rank has that is done, as others may have left."""
+        flags = net.all_gather(torch.tensor([int(self._is_finished)])).wait()
+        done = [rank for rank, flag in enumerate(flags) if flag]
+        if done:
+            _give(net, tensors, done[0])
+            return
+        for live, mean in zip(tensors, average(net, tensors), strict=True):
+            live.copy_(mean)
+
+    @torch.no_grad()
+    def show_as_shared(self) -> None:
+        """What `show_consensus` does, where all ranks hold the consensus already."""
+        if self._stash is None:
+            live = [*(part.x for part in self.parts), *self.module.buffers(), *self._untrained()]
+            self._stash = [(tensor, tensor.clone()) for tensor in live]
+            self.consensus_distance = 0.0
+
+    def finish_as_shared(self) -> None:
+        """What `finish` does, where all ranks hold the consensus already."""
+        self._is_finished = True
+        self.stop()
+
+
+def _give(net: Transport, tensors: Sequence[Tensor], giver: int) -> None:
+    """Gives every rank what one has."""
+    for live in tensors:
+        flat_copy = live.detach().reshape(-1).contiguous()
+        net.broadcast(flat_copy.view(torch.uint8), src=giver).wait()
+        live.copy_(flat_copy.view(live.shape))

@@ -1,0 +1,91 @@
+"""Result files: JSON with one record per line, and how the figures were made.
+
+    {
+     "command": "lightning-dsgd bench throughput --ranks 4",
+     "cells": [
+      {"strategy": "ddp", "round": 0, "seconds": [7.1, 7.2, 7.1, 7.3]},
+      {"strategy": "wagma", "round": 0, "seconds": [6.0, 6.1, 6.2, 6.0]}
+     ]
+    }
+
+So a result can be read, searched and compared line by line; `json.load` reads it as any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_dsgd import __version__
+
+_LONGEST: Final = 32
+"""A list of more values than this has a line of its own."""
+
+
+def provenance(command: str | None = None) -> dict[str, Any]:
+    """With what, and on what, a result was made.
+
+    Args:
+        command: what to type to make it again; by default the script that runs
+    """
+    return {
+        "command": command or shlex.join(["python", *sys.argv]),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "lightning": version("lightning"),
+            "lightning_dsgd": __version__,
+        },
+    }
+
+
+def write_result(result: dict[str, Any], path: Path) -> None:
+    """Writes the file, or leaves the old one as it was.
+
+    Folders that are missing are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    new.write_text(text(result) + "\n")
+    new.replace(path)
+    print(f"\nwritten: {path}")
+
+
+def text(value: Any, depth: int = 0) -> str:
+    """The value as JSON, one record per line."""
+    if not value or (depth and _is_record(value)):
+        return json.dumps(value)
+    ends, indent = "{}" if isinstance(value, dict) else "[]", "\n" + " " * depth
+    if isinstance(value, dict):
+        # Keys as json.dumps writes them: numbers become text.
+        lines = [
+            f"{json.dumps({key: None})[1:-7]}: {text(each, depth + 1)}"
+            for key, each in value.items()
+        ]
+    else:
+        lines = [text(each, depth + 1) for each in value]
+    return f"{ends[0]}{indent} " + f",{indent} ".join(lines) + f"{indent}{ends[1]}"
+
+
+def _is_record(value: Any) -> bool:
+    """Plain values in a list; or by name, with short lists or dicts of plain values among them."""
+    if isinstance(value, dict):
+        return all(_is_plain(each) or _is_short(each) for each in value.values())
+    return _is_plain(value) or all(map(_is_plain, value))
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, dict | list | tuple)
+
+
+def _is_short(value: Any) -> bool:
+    members = value.values() if isinstance(value, dict) else value
+    return len(value) <= _LONGEST and all(map(_is_plain, members))

@@ -1,0 +1,332 @@
+"""A checkpoint is one file that torch loads anywhere, and beside it what each rank needs to go on.
+
+    x.ckpt                           the consensus model, rank 0's training state; in Lightning's
+                                     form, where Lightning saves it
+    x.ckpt.replicas/rank_00003.pt    rank 3's weights, training state, algorithm and random states
+
+The files of one save carry the same number, so that one left from another save is noticed.  On a
+local disk a save over an older checkpoint takes effect at one moment; before it the older is whole:
+
+    x.ckpt.replicas/rank_*.pt.new      are written; when all ranks have done so:
+    x.ckpt.new  ->  x.ckpt             written, then renamed: from here on the new checkpoint counts
+    rank_*.pt.new  ->  rank_*.pt       or when it is next loaded, if the ranks are killed before
+
+What is written is on the disk (fsync, of the folders too) before it counts.  A save that fails on
+one rank fails on all, and leaves nothing behind: a rank that cannot write says so, and every rank
+removes its `.new`.  Where a rank is lost, rank 0 removes all of them, if the checkpoint does not
+count yet: it alone knows.  Only what is there when rank 0 is lost stays: it may be needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from lightning_dsgd.agreement import everyones
+from lightning_dsgd.session import record
+from lightning_dsgd.transport import Transport, TransportError
+
+_ABSENT: Final = "missing"
+
+
+class FileIO(Protocol):
+    """What writes and reads a file; Lightning's CheckpointIO is one."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Writes a file."""
+        ...
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = ..., weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a file."""
+        ...
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Removes a file or a folder."""
+        ...
+
+
+class TorchFiles:
+    """Files of torch's own, of tensors and plain values."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Writes a file, in a folder that is made if it is not there."""
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        torch.save(checkpoint, path)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a file; never pickled objects."""
+        checkpoint: dict[str, Any] = torch.load(path, map_location, weights_only=True)
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Removes a file or a folder."""
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        elif os.path.exists(path):
+            os.remove(path)
+
+
+class MappedFiles(TorchFiles):
+    """The same, read piece by piece, by a rank that needs a part of it."""
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Maps a file into memory."""
+        checkpoint: dict[str, Any] = torch.load(path, map_location, weights_only=True, mmap=True)
+        return checkpoint
+
+
+def replicas_folder(path: str | Path) -> str:
+    """Where the replicas of a checkpoint lie; of the file itself if the path is a link to it."""
+    return f"{os.path.realpath(path) if os.path.islink(path) else path}.replicas"
+
+
+def replica_file(folder: str, rank: int) -> str:
+    """Where one rank's replica lies."""
+    return f"{folder}/rank_{rank:05d}.pt"
+
+
+def _new(file: str | Path) -> str:
+    """What a file is called until it counts."""
+    return f"{file}.new"
+
+
+def _can_rename(io: FileIO, path: str | Path) -> bool:
+    """Whether `io` leaves a file where it was told to, and on this machine's file system."""
+    is_lightnings = any(base.__name__ == "TorchCheckpointIO" for base in type(io).__mro__)
+    return (is_lightnings or isinstance(io, TorchFiles)) and "://" not in str(path)
+
+
+def save(
+    io: FileIO,
+    net: Transport,
+    path: str | Path,
+    shared: dict[str, Any],
+    own: dict[str, Any] | None,
+    storage_options: Any = None,
+    num_shards: int = 1,
+) -> None:
+    """Writes both kinds of file, on all ranks together.
+
+    Args:
+        io: writes a file
+        net: the network
+        path: of the consensus file
+        shared: its content
+        own: the content of this rank's replica; None where only the model is saved
+        storage_options: for `io`
+        num_shards: how many ranks hold a replica of the model together
+    """
+    number = torch.tensor([random.SystemRandom().getrandbits(60)])
+    net.broadcast(number, src=0).wait()
+    mark = record.Save(int(number), net.world_size, own is not None, num_shards)
+    # Where the path is a link, a save replaces the link, so the replicas go beside the link.
+    this = _Save(io, net, path, f"{path}.replicas", _can_rename(io, path), storage_options)
+    if own is not None:
+        replica = record.marked(own, mark, net.rank)
+        this.together(lambda: this.write_replica(replica))
+    consensus = record.marked(shared, mark)
+    this.together(lambda: this.write_consensus(consensus))
+    if own is not None and this.renames:
+        file = replica_file(this.folder, net.rank)
+        os.replace(_new(file), file)
+        if net.rank == 0:
+            _remove_replicas_from(this.folder, net.world_size)
+
+
+def _remove_replicas_from(folder: str, rank: int) -> None:
+    """Removes those of an older save, of more ranks, and what a lost rank has left of it."""
+    found = True
+    while found:
+        file = replica_file(folder, rank)
+        found = False
+        for name in (file, _new(file)):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(name)
+                found = True
+        rank += 1
+
+
+@dataclass
+class _Save:
+    """One save on this rank; `counts` once the consensus file is the new one, known to rank 0."""
+
+    io: FileIO
+    net: Transport
+    path: str | Path
+    folder: str
+    renames: bool
+    storage_options: Any
+    counts: bool = False
+
+    def write_replica(self, content: dict[str, Any]) -> None:
+        file = replica_file(self.folder, self.net.rank)
+        self._write(content, file)
+        if self.renames:
+            _sync(_new(file), self.folder, os.path.dirname(self.folder) or ".")
+        self.net.check()  # once it has said that it is done, a rank must leave its file to rank 0
+
+    def write_consensus(self, content: dict[str, Any]) -> None:
+        """On rank 0; the others have nothing to write."""
+        if self.net.rank != 0:
+            return
+        self._write(content, self.path)
+        if self.renames:
+            _sync(_new(self.path))
+            os.replace(_new(self.path), self.path)
+            self.counts = True
+            _sync(os.path.dirname(self.path) or ".")
+
+    def _write(self, content: dict[str, Any], file: str | Path) -> None:
+        self.io.save_checkpoint(content, _new(file) if self.renames else file, self.storage_options)
+
+    def together(self, write: Callable[[], None]) -> None:
+        """Writes on this rank; raises on every rank, and removes all, if one cannot."""
+        error: Exception | None = None
+        try:
+            write()
+        except BaseException as err:
+            if self.counts or not isinstance(err, Exception):
+                self._clean_up()
+                raise
+            error = err  # others may be writing still: cleaned up when all have spoken
+        try:
+            faults = everyones(self.net, f"{type(error).__name__}: {error}" if error else "")
+        except TransportError:
+            if error or self.net.rank == 0:
+                self._clean_up()
+            raise
+        if any(faults):
+            self._clean_up()
+            failed = ", ".join(f"{f} on rank {rank}" for rank, f in enumerate(faults) if f)
+            left = "nothing is left of it" if self.renames else "do not use what is left of it"
+            raise error or RuntimeError(
+                f"every rank must be able to write its part of {self.path}, got {failed}; {left}, "
+                "older checkpoints stay: make room, or choose another folder"
+            )
+
+    def _clean_up(self) -> None:
+        if self.counts or not self.renames:
+            return
+        is_first = self.net.rank == 0
+        ranks = range(self.net.world_size) if is_first else [self.net.rank]
+        files = [replica_file(self.folder, rank) for rank in ranks] + [str(self.path)] * is_first
+        with contextlib.suppress(OSError):  # of the folder, if it holds replicas of an older save
+            for file in files:
+                with contextlib.suppress(OSError):
+                    os.remove(_new(file))
+            os.rmdir(self.folder)
+
+
+def _sync(*paths: str) -> None:
+    """Puts files, and the names in folders, on the disk."""
+    for path in paths:
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        except OSError as err:
+            # Some network file systems have no such thing for a folder.
+            if err.errno not in (errno.EINVAL, errno.ENOTSUP) or not os.path.isdir(path):
+                raise
+        finally:
+            os.close(opened)
+
+
+def remove(io: FileIO, path: str | Path) -> None:
+    """Removes a checkpoint with its replicas."""
+    io.remove_checkpoint(path)
+    io.remove_checkpoint(f"{path}.replicas")
+
+
+def load_replica(
+    io: FileIO,
+    net: Transport,
+    path: str | Path,
+    shared: dict[str, Any],
+    weights_only: bool | None = None,
+    num_shards: int = 1,
+) -> tuple[dict[str, Any] | None, str]:
+    """This rank's replica; or None, and why training starts from the consensus.  All ranks agree.
+
+    Raises:
+        ValueError: on every rank, if a replica is damaged, or of another save or rank.
+    """
+    mark = record.save_of(shared)
+    if mark is None:
+        return None, "it was saved by another strategy or after training, with one model for all"
+    if not mark.has_replicas:
+        return None, "it holds the model only"
+    if mark.world_size != net.world_size:
+        return (
+            None,
+            f"it was saved from {mark.world_size} ranks and there are {net.world_size} now",
+        )
+    if mark.num_shards != num_shards:
+        return (
+            None,
+            f"a replica had {mark.num_shards} shards and has {num_shards} now",
+        )
+    folder = replicas_folder(path)
+    own, fault = _read_replica(io, replica_file(folder, net.rank), net.rank, mark, weights_only)
+    faults = everyones(net, fault)
+    if set(faults) == {_ABSENT}:
+        return None, f"there is no replica in {folder}"
+    bad = [f"{replica_file(folder, rank)}, {f}" for rank, f in enumerate(faults) if f]
+    if bad:
+        raise ValueError(
+            "every replica of a checkpoint must be complete and have the number of its rank, got "
+            f"{'; '.join(bad)}; put the right files there, or remove {folder} to start from the "
+            "consensus"
+        )
+    return own, ""
+
+
+def _read_replica(
+    io: FileIO, file: str, rank: int, mark: record.Save, weights_only: bool | None
+) -> tuple[dict[str, Any] | None, str]:
+    own, fault = _read(io, file, rank, mark, weights_only)
+    if fault and os.path.exists(_new(file)):
+        newer, newer_fault = _read(io, _new(file), rank, mark, weights_only)
+        if not newer_fault:
+            os.replace(_new(file), file)
+            return newer, ""
+    return own, fault
+
+
+def _read(
+    io: FileIO, file: str, rank: int, mark: record.Save, weights_only: bool | None
+) -> tuple[dict[str, Any] | None, str]:
+    """A rank's replica, and what is wrong with the file, empty if nothing is."""
+    try:
+        own: dict[str, Any] = io.load_checkpoint(
+            file, map_location=lambda storage, _: storage, weights_only=weights_only
+        )
+        of_save, of_rank = record.save_of(own), record.rank_of(own)
+    except FileNotFoundError:
+        return None, _ABSENT
+    except Exception as err:  # whatever a damaged file makes the reader raise
+        said = f"{type(err).__name__}: {err}".splitlines()[0]
+        return None, f"damaged ({said})"
+    if of_save is None or of_save.save_number != mark.save_number:
+        return None, "from another save than the checkpoint"
+    if of_rank != rank:
+        return None, f"the replica of rank {of_rank}"
+    return own, ""

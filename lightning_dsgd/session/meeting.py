@@ -1,0 +1,211 @@
+"""How the ranks of a job meet: at a rendezvous, in torch's process group, then on our network."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Final, NoReturn
+
+import torch
+
+from lightning_dsgd.devices import port_of
+from lightning_dsgd.session import options
+from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport.mpi import MPITransport
+from lightning_dsgd.transport.mpi_job import is_usable
+from lightning_dsgd.transport.newcomer import NewcomerTransport
+from lightning_dsgd.transport.nixl import NIXLTransport
+from lightning_dsgd.transport.nixl_agent import installed
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from lightning_dsgd.transport.register import Register
+from lightning_dsgd.transport.rendezvous import Rendezvous
+
+TRANSPORTS: Final = ("auto", "process_group", "nixl", "mpi")
+"""What users may choose messages to travel by."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank waits for others.
+
+    Args:
+        timeout_s: for whatever they are needed for
+        heartbeat_timeout_s: after how much silence one counts as lost
+        startup_timeout_s: until all have started, and then until all are connected
+    """
+
+    timeout_s: float
+    heartbeat_timeout_s: float
+    startup_timeout_s: float
+
+    def __post_init__(self) -> None:
+        options.check_seconds("timeout_s", self.timeout_s, 1800)
+        options.check_seconds("heartbeat_timeout_s", self.heartbeat_timeout_s, 20)
+        options.check_seconds("startup_timeout_s", self.startup_timeout_s, 300)
+
+
+class Meeting:
+    """One rank's part in it; kept from one training of a process to the next.
+
+    Args:
+        transport: one of TRANSPORTS
+        limits: how long it waits
+        announce: tells the user, on rank 0
+    """
+
+    def __init__(self, transport: str, limits: Limits, announce: Callable[[str], None]) -> None:
+        self._transport = transport
+        self._limits = limits
+        self._announce = announce
+        self._rendezvous: Rendezvous | None = None  # if the ranks have met by themselves
+        self._register: Register | None = None
+
+    def join_process_group(
+        self,
+        rank: int,
+        world_size: int,
+        address: tuple[str, int],
+        backend: str,
+        timeout: timedelta | None,
+        device: torch.device,
+    ) -> None:
+        """Makes the default process group, once all ranks are known to have started."""
+        host, port = address
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
+        limit = self._limits.startup_timeout_s
+        self._rendezvous = Rendezvous(rank, world_size, host, port, limit)
+        store = self._rendezvous.join()
+
+        def connect() -> None:
+            port_of(device).enter()
+            torch.distributed.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=device if device.type != "cpu" else None,
+            )
+
+        self._rendezvous.watch(connect, "connect the process group")
+        if backend == "nccl":  # which complains of a group that is not destroyed
+            atexit.register(_destroy_process_group)
+        self._announce(f"All {world_size} ranks have started (process group: {backend}).")
+
+    @property
+    def register(self) -> Register | None:
+        """What is written where the ranks meet, if a launcher keeps that, which outlives them."""
+        variables = os.environ
+        is_kept = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._register is None and is_kept and {"MASTER_ADDR", "MASTER_PORT"} <= {*variables}:
+            host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+            self._register = Register(host, port, self._limits.startup_timeout_s)
+        return self._register
+
+    @property
+    def can_be_joined(self) -> bool:
+        """Whether a process that is started again would ask here before it meets the others.
+
+        Where a script, or an earlier training, has made the process group, it would wait in there.
+        """
+        return self._rendezvous is not None
+
+    def find_training(self, address: tuple[str, int]) -> Register | None:
+        """Where ranks train that this process can join; None if it starts with the others.
+
+        Raises:
+            RuntimeError: if they train without a way to join them
+        """
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return None
+        register = Register(*address, self._limits.startup_timeout_s)
+        if not register.survives():
+            return None
+        if not register.can_be_joined():
+            refuse_to_join()
+        return register
+
+    def start_with_others(self, address: tuple[str, int]) -> None:
+        """Raises `RuntimeError` if they train already: a loop of the user's cannot be joined."""
+        if self.find_training(address) is not None:
+            refuse_to_join()
+
+    def come_later(self, register: Register, world_size: int) -> NewcomerTransport:
+        """The network, whose ranks are to let this one in: see `ask_to_join`."""
+        limits, number = self._limits, register.new_number(world_size)
+        self._register = register
+        return NewcomerTransport(number, limits.timeout_s, limits.heartbeat_timeout_s)
+
+    def ask_to_join(self, net: NewcomerTransport, world_size: int, min_ranks: int | None) -> None:
+        """Asks the ranks that train to let this one in."""
+        register = self._register
+        assert register is not None
+        host, port = net.listen()
+        secret = register.read("secret")
+        register.write_card(net.rank, (host, port, secret))
+        register.say(f"left/{os.environ.get('RANK', '')}", "")  # if it did, it has come back
+        cards = register.cards(net.rank, world_size)
+        net.join(cards, bytes.fromhex(secret), min_ranks, self._limits.timeout_s)
+
+    def make_group_of_one(self) -> None:
+        """A process group for what asks whether there is one; a newcomer is in no other."""
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def open_network(self, world_size: int, device: torch.device) -> Transport:
+        """The network; names a rank that does not open it, where the ranks met by themselves."""
+        rendezvous, open_transport = (
+            self._rendezvous,
+            partial(self._open_transport, world_size, device),
+        )
+        if rendezvous is None:
+            return open_transport()
+
+        def open_in_thread() -> Transport:
+            port_of(device).enter()
+            return open_transport()
+
+        # A later training finds the others in whatever their scripts do in between.
+        limit = self._limits.timeout_s if rendezvous.has_ended else None
+        net = rendezvous.watch(open_in_thread, "open the network", limit)
+        rendezvous.end()
+        return net
+
+    def _open_transport(self, world_size: int, device: torch.device) -> Transport:
+        limits = self._limits.timeout_s, self._limits.heartbeat_timeout_s
+        if self._transport == "mpi" or (self._transport == "auto" and is_usable(world_size)):
+            return MPITransport(*limits, device=device)
+        is_automatic = self._transport == "auto"
+        if self._transport == "process_group" or (is_automatic and device.type != "cpu"):
+            return ProcessGroupTransport(*limits, device=device)
+        if device.type != "cpu":
+            raise ValueError(
+                f'transport="nixl" must train on CPUs so far, got {device}; use '
+                'transport="process_group"'
+            )
+        if is_automatic and not installed():
+            if world_size > 1:
+                self._announce("Messages travel by process_group, as NIXL is not installed.")
+            return ProcessGroupTransport(*limits)
+        net = NIXLTransport(*limits, required=not is_automatic)
+        self._announce(f"Large messages travel by {net.choice}.")
+        return net
+
+
+def refuse_to_join() -> NoReturn:
+    """Raises where ranks train already, in a loop that its user has written."""
+    raise RuntimeError(
+        "a process must start with the others to train in a loop of its own, got one that was "
+        "started again while they train, which cannot know its place in their loop; they go on "
+        "without it: start the job anew, from a checkpoint, or use Lightning's Trainer, which a "
+        "rank can join, where no ranks hold a replica together"
+    )
+
+
+def _destroy_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,191 @@
+"""What the ranks do together that hold a replica: they ask each other, fail, and save.
+
+In the files of a checkpoint:
+
+    x.pt                            whole tensors, as training without shards saves them
+    x.pt.replicas/rank_00003.pt     rank 3's shards, of weights and optimizers, each a dict with
+                                    one key, `SHARD`
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_dsgd.agreement import everyones
+from lightning_dsgd.replica.sharded import local
+from lightning_dsgd.replica.surviving import SurvivingReplica
+from lightning_dsgd.session import checkpoint as files
+from lightning_dsgd.session import record
+from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.sharding import SHARD
+from lightning_dsgd.transport import PeerLost, TransportError
+
+
+class ProcessRow:
+    """The ranks that hold this replica together, which ask each other over gloo: see `Row`.
+
+    All ranks make one together.
+
+    Args:
+        session: of this rank
+        rows: the ranks of each replica
+    """
+
+    def __init__(self, session: Session[Any], rows: list[tuple[int, ...]]) -> None:
+        self._session = session
+        timeout = timedelta(seconds=session.net.timeout_s)
+        make_groups: Any = dist.new_subgroups_by_enumeration
+        self._group, _ = make_groups(rows, timeout, "gloo")
+
+    def has_lost(self, lost: PeerLost | None) -> bool:
+        """Whether any of them has met a loss."""
+        flag = torch.tensor([int(lost is not None)])
+        with blaming(self._session):
+            dist.all_reduce(flag, dist.ReduceOp.MAX, self._group)
+        return bool(flag)
+
+
+def save(
+    session: Session[Any],
+    path: str,
+    checkpoint: Callable[[], dict[str, Any]],
+    *,
+    has_replicas: bool = True,
+) -> None:
+    """Saves what all ranks agree on, and each rank's own beside it; on all ranks together.
+
+    What is gathered in a view is written in the same one, or gathered anew: the ranks that have it
+    may be lost.
+
+    Args:
+        session: that trains
+        path: of the file with the consensus, in whole tensors; rank 0's counts
+        checkpoint: makes one, its tensors in shards, from the weights that the model has then
+        has_replicas: whether training is to go on from it
+    """
+    if session.training is None:
+        raise RuntimeError("nothing is trained: there is no consensus to save")
+    path = session.text_of_rank_0(path)
+    is_saved = False
+    while not is_saved:
+        shared, number = _gathered_consensus(session, checkpoint)
+        own = _own(session, checkpoint) if has_replicas else None
+        is_saved = session.together(partial(_write, session, path, shared, own, number))
+
+
+def _gathered_consensus(
+    session: Session[Any], checkpoint: Callable[[], dict[str, Any]]
+) -> tuple[dict[str, Any], int]:
+    """What the first replica has gathered, nothing on the others; and in which view."""
+    assert session.training is not None
+    replica, is_shown = session.training.replica, session.training.replica.shows_consensus
+    if not is_shown:
+        adopt = replica.show_as_shared if isinstance(replica, SurvivingReplica) else None
+        session.together(replica.show_consensus, adopt)
+    # All ranks of this replica are here: none changes the view while another gathers.
+    try:
+        sharding = session.sharding
+        assert sharding is not None
+        is_first = sharding.members[0] == session.meetings.rank
+        with blaming(session):
+            whole = gathered(checkpoint()) if is_first else {}
+    finally:
+        if not is_shown:
+            replica.show_own()
+    shared = record.with_record(whole, record.of_model(session.training.algorithm))
+    return shared, session.view_number
+
+
+def _own(session: Session[Any], checkpoint: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What this rank needs to go on."""
+    assert session.training is not None
+    algorithm, replica = session.training.algorithm, session.training.replica
+    is_shown = replica.shows_consensus
+    with replica.as_own():
+        own = in_shards(checkpoint())
+        if is_shown:  # else they change with the model
+            own = {**own, "state_dict": _mapped(own["state_dict"], torch.clone)}
+        return record.with_record(own, record.of_replica(algorithm, replica))
+
+
+def _write(
+    session: Session[Any],
+    path: str,
+    shared: dict[str, Any],
+    own: dict[str, Any] | None,
+    number: int,
+) -> bool:
+    """Whether it is written: not if a rank has gathered it in a view that is over."""
+    meetings, sharding = session.meetings, session.sharding
+    assert sharding is not None
+    if set(everyones(meetings, str(number))) != {str(session.view_number)}:
+        return False
+    files.save(files.TorchFiles(), meetings, path, shared, own, num_shards=sharding.num_shards)
+    return True
+
+
+@contextlib.contextmanager
+def blaming(session: Session[Any]) -> Iterator[None]:
+    """Around a step: raises `PeerLost` where a collective of the shards failed for a lost rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no error of its own; other errors must not wait for news of a lost rank.
+        is_collectives = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if not is_collectives or isinstance(error, TransportError):
+            raise
+        with session.blaming("a collective of this replica's shards"):
+            raise
+
+
+def lost_behind(session: Session[Any], exception: BaseException) -> PeerLost | None:
+    """The lost rank that has made a collective of the shards fail, if that is what it was."""
+    if isinstance(exception, PeerLost):
+        return None
+    try:
+        with blaming(session):
+            raise exception
+    except PeerLost as lost:
+        return lost
+    except BaseException:
+        return None
+
+
+# ---- what is saved ----
+
+
+def in_shards(value: Any) -> Any:
+    """What this rank holds of a state: every tensor that is sharded as a shard."""
+    return _mapped(value, lambda t: {SHARD: local(t)} if isinstance(t, DTensor) else t)
+
+
+def gathered(value: Any) -> Any:
+    """A state with whole tensors, copied to the CPU; on all ranks of a replica together."""
+
+    def gather(tensor: Tensor) -> Tensor:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.detach().to("cpu", copy=True)
+
+    with torch.no_grad():
+        return _mapped(value, gather)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same dicts and lists with every tensor in them changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(each, change) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        changed = [_mapped(each, change) for each in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    return value

@@ -1,0 +1,58 @@
+"""What SIGTERM and Ctrl-C do to a rank, whatever the face.
+
+SIGTERM                all ranks stop after the same batch
+the first Ctrl-C       the same; the second interrupts at once
+where nobody trains    as in evaluation: this rank ends at once, and the others are told
+in a forked process    it ends alone
+
+Handlers run in the training thread, anywhere in it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from lightning_dsgd.session.ending import end_fork_by, is_loaders_worker
+from lightning_dsgd.session.session import Session
+
+
+class Handlers:
+    """The handlers of one session.
+
+    Args:
+        session: what they stop
+        stops_together: whether the ranks train now, so that they can stop after the same batch
+        interrupt: ends this rank at once, for a signal
+    """
+
+    def __init__(
+        self,
+        session: Session[Any],
+        stops_together: Callable[[], bool],
+        interrupt: Callable[[int], None],
+    ) -> None:
+        self._session = session
+        self._stops_together = stops_together
+        self._interrupt = interrupt
+
+    def on_sigterm(self, signum: int, _: Any) -> None:
+        """Has all ranks stop, or ends this process."""
+        if self._session.is_fork:
+            end_fork_by(signum)
+        elif self._session.has_ended:
+            return  # it ends already
+        elif self._stops_together():
+            self._session.request_end(signum)
+        else:
+            self._interrupt(signum)
+
+    def on_sigint(self, signum: int, _: Any) -> None:
+        """Has all ranks stop the first time."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._session.is_fork and is_loaders_worker():
+            return
+        if self._session.is_fork or not self._stops_together():
+            raise KeyboardInterrupt
+        self._session.request_stop(signum)

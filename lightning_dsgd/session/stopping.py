@@ -1,0 +1,250 @@
+"""How all ranks do something after the same batch: stop, end training, or save.
+
+    a rank finds that it is time    request to rank 0, which serves one request after the other
+    rank 0                          hold to every rank
+    every rank                      reply: how many batches it has begun; begins no other meanwhile
+    rank 0                          at = the largest reply + 1, to every rank; done, to who asked
+    every rank                      goes on; when it has done `at` batches:
+                                      STOP  a signal: it begins no other batch, and raises
+                                      END   the time is up: training ends as it does by itself
+                                      SAVE  the time to save has come: it saves, and goes on
+                                      MEET  newcomers wait: members let them in, and go on
+
+Nobody waits for ever.  Lanes answer, so an agreement waits for no training thread, which may wait
+for another rank's, but only for messages; and a lost rank ends it.  Who has done fewer batches than
+`at` goes on; who has done as many is needed by nobody until the others have.  A later agreement has
+an `at` that is no smaller, and comes in the same order everywhere.
+
+A rank that is out of data may never do `at` batches: it waits, for the others, where its epoch or
+its training ends.  So whoever comes to `at` asks all ranks that wait, and those that are there too.
+If all are there, they do it.  If not, with STOP all stop where they are; with SAVE the others go on
+without a checkpoint; with END they go on to the end of that epoch which the furthest of them is in,
+so that all have trained, evaluated and saved in as many epochs as each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import signal
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from lightning_dsgd.transport import ANY, Lane, Timeout, Transport, TransportError
+
+STOP: Final = 1
+END: Final = 2
+SAVE: Final = 3
+MEET: Final = 4
+
+ENDS: Final = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a training; another is SLURM's, which wants it saved and requeued."""
+
+_CHECK_PERIOD_S = 0.2
+_REQUEST, _HOLD, _REPLY, _AT, _DONE = range(5)
+
+Wish = tuple[int, int, int, int]
+"""What is to be done; for STOP the signal, for SAVE which callback's; who asked; its number."""
+_DECIDED: Final[Wish] = (0, 0, 0, 0)
+"""Stands for what is open until every rank has been told."""
+
+
+class AgreedBatch:
+    """One rank's part in the agreements.
+
+    Attributes:
+        signum: the signal that all stop for, once it is decided
+        origin: the rank that got the signal
+        stop_at: how many batches every rank begins, once it is decided to stop
+        num_begun: how many this rank has begun
+        requested: the signal that this rank got itself, or 0
+        meet_at: before which batch all are to meet, once that is decided; -1: none
+        is_asked: whether this rank knows that one of them was told to stop
+        others_stopped: whether others have stopped, and a lost rank has kept this one from it; then
+            it stops where it is, for nobody waits for its batches
+
+    Args:
+        net: with channels of its own
+        serves: whether other ranks are there; else nothing is asked or answered
+    """
+
+    def __init__(self, net: Transport, *, serves: bool = True) -> None:
+        self.signum = 0
+        self.meet_at = -1
+        self.origin = -1
+        self.stop_at = -1
+        self.is_asked = self.others_stopped = False
+        self.num_begun = self.requested = 0
+        self._net = net
+        self._changed = threading.Condition()
+        self._holding = False
+        self._due: list[tuple[int, int, int]] = []  # at, and what to do after it
+        self._open: Wish | None = None  # on rank 0, with the replies to it, and those that wait
+        self._replies: dict[int, int] = {}
+        self._waiting: list[Wish] = []
+        self._numbers = itertools.count()  # of what this rank asks for
+        self._unanswered: set[int] = set()
+        self._lane: Lane | None = net.spawn_lane(self._serve, "stop") if serves else None
+        self._channel: Transport = net if self._lane is None else self._lane.net
+
+    def request(self, signum: int) -> None:
+        """Asks all ranks to stop; safe in a signal handler."""
+        self.requested = signum
+        self.ask(STOP, signum)
+
+    def ask(self, what: int, detail: int = 0) -> None:
+        """Asks all ranks to do something after the same batch."""
+        number = next(self._numbers)
+        self._unanswered.add(number)
+        # A handler may have interrupted the very code that sending needs: hence the thread.
+        threading.Thread(target=self._ask, args=(what, detail, number), daemon=True).start()
+
+    def may_begin_batch(self) -> bool:
+        """To be asked before every batch; counts those that may."""
+        with self._changed:
+            self._wait_until(lambda: not self._holding)
+            if self.others_stopped or 0 <= self.stop_at <= self.num_begun:
+                return False
+            self.num_begun += 1
+            return True
+
+    def due(self) -> list[tuple[int, int]]:
+        """What all do after the batch that this rank has just done, besides to stop; once."""
+        with self._changed:
+            due = [(what, detail) for at, what, detail in self._due if at <= self.num_begun]
+            self._due = [later for later in self._due if later[0] > self.num_begun]
+        return due
+
+    def await_stop(self) -> None:
+        """Waits until it is decided where to stop; some rank knows already that all will."""
+        with self._changed:
+            self._wait_until(lambda: self.stop_at >= 0)
+
+    def finish(self) -> None:
+        """Waits until all that was asked is answered; then all ranks may meet, and leave.
+
+        A rank that has not got its answer does not come to that meeting, so lanes are there as long
+        as they are asked.
+        """
+        with self._changed:
+            self._wait_until(lambda: not (self._unanswered or self._open or self._waiting))
+
+    def close(self) -> None:
+        """Ends the lane."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.stop()
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        deadline = self._net.now() + self._net.timeout_s
+        while not is_so():
+            self._changed.wait(_CHECK_PERIOD_S)
+            self._net.check()
+            if self._net.now() > deadline:
+                raise Timeout(
+                    f"rank {self._net.rank} has waited {self._net.timeout_s:g} s for rank 0 to say "
+                    "after which batch all ranks stop, end or save"
+                )
+
+    def _ask(self, what: int, detail: int, number: int) -> None:
+        with contextlib.suppress(TransportError):  # a rank is lost: all stop because of that
+            if self._net.rank == 0:
+                self._begin((what, detail, 0, number))
+            else:
+                self._send(0, _REQUEST, what, detail, self._net.rank, number)
+
+    # ---- on rank 0 ----
+
+    def _begin(self, wish: Wish) -> None:
+        with self._changed:
+            under_way = [self._open, *self._waiting] if self._open is not None else []
+            is_asked_twice = any(wish[:2] == other[:2] for other in under_way)
+            if not under_way:
+                self._open = wish
+                self._hold(wish[0])
+                self._replies = {0: self.num_begun}
+            elif not is_asked_twice:
+                self._waiting.append(wish)
+        if is_asked_twice:
+            self._answer(wish)  # what is done for another rank is done for this one too
+        elif not under_way:
+            self._send_all(_HOLD, wish[0])
+            self._decide_if_complete()
+
+    def _decide_if_complete(self) -> None:
+        with self._changed:
+            if self._open is None or len(self._replies) < self._net.world_size:
+                return  # or another thread of this rank has decided it
+            wish, at = self._open, max(self._replies.values()) + 1
+            self._open, self._replies = _DECIDED, {}  # the same may be asked for anew
+        self._send_all(_AT, *wish[:3], at)
+        self._take(*wish[:3], at)
+        self._answer(wish)
+        with self._changed:
+            following = self._waiting.pop(0) if self._waiting else None
+            self._open = None  # the next may begin: after the last word on this one
+            self._changed.notify_all()
+        if following is not None:
+            self._begin(following)
+
+    def _answer(self, wish: Wish) -> None:
+        *_, origin, number = wish
+        if origin == 0:
+            self._take_answer(number)
+        else:
+            self._send(origin, _DONE, 0, 0, 0, number)
+
+    # ---- on every rank ----
+
+    def _serve(self, net: Transport) -> None:
+        self._channel = net  # here too: the first message may come before there is a lane
+        while True:
+            receipt = net.recv(torch.empty(0, dtype=torch.int64), ANY)
+            message, what, detail, origin, number = receipt.wait(timeout_s=math.inf).tolist()
+            if message == _REQUEST:
+                self._begin((what, detail, origin, number))
+            elif message == _HOLD:
+                with self._changed:
+                    self._hold(what)
+                    begun = self.num_begun
+                self._send(0, _REPLY, 0, 0, net.rank, begun)
+            elif message == _REPLY:
+                with self._changed:
+                    self._replies[origin] = number
+                self._decide_if_complete()
+            elif message == _AT:
+                self._take(what, detail, origin, number)
+            else:
+                self._take_answer(number)
+
+    def _hold(self, what: int) -> None:
+        self._holding = True
+        self.is_asked = self.is_asked or what == STOP
+
+    def _take(self, what: int, detail: int, origin: int, at: int) -> None:
+        with self._changed:
+            if what == MEET:
+                self.meet_at = max(self.meet_at, at)
+            elif what != STOP:
+                self._due.append((at, what, detail))
+            elif self.stop_at < 0:
+                self.signum, self.origin, self.stop_at = detail, origin, at
+            self._holding = False
+            self._changed.notify_all()
+
+    def _take_answer(self, number: int) -> None:
+        with self._changed:
+            self._unanswered.discard(number)
+            self._changed.notify_all()
+
+    def _send_all(self, *words: int) -> None:
+        for rank in range(1, self._net.world_size):
+            self._send(rank, *words)
+
+    def _send(self, rank: int, *words: int) -> None:
+        padded = [*words, 0, 0, 0, 0][:5]
+        self._channel.send(torch.tensor(padded), rank)

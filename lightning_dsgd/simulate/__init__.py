@@ -1,0 +1,1 @@
+"""`lightning-dsgd simulate`: throughput on machines that one does not have."""

@@ -1,0 +1,95 @@
+"""Step times of a real run, as `StepTrace` has recorded them, drawn again for a simulated one.
+
+A window of the record is played as it was, from a random step on, and from the first step again
+after the last.  So step times stay correlated in time, and across ranks, as they were.  More ranks
+than were recorded are played by further copies of all ranks, from other steps on: what is common to
+ranks stays common to those of a copy.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lightning_dsgd.timeline.trace import missing_ranks, read_folder
+
+LEAST_STEPS: Final = 5
+"""Of every rank; the first, which warms up, is left out."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What each rank computed in each step.
+
+    Args:
+        seconds: [rank][step]
+        num_params: of the model; None where the trace does not say
+        strategy: with which it was recorded
+    """
+
+    seconds: tuple[tuple[float, ...], ...]
+    num_params: int | None = None
+    strategy: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many were recorded."""
+        return len(self.seconds)
+
+    @property
+    def num_steps(self) -> int:
+        """Of each rank."""
+        return len(self.seconds[0])
+
+    @property
+    def mean_s(self) -> float:
+        """Over ranks and steps."""
+        return statistics.mean(map(statistics.mean, self.seconds))
+
+    def step_times(self, world_size: int, num_steps: int, seed: int) -> list[list[float]]:
+        """What each rank computes in each step, in seconds: [rank][step]."""
+        source = random.Random(f"recorded/{seed}")
+        times: list[list[float]] = []
+        while len(times) < world_size:
+            begin = source.randrange(self.num_steps)
+            for of_rank in self.seconds[: world_size - len(times)]:
+                window = [of_rank[(begin + step) % self.num_steps] for step in range(num_steps)]
+                times.append(window)
+        return times
+
+    @classmethod
+    def read(cls, folder: Path) -> Recorded:
+        """From the files of `StepTrace` in this folder.
+
+        Raises:
+            ValueError: if waits were not recorded, and so cannot be told from computation
+        """
+        traces = read_folder(folder)
+        if any(trace.about.get("waits") == "not seen" for trace in traces):
+            raise ValueError(
+                f"the trace in {folder} must tell waits from computation, got one of "
+                f"strategy {traces[0].about.get('strategy')!r}, which does not; record a short run "
+                'with strategy="allreduce" or "no_sync"'
+            )
+        absent = missing_ranks(traces)
+        if absent:
+            raise ValueError(
+                f"the trace in {folder} must have a file of every rank, got none of ranks "
+                f"{', '.join(map(str, absent))}; copy them there"
+            )
+        common = min(len(trace.steps) for trace in traces)
+        if common < LEAST_STEPS:
+            raise ValueError(
+                f"the trace in {folder} must have {LEAST_STEPS} steps of every rank, got {common}; "
+                "train for longer"
+            )
+        seconds = tuple(tuple(s.own_s for s in trace.steps[1:common]) for trace in traces)
+        num_params = traces[0].about.get("parameters")
+        return cls(
+            seconds,
+            int(num_params) if num_params else None,
+            str(traces[0].about.get("strategy", "")),
+        )

@@ -1,0 +1,192 @@
+"""Writes what one rank did: one small file of JSON lines, which a killed run leaves readable.
+
+    {"format": "lightning_dsgd step trace 1", "rank": 3, "world_size": 8, "origin_s": ..., ...}
+    {"step": 1, "span": [0, 412034], "fetch": [[0, 801]], "exchange": [[402113, 412030]],
+     "wait": [[403001, 411870, 5]], "serve": [[88012, 88931, 2]]}
+
+The first line says who wrote it; then there is one line for each step, in microseconds from
+`origin_s`, which is a time on the clock that all ranks share:
+
+    span      from the end of the step before to the end of this one
+    fetch     between batches: the data loader, loggers and other callbacks
+    evaluate  validation in the midst of training
+    exchange  the algorithm had the training thread, or DDP its all-reduce
+    wait      the training thread waited for a message of this rank (-1: of all together)
+    serve     a lane worked, after a message of this rank had come
+    left_out  microseconds of waits that were too short, or too many, to be listed one by one
+
+What is none of this is computation.  A file ends with {"end": why}; without such a line, the run
+was killed, and what it did in its last second may be missing.
+
+A training thread that waits for its own rank waits for one of its lanes, and so for whom that lane
+waits: the lane's waits are listed in place of its own.
+
+**Threads.**  The training thread owns a recorder; lanes call `waited(in_lane=True)` alone, which
+appends to deques that the training thread reads: one for all lanes, and one for each thread.  It
+copies them, which the interpreter's lock makes one operation.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+FORMAT: Final = "lightning_dsgd step trace 1"
+ALL: Final = -1
+"""Stands for a rank where a wait was for all of them."""
+SHORTEST_S: Final = 20e-6
+"""Waits shorter than this are added up in `left_out`."""
+MOST_SPANS: Final = 64
+"""So many waits, and services, of a step are listed; the rest is added up."""
+FLUSH_S: Final = 1.0
+DEFAULT_MB: Final = 8.0
+
+_REMEMBERED: Final = 64
+"""Waits of a lane, for a training thread that waits for it."""
+
+Span = tuple[float, float, int]
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """The file of this rank."""
+    return folder / f"step_trace_{rank:05d}.jsonl"
+
+
+class Recorder:
+    """A rank's file, open.
+
+    Args:
+        folder: where the ranks' files lie; made if it is not there
+        rank: of this file
+        world_size: how many ranks there are
+        now: the clock, that of the transport
+        about: what else the first line is to hold
+        offset_s: what is added to `now` to get the time on the ranks' common clock
+        max_mb: when the file is as large as this, recording ends
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        now: Callable[[], float],
+        *,
+        about: dict[str, Any] | None = None,
+        offset_s: float = 0.0,
+        max_mb: float = DEFAULT_MB,
+    ) -> None:
+        if not max_mb > 0:
+            raise ValueError(f"max_mb must be positive, got max_mb={max_mb}; try {DEFAULT_MB:g}")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = file_of(folder, rank)
+        self._now = now
+        self._origin_s = self._begin_s = self._flushed_s = now()
+        self._room = int(max_mb * 1e6)
+        self._spans: dict[str, list[Any]] = {}
+        self._left_out_s = 0.0
+        self._served: deque[Span] = deque()
+        self._rank = rank
+        self._of_lanes: dict[int, deque[Span]] = {}
+        self._file = self.path.open("w", encoding="ascii")
+        head = {"format": FORMAT, "rank": rank, "world_size": world_size}
+        self._write(head | {"origin_s": self._origin_s + offset_s} | (about or {}))
+        self._file.flush()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still records."""
+        return not self._file.closed
+
+    # ---- what happens ----
+
+    def waited(self, begin_s: float, end_s: float, src: int, *, in_lane: bool) -> None:
+        """A thread waited for rank `src`."""
+        if in_lane:
+            waits = self._of_lanes.setdefault(threading.get_ident(), deque(maxlen=_REMEMBERED))
+            if waits and begin_s - waits[-1][1] >= SHORTEST_S:
+                self._served.append((waits[-1][1], begin_s, waits[-1][2]))
+            waits.append((begin_s, end_s, src))
+        elif end_s - begin_s < SHORTEST_S:
+            self._left_out_s += end_s - begin_s
+        elif src == self._rank:
+            for span in self._of_its_lane(begin_s, end_s):
+                self._add("wait", span)
+        else:
+            self._add("wait", (begin_s, end_s, src))
+
+    def exchanged(self, begin_s: float, end_s: float) -> None:
+        """The algorithm had the training thread."""
+        self._add("exchange", (begin_s, end_s))
+
+    def fetched(self, begin_s: float, end_s: float) -> None:
+        """What lies between two batches."""
+        self._add("fetch", (begin_s, end_s))
+
+    def evaluated(self, begin_s: float, end_s: float) -> None:
+        """A validation."""
+        self._add("evaluate", (begin_s, end_s))
+
+    def end_step(self, number: int) -> None:
+        """The step of this number is over: writes its line."""
+        if not self.is_open:
+            return
+        now = self._now()
+        while self._served:
+            self._add("serve", self._served.popleft())
+        line: dict[str, Any] = {"step": number, "span": self._whole((self._begin_s, now))}
+        line |= {kind: [*map(self._whole, spans)] for kind, spans in self._spans.items()}
+        if self._left_out_s:
+            line["left_out"] = round(1e6 * self._left_out_s)
+        self._begin_s, self._spans, self._left_out_s = now, {}, 0.0
+        self._write(line)
+        if now - self._flushed_s >= FLUSH_S and self.is_open:
+            self._file.flush()
+            self._flushed_s = now
+
+    def close(self, why: str) -> None:
+        """Ends the file; may be called again."""
+        if self.is_open:
+            self._file.write(json.dumps({"end": why}) + "\n")
+            self._file.close()
+
+    def _of_its_lane(self, begin_s: float, end_s: float) -> Iterator[Span]:
+        """The same time, by what the lane waited for that has answered: the last to be woken."""
+        lanes = [waits for waits in map(list, [*self._of_lanes.values()]) if waits]
+        waits = max(lanes, key=lambda waits: waits[-1][1], default=[])
+        at_s = begin_s
+        for begin, end, src in waits:
+            begin, end = max(begin, at_s), min(end, end_s)
+            if end > begin and src != self._rank:
+                if begin > at_s:
+                    yield at_s, begin, self._rank
+                yield begin, end, src
+                at_s = end
+        if end_s > at_s:
+            yield at_s, end_s, self._rank
+
+    # ---- as text ----
+
+    def _add(self, kind: str, span: tuple[float, ...]) -> None:
+        spans = self._spans.setdefault(kind, [])
+        if len(spans) < MOST_SPANS:
+            spans.append(span)
+        elif kind == "wait":
+            self._left_out_s += span[1] - span[0]
+
+    def _whole(self, span: tuple[float, ...]) -> list[int]:
+        begin_s, end_s, *who = span
+        origin_s = self._origin_s
+        return [round(1e6 * (begin_s - origin_s)), round(1e6 * (end_s - origin_s)), *map(int, who)]
+
+    def _write(self, line: dict[str, Any]) -> None:
+        text = json.dumps(line, separators=(",", ":")) + "\n"
+        self._room -= len(text)
+        if self._room < 0:
+            self.close("the file is full")
+        else:
+            self._file.write(text)

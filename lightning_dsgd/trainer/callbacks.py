@@ -1,0 +1,164 @@
+"""Callbacks: what the communication costs, and stragglers on demand."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import WandbLogger
+
+from lightning_dsgd.stragglers import delayed_ranks
+from lightning_dsgd.trainer import seams
+
+_COUNTED: Final[frozenset[str]] = frozenset({"bytes_sent", "messages_sent", "wait_s"})
+_OF_RANK: Final[tuple[str, ...]] = (
+    "bytes_sent",
+    "wait_s",
+    "staleness",
+    "late_share",
+    "local_steps_per_sync",
+)
+
+
+_IN_PROGRESS_BAR: Final[frozenset[str]] = frozenset(
+    {"wait_s", "wait_share", "late_share", "staleness", "consensus_distance"}
+)
+
+
+class CommunicationMonitor(pl.Callback):
+    """Logs what a decentralised strategy sends and waits for, as `dsgd/...`, through all loggers.
+
+    Every `log_every_n_steps` of the Trainer, from rank 0:
+
+    | name | what |
+    |---|---|
+    | `dsgd/bytes_sent`, `dsgd/messages_sent` | since the last entry, by this rank |
+    | `dsgd/wait_s` | how long the training thread was held up since the last entry |
+    | `dsgd/wait_share` | the same, as a share of the time since the last entry |
+    | `dsgd/comm_overlap` | share of the communication so far that was hidden behind computation |
+    | `dsgd/consensus_distance` | of the last evaluation: distance from the mean over its norm |
+    | `dsgd/staleness`, `dsgd/late_share`, `dsgd/density`, ... | where an algorithm has them |
+
+    The config of a W&B run gets the strategy's name, its hyperparameters and the number of ranks.
+
+    Args:
+        per_rank: whether every rank's waits, bytes and staleness are logged too, as
+            `dsgd/rank_00003/wait_s`; of each epoch, and gathered at its end, so that no step waits
+        prog_bar: whether rank 0's `dsgd/wait_s`, `dsgd/wait_share`, `dsgd/late_share`,
+            `dsgd/staleness` and `dsgd/consensus_distance` stand in the progress bar too
+    """
+
+    def __init__(self, per_rank: bool = False, prog_bar: bool = False) -> None:
+        self.per_rank = per_rank
+        self.prog_bar = prog_bar
+        self._last: dict[str, float] = {}
+        self._of_rank: dict[str, float] = {}
+        self._at_epoch_start: dict[str, float] = {}
+        self._logged_s = 0.0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if not hasattr(trainer.strategy, "communication"):
+            raise ValueError(
+                "CommunicationMonitor needs a strategy of lightning_dsgd, got "
+                f'{type(trainer.strategy).__name__}; use for example strategy="local_sgd"'
+            )
+        self._last = {}
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger) and trainer.is_global_zero:
+                algorithm = trainer.strategy.algorithm
+                strategy = {"name": algorithm.name, "num_ranks": trainer.world_size}
+                logger.experiment.config.update(
+                    {"strategy": strategy | algorithm.hyperparameters()}, allow_val_change=True
+                )
+                logger.experiment.define_metric("dsgd/*", step_metric="trainer/global_step")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._last = trainer.strategy.communication()  # what setting up has cost is not a step's
+        self._of_rank = self._at_epoch_start = self._last
+        self._logged_s = time.monotonic()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._at_epoch_start = trainer.strategy.communication()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if self.per_rank:
+            self._of_rank = trainer.strategy.communication()
+        # Before the log is written: the very steps at which Lightning's loggers take their values,
+        # and of a step only the last batch.
+        num_steps = seams.num_optimizer_steps(trainer) + 1
+        is_accumulating = pl_module.automatic_optimization and seams.is_accumulating(trainer)
+        if is_accumulating or num_steps % trainer.log_every_n_steps:
+            return
+        figures = trainer.strategy.communication()
+        for name in _COUNTED:
+            figures[name], self._last[name] = (
+                figures[name] - self._last.get(name, 0.0),
+                figures[name],
+            )
+        now_s = time.monotonic()
+        figures["wait_share"] = min(1.0, figures["wait_s"] / max(1e-9, now_s - self._logged_s))
+        self._logged_s = now_s
+        for name, value in figures.items():
+            shown = self.prog_bar and name in _IN_PROGRESS_BAR
+            pl_module.log(
+                f"dsgd/{name}", value, shown, on_step=True, on_epoch=False, sync_dist=False
+            )
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not self.per_rank:
+            return
+        figures = {name: self._of_rank[name] for name in _OF_RANK if name in self._of_rank}
+        for name in _COUNTED & figures.keys():
+            figures[name] -= self._at_epoch_start[name]
+        by_rank = trainer.strategy.gather_figures(figures)
+        if not trainer.is_global_zero:
+            return
+        # Not by `log`, which would warn that the other ranks' values are left out.
+        metrics = {
+            f"dsgd/rank_{rank:05d}/{name}": value
+            for rank, theirs in enumerate(by_rank)
+            for name, value in theirs.items()
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=seams.num_optimizer_steps(trainer))
+
+
+class StragglerInjector(pl.Callback):
+    """Delays some random ranks in every step, as the papers do in their experiments.
+
+    Args:
+        delay_s: how long a delayed rank sleeps
+        num_ranks: how many ranks are delayed in each step
+        seed: of the draw, the same on all ranks
+    """
+
+    def __init__(self, delay_s: float, num_ranks: int = 1, seed: int = 0) -> None:
+        if not delay_s >= 0:
+            raise ValueError(
+                f"delay_s must not be negative, got delay_s={delay_s}; try delay_s=0.3"
+            )
+        if num_ranks < 0:
+            raise ValueError(f"num_ranks must not be negative, got num_ranks={num_ranks}; try 1")
+        self.delay_s = delay_s
+        self.num_ranks = num_ranks
+        self.seed = seed
+        self._step = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.num_ranks > trainer.world_size:
+            raise ValueError(
+                "num_ranks must be at most the number of ranks, got "
+                f"num_ranks={self.num_ranks} with {trainer.world_size} ranks; "
+                f"try num_ranks={trainer.world_size}"
+            )
+        self._step = 0
+
+    def delayed_ranks(self, step: int, world_size: int) -> list[int]:
+        """Who is delayed in this step: a pure function of seed, step and world_size."""
+        return delayed_ranks(self.seed, step, world_size, self.num_ranks)
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_rank in self.delayed_ranks(self._step, trainer.world_size):
+            time.sleep(self.delay_s)
+        self._step += 1

@@ -1,0 +1,291 @@
+"""How the members of the Trainer's training change: besides what every face does, ranks join.
+
+What the Trainer does where the view changes, besides what `session.changes` does:
+
+    the samplers         from the next epoch on that no member has begun, they divide the data
+                         among the members
+    the first member     saves, logs and shows progress
+
+**Joining.**  A process that is started later, and finds that training goes on (`register`), is a
+newcomer.  It builds its model and optimizers, and then asks the members to let it in:
+
+    the first member   hears of it, and asks that all meet before the same batch (`stopping`)
+    all members        before that batch: serve the others until all are there, tell each other
+                       which batch they are at, and learn from the first whom it has heard of
+    all members        have the view changed to one with the newcomers (`Calls.admit`)
+    all of that view   who is new, and whether its model is the same; the members average their
+                       weights, and the first one gives them, and its own state, to each newcomer
+                       (`handover`); all tell each other how many calls they have come back from
+    the newcomer       has Lightning restore that state, alone, and begins with that batch
+
+Before a batch a rank is in no evaluation, save or epoch's end, and at the same batch all have made
+the same calls: so the newcomer makes the calls that the others make from there on.
+
+Why nobody waits for ever, whoever is lost:
+
+- The newcomer, before the view with it: it is in no view; if it is committed, it is lost in it.
+- The newcomer later: as any member.
+- The first member, before it has given its state: the change begins again, and the next member,
+  which is before the same batch, gives its own.  For no member comes back from a change before each
+  newcomer has taken part in its last exchange, for which it needs the state.
+- Any rank, while the members meet: the meeting is over, on all (`Calls.once`), without newcomers.
+  They ask again.
+- A newcomer whose model differs ends, with an error, and is lost to the others.
+
+Threads: the training thread alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any, ClassVar, NoReturn
+
+from lightning_dsgd.agreement import everyones
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.session import options
+from lightning_dsgd.session.changes import ChangingSession
+from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.trainer import handover, seams
+from lightning_dsgd.trainer.processes import Processes
+from lightning_dsgd.trainer.training import TrainerSession, TrainerTraining
+from lightning_dsgd.transport import Transport, TransportError
+from lightning_dsgd.transport.newcomer import NewcomerTransport
+from lightning_dsgd.transport.register import Register
+from lightning_dsgd.transport.view import View
+
+
+class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
+    """See the head of the file.
+
+    Args:
+        processes: those of this node
+        meeting: of its ranks
+        min_ranks: how many ranks must be left; None: more than half of those before a loss
+        max_ranks: how many there may be; None: as many as at the start
+    """
+
+    can_be_joined: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        processes: Processes,
+        meeting: Meeting,
+        min_ranks: int | None,
+        max_ranks: int | None,
+    ) -> None:
+        super().__init__(meeting, min_ranks, processes)
+        self._max_ranks = max_ranks
+        self._options = ""
+        self._num_unread = 0
+        self._versions: list[Any] = []
+        self._told: list[Any] = []
+        self._divided_for = 0
+        """The last epoch for which this rank has divided the data, or left them as they were."""
+        self._divides_for: set[int] = set()
+        """The epochs for which all divide them among the members."""
+        self._division: tuple[int, int] | None = None
+        """Among how many this rank divides them, and which share is its own; None: the first.
+
+        Where several ranks hold a replica together: among how many replicas.
+        """
+        self._state: dict[str, Any] = {}
+        """What a newcomer got from the others."""
+
+    def check_options(self, algorithm: Algorithm, evaluate: str, average_buffers: bool) -> None:
+        self._options = options.describe(algorithm, evaluate, average_buffers)
+        if not self.is_newcomer:
+            super().check_options(algorithm, evaluate, average_buffers)
+
+    def join(self) -> dict[str, Any]:
+        """Asks the members to let this newcomer in, and waits; gives what it got from them."""
+        net = self.calls.net
+        assert isinstance(net, NewcomerTransport)
+        self._meeting.ask_to_join(net, self._num_ranks, self._min_ranks)
+        self.calls.join()
+        return self._state
+
+    # ---- a view ----
+
+    def _begin_anew(self, view: View, lost: list[int]) -> None:
+        self._told = told = self._told_of(view)
+        new = [rank for rank, each in enumerate(told) if each[0]]
+        old = [rank for rank, each in enumerate(told) if not each[0]]
+        if view.rank == 0:
+            self._forget(lost)
+        open_epoch = 1 + max(told[rank][3] for rank in old)
+        self._divides_for = {epoch for each in told for epoch in each[4]} | {open_epoch}
+        among = View(view.sub("old"), old, view.number) if new and view.rank in old else None
+        self._change_replica(view, among, old[0] if new else -1)
+
+    def _begun_anew(self, view: View, lost: list[int]) -> None:
+        assert self.training is not None
+        trainer, told = self.training.trainer, self._told
+        new = [rank for rank, each in enumerate(told) if each[0]]
+        if new:
+            self._hand_over(view.sub("state"), self._first_of_old(), new)
+        if not self.is_alone:
+            self._num_unread += len(lost) * _num_left(trainer)
+        if view.rank == 0 and self.rank != 0 and seams.logs_nothing():
+            seams.take_over_logs(trainer, self._versions, f"view_{view.number}")
+
+    def _first_of_old(self) -> int:
+        """Of the view's ranks, the first that is no newcomer."""
+        return next(rank for rank, each in enumerate(self._told) if not each[0])
+
+    def _changes(self, lost: list[int]) -> str:
+        view = self.calls.view
+        if view.rank != self._first_of_old():
+            return ""
+        new = [rank for rank, each in enumerate(self._told) if each[0]]
+        joined = [f"rank {view.members[r]} joined (started as {self._told[r][2]})" for r in new]
+        return ", ".join([*self._in_words(lost), *joined]) or "the same ranks"
+
+    def _told_of(self, view: View) -> list[Any]:
+        """Of each member: is it new, what must be alike, started as, for which epochs it divides.
+
+        Raises:
+            ValueError: on a newcomer that has another model or other options
+        """
+        assert self.training is not None
+        mine = [self._options, self.replica.description()]
+        started_as, epochs = os.environ.get("RANK", ""), sorted(self._divides_for)
+        text = json.dumps([self.is_newcomer, mine, started_as, self._divided_for, epochs])
+        told = [json.loads(theirs) for theirs in everyones(view.sub("newcomers"), text)]
+        first = next((each for each in told if not each[0]), None)
+        if first is None:
+            raise TransportError("a rank that has trained must be left, got newcomers only")
+        for here, there in zip(mine, first[1], strict=True):
+            if self.is_newcomer and here != there:
+                raise ValueError(
+                    f"a newcomer must have the strategy and the model of the others, got {here} "
+                    f"here and {there} there; start it with the same script and arguments"
+                )
+        return told
+
+    def _hand_over(self, net: Transport, giver: int, newcomers: list[int]) -> None:
+        """Gives newcomers the state of a member, or takes it."""
+        training = self.training
+        assert training is not None
+        if net.rank == giver:
+            session = {
+                "num_begun": training.agreed.num_begun,
+                "versions": self._versions,
+                "num_unread": self._num_unread,
+                "changes_s": self._changes_s,
+                "divided_for": self._divided_for,
+                "division": self._division and self._division[0],
+                "loaders": seams.loaders_of(training.trainer),
+            }
+            handover.give(net, newcomers, training.trainer, session)
+        elif self.is_newcomer:
+            self._state = handover.take(net, giver)
+            session = self._state["session"]
+            training.agreed.num_begun = session["num_begun"]
+            self._versions, self._num_unread = session["versions"], session["num_unread"]
+            self._changes_s = session["changes_s"]
+            self._divided_for = session["divided_for"]
+            if session["division"]:  # else the share of the rank that it was started as
+                self._division = session["division"], net.rank % session["division"]
+            self.is_newcomer = False
+
+    def _wants_to_meet(self) -> bool:
+        training = self.training
+        assert training is not None
+        sees_newcomers = self.is_first and not training.is_uneven and bool(self._newcomers())
+        return sees_newcomers or super()._wants_to_meet()
+
+    def _place(self) -> Any:
+        assert self.training is not None
+        return seams.position(self.training.trainer)
+
+    def _newcomers(self) -> list[int]:
+        view = self.calls.view
+        room = max(0, (self._max_ranks or self._num_ranks) - view.world_size)
+        return [*view.newcomers()[:room]]
+
+    def _forget(self, lost: list[int]) -> None:
+        """Newcomers need not try to reach them."""
+
+        def forget(register: Register) -> None:
+            for rank in lost:
+                register.forget(rank)
+
+        self._tell_register(forget)
+
+    def _depart(self) -> NoReturn:
+        assert self.training is not None
+        trainer = self.training.trainer
+        self._leave_others()
+        end = " and has left; the others go on"
+        seams.interrupt(trainer, signal.SIGTERM, f"rank {self.rank} received", end)
+
+    def _end_after_last(self) -> NoReturn:
+        # It is lost to the others, whose callbacks may still ask all ranks for something.
+        self._say_has_left()
+        assert self.training is not None
+        seams.interrupt(self.training.trainer, signal.SIGTERM, f"rank {self.rank} received")
+
+    def request_end(self, signum: int) -> None:
+        if self.training is not None and self.training.is_uneven:
+            self.request_stop(signum)
+        else:
+            super().request_end(signum)
+
+    # ---- the data ----
+
+    def begin_training(self) -> None:
+        training = self.training
+        assert training is not None
+        if self.is_alone:
+            seams.have_loaders_as(training.trainer, self._state["session"]["loaders"])
+            self._forgive_others()
+        else:
+            self._divided_for = training.trainer.current_epoch
+            versions = json.dumps(seams.log_versions(training.trainer))
+            self._versions = json.loads(self.text_of_rank_0(versions))
+            self.begin_to_survive()
+        super().begin_training()
+
+    def end_epoch(self) -> None:
+        super().end_epoch()
+        training = self.training
+        if training is None or self.is_alone:
+            return
+        self._divided_for = training.trainer.current_epoch + 1
+        if self._divided_for in self._divides_for:
+            training.agreed.num_begun = self.together(self._most_begun)
+            view = self.calls.view
+            now = self.sharding
+            if now is None:
+                self._division = view.world_size, view.rank
+            else:
+                self._division = now.num_replicas, now.members.index(view.rank)
+            seams.make_loaders_again(training.trainer)
+
+    def _left_undone(self) -> str:
+        return f": about {self._num_unread} batches of lost ranks were left in their epochs"
+
+    def _most_begun(self) -> int:
+        """Batches of any rank: those who had fewer in this epoch count as many from here on."""
+        super().meet()
+        return max(int(text) for text in everyones(self.meetings, str(self._agreed().num_begun)))
+
+    def share(self, first: dict[str, Any]) -> dict[str, Any]:
+        """What a sampler takes for this rank's share of the data, where that is not the first."""
+        num_shares, share = self._division or (first["num_replicas"], first["rank"])
+        if self._at_first is not None and self._division:
+            # A share is that of a replica, which each of its ranks has a part of, or all.
+            size = first["num_replicas"] // self._at_first.num_replicas
+            num_shares, share = num_shares * size, share * size + first["rank"] % size
+        # Who has come besides the first ranks reads what one of them reads, in its first epoch.
+        return first | {"num_replicas": num_shares, "rank": share % num_shares}
+
+
+def _num_left(trainer: Any) -> int:
+    """How many batches of this epoch this rank has not read, about as many as another."""
+    num_batches = trainer.num_training_batches
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    is_finite = num_batches != float("inf")
+    return max(0, int(num_batches) - int(done)) if is_finite else 0

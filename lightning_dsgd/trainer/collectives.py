@@ -1,0 +1,120 @@
+"""Lightning's collectives: this rank first serves those that still train, and then waits for all.
+
+With `on_loss="end"` barriers, sums and means travel on our network, and the rest by torch's process
+group.  With `on_loss="continue"` that would wait for lost ranks, so all of it travels on ours,
+among the members.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.session.session import Phase
+from lightning_dsgd.session.surviving import reduced
+from lightning_dsgd.trainer import seams
+from lightning_dsgd.trainer.changes import ChangingTrainerSession
+from lightning_dsgd.trainer.training import TrainerSession, check_of_all
+
+if TYPE_CHECKING:
+    _Base = DDPStrategy
+else:
+    _Base = object
+
+
+class CollectivesMixin(_Base):
+    """See the head of the file."""
+
+    algorithm: Algorithm
+    session: TrainerSession
+    _warned_of_local_logs = False
+
+    @property
+    def _survivors(self) -> ChangingTrainerSession | None:
+        """The session, if it goes on where a rank is lost."""
+        return self.session if isinstance(self.session, ChangingTrainerSession) else None
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._survivors is not None:
+            self._survivors.barrier()
+        elif self.session.can_meet:
+            self.session.meet()
+            self.session.meetings.barrier().wait()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.session.phase is Phase.BROKEN:
+            return obj
+        if self._survivors is not None and (self.session.is_open or self._survivors.has_changed):
+            return self._survivors.broadcast(obj, src)
+        self.session.meet()
+        with self.session.blaming("a broadcast"):
+            return super().broadcast(obj, src)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        self.session.check_process()
+        if self._survivors is not None:
+            check_of_all(group)
+            return torch.stack(self._survivors.all_gather(tensor, sync_grads=sync_grads))
+        self.session.meet()
+        with self.session.blaming("an all_gather"):
+            return super().all_gather(tensor, group, sync_grads)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or not self.session.can_meet:
+            return tensor
+        if self._is_of_a_step():
+            if not self.algorithm.lockstep:
+                self._warn_of_local_logs()
+                return tensor
+            if self._survivors is not None:
+                raise ValueError(
+                    "a value of a step must not be asked of all ranks where one may be lost, got "
+                    'self.log(..., on_step=True, sync_dist=True) with on_loss="continue"; use '
+                    "on_epoch=True, on_step=False"
+                )
+            if self.session.training is not None and self.session.training.is_uneven:
+                raise ValueError(
+                    "a value of a step must not be asked of ranks that have run out of batches, "
+                    "got self.log(..., on_step=True, sync_dist=True) where ranks have different "
+                    "numbers of batches; use on_epoch=True, on_step=False"
+                )
+        if self._survivors is not None:
+            check_of_all(group)
+            group = None
+        op = getattr(reduce_op, "name", str(reduce_op)).lower()
+        if op in ("mean", "avg", "sum") and group is None:
+            return self.session.reduce(tensor, is_mean=op != "sum")
+        if self._survivors is not None:
+            return reduced(self._survivors.all_gather(tensor), op)
+        self.session.meet()
+        with self.session.blaming("a reduction"):
+            return super().reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        # Not by `reduce`: callbacks also decide right after a batch, and all ranks must do the
+        # same.
+        if not self.session.can_meet:
+            return decision
+        if self._survivors is not None:
+            return self._survivors.decide(decision, is_of_all=all)
+        votes = int(self.session.reduce(torch.tensor(int(decision)), is_mean=False))
+        return votes == self.session.world_size if all else votes > 0
+
+    def _is_of_a_step(self) -> bool:
+        """Whether what is reduced now belongs to one batch; hooks after it are past `end_batch`."""
+        hook = seams.current_hook(self.lightning_module)
+        return self.session.phase is Phase.IN_BATCH or hook == "on_train_batch_end"
+
+    def _warn_of_local_logs(self) -> None:
+        if not self._warned_of_local_logs:
+            self._warned_of_local_logs = True
+            rank_zero_warn(
+                f'strategy="{self.algorithm.name}" does not wait for all ranks in every step, so '
+                "self.log(..., on_step=True, sync_dist=True) logs the value of rank 0 alone; "
+                "use on_epoch=True for a value over all ranks"
+            )

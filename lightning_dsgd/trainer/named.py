@@ -1,0 +1,107 @@
+"""A strategy for each algorithm, made from its dataclass: WAGMA's is `WAGMAStrategy(group_size=4)`.
+
+Arguments, defaults and texts are those of the algorithm's fields, and after them the options that
+every strategy has.  Made once for `lightning`, and once for `pytorch_lightning`, another package
+with a registry of its own, whose strategies are in `lightning_dsgd.pytorch_lightning`.
+
+What editors and type checkers see stands in named.pyi, made from here by `python docs/stub.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Mapping
+from inspect import Parameter
+from typing import Any, Final, get_type_hints
+
+from lightning_dsgd import hyperparameters
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms import ALGORITHMS, warn_of_one_left_out
+from lightning_dsgd.trainer import names
+from lightning_dsgd.trainer.refusals import LIGHTNINGS
+from lightning_dsgd.trainer.strategy import DecentralizedMixin, DecentralizedStrategy, own_options
+
+
+def named(algorithm: type[Algorithm], base: type, module: str) -> type:
+    """The strategy that trains with an algorithm.
+
+    Args:
+        algorithm: its dataclass
+        base: the strategy of one of Lightning's two packages
+        module: where the class can be imported from
+    """
+    own = set(hyperparameters.names(algorithm))
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        mine = {name: kwargs.pop(name) for name in own & kwargs.keys()}
+        base.__init__(self, algorithm(*args, **mine), **kwargs)  # type: ignore[misc]
+
+    __init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [Parameter("self", Parameter.POSITIONAL_ONLY), *_own(algorithm), *options(base)]
+    )
+    content = {"__init__": __init__, "__doc__": _docstring(algorithm), "__module__": module}
+    return type(f"{algorithm.__name__}Strategy", (base,), content)
+
+
+def options(base: type) -> list[Parameter]:
+    """What every strategy takes besides its algorithm's hyperparameters, by name."""
+    [ddp] = [b for b in base.__mro__ if b.__name__ == "DDPStrategy"]
+    theirs = inspect.signature(ddp.__init__).parameters  # type: ignore[misc]
+    return [
+        *(own.replace(kind=Parameter.KEYWORD_ONLY) for own in own_options()),
+        *(theirs[name].replace(kind=Parameter.KEYWORD_ONLY) for name in LIGHTNINGS),
+    ]
+
+
+def _own(algorithm: type[Algorithm]) -> list[Parameter]:
+    types = get_type_hints(algorithm)
+    parameters = inspect.signature(algorithm).parameters
+    return [parameters[n].replace(annotation=types[n]) for n in hyperparameters.names(algorithm)]
+
+
+def _docstring(algorithm: type[Algorithm]) -> str:
+    what = inspect.getdoc(algorithm) or ""
+    if algorithm.profile is not None:
+        memory = (
+            "Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): "
+        )
+        what += "\n\n" + textwrap.fill(f"{memory}{algorithm.profile.memory}.", 96)
+    every = inspect.getdoc(DecentralizedMixin) or ""
+    every = every[every.index("    transport:") :]
+    return "\n".join(filter(None, [what, "\nArgs:", hyperparameters.arguments(algorithm), every]))
+
+
+def make_all(base: type, module: str) -> dict[str, type]:
+    """Of every algorithm; those of other packages that cannot be are left out with a warning."""
+    made = {}
+    for name, algorithm in list(ALGORITHMS.items()):
+        try:
+            made[name] = named(algorithm, base, module)
+        except Exception as error:
+            if algorithm.__module__.startswith("lightning_dsgd."):
+                raise
+            del ALGORITHMS[name]
+            warn_of_one_left_out(f"{algorithm.__module__}.{algorithm.__name__}", error)
+    return made
+
+
+def register(package: str, strategies: Mapping[str, type]) -> None:
+    """Makes names known to the Trainer of one of Lightning's packages."""
+    registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
+    for name, strategy in strategies.items():
+        description = (strategy.__doc__ or "").splitlines()[0]
+        registry.register(name, strategy, description=description, override=True)
+    names.hint_in_trainer(package, strategies)
+
+
+STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = make_all(
+    DecentralizedStrategy, __name__
+)
+"""The names that `Trainer(strategy=...)` takes, once this module is imported."""
+
+globals().update({strategy.__name__: strategy for strategy in STRATEGIES.values()})
+__all__ = ["STRATEGIES", *(strategy.__name__ for strategy in STRATEGIES.values())]
+
+register("lightning.pytorch", STRATEGIES)

@@ -1,0 +1,100 @@
+"""The strategies' names where others look them up.
+
+    Trainer(strategy="wagam")        Lightning refuses it: what may have been meant is added;
+                                     Fabric too
+    --trainer.strategy wagma --trainer.strategy.sync_period 20
+                                     jsonargparse takes a class there: the name stands for one
+
+Both places are private to their packages: where a version has them no more, all stays as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
+from typing import Any, Final
+
+_ALIKE: Final = 0.7
+"""Of difflib's ratio: letters that two names have in common."""
+
+
+def take_on_command_line(ours: Mapping[str, type]) -> None:
+    """Lets a name stand for its class beside hyperparameters, in options and in YAML."""
+    bases = {base for own in ours.values() for base in own.__mro__ if base.__name__ == "Strategy"}
+
+    def wrap(resolve: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+        @functools.wraps(resolve)
+        def resolved(cls: Any, name: str) -> str:
+            path = resolve(cls, name)
+            if cls not in bases or "." in path:
+                return path
+            if path.lower() in ours:
+                return f"lightning_dsgd.{ours[path.lower()].__name__}"
+            more = hint(path, ours)
+            if more:
+                raise ValueError(f"No strategy is called {path!r}. {more}")
+            return path
+
+        return resolved
+
+    _replace(importlib.import_module("jsonargparse._typehints"), "resolve_class_path_by_name", wrap)
+
+
+def hint(name: str, ours: Collection[str], others: Collection[str] = ()) -> str:
+    """Which of ours may have been meant by a name; empty if none, or rather one of the others."""
+    known = {_plain(other): "" for other in others} | {_plain(own): own for own in ours}
+    plain = _plain(name)
+    near = [plain] if plain in known else get_close_matches(plain, known, 3, _ALIKE)
+    nearest = [known[each] for each in near]
+    if not nearest or not nearest[0]:
+        return ""
+    meant = " or ".join(f'"{own}"' for own in nearest if own)
+    return f"Did you mean {meant}, of lightning_dsgd? `lightning-dsgd strategies` lists its names."
+
+
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower()).removesuffix("strategy")
+
+
+def hint_in_trainer(package: str, ours: Collection[str]) -> None:
+    """Adds a hint to the error of the Trainer of one of Lightning's packages."""
+    module = importlib.import_module(f"{package}.trainer.connectors.accelerator_connector")
+    _hint_in(getattr(module, "_AcceleratorConnector", None), ours)
+
+
+def hint_in_fabric(package: str, ours: Collection[str]) -> None:
+    """Adds a hint to the error of the Fabric of one of Lightning's packages."""
+    _hint_in(getattr(importlib.import_module(f"{package}.connector"), "_Connector", None), ours)
+
+
+def _hint_in(connector: Any, ours: Collection[str]) -> None:
+
+    def wrap(check: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(check)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return check(self, *args, **kwargs)
+            except ValueError as error:
+                name = getattr(self, "_strategy_flag", None)
+                if isinstance(name, str) and "invalid strategy name" in str(error):
+                    known = getattr(self, "_registered_strategies", ())
+                    more = hint(name, ours, set(known) - set(ours))
+                    if more:
+                        error.args = (f"{error}. {more}",)
+                raise
+
+        return checked
+
+    _replace(connector, "_check_config_and_set_final_flags", wrap)
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    """Once, and only what is there."""
+    real = getattr(owner, name, None)
+    if real is not None and not hasattr(real, "of_lightning_dsgd"):
+        wrapped = wrap(real)
+        wrapped.of_lightning_dsgd = True
+        setattr(owner, name, wrapped)

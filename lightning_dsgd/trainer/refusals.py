@@ -1,0 +1,254 @@
+"""What cannot work is refused before the first batch, on every rank, with the way out."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, Final
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import Metric
+
+from lightning_dsgd.agreement import by_rank, everyones
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.trainer import seams
+from lightning_dsgd.trainer.training import TrainerSession
+
+LIGHTNINGS: Final = (
+    "cluster_environment", "checkpoint_io", "precision_plugin", "process_group_backend", "timeout",
+    "start_method",
+)  # fmt: skip
+"""Options of Lightning's own strategies that are taken as they are."""
+_THE_TRAINERS: Final = ("accelerator", "parallel_devices")
+"""Those that the Trainer sets by itself."""
+
+_NOT_OURS: Final = {
+    "find_unused_parameters": "unused parameters need no search here: leave the option out",
+    "static_graph": "there is no DDP wrapper to tell: leave the option out",
+    "gradient_as_bucket_view": "there are no buckets: leave the option out",
+    "bucket_cap_mb": "there are no buckets: leave the option out",
+    "broadcast_buffers": 'use average_buffers, or strategy="ddp"',
+    "ddp_comm_state": 'communication hooks belong to strategy="ddp"',
+    "ddp_comm_hook": 'communication hooks belong to strategy="ddp"',
+    "ddp_comm_wrapper": 'communication hooks belong to strategy="ddp"',
+    "model_averaging_period": 'use strategy="local_sgd" with sync_period',
+    "sharding_strategy": 'weights are replicated here: use strategy="fsdp" to shard them',
+    "auto_wrap_policy": 'weights are replicated here: use strategy="fsdp" to shard them',
+    "cpu_offload": 'weights stay on their device here: use strategy="fsdp" to offload them',
+    "state_dict_type": 'this is an option of strategy="fsdp"',
+    "stage": 'weights are replicated here: use strategy="deepspeed" to shard them',
+    "zero_optimization": 'weights are replicated here: use strategy="deepspeed" to shard them',
+    "offload_optimizer": 'this is an option of strategy="deepspeed"',
+    "config": 'this is an option of strategy="deepspeed"',
+}
+"""Options of other strategies, and the way out."""
+
+# ---- when a strategy is made ----
+
+
+def check_options(
+    strategy: str,
+    algorithm: Algorithm,
+    ours: list[str],
+    kwargs: dict[str, Any],
+    lightnings: tuple[str, ...] = LIGHTNINGS,
+) -> None:
+    """Raises for options that are not ours or Lightning's; drops those that say nothing.
+
+    Args:
+        strategy: the name of its class
+        algorithm: what it trains with
+        ours: the options that every strategy has
+        kwargs: what it was given besides
+        lightnings: the options of Lightning's own strategies that are taken as they are
+    """
+    defaults = inspect.signature(DistributedDataParallel).parameters
+    for name, value in list(kwargs.items()):
+        says_nothing = value is None or (name in defaults and value == defaults[name].default)
+        if says_nothing and (name in _NOT_OURS or name in defaults):
+            del kwargs[name]  # a command line passes the defaults of the base classes
+        elif name in _NOT_OURS:
+            raise ValueError(
+                f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
+            )
+        elif name not in (*lightnings, *_THE_TRAINERS):
+            listed = ", ".join([*algorithm.hyperparameters(), *ours])
+            raise ValueError(
+                f"{strategy} has no option {name}, got {name}={value!r}; it takes "
+                f"{listed}, and of Lightning's {', '.join(lightnings)}"
+            )
+
+
+# ---- when the ranks have met ----
+
+
+def check_start_method(method: str) -> None:
+    """Raises where a parent ends all ranks with one."""
+    if method != "popen":
+        raise ValueError(
+            "ranks must not be forked or spawned to go on without a lost one, as their parent ends "
+            f'all with one, got start_method="{method}" with on_loss="continue"; run a script '
+            'without it, or use on_loss="end"'
+        )
+
+
+def check_comes_later(rank: int, world_size: int, is_newcomer: bool) -> None:
+    """Raises where a process that was started to join finds no training."""
+    if rank >= world_size and not is_newcomer:
+        raise ValueError(
+            f"rank {rank} was started to join a training of {world_size} ranks, which must go on "
+            "meanwhile, but it has ended; start a new job from its checkpoint"
+        )
+
+
+def check_searches(trainer: Any, algorithm: Algorithm) -> None:
+    """Before Lightning refuses one of them, without the way out."""
+    searches = {"BatchSizeFinder": "batch size"}
+    if trainer.state.fn == "fit":
+        searches["LearningRateFinder"] = "learning rate"
+    for callback in trainer.callbacks:
+        for name, what in searches.items():
+            if seams.is_a(name, callback):
+                raise ValueError(
+                    f"a {what} must be searched on one device, got {type(callback).__name__} "
+                    f'with strategy="{algorithm.name}"; search with Trainer(devices=1), '
+                    "then train with what was found"
+                )
+
+
+# ---- before training ----
+
+
+def check_trainer(trainer: Any, algorithm: Algorithm) -> None:
+    """Raises for what the Trainer was made with, and for its callbacks."""
+    plugin = type(trainer.precision_plugin).__name__
+    if "FSDP" in plugin or "DeepSpeed" in plugin:
+        raise ValueError(
+            f"the precision plugin must work on whole parameters, got {plugin} with "
+            f'strategy="{algorithm.name}"; use precision="16-mixed" or "bf16-mixed"'
+        )
+    for callback in trainer.callbacks:
+        if seams.is_a("ModelPruning", callback) and not algorithm.lockstep:
+            raise ValueError(
+                "ranks must prune the same weights, got "
+                f'{type(callback).__name__} with strategy="{algorithm.name}", whose ranks have '
+                'weights of their own; use strategy="allreduce", or prune after training'
+            )
+    if seams.validates_by_time(trainer):
+        raise ValueError(
+            "ranks must evaluate after the same batch, got val_check_interval as a time, which "
+            f'every rank measures by itself, with strategy="{algorithm.name}"; use a number of '
+            "batches"
+        )
+
+
+def check_survivable(trainer: Any) -> None:
+    """Raises for what asks all ranks in ways that a lost one would end."""
+    for callback in trainer.callbacks:
+        if seams.is_timer(callback) or seams.saves_by_time(callback):
+            raise ValueError(
+                "callbacks must not look at a clock where a rank may be lost, got "
+                f'{type(callback).__name__} with on_loss="continue"; use max_epochs, max_steps or '
+                'every_n_train_steps, or on_loss="end"'
+            )
+    for name, module in trainer.lightning_module.named_modules():
+        if isinstance(module, Metric):
+            raise ValueError(
+                "torchmetrics asks all ranks by itself, also those that are lost, got the metric "
+                f'{name!r} with on_loss="continue"; log tensors with sync_dist=True, or use '
+                'on_loss="end"'
+            )
+
+
+def check_number_of_processes(world_size: int, num_nodes: int, devices: int) -> None:
+    """Raises unless each device has a process."""
+    processes = num_nodes * devices
+    if world_size != processes:
+        raise ValueError(
+            f"each device needs a process of its own, got {world_size} processes for "
+            f"devices={devices} and num_nodes={num_nodes}; start {processes} "
+            f"processes, or set devices and num_nodes so that their product is {world_size}"
+        )
+
+
+def check_sync_batchnorm(algorithm: Algorithm, device: torch.device) -> None:
+    """Raises for `sync_batchnorm=True` where it cannot work."""
+    got = f'got sync_batchnorm=True with strategy="{algorithm.name}"'
+    way_out = (
+        "leave it out (BatchNorm statistics are averaged when the model is evaluated and saved)"
+    )
+    if not algorithm.lockstep:
+        raise ValueError(
+            f"sync_batchnorm must be off where ranks do not step together, {got}; {way_out}, "
+            'or, on GPUs, use strategy="allreduce"'
+        )
+    if device.type == "cpu":
+        raise ValueError(
+            "sync_batchnorm must be off on CPUs, for which torch has no SyncBatchNorm, "
+            f"{got}; {way_out}"
+        )
+
+
+def check_numbers_of_batches(session: TrainerSession, algorithm: Algorithm) -> bool:
+    """Raises, on every rank, where ranks with different numbers of batches wait for each other.
+
+    They may have them, but then they must evaluate and save as often as each other.
+
+    Returns:
+        Whether they have different numbers of batches.
+    """
+    training = session.training
+    if training is None:
+        return False
+    trainer = training.trainer
+    texts = everyones(session.meetings, f"{trainer.num_training_batches} batches an epoch")
+    if len(set(texts)) == 1:
+        return False
+    got = f'got {by_rank(texts)}, with strategy="{algorithm.name}" and'
+    _check_saves(trainer, got)
+    if trainer.min_steps:
+        raise ValueError(
+            f"ranks must end after the same epoch, {got} min_steps={trainer.min_steps}; use "
+            "min_epochs, or give every rank as many batches"
+        )
+    if not (trainer.enable_validation or training.clock.is_asked_after_epochs):
+        return True
+    interval = trainer.val_check_interval
+    if trainer.enable_validation and isinstance(interval, int) and interval != 1:
+        raise ValueError(
+            f"ranks must evaluate as often as each other, {got} val_check_interval={interval}; "
+            "use a fraction of an epoch or check_val_every_n_epoch, or give every rank as many "
+            "batches"
+        )
+    epochs = everyones(session.meetings, str(_num_whole_epochs(trainer)))
+    if len(set(epochs)) > 1:
+        do = "evaluate" if trainer.enable_validation else "ask for the time"
+        raise ValueError(
+            f"ranks must {do} as often as each other, {got} max_steps={trainer.max_steps}, "
+            f"which are {by_rank([f'{epoch} whole epochs' for epoch in epochs])}; use "
+            "max_epochs, or give every rank as many batches"
+        )
+    return True
+
+
+def _check_saves(trainer: Any, got: str) -> None:
+    for callback in trainer.checkpoint_callbacks:
+        found = seams.saves_within_epochs(callback)
+        if found is not None:
+            option, value = found
+            raise ValueError(
+                f"ranks must save as often as each other, {got} {option}={value}; use "
+                "every_n_epochs, or give every rank as many batches"
+            )
+
+
+def _num_whole_epochs(trainer: Any) -> int | None:
+    """How often this rank gets to the end of its epoch; None: until others stop it."""
+    is_bounded = trainer.max_epochs is not None and trainer.max_epochs >= 0
+    most = int(trainer.max_epochs) if is_bounded else None
+    if trainer.max_steps < 0:
+        return most
+    steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+    num_epochs = 0 if math.isinf(steps) else trainer.max_steps // max(1, math.ceil(steps))
+    return num_epochs if most is None else min(num_epochs, most)

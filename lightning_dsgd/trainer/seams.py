@@ -1,0 +1,321 @@
+"""Every private name of Lightning's that this package uses, and nothing else.
+
+A private name may change in any release.  So each stands here once, in a function that says what it
+is for, and a test looks all of them up in both of Lightning's packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+_NEVER_AGAIN: Final = 1 << 40
+"""Epochs."""
+
+# ---- the Trainer ----
+
+
+def take_signals(
+    trainer: Any, on_sigterm: Callable[..., None], on_requeue: Callable[..., None]
+) -> None:
+    """Has the Trainer call these for SIGTERM, and for the signal by which SLURM asks to requeue."""
+    trainer._signal_connector._sigterm_notifier_fn = on_sigterm
+    trainer._signal_connector._slurm_sigusr_handler_fn = on_requeue
+
+
+def ask_nobody_for_sigterm(trainer: Any) -> None:
+    """Leaves out the broadcast before every batch that asks whether a rank has got SIGTERM."""
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def give_back(trainer: Any) -> None:
+    """Takes back what `take_signals` and `ask_nobody_for_sigterm` have put in its place."""
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+        vars(trainer._signal_connector).pop(name, None)
+
+
+def give_mesh(module: Any, mesh: Any) -> None:
+    """Has `configure_model` find a mesh under `self.device_mesh`."""
+    module._device_mesh = mesh
+
+
+def requeue(trainer: Any, signum: int) -> None:
+    """Saves, and has SLURM requeue the job, as Lightning does by itself."""
+    connector = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, signum, None)
+
+
+def interrupt(trainer: Any, signum: int, begin: str, end: str = "") -> NoReturn:
+    """Raises what the Trainer ends with after a signal, with a text around the signal's name."""
+    text = f"{begin} {signal.Signals(signum).name}{end}"
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt(text)
+    package = type(trainer).__module__.removesuffix(".trainer.trainer")
+    raise importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException(text)
+
+
+def validates_by_time(trainer: Any) -> bool:
+    """Whether `val_check_interval` is a time."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+def detects_anomalies(trainer: Any) -> bool:
+    """Whether it was made with `detect_anomaly=True`."""
+    return bool(trainer._detect_anomaly)
+
+
+def current_hook(module: Any) -> str | None:
+    """The name of the hook that the Trainer is calling."""
+    name: str | None = getattr(module, "_current_fx_name", None)
+    return name
+
+
+def num_optimizer_steps(trainer: Any) -> int:
+    """How many optimizer steps were made, counted as the Trainer does for its loggers."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the optimizer does not step after the current batch."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+# ---- what a newcomer takes over from another rank ----
+
+
+def position(trainer: Any) -> list[int]:
+    """The epoch and the number of the batch that is about to begin.
+
+    Empty where a loop that is restarted here would first look whether to validate.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    every = trainer.val_check_batch
+    if loop._should_check_val_epoch() and every is not None and every != float("inf"):
+        counts_on = trainer.check_val_every_n_epoch is None
+        index = loop.total_batch_idx if counts_on else loop.batch_idx
+        if index % every == 0:
+            return []
+    return [int(trainer.current_epoch), int(loop.batch_idx)]
+
+
+def state_before_batch(trainer: Any) -> dict[str, Any]:
+    """A checkpoint of this rank, from which another begins with the batch that is about to begin.
+
+    Without what each rank has from its own script: hyperparameters, and where its loader stands.
+    """
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    for name in [name for name in checkpoint if "hparams" in name or "hyper_parameters" in name]:
+        del checkpoint[name]
+    loop = checkpoint["loops"]["fit_loop"]
+    loop["state_dict"].pop("combined_loader", None)
+    progress = loop["epoch_loop.batch_progress"]
+    progress["is_last_batch"] = False
+    for counts in (progress["total"], progress["current"]):
+        counts.update(dict.fromkeys(("ready", "started", "processed"), counts["completed"]))
+    return checkpoint
+
+
+def loaders_of(trainer: Any) -> dict[str, Any]:
+    """Which loaders have been made, and when each is made again: alike on all ranks."""
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    return {
+        "has_validation": validation._combined_loader is not None,
+        "every": trainer.reload_dataloaders_every_n_epochs,
+        "training_from": trainer.fit_loop._last_train_dl_reload_epoch,
+        "validation_from": validation._last_val_dl_reload_epoch,
+    }
+
+
+def have_loaders_as(trainer: Any, loaders: dict[str, Any]) -> None:
+    """Makes those of validation as the other ranks have; making one asks all ranks."""
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    if loaders["has_validation"] and validation._combined_loader is None:
+        trainer.validating = True
+        validation.setup_data()
+        trainer.training = True
+    elif not loaders["has_validation"]:
+        validation._combined_loader = None
+    trainer.reload_dataloaders_every_n_epochs = loaders["every"]
+    trainer.fit_loop._last_train_dl_reload_epoch = loaders["training_from"]
+    validation._last_val_dl_reload_epoch = loaders["validation_from"]
+
+
+def make_loaders_again(trainer: Any) -> None:
+    """Has the loaders made anew before the next epoch and the next validation, once."""
+    trainer.reload_dataloaders_every_n_epochs = (
+        trainer.reload_dataloaders_every_n_epochs or _NEVER_AGAIN
+    )
+    trainer.fit_loop._last_train_dl_reload_epoch = float("-inf")
+    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = float("-inf")
+
+
+def restore_from(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Has the Trainer restore this checkpoint where it would restore that of a file."""
+    trainer._checkpoint_connector._loaded_checkpoint = checkpoint
+    trainer.fit_loop._combined_loader = None  # if an optimizer's schedule has asked for its length
+
+
+def be_silent() -> None:
+    """Leaves logs and messages to another rank."""
+    rank_zero_only.rank = 1  # type: ignore[attr-defined]
+
+
+# ---- how ranks are started ----
+
+
+def started_by(launcher: Any) -> list[Any]:
+    """The processes that a launcher has started."""
+    return list(getattr(launcher, "procs", []))
+
+
+def take_over_launcher(
+    launcher: Any, launch: Callable[..., Any], run_rank: Callable[..., None]
+) -> None:
+    """Has a launcher that forks or spawns call these in place of its own methods."""
+    launcher.launch = launch
+    launcher._wrapping_function = run_rank
+
+
+def launch(launcher: Any, *args: Any, **kwargs: Any) -> Any:
+    """Starts the ranks, as the launcher does by itself."""
+    return type(launcher).launch(launcher, *args, **kwargs)
+
+
+def run_rank(launcher: Any, local_rank: int, *args: Any) -> None:
+    """Runs a rank, as the launcher does by itself."""
+    type(launcher)._wrapping_function(launcher, local_rank, *args)
+
+
+def quiet_observer() -> None:
+    """Keeps Lightning's observer from killing this process before it can say why it ends.
+
+    It does so when a child has died.
+    """
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer" and hasattr(thread, "_child_processes"):
+            thread._child_processes = []
+
+
+# ---- callbacks that look at a clock ----
+
+
+def is_a(name: str, callback: object) -> bool:
+    """Whether it is Lightning's class of this name, from whichever of its two packages."""
+    return any(base.__name__ == name for base in type(callback).__mro__)
+
+
+def is_timer(callback: Any) -> bool:
+    """Whether it is a Timer that ends training after some time."""
+    return is_a("Timer", callback) and callback._duration is not None
+
+
+def is_timer_of_epochs(callback: Any) -> bool:
+    """Whether it looks at its clock at the end of an epoch alone."""
+    return getattr(callback, "_interval", "") == "epoch"
+
+
+def is_verbose(timer: Any) -> bool:
+    """Whether it is to say that the time is up."""
+    return bool(getattr(timer, "_verbose", False))
+
+
+def is_time_up(timer: Any) -> bool:
+    """Whether it has run for as long as it may."""
+    return bool(timer.time_elapsed() >= timer._duration)
+
+
+def ask_timer(timer: Any, trainer: Any) -> None:
+    """Has it ask rank 0 whether the time is up; all ranks have to."""
+    type(timer)._check_time_remaining(timer, trainer)
+
+
+def take_timer(timer: Any, ask: Callable[..., None]) -> None:
+    """Has a timer call this with itself and the Trainer where it would ask rank 0."""
+    timer._check_time_remaining = lambda trainer: ask(timer, trainer)
+
+
+def saves_by_time(callback: Any) -> bool:
+    """Whether it is a ModelCheckpoint with `train_time_interval`."""
+    return getattr(callback, "_train_time_interval", None) is not None
+
+
+def is_time_to_save(saver: Any, now: float) -> bool:
+    """Whether its interval is over."""
+    last = saver._last_time_checked
+    return last is not None and now - last >= saver._train_time_interval.total_seconds()
+
+
+def take_saver(saver: Any, after_batch: Callable[..., None]) -> None:
+    """Has a ModelCheckpoint call this with itself and its hook's arguments after every batch."""
+    saver.on_train_batch_end = lambda *args: after_batch(saver, *args)
+
+
+def after_batch(saver: Any, is_due: bool, *args: Any) -> None:
+    """The hook of a ModelCheckpoint after a batch, with an answer in place of its clock's."""
+    interval = saver._train_time_interval
+    try:
+        if is_due:
+            saver._last_time_checked = float("-inf")
+        else:
+            saver._train_time_interval = None
+        type(saver).on_train_batch_end(saver, *args)
+    finally:
+        saver._train_time_interval = interval
+
+
+def give_back_callback(callback: Any) -> None:
+    """Takes back what `take_timer` or `take_saver` has put in its place."""
+    for name in ("_check_time_remaining", "on_train_batch_end"):
+        vars(callback).pop(name, None)
+
+
+def saves_within_epochs(callback: Any) -> tuple[str, Any] | None:
+    """The option by which a ModelCheckpoint saves within an epoch, if it does, and its value."""
+    for option in ("every_n_train_steps", "train_time_interval"):
+        value = getattr(callback, f"_{option}", None)
+        if value:
+            return option, value
+    return None
+
+
+# ---- what another rank takes over from rank 0 ----
+
+
+def log_versions(trainer: Any) -> list[Any]:
+    """Under which version each logger writes; None where it has none."""
+    return [getattr(logger, "version", None) for logger in trainer.loggers]
+
+
+def logs_nothing() -> bool:
+    """Whether this rank leaves logs and messages to rank 0."""
+    return bool(getattr(rank_zero_only, "rank", 0))
+
+
+def take_over_logs(trainer: Any, versions: list[Any], suffix: str) -> None:
+    """Has loggers go on beside those of rank 0, in a run that names theirs; shows progress.
+
+    Args:
+        trainer: of a rank that was not rank 0
+        versions: of rank 0's loggers
+        suffix: for theirs
+    """
+    rank_zero_only.rank = 0  # type: ignore[attr-defined]
+    for logger, version in zip(trainer.loggers, versions, strict=True):
+        if hasattr(logger, "_version") and hasattr(logger, "_experiment"):
+            name = f"version_{version}" if isinstance(version, int) else version
+            logger._version = f"{name}_{suffix}"
+            logger._experiment = None
+        elif hasattr(logger, "_wandb_init") and not logger._wandb_init.get("id"):
+            # With an id of the user's, W&B goes on in that run.
+            logger._wandb_init |= {"name": f"{version}_{suffix}", "group": version}
+            logger._experiment = None
+    bar = trainer.progress_bar_callback
+    if bar is not None and hasattr(bar, "init_train_tqdm"):
+        bar.enable()
+        bar.train_progress_bar = bar.init_train_tqdm()

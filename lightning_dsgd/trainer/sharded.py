@@ -1,0 +1,313 @@
+"""Sharded replicas under Lightning's Trainer: its ModelParallelStrategy inside a replica.
+
+    mesh of all ranks               replica x data_parallel x tensor_parallel
+    what `configure_model` is given           data_parallel x tensor_parallel, of this replica
+
+So the user's `configure_model` is that of ModelParallelStrategy.  What is different from the
+strategies whose ranks hold the whole model:
+
+- ModelParallelStrategy loads a checkpoint into the model after `setup`: the replica is made anew
+  then, as its algorithm must begin with what was loaded;
+- checkpoints are those of `session.sharded`, and not Lightning's, whose collectives are of all
+  ranks;
+- the ranks of a replica wait for each other in every layer, so they must have as many batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from lightning_dsgd.agreement import by_rank, everyones
+from lightning_dsgd.algorithm import Algorithm, Conditions
+from lightning_dsgd.replica.flat import Whole
+from lightning_dsgd.session import checkpoint as files
+from lightning_dsgd.session import record
+from lightning_dsgd.session.session import Phase
+from lightning_dsgd.session.sharded import blaming, gathered, lost_behind, save
+from lightning_dsgd.session.sharding import Sharding
+from lightning_dsgd.trainer import seams
+from lightning_dsgd.trainer.strategy import DecentralizedMixin, own_options
+from lightning_dsgd.transport import Transport
+
+_LIGHTNINGS: Final = ("process_group_backend", "timeout")
+_NAMES: Final = ("replica", "data_parallel", "tensor_parallel")
+
+
+class MeshStrategy(ModelParallelStrategy):
+    """ModelParallelStrategy whose mesh is that of one replica of several."""
+
+    num_replicas: int
+    whole_mesh: DeviceMesh | None = None
+    """That of all ranks, once they have met."""
+
+    def setup_environment(self) -> None:
+        """Has the ranks meet, and lays the mesh over them."""
+        # Not ModelParallelStrategy's, whose mesh is of all ranks.
+        Strategy.setup_environment(self)
+        self.setup_distributed()
+        shape = self._shape()
+        self.whole_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=_NAMES)
+        self._device_mesh = self.whole_mesh["data_parallel", "tensor_parallel"]
+        if self.lightning_module is not None:
+            seams.give_mesh(self.lightning_module, self._device_mesh)
+
+    def setup_distributed(self) -> None:
+        """Makes the process group, or finds it there."""
+        self._setup_distributed()
+
+    def _shape(self) -> tuple[int, int, int]:
+        """How many replicas, and ranks of each along both dimensions."""
+        replicas, tensor = self.num_replicas, self._tensor_parallel_size
+        data = self._data_parallel_size
+        if data == "auto":
+            data = max(1, self.world_size // (replicas * int(tensor)))
+        if replicas * int(data) * int(tensor) != self.world_size:
+            raise ValueError(
+                "num_replicas * data_parallel_size * tensor_parallel_size must be the number of "
+                f"ranks, got num_replicas={replicas}, data_parallel_size={data} and "
+                f"tensor_parallel_size={tensor} with {self.world_size} ranks; start "
+                f"{replicas * int(data) * int(tensor)} ranks, or choose other sizes"
+            )
+        return replicas, int(data), int(tensor)
+
+
+class ShardedStrategy(DecentralizedMixin, MeshStrategy):
+    """Trains replicas of a model that several ranks hold together, by an algorithm between them.
+
+    Inside a replica it is Lightning's ModelParallelStrategy: FSDP2 and tensor parallelism are
+    applied in `configure_model`, to `self.device_mesh`.  See the page "Sharded models".
+
+    Args:
+        algorithm: how the replicas learn from one another
+        num_replicas: how many there are
+        data_parallel_size: how many ranks of a replica see data of their own; "auto": as many as
+            there are, for the other sizes
+        tensor_parallel_size: how many ranks compute with the same data
+        **options: those of every strategy, but for `max_ranks`, and of Lightning's
+            `process_group_backend` and `timeout`; with `on_loss="continue"` a lost rank takes its
+            replica with it
+    """
+
+    _lightnings = _LIGHTNINGS
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        num_replicas: int,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel_size: int = 1,
+        **options: Any,
+    ) -> None:
+        _check_size("num_replicas", num_replicas)
+        _check_size("tensor_parallel_size", tensor_parallel_size)
+        if data_parallel_size != "auto":
+            _check_size("data_parallel_size", data_parallel_size)
+        if options.get("max_ranks") is not None:
+            raise ValueError(
+                "no rank can join the training of sharded models, as it would hold a part of a "
+                f"replica, got max_ranks={options['max_ranks']!r}; leave it out"
+            )
+        Sharding((0,), 1).check_algorithm(algorithm)
+        super().__init__(algorithm, **options)
+        self._start_method = "popen"
+        self._num_replicas = num_replicas
+        self._data_parallel_size = data_parallel_size  # type: ignore[assignment]
+        self._tensor_parallel_size = tensor_parallel_size
+        self._save_distributed_checkpoint = False
+        self._num_builds = 0
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """How many copies of the model there are."""
+        return self._num_replicas
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            raise ValueError(
+                "sharded models must be trained by a script, as Lightning starts their ranks "
+                "anew, got an interactive session; put the training into a file"
+            )
+
+    # ---- ranks ----
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        if self.whole_mesh is None:
+            raise RuntimeError("there is no mesh before the ranks have met")
+        return self.whole_mesh
+
+    @property
+    def _sharding(self) -> Sharding:
+        return Sharding.of_mesh(self._mesh["replica"], self.world_size)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that compute with the same data get the same."""
+        mesh = self._mesh
+        replica, data = mesh["replica"], mesh["data_parallel"]
+        rank = replica.get_local_rank() * data.size() + data.get_local_rank()
+        first = {"num_replicas": replica.size() * data.size(), "rank": rank}
+        return first if self._survivors is None else self._survivors.share(first)
+
+    def _conditions(self) -> Conditions:
+        if self._scaler is not None:
+            raise ValueError(
+                "sharded replicas must be trained without a GradScaler, whose scale would differ "
+                'between them, got precision="16-mixed"; use "bf16-mixed" or "bf16-true"'
+            )
+        return Conditions(None)
+
+    def check_numbers_of_batches(self) -> None:
+        """Raises, on every rank, unless all ranks of a replica have as many."""
+        super().check_numbers_of_batches()
+        number = self._mesh["replica"].get_local_rank()
+        mine = f"{number} {self._trainer.num_training_batches}"
+        texts = everyones(self.session.meetings, mine)
+        if len(set(texts)) > len({text.split()[0] for text in texts}):
+            listed = by_rank([f"{text.split()[1]} batches" for text in texts])
+            raise ValueError(
+                "the ranks of a replica must have as many batches as each other, as they wait for "
+                f"each other in every layer, got {listed}; give them a sampler with "
+                "trainer.strategy.distributed_sampler_kwargs, or leave that to the Trainer"
+            )
+
+    # ---- training ----
+
+    def _lay_out(self, trainer: Any, net: Transport) -> tuple[Transport, Whole, Transport | None]:
+        sharding, module = self._sharding, trainer.lightning_module
+        self._num_builds += 1
+        self.session.hold_shards(sharding)
+        net = net.sub(f"build-{self._num_builds}")
+        shards = sharding.layout(net, module, self.optimizers, self.algorithm)
+        if self._num_builds == 1:
+            rank_zero_info(f"Sharded replicas: {shards.describe()}.")
+        return sharding.column(net), shards, net
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with blaming(self.session):
+            return super().training_step(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with blaming(self.session):
+            return super().optimizer_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with blaming(self.session):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with blaming(self.session):
+            return super().test_step(*args, **kwargs)
+
+    def fail(self, exception: BaseException) -> str:
+        # A collective of the shards may also have failed in a hook of the user's.
+        return super().fail(lost_behind(self.session, exception) or exception)
+
+    # ---- checkpoints ----
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """In shards: what is saved is gathered when it is."""
+        assert self.lightning_module is not None
+        return dict(self.lightning_module.state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """In shards."""
+        inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return dict(inner.state_dict())
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Saves the consensus in whole tensors, and each rank's shards beside it."""
+        if storage_options is not None:
+            raise TypeError(
+                f"{type(self).__name__} writes its files by itself, got "
+                f"storage_options={storage_options!r}; leave them out"
+            )
+        self.session.check_process()
+        if self.session.phase is Phase.BROKEN:
+            rank_zero_warn(f"{filepath} is not saved: other ranks, with their shards, are gone")
+        elif self.session.training is None:
+            if self._mesh["replica"].get_local_rank() == 0:
+                whole = gathered(checkpoint)
+                if self.is_global_zero:
+                    files.TorchFiles().save_checkpoint(whole, filepath)
+        else:
+            has_replicas = "optimizer_states" in checkpoint
+            save(self.session, str(filepath), lambda: checkpoint, has_replicas=has_replicas)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads into the model and its optimizers, which have been set up; gives the rest."""
+        if weights_only is False:
+            raise ValueError(
+                "a sharded checkpoint must hold tensors and plain values, got weights_only=False; "
+                "leave it out"
+            )
+        io, sharding, session = files.MappedFiles(), self._sharding, self.session
+        path = session.text_of_rank_0(str(checkpoint_path))
+        shared = io.load_checkpoint(path)
+        own = None
+        if self._trainer_state() == "fit":
+            record.check_algorithm(shared, path, self.algorithm.name)
+            own, reason = files.load_replica(
+                *(io, session.meetings, path, shared), num_shards=sharding.num_shards
+            )
+            if own is None:
+                rank_zero_info(f"All replicas start from the one model in {path}: {reason}.")
+        checkpoint = shared if own is None else own
+        module = self.lightning_module
+        assert module is not None
+        state = checkpoint.pop("state_dict")
+        sharding.load_model(module, state, strict=module.strict_loading)
+        states = checkpoint.pop("optimizer_states", [])
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            sharding.load_optimizer(optimizer, state)
+        if session.training is not None:
+            self._begin_with_loaded(own)
+        return checkpoint
+
+    def _begin_with_loaded(self, own: dict[str, Any] | None) -> None:
+        """Makes the replica anew, from what the model and its optimizers hold now."""
+        training = self.session.training
+        assert training is not None
+        training.replica.stop()
+        laid_out = self._lay_out(self._trainer, self.session.net.sub("replica"))
+        training.replica = self._make_replica(self._trainer, *laid_out)
+        if own is None:
+            training.replica.synchronize()
+            return
+        states = record.restore(own, training.replica)
+        if record.is_within_epoch(own):
+            self._random_states = states
+
+
+def _signature() -> inspect.Signature:
+    """Of `ShardedStrategy`, with the options by name, as a command line needs them."""
+    own = inspect.signature(ShardedStrategy.__init__, eval_str=True).parameters
+    theirs = inspect.signature(ModelParallelStrategy.__init__).parameters
+    options = [p for p in own_options() if p.name != "max_ranks"]
+    options += [theirs[name] for name in _LIGHTNINGS]
+    return inspect.Signature(
+        [
+            *(p for p in own.values() if p.kind is not inspect.Parameter.VAR_KEYWORD),
+            *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in options),
+        ]
+    )
+
+
+ShardedStrategy.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a number of ranks, at least 1, got {name}={value!r}")

@@ -1,0 +1,475 @@
+"""The algorithms as Lightning strategies: Lightning's hooks, and nothing else.
+
+One optimizer step, and what is done where:
+
+    closure: forward, zero_grad, backward, [fp16: unscale]
+    on_before_optimizer_step    Hooks, the first callback      session.before_update
+    clipping, optimizer.step
+    return of optimizer_step                                   session.after_update
+
+`DecentralizedStrategy` is Lightning's DDPStrategy without its wrapper: launcher, process group,
+samplers and devices are Lightning's.  What it takes away, and why:
+
+- the broadcast before every batch, and the one inside the SIGTERM handler: they would make every
+  algorithm wait for rank 0 in every step (`stopping.AgreedBatch` does their work, and `clock` that
+  of the callbacks that would ask rank 0 for the time after every batch);
+- `barrier`, `reduce` and the boolean decisions travel on channels of our own, and first let the
+  algorithm serve ranks that are still training: a rank that waits at the end of its epoch must not
+  stop others;
+- a step's `self.log(..., sync_dist=True)` stays local, with a warning, unless the algorithm waits
+  for all ranks in every step anyway.
+
+`named` makes a strategy of each algorithm, for `lightning` and for `pytorch_lightning`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_dsgd.algorithm import Algorithm, Conditions
+from lightning_dsgd.replica.flat import Whole
+from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.replica.surviving import SurvivingReplica
+from lightning_dsgd.session import checkpoint as files
+from lightning_dsgd.session import options, record
+from lightning_dsgd.session.meeting import TRANSPORTS, Limits, Meeting
+from lightning_dsgd.session.scaling import agree_on_overflow
+from lightning_dsgd.session.session import Phase
+from lightning_dsgd.session.stopping import AgreedBatch
+from lightning_dsgd.trainer import refusals, seams
+from lightning_dsgd.trainer.changes import ChangingTrainerSession
+from lightning_dsgd.trainer.clock import Clock
+from lightning_dsgd.trainer.collectives import CollectivesMixin
+from lightning_dsgd.trainer.hooks import Hooks
+from lightning_dsgd.trainer.processes import Processes, start_method
+from lightning_dsgd.trainer.signals import Signals
+from lightning_dsgd.trainer.training import TrainerSession, TrainerTraining
+from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport.mpi_job import check_launch
+from lightning_dsgd.transport.register import Register
+
+
+class DecentralizedMixin(CollectivesMixin):
+    """Trains with an algorithm that does not wait for everyone at every step.
+
+    Args:
+        algorithm: how the ranks learn from one another
+        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
+            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
+            installed and ranks can read each other's memory
+        timeout_s: how long a rank waits for another before it gives up
+        heartbeat_timeout_s: after how much silence a rank counts as lost
+        startup_timeout_s: how long a rank waits for all others to start, and then to connect
+        evaluate: "consensus" validates, tests and monitors the weights that all ranks agree on;
+            "local" each rank's own
+        average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's
+            are evaluated and saved
+        check_finite: looks for NaN and inf in gradients and weights before they are sent; one more
+            pass
+        on_loss: "end" ends the job, on all ranks, when one is lost; "continue" goes on without it,
+            on CPUs: see the page "Going on without a rank"
+        min_ranks: with on_loss="continue", how many ranks must be left; None means more than half
+            of those before the loss. With shards a number counts the ranks in whole replicas, and
+            None all that are left to vote, those of the broken replica included
+        max_ranks: with on_loss="continue", how many ranks there may be, where others join; None
+            means as many as at the start
+        **kwargs: what Lightning's own strategies take: cluster_environment, checkpoint_io,
+            precision_plugin, process_group_backend, timeout, start_method (left out, an interactive
+            session forks its ranks)
+    """
+
+    _lightnings: tuple[str, ...] = refusals.LIGHTNINGS
+    """Options of Lightning's that are taken as they are."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        transport: str = "auto",
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 20.0,
+        startup_timeout_s: float = 300.0,
+        evaluate: str = "consensus",
+        average_buffers: bool = True,
+        check_finite: bool = False,
+        on_loss: str = "end",
+        min_ranks: int | None = None,
+        max_ranks: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        ours = [option.name for option in own_options()]
+        refusals.check_options(type(self).__name__, algorithm, ours, kwargs, self._lightnings)
+        options.check_choice("transport", transport, TRANSPORTS)
+        options.check_choice("evaluate", evaluate, ("consensus", "local"))
+        options.check_loss(on_loss, min_ranks, transport, max_ranks)
+        limits = Limits(timeout_s, heartbeat_timeout_s, startup_timeout_s)
+        algorithm.check_hyperparameters()
+        super().__init__(**kwargs)
+        self.algorithm = algorithm
+        self._evaluate = evaluate
+        self._average_buffers = average_buffers
+        self._check_finite = check_finite
+        self._has_start_method = "start_method" in kwargs
+        self._meeting = Meeting(transport, limits, rank_zero_info)
+        self._processes = Processes()
+        self._on_loss, self._min_ranks, self._max_ranks = on_loss, min_ranks, max_ranks
+        self.session = self._new_session()
+        self._trainer: Any = None
+        self._hooks = Hooks(self)
+        self._signals: Signals | None = None
+        self._resumes_own = False  # from this rank's replica, not from the consensus
+        self._random_states: dict[str, Any] | None = None
+        self._trains_already: Register | None = None
+        self._handed_over: dict[str, Any] | None = None
+
+    # ---- set-up ----
+
+    def setup_environment(self) -> None:
+        self._resumes_own, self._random_states = False, None
+        if self._survivors is not None and self._survivors.has_changed:
+            raise ValueError(
+                "a Trainer must not be used again once ranks were lost or have joined, as the "
+                f"ranks of its start must all be there, got the ranks {self._survivors.members} "
+                f"and {self.world_size} at the start; start the job anew"
+            )
+        self.session = self._new_session()
+        self._processes.become_rank()
+        super().setup_environment()
+        self.algorithm.check(self.num_replicas, self._conditions())
+        if self._survivors is not None:
+            options.check_survival(
+                self.algorithm,
+                self.world_size,
+                self._min_ranks,
+                self.root_device,
+                self._max_ranks,
+                num_shards=self.world_size // self.num_replicas,
+            )
+        self.session.open(self._open_network())
+        self.session.check_options(self.algorithm, self._evaluate, self._average_buffers)
+        if self.lightning_module is not None:
+            refusals.check_searches(self.lightning_module.trainer, self.algorithm)
+
+    def _open_network(self) -> Transport:
+        if self._trains_already is None:
+            return self._meeting.open_network(self.world_size, self.root_device)
+        net = self._meeting.come_later(self._trains_already, self.world_size)
+        self.session.rank = net.rank
+        return net
+
+    def _find_training(self, environment: Any) -> bool:
+        """Whether ranks train already, to which this process comes."""
+        if self._survivors is None:
+            return False
+        address = environment.main_address, environment.main_port
+        self._trains_already = self._meeting.find_training(address)
+        self._survivors.is_newcomer = self._trains_already is not None
+        refusals.check_comes_later(self.global_rank, self.world_size, self._survivors.is_newcomer)
+        if self._survivors.is_newcomer and self._trainer_state() != "fit":
+            raise ValueError(
+                "a process that joins a training must call trainer.fit first, got "
+                f"trainer.{self._trainer_state()}; leave that out, or start the job anew"
+            )
+        return self._survivors.is_newcomer
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A newcomer gets the others' state once it has built its model and optimizers."""
+        return self._trains_already is not None or super().restore_checkpoint_after_setup
+
+    def _new_session(self) -> TrainerSession:
+        if self._on_loss == "end":
+            return TrainerSession(self._processes)
+        counts = self._min_ranks, self._max_ranks
+        return ChangingTrainerSession(self._processes, self._meeting, *counts)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.session.is_first if self._survivors is not None else super().is_global_zero
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of the model there are."""
+        return self.world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        first: dict[str, Any] = super().distributed_sampler_kwargs
+        return first if self._survivors is None else self._survivors.share(first)
+
+    def _conditions(self) -> Conditions:
+        return Conditions(self.num_processes, skips_overflow=self._scaler is not None)
+
+    @property
+    def _scaler(self) -> Any:
+        """What scales the loss for fp16, if something does."""
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def _configure_launcher(self) -> None:
+        # The first hook that knows the devices, and the last before a launcher could start ranks.
+        check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
+        self._start_method = start_method(
+            self.cluster_environment, self._start_method, is_chosen=self._has_start_method
+        )
+        if self._on_loss == "continue":
+            refusals.check_start_method(self._start_method)
+        super()._configure_launcher()
+        self._processes.take_over(self._launcher, self._start_method, self.fail)
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        self.session.rank, self.session.world_size = self.global_rank, self.world_size
+        if not torch.distributed.is_initialized():
+            environment = self.cluster_environment
+            if environment is None:
+                raise RuntimeError("Lightning must have chosen a cluster environment by now")
+            if self._find_training(environment):
+                self._meeting.make_group_of_one()
+            else:
+                self._meeting.join_process_group(
+                    self.global_rank,
+                    self.world_size,
+                    (environment.main_address, environment.main_port),
+                    self._get_process_group_backend(),
+                    self._timeout,
+                    self.root_device,
+                )
+        super().setup_distributed()  # which finds the process group there
+        if self._trains_already is not None:
+            seams.be_silent()
+
+    def setup(self, trainer: Any) -> None:
+        self._trainer = trainer
+        is_fitting = trainer.state.fn == "fit"
+        if is_fitting:
+            refusals.check_number_of_processes(self.world_size, self.num_nodes, self.num_processes)
+            refusals.check_trainer(trainer, self.algorithm)
+            if self._survivors is not None:
+                refusals.check_survivable(trainer)
+            if self._layer_sync is not None:
+                refusals.check_sync_batchnorm(self.algorithm, self.root_device)
+        super().setup(trainer)
+        trainer.callbacks.insert(0, self._hooks)
+        self._signals = Signals(self.session, trainer, takes_sigint=is_fitting)
+        if is_fitting:
+            self.session.training = self._set_up_training(trainer)
+            if self._survivors is not None and self._survivors.is_newcomer:
+                state = self._survivors.join()
+                self._random_states = state["random_states"]
+                self._handed_over = state["checkpoint"]
+                seams.restore_from(trainer, self._handed_over)
+
+    def configure_ddp(self) -> None:
+        """Does not wrap the model: the algorithm does what DDP's wrapper does."""
+
+    def _set_up_training(self, trainer: Any) -> TrainerTraining:
+        net = self.session.net
+        options.check_optimizers(self.optimizers, self.world_size, self._scaler)
+        replica = self._make_replica(trainer, *self._lay_out(trainer, net.sub("replica")))
+        if not self._resumes_own and self._trains_already is None:
+            replica.synchronize()
+        agreed = AgreedBatch(net.sub("stop"), serves=self._trains_already is None)
+        seams.ask_nobody_for_sigterm(trainer)
+        return TrainerTraining(self.algorithm, replica, agreed, trainer, Clock(trainer, agreed))
+
+    def _lay_out(self, trainer: Any, net: Transport) -> tuple[Transport, Whole, Transport | None]:
+        """How replicas lie on ranks: the network between them, the layout, that of all ranks."""
+        return net, Whole(), None
+
+    def _make_replica(
+        self, trainer: Any, net: Transport, layout: Whole, everyone: Transport | None
+    ) -> Replica:
+        kind: Callable[..., Replica] = Replica
+        if self._survivors is not None:
+            kind = partial(SurvivingReplica, is_newcomer=self._survivors.is_newcomer)
+        return kind(
+            net,
+            trainer.lightning_module,
+            self.optimizers,
+            self.algorithm,
+            self._conditions(),
+            average_buffers=self._average_buffers,
+            check_finite=self._check_finite or seams.detects_anomalies(trainer),
+            layout=layout,
+            everyone=everyone,
+        )
+
+    # ---- training ----
+
+    def on_train_start(self) -> None:
+        self.session.begin_training()
+        if self._random_states is not None:
+            # The loader has drawn the seed of its epoch, as it had before the save.
+            record.restore_random_states(self._random_states)
+            self._random_states = None
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        self.session.before_update(optimizer)
+        scaler = self._scaler
+        if scaler is not None and self.algorithm.uses_gradient:
+            agree_on_overflow(scaler, optimizer)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.session.after_update(optimizer)
+        return output
+
+    def end_epoch(self) -> None:
+        self.session.end_epoch()
+        # torchmetrics asks the other ranks by itself, and a rank that waits there serves nobody.
+        if any(isinstance(m, Metric) for m in self._trainer.lightning_module.modules()):
+            self.session.meet()  # on every rank, also on one that has not updated its metric
+
+    def check_numbers_of_batches(self) -> None:
+        training = self.session.training
+        if training is not None and self._trains_already is None:
+            training.is_uneven = refusals.check_numbers_of_batches(self.session, self.algorithm)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._evaluate == "consensus":
+            self.session.show_consensus()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.session.show_own()
+
+    # ---- the end ----
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.session.end_training()
+        if self._signals is not None:
+            self._signals.give_back_sigint()
+
+    def teardown(self) -> None:
+        if self.session.is_fork:
+            return
+        if self._trainer is not None:
+            self._give_back(self._trainer)
+        try:
+            self.session.leave()
+        finally:
+            if self._signals is not None:
+                self._signals.give_back_sigint()
+        if self.session.phase is Phase.BROKEN:
+            self._processes.end_children()
+        super().teardown()
+
+    def _give_back(self, trainer: Any) -> None:
+        """Leaves the trainer as it was."""
+        if self._hooks in trainer.callbacks:
+            trainer.callbacks.remove(self._hooks)
+        seams.give_back(trainer)
+        if self.session.training is not None:
+            self.session.training.clock.give_back()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self.fail(exception)  # if that was raised before the hooks were in their place
+
+    def fail(self, exception: BaseException) -> str:
+        """This rank will not go on, for a reason that the others are told; gives it as text."""
+        if self._processes.is_parent_alone and not self.session.is_fork:
+            self._processes.end_forked()
+            return ""
+        reason = self.session.fail(exception)
+        return f"[rank {self.global_rank}] {reason}"
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        session = self.session
+        session.check_process()
+        is_broken = session.phase is Phase.BROKEN
+        if session.training is None or is_broken:
+            if is_broken and self.is_global_zero:
+                rank_zero_warn(
+                    f"saving the weights of rank 0 alone to {filepath}: the other ranks are gone"
+                )
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        session.save(
+            self.checkpoint_io,
+            str(filepath),
+            checkpoint,
+            storage_options,
+            has_replicas="optimizer_states" in checkpoint,
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.session.check_process()
+        if self.is_global_zero:
+            files.remove(self.checkpoint_io, filepath)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if not self.session.is_open:  # in the process that forks the ranks
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if self._handed_over is not None and self._trainer_state() == "fit":
+            return self._handed_over
+        path = self.session.text_of_rank_0(str(checkpoint_path))  # as it was when it was saved
+        shared: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        if self._trainer_state() != "fit":
+            return shared
+        record.check_algorithm(shared, path, self.algorithm.name)
+        own, reason = files.load_replica(
+            self.checkpoint_io, self.session.meetings, path, shared, weights_only
+        )
+        self._resumes_own = own is not None
+        if own is None:
+            rank_zero_info(f"All ranks start from the one model in {path}: {reason}.")
+            return shared
+        return own
+
+    def _trainer_state(self) -> str | None:
+        return None if self.lightning_module is None else self.lightning_module.trainer.state.fn
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._resumes_own and self.session.training is not None:
+            states = record.restore(checkpoint, self.session.training.replica)
+            if record.is_within_epoch(checkpoint):
+                self._random_states = states
+
+    # ---- figures ----
+
+    @property
+    def consensus_distance(self) -> float | None:
+        """Of the last evaluation: the ranks' distance from their mean, relative to its norm."""
+        return self.session.consensus_distance
+
+    def communication(self) -> dict[str, float]:
+        """What was sent and waited for so far, by this rank, and the algorithm's own figures."""
+        return self.session.figures()
+
+    def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
+        """Those of every rank, by rank; to be called between steps, by all ranks."""
+        return self.session.gather_figures(figures)
+
+
+class DecentralizedStrategy(DecentralizedMixin, DDPStrategy):
+    __doc__ = DecentralizedMixin.__doc__
+
+
+def own_options() -> list[inspect.Parameter]:
+    """What every strategy takes besides its algorithm and what is Lightning's."""
+    taken = inspect.signature(DecentralizedMixin.__init__, eval_str=True).parameters
+    return [p for name, p in taken.items() if name not in ("self", "algorithm", "kwargs")]

@@ -1,0 +1,250 @@
+"""The collectives, written once over two verbs that each transport provides.
+
+    post(x, dst, channel, tag, kind)       a message leaves
+    collect(like, src, channel, tag, kind)   a message is waited for
+
+A collective is a generator that yields the Works it depends on; `Collective` drives it from `wait`
+and `done`, so that it moves on without a thread of its own.  One code on every wire means that
+bytes, messages, the order of additions and hence every bit of the result are the same on all of
+them.
+
+**Threads.**  A collective belongs to the thread that began it, as its endpoint does.
+
+Legend: P members of the group, `me` this rank's place among them, n elements, member i owns the
+elements bounds[i]:bounds[i + 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.transport.contract import Receipt, TransportError, Work
+from lightning_dsgd.transport.messages import KINDS
+
+T = TypeVar("T")
+Steps = Generator[Work[Any], Any, T]
+
+_PART_ELEMENTS = 1 << 19
+
+
+class Verbs(Protocol):
+    """What a transport provides."""
+
+    def post(
+        self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
+    ) -> Work[None]:
+        """Starts sending `x`; with `copy` it may change at once, else once the Work is done."""
+        ...
+
+    def collect(
+        self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
+    ) -> Receipt:
+        """The next message of this channel and tag from `src`, placed into `into` if given."""
+        ...
+
+
+class Collective(Generic[T]):
+    """A collective under way: moves on whenever somebody looks at it."""
+
+    def __init__(self, steps: Steps[T]) -> None:
+        self._steps = steps
+        self._pending: Work[Any] | None = None
+        self._result: T
+        self._finished = False
+        self._advance(None)
+
+    def _advance(self, value: Any) -> None:
+        try:
+            self._pending = self._steps.send(value)
+        except StopIteration as stop:
+            self._finished, self._pending, self._result = True, None, stop.value
+
+    def done(self) -> bool:
+        """Whether it is complete; moves it on as far as it goes."""
+        while self._pending is not None and self._pending.done():
+            self._advance(self._pending.wait())
+        return self._finished
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Moves it on to its end; each of its waits may take `timeout_s`."""
+        while self._pending is not None:
+            self._advance(self._pending.wait(timeout_s))
+        return self._result
+
+
+@dataclass
+class Group:
+    """The members of a group, this rank's place among them, and the collectives called so far."""
+
+    members: tuple[int, ...]
+    me: int
+    channel: int
+    calls: int = 0
+
+
+class Call:
+    """One call of one collective: who takes part, and what marks its messages."""
+
+    def __init__(self, verbs: Verbs, group: Group, kind: str) -> None:
+        self.members, self.me, self.size = group.members, group.me, len(group.members)
+        self._verbs = verbs
+        self._kind = KINDS.index(kind)
+        self.channel, self.number = group.channel, group.calls
+        group.calls += 1
+
+    def others(self) -> list[int]:
+        """The other members, each starting from a different one, so that no member is overrun."""
+        return [(self.me + i) % self.size for i in range(1, self.size)]
+
+    def send_parts(self, x: Tensor, to: int, *, total: bool = False) -> list[Work[None]]:
+        """Sends `x` in parts, none if it is empty: the receiver knows the length."""
+        return [self.send(part, to, total=total) for part in _parts(x)]
+
+    def receive_parts(self, into: Tensor, source: int, *, total: bool = False) -> list[Receipt]:
+        """Receives into `into` what `send_parts` sends."""
+        return [self.receive(part, source, part, total=total) for part in _parts(into)]
+
+    def send(self, x: Tensor, to: int, *, total: bool = False) -> Work[None]:
+        """Sends one message, which must not change before the Work is done."""
+        return self._verbs.post(
+            x, self.members[to], self.channel + total, self.number, self._kind, copy=False
+        )
+
+    def receive(
+        self, like: Tensor, source: int, into: Tensor | None = None, *, total: bool = False
+    ) -> Receipt:
+        """Receives one message."""
+        return self._verbs.collect(
+            like, self.members[source], self.channel + total, self.number, self._kind, into
+        )
+
+
+def all_reduce(x: Tensor, call: Call) -> Steps[Tensor]:
+    """Reduce-scatter, then all-gather: 2n(P-1)/P elements sent, the least there is.
+
+    By recursive halving and doubling (2 log2 P exchanges) where P is a power of two, else with
+    every member at once (2(P-1) exchanges).  Sums of bf16 and fp16 are made, and sent, in fp32.
+
+    A total comes back only after our own share of it was taken, so it may be received right
+    over that share, and is asked for before anything is sent.
+    """
+    if call.size == 1:
+        return x
+    y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    n = len(x)
+    bounds = [n * i // call.size for i in range(call.size + 1)]
+    if call.size & (call.size - 1):
+        yield from _all_reduce_direct(x, y, bounds, call)
+    else:
+        yield from _all_reduce_halving(x, y, bounds, call)
+    return x
+
+
+def _all_reduce_halving(x: Tensor, y: Tensor, bounds: list[int], call: Call) -> Steps[None]:
+    def span(tensor: Tensor, first: int, last: int) -> Tensor:
+        return tensor[bounds[first] : bounds[last]]
+
+    me, distances = call.me, [1 << i for i in range(call.size.bit_length() - 1)]
+    starts = [me & -distance for distance in distances]  # of the totals that we hold by then
+    totals = [
+        call.receive_parts(span(x, start ^ d, (start ^ d) + d), me ^ d, total=True)
+        for d, start in zip(distances, starts, strict=True)
+    ]
+    sent = []
+    for d in reversed(distances):
+        keep, give = me & -d, (me & -d) ^ d
+        sent += call.send_parts(span(y, give, give + d), me ^ d)
+        for mine in _parts(span(y, keep, keep + d)):
+            _add(mine, (yield call.receive(mine, me ^ d)), me ^ d)
+    if y is not x:
+        span(x, me, me + 1).copy_(span(y, me, me + 1))
+    for d, start, works in zip(distances, starts, totals, strict=True):
+        sent += call.send_parts(span(x, start, start + d), me ^ d, total=True)
+        yield from _each(works)
+    yield from _each(sent)
+
+
+def _all_reduce_direct(x: Tensor, y: Tensor, bounds: list[int], call: Call) -> Steps[None]:
+    spans = [slice(*pair) for pair in pairwise(bounds)]
+    totals = [call.receive_parts(x[spans[other]], other, total=True) for other in call.others()]
+    sent = [work for other in call.others() for work in call.send_parts(y[spans[other]], other)]
+    for mine in _parts(y[spans[call.me]]):
+        shares = [
+            mine.clone() if other == call.me else call.receive(mine, other)
+            for other in range(call.size)
+        ]
+        mine.zero_()
+        for other, share in enumerate(shares):  # in the order of the group
+            _add(mine, share if isinstance(share, Tensor) else (yield share), other)
+    if y is not x:
+        x[spans[call.me]] = y[spans[call.me]]
+    for other in call.others():
+        sent += call.send_parts(x[spans[call.me]], other, total=True)
+    for works in totals:
+        yield from _each(works)
+    yield from _each(sent)
+
+
+def all_gather(x: Tensor, call: Call) -> Steps[list[Tensor]]:
+    """In log2 P rounds, each with one other member: so few connections, and P - 1 messages.
+
+    After the rounds at distances 1 to d, a member has the tensors of the 2d members from itself
+    on.  The last round brings those that are missing.
+    """
+    tensors, sent, distance = [x.clone()], [], 1
+    while distance < call.size:
+        count = min(distance, call.size - distance)
+        sent += [call.send(tensor, (call.me - distance) % call.size) for tensor in tensors[:count]]
+        for _ in range(count):
+            tensors.append((yield call.receive(x, (call.me + distance) % call.size)))
+        distance *= 2
+    yield from _each(sent)
+    return [tensors[(i - call.me) % call.size] for i in range(call.size)]
+
+
+def broadcast(x: Tensor, call: Call, root: int) -> Steps[Tensor]:
+    """Along a binomial tree."""
+    place = (call.me - root) % call.size
+    sent, distance = [], 1
+    while distance < call.size:
+        if place < distance:
+            if place + distance < call.size:
+                sent.append(call.send(x, (place + distance + root) % call.size))
+        elif place < 2 * distance:
+            yield call.receive(x, (place - distance + root) % call.size, into=x)
+        distance *= 2
+    yield from _each(sent)
+    return x
+
+
+def barrier(call: Call) -> Steps[None]:
+    """By dissemination: after step s each member has heard of 2^s others."""
+    empty, distance = torch.empty(0), 1
+    while distance < call.size:
+        call.send(empty, (call.me + distance) % call.size)
+        yield call.receive(empty, (call.me - distance) % call.size)
+        distance *= 2
+
+
+def _add(mine: Tensor, share: Tensor, other: int) -> None:
+    if len(share) != len(mine):  # which `+=` may let pass, as it broadcasts
+        raise TransportError(
+            f"expected {len(mine)} elements from member {other} in all_reduce, got {len(share)}"
+        )
+    mine += share
+
+
+def _each(works: Iterable[Work[Any]]) -> Steps[None]:
+    for work in works:  # noqa: UP028 - results are sent in here, and an iterator takes none
+        yield work
+
+
+def _parts(x: Tensor) -> Iterable[Tensor]:
+    """Pieces small enough that adding one overlaps with the arrival of the next."""
+    return torch.split(x, _PART_ELEMENTS) if len(x) else ()

@@ -1,0 +1,248 @@
+"""What an algorithm may ask of the network: the promises that every transport keeps.
+
+Every tensor on the wire is one-dimensional and contiguous.  All operations return a `Work` at once;
+`Work.wait()` gives the result.
+
+**Who owns what.**  `send` takes a copy of what it could not hand over at once, so its argument may
+change as soon as the call returns, and its Work may be dropped.  Every other operation works on its
+argument in place or keeps it: leave it alone until the Work is done.
+
+**Order.**  Messages between one pair of ranks with one tag arrive in the order in which they were
+sent.  Collectives of one group are matched by the order in which each member calls them; a member
+that calls another operation than the others gets a `TransportError` that names both.  A collective
+moves on while somebody waits for it or asks whether it is done, so wait for several in the same
+order everywhere.  Point-to-point messages, the collectives of each group, and every lane and
+sub-transport are independent channels: none can take a message meant for another.
+
+**Lanes.**  `spawn_lane(fn)` runs `fn(lane_transport)` in a thread beside the training thread, on
+channels of its own.  Ranks that spawn their lanes in the same order talk to each other's.  The
+threads of one rank talk by sending to their own rank: that is immediate and not counted.  Any
+thread of a rank may send on any of its endpoints; only the thread that an endpoint was made for
+receives on it.
+
+**Failure.**  Once a rank is lost, every wait on every rank raises `PeerLost` naming it, waits that
+had nothing to do with it included.  A wait that takes longer than `timeout_s` raises `Timeout`,
+saying who waited for what.  Nothing waits for ever.  A rank that cannot go on calls `fail`, which
+tells the others why; one whose work is done calls `close`, once no other rank needs it.  The first
+loss is the one that all ranks are told of, whatever follows from it.  A network on which all ranks
+have called `survive` goes on after a loss, in a view of those that are left: `next_view`.
+
+**Processes.**  A transport between processes belongs to the one that opened it.  In a process that
+was forked from that one, `is_forks` is true, whatever would use the network raises
+`TransportError`, and what would end it does nothing.
+
+**Counting.**  `bytes_sent` counts the payload that left this rank, lanes included; `messages_sent`
+the messages.  `wait_s` is the time that the training thread was held up, lanes excluded; `comm_s`
+the time from the start to the completion of every operation that somebody waited for, lanes
+included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from lightning_dsgd.transport.watch import Watch
+
+ANY: Final = -1
+"""As `src` of a receive: from whichever rank sends first."""
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class TransportError(RuntimeError):
+    """The network, or the way it was used, is broken."""
+
+
+class Timeout(TransportError):
+    """A wait took longer than it may."""
+
+
+class PeerLost(TransportError):
+    """A rank died, stopped answering, failed or left while others still needed it.
+
+    Args:
+        rank: the rank that is gone
+        reason: what became of it
+        waited_for: what this rank was doing or waiting for when it heard of it
+    """
+
+    def __init__(self, rank: int, reason: str, waited_for: str = "") -> None:
+        self.rank = rank
+        self.reason = reason
+        self.waited_for = waited_for
+        super().__init__(
+            f"rank {rank} {reason}" + (f"; noticed in: {waited_for}" if waited_for else "")
+        )
+
+
+class Deadlock(TransportError):
+    """Every rank waits for another: only the simulated world can tell, and it tells at once."""
+
+
+class LaneStopped(BaseException):
+    """Raised inside a lane, out of whatever it waits for, when the lane is told to stop."""
+
+
+@dataclass
+class Counters:
+    """What this rank has sent and how long it waited; one for all lanes of a rank."""
+
+    bytes_sent: int = 0
+    messages_sent: int = 0
+    wait_s: float = 0.0
+    comm_s: float = 0.0
+    watch: Watch | None = None
+    """Is told of every wait, of lanes too."""
+
+
+class Work(Protocol[T_co]):
+    """Something under way."""
+
+    def wait(self, timeout_s: float | None = None) -> T_co:
+        """The result, once it is there; `Timeout` after `timeout_s` (default: the transport's).
+
+        With `math.inf`, for lanes that serve, only the loss of a rank or the end of the lane ends
+        it.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once.  Never blocks; moves a collective on."""
+        ...
+
+
+class Receipt(Work[Tensor], Protocol):
+    """A receive under way; `source` is known once it is done."""
+
+    source: int
+
+
+class Lane(Protocol):
+    """A thread beside the training thread."""
+
+    @property
+    def net(self) -> Transport:
+        """Its endpoint, on which the other threads of its rank may send too."""
+        ...
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """Ends the lane, also one that is blocked in a receive, and raises what it failed with."""
+        ...
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until the lane's function has returned, and raises what it failed with."""
+        ...
+
+    def check(self) -> None:
+        """Raises what the lane failed with, if it has."""
+        ...
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """One rank's end of the network; `group` is a sequence of ranks, None for all."""
+
+    rank: int
+    world_size: int
+    timeout_s: float
+    counters: Counters
+    ends_with_peers: bool
+    """Whether the launcher ends this process when another rank dies, in the midst of its work."""
+
+    def now(self) -> float:
+        """Seconds on this transport's clock, real or virtual."""
+        ...
+
+    def send(self, x: Tensor, dst: int, tag: int = 0, *, copy: bool = True) -> Work[None]:
+        """Sends `x`, which the caller may change at once; without `copy`, once the Work is done."""
+        ...
+
+    def recv(self, like: Tensor, src: int, tag: int = 0) -> Receipt:
+        """The next message from `src` (or ANY) with this tag.
+
+        A new tensor of any length, of the dtype and on the device of `like`.
+        """
+        ...
+
+    def all_reduce(self, x: Tensor, group: Sequence[int] | None = None) -> Work[Tensor]:
+        """Puts the sum over the group into `x`, the same to the bit on every member."""
+        ...
+
+    def all_gather(self, x: Tensor, group: Sequence[int] | None = None) -> Work[list[Tensor]]:
+        """Every member's tensor, in the order of the group; lengths may differ."""
+        ...
+
+    def broadcast(self, x: Tensor, src: int, group: Sequence[int] | None = None) -> Work[Tensor]:
+        """Overwrites `x` with that of rank `src`."""
+        ...
+
+    def barrier(self, group: Sequence[int] | None = None) -> Work[None]:
+        """Done once every member has called it."""
+        ...
+
+    def sub(self, name: str) -> Transport:
+        """The same network with channels of its own, for the same thread."""
+        ...
+
+    def spawn_lane(self, fn: Callable[[Transport], None], name: str = "lane") -> Lane:
+        """Runs `fn(lane_transport)` beside this thread."""
+        ...
+
+    def check(self) -> None:
+        """Raises `PeerLost` if a rank is known to be lost."""
+        ...
+
+    def on_lost(self, callback: Callable[[PeerLost], None]) -> None:
+        """Has `callback` called when another rank is lost; at once if one is.
+
+        It is called from whichever thread notices the loss, and must not wait for the network.
+        There is one callback for a rank; a later call takes its place.
+        """
+        ...
+
+    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
+        """From now on, on all ranks, a loss is followed by a view of those that are left.
+
+        Args:
+            min_ranks: how many must be left; None: more than half of those of the view before
+            groups: ranks none of which can go on without the others of their group
+        """
+        ...
+
+    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
+        """Goes on after a loss: the number of the next view, once agreed on, and its members.
+
+        Until then every wait on this rank raises; from then on those of a `View` with that number
+        do not.  Raises `PeerLost` where this rank cannot go on.
+        """
+        ...
+
+    def blaming(self, what: str) -> AbstractContextManager[None]:
+        """Around another library's collective: raises `PeerLost` if it failed for a lost rank.
+
+        Args:
+            what: the collective does, as an error is to say where the loss was noticed
+        """
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Tells every rank that this one is lost, for that reason, and closes."""
+        ...
+
+    def close(self) -> None:
+        """Says farewell and ends; no other rank may still need this one.  May be called again."""
+        ...
+
+    @property
+    def is_forks(self) -> bool:
+        """Whether this process was forked from the one that opened the network."""
+        ...
+
+    def check_process(self) -> None:
+        """Raises `TransportError` in a process that was forked from the one that opened it."""
+        ...

@@ -1,0 +1,66 @@
+"""A message as bytes: a header, and the payload.
+
+    channel, tag     which mailbox               kind     message, which collective, or which news
+    dtype, nbytes    what follows
+
+News are the mesh's: heartbeat, farewell (the sender needs nobody any more), the loss of a rank, and
+the agreement on who goes on after one.  Those of memory are for the wire of `nixl`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.transport.messages import KINDS
+
+HEADER: Final = struct.Struct("<qqQBB")  # channel, tag, nbytes, kind, code of the dtype
+EXPOSED, OFFER, TAKEN, REFUSED = 248, 249, 250, 251  # kinds of news: of memory
+AGREEMENT, HEARTBEAT, FAREWELL, LOST = 252, 253, 254, 255  # and of life and death
+_FIRST_NEWS: Final = EXPOSED
+DTYPES: Final = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
+FROM_DEVICE: Final = 128
+"""With the code of the dtype: it comes from a device's memory, and most likely goes to another."""
+_LONGEST_NEWS: Final = 1 << 20
+_MEMORY_BYTES: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def from_device(header: bytes) -> bytes:
+    """The header, of a message from a device's memory."""
+    return header[:-1] + bytes([header[-1] | FROM_DEVICE])
+
+
+def is_news(kind: int) -> bool:
+    """Whether it is for the mesh, and not for a mailbox."""
+    return kind >= _FIRST_NEWS
+
+
+def why_no_message(nbytes: int, kind: int, code: int) -> str:
+    """Why a header is of no message; empty if it is of one.
+
+    Before memory is taken for it: the sender may be another version, or its memory damaged.
+    """
+    is_known = is_news(kind) or (kind < len(KINDS) and code < len(DTYPES))
+    itemsize = DTYPES[code].itemsize if is_known and not is_news(kind) else 1
+    longest = _LONGEST_NEWS if is_news(kind) else _MEMORY_BYTES
+    if is_known and nbytes <= longest and nbytes % itemsize == 0:
+        return ""
+    return (
+        f"sent what is no message here: kind {kind}, dtype {code}, {nbytes} bytes (known are "
+        f"kinds below {len(KINDS)} and from {_FIRST_NEWS}, dtypes below {len(DTYPES)}, whole "
+        f"numbers of elements, {longest} bytes at most); all ranks must run the same version "
+        "of lightning_dsgd"
+    )
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(x.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,179 @@
+"""Where messages and receives meet: a mailbox for each channel and tag.
+
+A receive that was posted before its message came is filled in place.
+
+**Threads.**  The receiving thread posts and withdraws; the thread that moves the bytes (the mesh's,
+or MPI's), and any thread that sends to its own rank, claims and delivers; whoever notices that a
+rank is lost breaks off.  `Mailboxes` guards its tables, and what it changes in an `Expected` that
+is in them, by one lock that is never held while anything is waited for.  `failure` and `left` are
+written under that lock and read without it: each is one reference, or a set that only grows, which
+relies on the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.devices import PASSED, Mark
+from lightning_dsgd.transport.contract import ANY, PeerLost
+
+Key = tuple[int, int]
+"""Channel and tag."""
+
+
+class Expected:
+    """A receive, as the mailboxes know it.
+
+    Its receiver reads what has come after `arrived` is set, and not before.
+
+    Args:
+        src: the rank whose message it takes, or ANY
+        key: of its mailbox
+        into: memory that the message may be read straight into
+    """
+
+    def __init__(self, src: int, key: Key, into: Tensor | None) -> None:
+        self.source = src
+        self.wanted = src
+        self.key = key
+        self.into = into
+        self.claimed = False
+        """A message for it is being read."""
+        self.arrived = threading.Event()
+        self.kind = -1
+        self.payload: Tensor | None = None
+        self.mark = PASSED
+        """Behind what has made the payload, where that is on a device."""
+        self.end = 0.0
+        """When its message was there."""
+        self.failure: BaseException | None = None
+
+    def fill(self, source: int, kind: int, payload: Tensor, mark: Mark) -> None:
+        """Its message is there."""
+        self.source, self.kind, self.payload, self.mark = source, kind, payload, mark
+        self.end = time.monotonic()
+        self.arrived.set()
+
+    def missing(self, left: set[int]) -> int | None:
+        """A rank that it needs, among those that have left."""
+        return self.wanted if self.wanted in left else None
+
+    def break_off(self, failure: BaseException) -> None:
+        """Its message will not come, or is not waited for any more."""
+        self.failure = failure
+        self.arrived.set()
+
+
+class Mailboxes:
+    """Messages that nobody has asked for yet, and receives whose message has not come yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrived: dict[Key, deque[tuple[int, int, Tensor, Mark]]] = {}
+        self._posted: dict[Key, list[Expected]] = {}
+        self.left: set[int] = set()
+        """The ranks that have said farewell, behind all their messages."""
+        self.failure: PeerLost | None = None
+        """The first loss of a rank."""
+
+    def collect(self, expected: Expected) -> None:
+        """Fills the receive, or posts it for a message that is to come."""
+        with self._lock:
+            queue = self._arrived.get(expected.key, ())
+            for place, (source, kind, payload, mark) in enumerate(queue):
+                if expected.wanted in (ANY, source):
+                    del queue[place]  # type: ignore[union-attr]
+                    if not queue:
+                        del self._arrived[expected.key]
+                    expected.fill(source, kind, payload, mark)
+                    return
+            self._posted.setdefault(expected.key, []).append(expected)
+            self._break_off_if_hopeless(expected)
+
+    def claim(self, source: int, key: Key, dtype: torch.dtype, nbytes: int) -> Tensor | None:
+        """The tensor that waits for a message, if one does, to read it straight into."""
+        with self._lock:
+            for expected in self._posted.get(key, ()):
+                is_open = not expected.claimed and expected.failure is None
+                if expected.wanted in (ANY, source) and is_open:
+                    into = expected.into
+                    if into is None or into.dtype != dtype or into.nbytes != nbytes:
+                        break
+                    expected.claimed = True
+                    expected.wanted = source
+                    return into
+        return None
+
+    def deliver(
+        self, source: int, key: Key, kind: int, payload: Tensor, mark: Mark = PASSED
+    ) -> None:
+        """A message is there: fills the first receive that waits for it, or keeps it.
+
+        Args:
+            source: the rank that has sent it
+            key: of its mailbox
+            kind: of message
+            payload: what came
+            mark: behind what has made the payload
+        """
+        with self._lock:
+            posted = self._posted.get(key, [])
+            for place, expected in enumerate(posted):
+                if expected.wanted in (ANY, source):
+                    del posted[place]
+                    if not posted:
+                        del self._posted[key]
+                    expected.fill(source, kind, payload, mark)
+                    return
+            self._arrived.setdefault(key, deque()).append((source, kind, payload, mark))
+
+    def withdraw(self, expected: Expected) -> bool:
+        """Takes a receive back; False if its message has come or is being read into it."""
+        with self._lock:
+            posted = self._posted.get(expected.key, [])
+            if expected.claimed or expected not in posted:
+                return False
+            posted.remove(expected)
+            if not posted:
+                del self._posted[expected.key]
+            return True
+
+    def break_off(self, failure: PeerLost | None = None, left: int | None = None) -> None:
+        """Ends the receives that have become hopeless: all, or those of a rank that has left."""
+        with self._lock:
+            if failure is not None:
+                self.failure = failure
+            if left is not None:
+                self.left.add(left)
+            for posted in self._posted.values():
+                for expected in posted:
+                    self._break_off_if_hopeless(expected)
+
+    def forget_broken(self) -> None:
+        """No message fills a receive any more that was broken off."""
+        with self._lock:
+            for key, posted in list(self._posted.items()):
+                posted[:] = [expected for expected in posted if expected.failure is None]
+                if not posted:
+                    del self._posted[key]
+
+    def go_on(self, is_old: Callable[[int], bool]) -> None:
+        """Waits work again; what is on old channels is dropped."""
+        with self._lock:
+            self.failure = None
+            for table in (self._arrived, self._posted):
+                for key in [key for key in table if is_old(key[0])]:
+                    del table[key]
+
+    def _break_off_if_hopeless(self, expected: Expected) -> None:
+        missing = expected.missing(self.left)
+        if self.failure is not None:
+            expected.break_off(self.failure)
+        elif missing is not None:
+            expected.break_off(PeerLost(missing, "has left (its training is over)"))

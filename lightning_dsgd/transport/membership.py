@@ -1,0 +1,540 @@
+"""Who goes on after a loss: how the ranks agree on the next view.  No I/O, no clock of its own.
+
+A *view* is a number and the ranks in it, its members.  View 0 holds all ranks.  When a member is
+lost, wants to leave, or a newcomer wants to join, the members agree on the next view.  A rank has a
+number that no other has, not even one that takes its place: who comes again comes as a newcomer.
+
+    lost, join, leave ->  want       to all: leave what you are doing, the view changes
+    the proposer          prepare    to the members: a ballot, higher than all that it knows
+    a member              promise    takes part in no lower ballot; tells what it has accepted in
+                                     one, and whom it believes lost
+    the proposer          accept     to the members: these are to be the members of the next view
+    a member              accepted   unless it has promised a higher ballot (then: refuse)
+    the proposer          commit     more than half of the members have accepted: tells all
+
+This is Paxos (Lamport, 2001, "Paxos Made Simple") for one value, the members of view v + 1, with
+the members of view v as its acceptors.  Newcomers have no vote.  A ballot is a round and the rank
+that leads it, so no two ranks have the same.
+
+1. **Who proposes.**  The lowest member that a rank does not believe lost, at once; every other one
+   in its turn, `patience_s` after the one before it, if nothing has come of it.  Who hears of a
+   higher ballot steps back and gives that one time.  Several proposers do no harm.
+2. **What is proposed.**  If a promise tells of an accepted proposal, the one of the highest ballot:
+   it may have been agreed on.  Else those that have promised and trust each other, and newcomers.
+   The proposer waits for the promises of all whom it does not believe lost, `patience_s` at most.
+   If two of them cannot hear each other, the one goes with whom more cannot; of equals, the higher.
+3. **Who may go on.**  A proposal needs the promises and then the acceptance of more than half of
+   the members, at least as many members must be left, and `min_ranks` in the new view.  A proposer
+   that cannot have that ends, and says why.
+4. **Who is told.**  A member acts on a view once it is committed.  Every message carries the
+   members of the view that it starts from, which is committed; so who is behind takes that view
+   first, or learns that it is not in it.  Who is ahead answers with the newest view.
+5. **Two ranks.**  Half is not more than half: if one of two falls silent, the other ends.  But it
+   goes on alone, with min_ranks=1, if the other is known to have *died*: its process has ended, so
+   it can take part in nothing any more, and cannot have gone on by itself, as this rank lives.
+   Silence, a link that is cut, is never taken for that.  A rank that ends by itself says so.
+   In larger views death and silence are the same: two of four that die at once end the job.
+6. **Who comes in, and when.**  A newcomer asks all (`join`) until it is a member.  With
+   `holds_joins` nothing comes of that at once: it is among those `waiting` until a member admits
+   it, at a moment of its choice; from then on the others propose it too.
+7. **Groups.**  Where ranks hold a replica of the model together, none of them can go on without the
+   others: such a group is in a proposal as a whole, or not at all.  Its ranks vote as all do, also
+   on the view without them; so one dead rank of two groups of two leaves three votes of four, and a
+   view of two.  Unless min_ranks is given, those that vote count for it, not those that stay.
+
+**Why all members of a view agree, and no two views have one number.**  By induction over the
+number.  Let all have the same members of view v.  A proposal in ballot b is committed when a
+majority has accepted it.  Take the first ballot c > b whose proposal is another one: its promises
+came from a majority too, and any two majorities share a member.  That one accepted b before it
+promised c (after, it would have refused b), so it told of it, or of a proposal in a ballot between
+b and c, all of which are the same as in b.  So c proposes the same.  In a view of two with one
+dead, the other is in every majority, and the dead one never was one by itself.  Messages of the
+dead may still arrive: nothing above depends on when.
+
+**Why nobody waits for ever.**  Every state has a deadline (`next_at`).  A ballot waits for
+`patience_s` for promises and as long for acceptance, and then goes without those who are late, whom
+the proposer believes lost from then on: so it is repeated at most P times.  The ballots of several
+proposers disturb each other only while their turns overlap.  Whatever happens, a rank that has not
+come to a new view after `limit_s` ends, and says so.
+
+**Why nobody goes on alone.**  Between views a rank may do nothing but wait; it comes out of that
+into a view that a majority has accepted, or ends.  A rank outside, falsely suspected, either hears
+of the view without it, and ends, or hears nothing, believes the others lost, and has no majority.
+
+Legend: P ranks; v the number of a view; b, c ballots.
+
+**Threads.**  None: whoever calls a `Membership` takes care that one thread does so at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+Ranks = tuple[int, ...]
+Ballot = tuple[int, int]
+"""A round, and the rank that leads it."""
+
+_NONE: Final[Ballot] = (0, -1)
+WANT, PREPARE, PROMISE, REFUSE, ACCEPT, ACCEPTED, COMMIT, JOIN, GONE = (
+    "want", "prepare", "promise", "refuse", "accept", "accepted", "commit", "join", "gone",
+)  # fmt: skip
+_LIMIT: Final = 20
+"""How often its patience a rank has for a view to be agreed on."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a rank says to another.
+
+    Args:
+        kind: see the head of the file
+        number: of the view that is to be agreed on; of COMMIT: that is
+        base: the members of the view before that
+        ballot: that it belongs to; of REFUSE: the higher one
+        members: that are proposed, accepted or committed
+        accepted: of PROMISE: the ballot in which `members` were accepted
+        lost: whom the sender believes lost
+        dead: who has died, or has ended
+        joins: who wants to be a member
+        leaves: who wants to be none any more
+    """
+
+    kind: str
+    number: int
+    base: Ranks = ()
+    ballot: Ballot = _NONE
+    members: Ranks = ()
+    accepted: Ballot = _NONE
+    lost: Ranks = ()
+    dead: Ranks = ()
+    joins: Ranks = ()
+    leaves: Ranks = ()
+
+
+@dataclass
+class _Lead:
+    """A ballot that this rank leads."""
+
+    ballot: Ballot
+    deadline: float
+    promises: dict[int, Message] = field(default_factory=dict)
+    members: Ranks = ()
+    accepts: set[int] = field(default_factory=set)
+    """Who has accepted `members`; none while there are promises to come."""
+
+
+class Membership:
+    """One rank's part in the agreements: messages and time in, messages and views out.
+
+    Attributes:
+        number: of the newest view that this rank knows to be committed; -1: none yet
+        members: of that view
+        is_changing: whether the next one is being agreed on
+        ended: why this rank is in no view any more; empty as long as it may be
+        outbox: what is to be sent: to whom, and the message
+        waiting: newcomers that have asked, and are neither members nor lost
+        missing: the first rank of this one's group that it believes lost, or that others believe
+            lost and have left out of the view for that; -1: none
+
+    Args:
+        me: this rank
+        members: of view 0; of a newcomer: whom it asks
+        patience_s: how long to wait for an answer
+        min_ranks: how many members a view must have; None: more than half of the last one's
+        now: the time
+        is_newcomer: whether this rank is in no view yet
+        limit_s: how long a newcomer asks to be let in; None: as long as an agreement may take
+        holds_joins: whether newcomers come in only when they are admitted
+        groups: ranks none of which can go on without the others of their group
+    """
+
+    def __init__(
+        self,
+        me: int,
+        members: Sequence[int],
+        patience_s: float,
+        min_ranks: int | None = None,
+        now: float = 0.0,
+        *,
+        is_newcomer: bool = False,
+        limit_s: float | None = None,
+        holds_joins: bool = False,
+        groups: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.me = me
+        self.number = -1 if is_newcomer else 0
+        self.members: Ranks = () if is_newcomer else tuple(sorted(members))
+        self.is_changing = is_newcomer
+        self.ended = ""
+        self.outbox: list[tuple[int, Message]] = []
+        self._patience_s, self._min_ranks = patience_s, min_ranks
+        self._contacts = tuple(members)
+        self._groups = [frozenset(group) for group in groups]
+        self._mine = next((group for group in self._groups if me in group), frozenset({me}))
+        self.missing = -1
+        self._lost: set[int] = set()
+        self._dead: set[int] = set()
+        self._joins: set[int] = set()
+        self._leaves: set[int] = set()
+        self.waiting: set[int] = set()
+        self._holds_joins = holds_joins
+        self._limit_s = _LIMIT * patience_s if limit_s is None else limit_s
+        self._ends_at = now + self._limit_s if is_newcomer else math.inf
+        self._reset()
+        self._act_at = now if is_newcomer else math.inf
+
+    def _reset(self) -> None:
+        """A new view: nothing has been promised or accepted for the one after it."""
+        self._promised = _NONE
+        self._accepted: tuple[Ballot, Ranks] = (_NONE, ())
+        self._round = 0
+        self._lead: _Lead | None = None
+        self._act_at = math.inf
+        self._told: set[int] = set()
+        """Whom others believe lost."""
+
+    # ---- what happens to this rank ----
+
+    @property
+    def next_at(self) -> float:
+        """When `tick` is to be called at the latest."""
+        if self.ended or not self.is_changing:
+            return math.inf
+        return min(self._ends_at, self._act_at if self._lead is None else self._lead.deadline)
+
+    def suspect(self, now: float, rank: int, *, died: bool) -> None:
+        """A rank does not answer; or, if it `died`, it will never do anything again."""
+        if self.ended or rank == self.me:
+            return
+        self._give_up({rank})
+        self._joins.discard(rank)
+        self.waiting.discard(rank)
+        if died:
+            self._dead.add(rank)
+        if self.number < 0 and self._lost.issuperset(self._contacts):
+            self._end("could not join, as none of those that it knows is left")
+            return
+        if rank in self.members:
+            self._begin(now)
+            if self._lead is None and (self._promised[1] == rank or self._is_first()):
+                self._act_at = min(self._act_at, self._turn(now))
+            self._go_on(now)
+
+    def _give_up(self, ranks: set[int]) -> None:
+        """Believes them lost from now on."""
+        self._lost |= ranks
+        if self.missing < 0:
+            self.missing = min(ranks & self._mine, default=-1)
+
+    def admit(self, now: float, newcomer: int) -> None:
+        """A newcomer is to be a member of the next view, if it is not lost by then."""
+        if self.ended or newcomer in self.members:
+            return
+        if newcomer not in self._lost:
+            self._joins.add(newcomer)
+        self._begin(now)
+        self._go_on(now)
+
+    def renew(self, now: float) -> None:
+        """This rank wants a next view, whoever is in it."""
+        if not self.ended and self.members:
+            self._begin(now)
+            self._go_on(now)
+
+    def leave(self, now: float) -> None:
+        """This rank wants to be no member any more."""
+        if not self.ended and self.members:
+            self._leaves.add(self.me)
+            self._begin(now)
+            self._go_on(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if self.ended or not self.is_changing:
+            return
+        if now >= self._ends_at:
+            if self.number < 0:
+                self._end(f"could not join within {self._limit_s:g} s: nobody has let it in")
+            else:
+                limit = _LIMIT * self._patience_s
+                self._end(f"could not agree on view {self.number + 1} within {limit:g} s")
+        elif self.number < 0:
+            if now >= self._act_at:
+                self._act_at = now + self._patience_s
+                self._send(self._contacts, Message(JOIN, 0))
+        else:
+            self._go_on(now)
+
+    def hear(self, now: float, sender: int, message: Message) -> None:
+        """A message has come."""
+        if self.ended or sender in self._dead:
+            return
+        if message.kind == GONE:
+            self.suspect(now, sender, died=True)
+            return
+        if message.kind == JOIN:
+            self._hear_join(now, sender)
+        elif message.kind == COMMIT:
+            if message.number > self.number:
+                self._enter(now, message.number, message.members)
+        elif self.number < 0 and self.me not in message.base:
+            return  # not yet
+        elif message.number <= self.number:
+            if message.kind in (WANT, PREPARE, ACCEPT):
+                self._tell_view([sender])
+        else:
+            if message.number > self.number + 1:
+                self._enter(now, message.number - 1, message.base)
+            if not self.ended:
+                self._take_part(now, sender, message)
+        if not self.ended and self.is_changing and self.number >= 0:
+            self._go_on(now)
+
+    # ---- as a member ----
+
+    def _begin(self, now: float) -> None:
+        """Leaves what the old view was doing; once in each view."""
+        if self.is_changing:
+            return
+        self.is_changing = True
+        self._ends_at = now + _LIMIT * self._patience_s
+        self._act_at = self._turn(now)
+        self._send(self._others(), self._message(WANT))
+
+    def _turn(self, now: float) -> float:
+        """When this rank proposes, if no other does before."""
+        alive = [rank for rank in self.members if rank not in self._lost]
+        return now + self._patience_s * alive.index(self.me)
+
+    def _is_first(self) -> bool:
+        return all(rank in self._lost for rank in self.members if rank < self.me)
+
+    def _hear_join(self, now: float, newcomer: int) -> None:
+        if newcomer in self.members:
+            self._tell_view([newcomer])
+        elif self.members and newcomer not in self._lost:
+            self.waiting.add(newcomer)
+            if not self._holds_joins:
+                self._joins.add(newcomer)
+                self._begin(now)
+
+    def _take_part(self, now: float, sender: int, message: Message) -> None:
+        """In the agreement on the next view."""
+        self._round = max(self._round, message.ballot[0])
+        self._joins |= {*message.joins} - self._lost - {*self.members}
+        self._leaves |= {*message.leaves} & {*self.members}
+        self._told.update(message.lost)
+        self._begin(now)
+        for rank in message.dead:
+            if rank not in self._dead:
+                self.suspect(now, rank, died=True)
+        if self.ended or message.number != self.number + 1:
+            return  # which may have come of that
+        if message.kind in (PREPARE, ACCEPT):
+            self._answer(now, sender, message)
+        elif message.kind == REFUSE:
+            if self._lead is not None and message.ballot > self._lead.ballot:
+                self._step_back(now, message.ballot[1])
+        elif self._lead is not None and message.ballot == self._lead.ballot:
+            if message.kind == PROMISE:
+                self._lead.promises[sender] = message
+            elif message.kind == ACCEPTED:
+                self._lead.accepts.add(sender)
+
+    def _answer(self, now: float, sender: int, message: Message) -> None:
+        """Promises, accepts, or refuses, as there is a higher ballot."""
+        ballot = message.ballot
+        is_known = message.kind == ACCEPT and ballot == self._promised
+        if ballot <= self._promised and not is_known:
+            self._send([sender], replace(self._message(REFUSE), ballot=self._promised))
+            return
+        self._promised = ballot
+        self._step_back(now, sender)
+        if message.kind == ACCEPT:
+            self._accepted = ballot, message.members
+            self._send([sender], replace(self._message(ACCEPTED), ballot=ballot))
+        else:
+            self._send([sender], self._promise(ballot))
+
+    def _promise(self, ballot: Ballot) -> Message:
+        accepted, members = self._accepted
+        message = self._message(PROMISE)
+        return replace(message, ballot=ballot, accepted=accepted, members=members)
+
+    def _step_back(self, now: float, leader: int) -> None:
+        """Another rank leads: gives it the time that it may take, unless it is lost."""
+        self._lead = None
+        time_of_a_ballot = 0.0 if leader in self._dead else 3 * self._patience_s
+        self._act_at = self._turn(now) + time_of_a_ballot
+
+    # ---- as the proposer ----
+
+    def _go_on(self, now: float) -> None:
+        """Does what is due."""
+        while not self.ended and self.is_changing:
+            if self._lead is None:
+                if now < self._act_at:
+                    return
+                self._prepare(now)
+            is_proposed = bool(self._lead and self._lead.accepts)
+            if self._lead is None or not (
+                self._commit_if_accepted(now) if is_proposed else self._propose_if_promised(now)
+            ):
+                return
+
+    def _prepare(self, now: float) -> None:
+        self._round += 1
+        ballot = self._promised = self._round, self.me
+        self._lead = _Lead(ballot, now + self._patience_s, {self.me: self._promise(ballot)})
+        self._send(self._others(), replace(self._message(PREPARE), ballot=ballot))
+
+    def _propose_if_promised(self, now: float) -> bool:
+        """Whether there is more to do now."""
+        lead = self._lead
+        assert lead is not None
+        awaited = set(self._others()) - lead.promises.keys()
+        if awaited and now < lead.deadline:
+            return False
+        self._give_up(awaited)
+        promises = lead.promises
+        if not self._is_majority(promises):
+            self._end(self._too_few(promises))
+            return False
+        newest = max(promises.values(), key=lambda promise: promise.accepted)
+        members = newest.members if newest.accepted != _NONE else self._choose(promises)
+        if not members:
+            return False
+        lead.members, lead.deadline = members, now + self._patience_s
+        lead.accepts = {self.me}
+        self._accepted = lead.ballot, members
+        self._send(promises, replace(self._message(ACCEPT), ballot=lead.ballot, members=members))
+        return True
+
+    def _choose(self, promises: dict[int, Message]) -> Ranks:
+        """The members of the next view; none if there cannot be one, which ends this rank."""
+        opinions = {rank: {*promise.lost} for rank, promise in promises.items()}
+        opinions[self.me] = self._lost
+        together = _trusting(opinions)
+        if not self._is_majority(together):
+            self._end(self._too_few(together))
+            return ()
+        joins = self._joins.difference(*(opinions[rank] for rank in together))
+        staying = {*together} - self._leaves | joins
+        members = self._whole(staying)
+        counted = staying if self._min_ranks is None else members
+        if not members or len(counted) < self._needed():
+            self._end(self._too_few(members))
+            return ()
+        return tuple(sorted(members))
+
+    def _whole(self, ranks: set[int]) -> set[int]:
+        """Those of them whose group is whole."""
+        return ranks.difference(*(group for group in self._groups if not group <= ranks))
+
+    def _commit_if_accepted(self, now: float) -> bool:
+        """Whether there is more to do now."""
+        lead = self._lead
+        assert lead is not None
+        if self._is_majority(lead.accepts):
+            everyone = {*self.members, *lead.members}
+            self._enter(now, self.number + 1, lead.members)
+            self._send(everyone, Message(COMMIT, self.number, members=self.members))
+            return True
+        awaited = lead.promises.keys() - lead.accepts - self._lost
+        if awaited and now < lead.deadline:
+            return False
+        self._give_up(awaited)
+        self._lead, self._act_at = None, now
+        return True
+
+    def _is_majority(self, ranks: Iterable[int]) -> bool:
+        heard = {*ranks} & {*self.members}
+        if len(self.members) == 2:
+            return {*self.members} - self._dead <= heard
+        return 2 * len(heard) > len(self.members)
+
+    def _needed(self) -> int:
+        return len(self.members) // 2 + 1 if self._min_ranks is None else self._min_ranks
+
+    def _too_few(self, ranks: Iterable[int]) -> str:
+        left = ", ".join(map(str, sorted(ranks)))
+        must = f"more than half of view {self.number}, which has {len(self.members)} ranks"
+        if self._min_ranks is not None:
+            must += f", and min_ranks={self._min_ranks}"
+        if self._groups:
+            must += ", in replicas that have lost none of their ranks"
+        return f"must go on with {must}, got {left or 'none'}"
+
+    # ---- views ----
+
+    def _enter(self, now: float, number: int, members: Ranks) -> None:
+        """The next view is committed."""
+        if self.me not in members:
+            if self.number >= 0:
+                self.number, self.members = number, members
+                self.ended = "left" if self.me in self._leaves else self._why_outside()
+            return
+        self.number, self.members = number, members
+        self.is_changing, self._ends_at = False, math.inf
+        self._reset()
+        self._joins.clear()  # who is not in it asks again
+        self.waiting -= {*members}
+        self._leaves &= {*members}
+        if self._lost & {*members} or self._leaves:
+            self._begin(now)
+
+    def _why_outside(self) -> str:
+        """Why this rank is no member of the view, although it has not left."""
+        if self.missing < 0 and self.me not in self._told:
+            self.missing = min(self._told & self._mine, default=-1)
+        if self.missing >= 0:
+            return f"cannot go on without rank {self.missing}, which held shards of its replica"
+        what = ", or another rank of its replica is" if len(self._mine) > 1 else ""
+        return f"is not in view {self.number}, taken for lost{what}"
+
+    def _end(self, reason: str) -> None:
+        self.ended = reason
+        self._send(self.members or self._contacts, Message(GONE, self.number))
+
+    def _tell_view(self, ranks: Iterable[int]) -> None:
+        self._send(ranks, Message(COMMIT, self.number, members=self.members))
+
+    # ---- messages ----
+
+    def _others(self) -> list[int]:
+        return [r for r in self.members if r != self.me and r not in self._lost]
+
+    def _message(self, kind: str) -> Message:
+        return Message(
+            kind,
+            self.number + 1,
+            self.members,
+            lost=tuple(sorted(self._lost & {*self.members})),
+            dead=tuple(sorted(self._dead & {*self.members})),
+            joins=tuple(sorted(self._joins)),
+            leaves=tuple(sorted(self._leaves)),
+        )
+
+    def _send(self, ranks: Iterable[int], message: Message) -> None:
+        self.outbox += [(r, message) for r in ranks if r != self.me and r not in self._dead]
+
+
+def _trusting(opinions: dict[int, set[int]]) -> list[int]:
+    """Ranks none of which believes another lost: without those in most such pairs.
+
+    Args:
+        opinions: of each rank, whom it believes lost
+    """
+    left = sorted(opinions)
+    while True:
+        quarrels = {
+            rank: sum(b in opinions[rank] or rank in opinions[b] for b in left if b != rank)
+            for rank in left
+        }
+        worst = max(left, key=lambda rank: (quarrels[rank], rank), default=-1)
+        if worst < 0 or not quarrels[worst]:
+            return left
+        left.remove(worst)

@@ -1,0 +1,225 @@
+"""The MPI job that this process is in: who started it, which library joined it, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import time
+from array import array
+from typing import Any, Final
+
+from lightning_dsgd.transport.contract import TransportError
+
+LONGEST_PAUSE_S: Final = 2e-3
+"""Between two looks whether MPI has got further; a shorter one takes more of a core."""
+_END_WITHIN_S: Final = 10.0
+"""How long a job may take to end once a rank is lost, before it is aborted."""
+_HEARD_WITHIN_S: Final = 0.5
+"""How long mpiexec may take to pass on what a rank says: aborting loses the rest."""
+_SAY_AFTER_S: Final = 60.0
+"""How long a rank that has ended well waits for the others in silence."""
+_MPIEXEC: Final = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+"""Variables that an mpiexec sets, and srun does not: that of Open MPI; those of MPICH's kin."""
+
+
+class Job:
+    """What belongs to the process, as MPI does: its end.
+
+    The training thread joins it; `end` runs at the exit of the process, when the threads of MPI's
+    wires have ended.  A wire's thread adds to `kept`, once, before it ends.
+    """
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        """A rank is lost: not every rank may come to the end."""
+        self.kept: list[Any] = []
+        """Memory that MPI may still read and write."""
+        self._world: Any = None
+
+    def join(self, world: Any) -> None:
+        """Has the process wait for all ranks of the job before it ends."""
+        self.is_broken = False
+        if self._world is None:
+            self._world = world
+            atexit.register(self.end)
+            os.register_at_fork(after_in_child=self._leave)
+
+    def _leave(self) -> None:
+        atexit.unregister(self.end)
+
+    def end(self) -> None:
+        """Goes to MPI_Finalize, which waits for all ranks, once all go there.
+
+        Once a rank is lost it may never go there: the job is aborted, which ends every process.
+        """
+        request = self._world.Ibarrier()
+        begin, is_said = time.monotonic(), False
+        while not request.Test():
+            waited_s = time.monotonic() - begin
+            if self.is_broken and waited_s > _END_WITHIN_S:
+                self._say(f"not every rank has ended within {waited_s:.0f} s: aborting the MPI job")
+                time.sleep(_HEARD_WITHIN_S)
+                self._world.Abort(1)
+            if not is_said and waited_s > _SAY_AFTER_S:
+                self._say("waits for every other rank to end, as MPI processes end together")
+                is_said = True
+            time.sleep(LONGEST_PAUSE_S)
+
+    def _say(self, text: str) -> None:
+        print(f"[rank {self._world.Get_rank()}] {text}", file=sys.stderr)  # noqa: T201
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+job: Final = Job()
+
+
+def launched_size() -> int | None:
+    """How many processes an MPI launcher says it has started with this one; None without one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return None  # torchrun started this process, whoever started torchrun
+    variables = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]  # of Open MPI's mpiexec; of MPICH's, of srun
+    if "PMIX_RANK" in os.environ:  # srun --mpi=pmix
+        variables.append("SLURM_NTASKS")
+    return next((int(os.environ[name]) for name in variables if name in os.environ), None)
+
+
+def is_usable(world_size: int) -> bool:
+    """Whether an MPI launcher started this process in a world of that size that mpi4py has joined.
+
+    Does not touch MPI, whose initialization has side effects, where no launcher of MPI was at work.
+    """
+    return launched_size() == world_size and _joined_size() == world_size
+
+
+def check_launch(environment: Any, num_nodes: int, num_devices: int) -> None:
+    """Raises, on every rank, unless the Trainer means the processes that an MPI launcher started.
+
+    Args:
+        environment: Lightning's ClusterEnvironment, of which MPIEnvironment asks MPI
+        num_nodes: the Trainer's
+        num_devices: the Trainer's, of one node
+    """
+    name, launched = type(environment).__name__, launched_size()
+    if name == "SLURMEnvironment" and is_of_mpiexec():
+        raise ValueError(
+            f"mpiexec must number its ranks itself, got {launched} processes of mpiexec that take "
+            "their ranks from SLURM_PROCID, which is that of the batch script; start them with "
+            "srun instead of mpiexec, or use Trainer(plugins=[MPIEnvironment()]) of "
+            "lightning.pytorch.plugins.environments"
+        )
+    is_of_mpi = name == "MPIEnvironment"
+    starts_ranks = name == "LightningEnvironment" and not environment.creates_processes_externally
+    if launched is not None and launched > 1 and (is_of_mpi or starts_ranks):
+        check_joined(
+            launched, "start the script without a launcher: Lightning starts its devices itself"
+        )
+    if is_of_mpi:
+        _check_devices(environment.local_rank(), num_nodes, num_devices)
+
+
+def check_joined(launched: int, otherwise: str) -> None:
+    """Raises, on every rank, unless mpi4py has joined all processes that a launcher has started.
+
+    Args:
+        launched: how many there are
+        otherwise: what to do without MPI
+    """
+    joined = _joined_size()
+    if joined is None:
+        raise ValueError(
+            f"an MPI launcher has started {launched} processes, but mpi4py cannot be imported "
+            "here, so that each would train alone; pip install mpi4py, built for the launcher's"
+            f" MPI, or {otherwise}"
+        )
+    if joined != launched:
+        raise ValueError(
+            f"an MPI launcher has started {launched} processes, but mpi4py's MPI library has a "
+            f"world of {joined}: they belong to two MPIs; {library()} needs the mpiexec that "
+            f"came with it (is it {os.path.join(sys.prefix, 'bin', 'mpiexec')}?); keep one MPI "
+            "in an environment"
+        )
+
+
+def is_of_mpiexec() -> bool:
+    """Whether mpiexec has started this process, perhaps in a job of SLURM."""
+    return any(variable in os.environ for variable in _MPIEXEC)
+
+
+def num_ranks_on_node() -> int:
+    """How many processes of MPI_COMM_WORLD share this node; all must ask."""
+    mpi = load_mpi()
+    node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    size = int(node.Get_size())
+    node.Free()
+    return size
+
+
+def _check_devices(local_rank: int, num_nodes: int, num_devices: int) -> None:
+    """Raises, on every rank, unless each has a device."""
+    mpi = load_mpi()
+    world_size, most = mpi.COMM_WORLD.Get_size(), array("i", [0])
+    mpi.COMM_WORLD.Allreduce(array("i", [local_rank + 1]), most, mpi.MAX)
+    if world_size != num_nodes * num_devices or most[0] > num_devices:
+        raise ValueError(
+            f"each MPI rank needs a device of its own, got {world_size} ranks, up to {most[0]} on "
+            f"a node, for devices={num_devices} and num_nodes={num_nodes}; start "
+            f"{num_nodes * num_devices} ranks, {num_devices} on each node, or set "
+            f"devices={most[0]} and num_nodes={-(-world_size // most[0])}"
+        )
+
+
+def _joined_size() -> int | None:
+    """The size of MPI_COMM_WORLD; None without mpi4py, or with it but without an MPI library."""
+    try:
+        return int(load_mpi().COMM_WORLD.Get_size())
+    except (ImportError, RuntimeError):
+        return None
+
+
+def is_cuda_aware() -> bool:
+    """Whether the MPI library says that it takes the addresses of CUDA memory."""
+    try:
+        library = ctypes.CDLL(load_mpi().__file__)
+        return bool(library.MPIX_Query_cuda_support())
+    except (OSError, AttributeError):  # it has no such question
+        return False
+
+
+def library() -> str:
+    """The MPI library that mpi4py has loaded, and where from."""
+    return str(load_mpi().Get_library_version().splitlines()[0].strip())
+
+
+def world_of_threads() -> Any:
+    """MPI_COMM_WORLD, if its library lets all threads of a process call it."""
+    try:
+        mpi = load_mpi()
+    except (ImportError, RuntimeError) as err:
+        raise TransportError(
+            'transport="mpi" needs mpi4py and an MPI library, got '
+            f"{type(err).__name__}: {err}; pip install mpi4py mpich, or use "
+            'transport="process_group"'
+        ) from err
+    level = mpi.Query_thread()
+    if level < mpi.THREAD_MULTIPLE:
+        names = {
+            mpi.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+            mpi.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+            mpi.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+        }
+        raise TransportError(
+            f'transport="mpi" needs MPI_THREAD_MULTIPLE, got {names[level]} from {library()}; '
+            "unset MPI4PY_RC_THREAD_LEVEL and leave mpi4py.rc.thread_level alone, take an MPI "
+            'library built with threads, or use transport="process_group"'
+        )
+    return mpi.COMM_WORLD
+
+
+def load_mpi() -> Any:
+    """mpi4py's module, whose import initializes MPI."""
+    from mpi4py import MPI
+
+    return MPI

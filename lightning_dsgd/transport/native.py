@@ -1,0 +1,307 @@
+"""Sums of all ranks by torch's own collectives, which must be called in one order: NCCL's.
+
+    thread      all_reduce: asks for a ticket, gives a `NativeSum`
+    launcher    once all ranks have asked: calls torch's collective, on a stream of its own
+    thread      wait: until that is called, then until the sum is on the device
+
+`tickets` says in which order sums are begun, and why nobody waits for ever.
+
+**On a device.**  The ask is a message to the own rank, so the launcher's stream waits for what has
+made the argument.  Whoever waits for a sum asks again and again whether it is there, as for a
+message: the stream that trains never waits for a rank.  So a lost rank, `timeout_s` and the end of
+a lane end that wait, and not torch's watchdog, which would end the process.
+
+**After a loss.**  The launcher aborts the communicator, which ends the kernels that wait for the
+lost rank.  No thread can be inside NCCL then, as no other one calls it.  A launcher that is itself
+held up there is left behind, and the communicator with it; the waits of the other threads end all
+the same.
+
+**Threads.**  `begin` is called by any thread, which puts the sum into `_asked`; the launcher takes
+it out.  All other fields are the launcher's, whose methods are `launch`, `refuse` and `abandon`,
+and once it has ended those of the thread that closes the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dsgd.devices import PASSED, Port, is_on_host, port_of, until
+from lightning_dsgd.transport.collectives import Call
+from lightning_dsgd.transport.contract import Counters, PeerLost, Timeout, TransportError
+from lightning_dsgd.transport.frames import CODES, DTYPES
+from lightning_dsgd.transport.mailboxes import Expected
+from lightning_dsgd.transport.processes import ProcessTransport
+from lightning_dsgd.transport.tickets import Form, Sum, Tickets
+
+SUMMED: Final = frozenset(
+    {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+"""What NCCL and gloo can sum."""
+_HALVES: Final = (torch.bfloat16, torch.float16)
+_CLOSE_TIMEOUT_S: Final = 5.0
+_LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+"""What ends waits, and that calls return at once."""
+
+
+def make_group(device: torch.device, timeout_s: float) -> Any:
+    """A process group of all ranks for these sums alone; all ranks call it together.
+
+    Its communicator is made at once where the device is known, and not in the first sum.
+
+    Args:
+        device: that this rank computes on
+        timeout_s: after which the waits for a sum end; torch's own limit is longer
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    is_known = device.type == "cpu" or world.bound_device_id is not None
+    with _environment(_LEFT_TO_US):
+        return dist.new_group(
+            timeout=timedelta(seconds=2 * timeout_s),
+            device_id=None if is_known else port_of(device).device,
+        )
+
+
+def destroy_group(group: Any) -> None:
+    """Ends a group that nothing waits for; torch complains where another has ended it before."""
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class NativeSums:
+    """One rank's sums by a process group; all ranks make it together.
+
+    Args:
+        net: the network over which the ranks agree on an order
+        group: from `make_group`
+    """
+
+    def __init__(self, net: ProcessTransport, group: Any) -> None:
+        self._net = net
+        self._port = net.mesh.port
+        self._group = group
+        self._asked: dict[Sum, NativeSum] = {}
+        self._under_way: list[NativeSum] = []
+        self._is_aborted = False
+        control = net.sub("native")
+        control.counters = Counters()  # tickets are news, which nobody counts
+        self._tickets = Tickets(control, self)
+
+    # ---- any thread ----
+
+    def begin(self, net: ProcessTransport, x: Tensor, call: Call) -> NativeSum:
+        """Has a sum begun once all ranks have called it.
+
+        Args:
+            net: the endpoint on which it is called
+            x: the argument, which will hold the sum
+            call: among the endpoint's collectives of all ranks
+        """
+        key = call.channel, call.number
+        work = NativeSum(net, x, key, self._tickets)
+        own = len(x) * (call.me + 1) // call.size - len(x) * call.me // call.size
+        net.counters.bytes_sent += (len(x) - own + own * (call.size - 1)) * work.itemsize
+        net.counters.messages_sent += 2 * (call.size - 1)
+        self._asked[key] = work
+        net.mesh.mailboxes.collect(work)
+        self._tickets.ask(key, CODES[x.dtype], len(x))
+        return work
+
+    def close(self) -> None:
+        """Ends the launcher and the group; nothing is under way on any rank, but after a loss."""
+        with contextlib.suppress(Exception):  # of which all ranks know
+            try:
+                self._tickets.stop(_CLOSE_TIMEOUT_S)
+            except Timeout:
+                return  # it is inside torch's collectives, where no other thread may come
+        is_idle = all(work.has_passed() for work in self._under_way)
+        if self._net.mesh.mailboxes.failure is not None or not is_idle:
+            self.abandon()
+        if not self._is_aborted:
+            destroy_group(self._group)
+
+    # ---- the launcher ----
+
+    def launch(self, key: Sum) -> None:
+        """Calls torch's collective."""
+        self._under_way = [work for work in self._under_way if not work.has_passed()]
+        work = self._asked.pop(key)
+        with self._net.blaming(work.describe()):
+            work.launch(self._group, self._port)
+        self._under_way.append(work)
+
+    def refuse(self, key: Sum, least: Form, greatest: Form) -> None:
+        """Tells its thread."""
+        asked = (f"rank {rank} has {n} of {DTYPES[code]}" for code, n, rank in (least, greatest))
+        work = self._asked.pop(key)
+        work.release(
+            TransportError(
+                f"all ranks must sum as many elements of one dtype in {work.describe()}, but "
+                + ", ".join(asked)
+            )
+        )
+
+    def abandon(self, failure: Exception | None = None) -> None:
+        """Ends the kernels that wait for others; first all are told what this rank failed with.
+
+        So who finds that its kernel has ended, as it was aborted, knows of the loss.
+        """
+        if failure is not None:
+            self._net.mesh.lose(self._net.rank, f"failed: {type(failure).__name__}: {failure}")
+        if not self._is_aborted:
+            self._is_aborted = True
+            self._group.abort()
+
+
+class NativeSum(Expected):
+    """A sum under way: waits in the mailboxes, as a receive does, until it is launched.
+
+    The launcher writes `_work` and `_mark` before it sets `arrived`; whoever has called
+    the sum reads them after that.
+
+    Args:
+        net: the endpoint on which it was called
+        x: the argument and result
+        key: its channel, and its number there
+        tickets: which know who else has called it
+    """
+
+    def __init__(self, net: ProcessTransport, x: Tensor, key: Sum, tickets: Tickets) -> None:
+        super().__init__(net.rank, key, None)
+        self._net, self._x, self._tickets = net, x, tickets
+        self._y = x.float() if x.dtype in _HALVES else x
+        self._begin = time.monotonic()
+        self._work: Any = None
+        self._mark = PASSED
+        self._is_taken = False
+
+    def missing(self, left: set[int]) -> int | None:
+        # Of an empty one a rank may have come back, and left, before its ticket is here.
+        return min(left, default=None) if len(self._y) else None
+
+    def describe(self) -> str:
+        """What it is."""
+        path = self._net.path.strip("/")
+        return f"all_reduce number {self.key[1]} of all ranks" + (f" [{path}]" if path else "")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element, as it is summed."""
+        return self._y.itemsize
+
+    # ---- the launcher ----
+
+    def launch(self, group: Any, port: Port) -> None:
+        """Calls torch's collective, which goes on behind all that has made the argument."""
+        if len(self._y):
+            self._work = dist.all_reduce(self._y, group=group, async_op=True)
+            if not is_on_host(self._y):
+                self._work.wait()  # holds up the launcher's stream, and not the launcher
+                self._mark = port.mark()
+        self.release(None)
+
+    def release(self, failure: TransportError | None) -> None:
+        """It is launched, or will not be: its thread goes on."""
+        self._net.mesh.mailboxes.withdraw(self)
+        if self.failure is None:
+            self.failure = failure
+        self.arrived.set()
+
+    def has_passed(self) -> bool:
+        """Whether the sum is there, once it is launched; never blocks."""
+        work = self._work
+        if work is not None and is_on_host(self._x):
+            return bool(work.is_completed())
+        return self._mark.has_passed()
+
+    # ---- who has called it ----
+
+    def done(self) -> bool:
+        if self._net.lane is not None:
+            self._net.lane.check_stop()
+        return self.arrived.is_set() and (self.failure is not None or self.has_passed())
+
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        net, begin = self._net, time.monotonic()
+        net.check_process()
+        if self._is_taken:
+            return self._x
+        limit = min(net.timeout_s if timeout_s is None else timeout_s, threading.TIMEOUT_MAX)
+        try:
+            self._await_launch(limit)
+            self._await_end(limit, begin + limit - time.monotonic())
+        finally:
+            end = time.monotonic()
+            if net.lane is None:
+                net.counters.wait_s += end - begin
+            if net.counters.watch is not None:
+                net.counters.watch.waited(begin, end, -1, in_lane=net.lane is not None)
+        net.counters.comm_s += end - self._begin
+        return self._take()
+
+    def _await_launch(self, limit: float) -> None:
+        lane = self._net.lane
+        if lane is not None:
+            lane.begin_waiting(self)
+        in_time = self.arrived.wait(limit)
+        if lane is not None:
+            lane.end_waiting()
+        if not in_time:
+            callers = ", ".join(map(str, self._tickets.known_callers(self.key)))
+            raise Timeout(
+                f"rank {self._net.rank} has waited {limit:g} s for all ranks to call "
+                f"{self.describe()}; it knows of calls of ranks {callers}"
+            )
+        if isinstance(self.failure, PeerLost):
+            raise PeerLost(self.failure.rank, self.failure.reason, self.describe())
+        if self.failure is not None:
+            raise self.failure
+
+    def _await_end(self, limit: float, left: float) -> None:
+        what = f"{self.describe()}, which all have called, to end on {self._x.device}"
+
+        def check() -> None:
+            if self._net.lane is not None:
+                self._net.lane.check_stop()
+            self._net.mesh.check(what)
+
+        if not until(self.has_passed, left, check):
+            raise Timeout(f"rank {self._net.rank} has waited {limit:g} s for {what}")
+        if is_on_host(self._x) and self._work is not None:
+            with self._net.blaming(what):
+                self._work.wait()  # returns at once; raises what it has failed with
+        self._net.mesh.check(what)  # a kernel that was aborted has ended, too
+
+    def _take(self) -> Tensor:
+        self._is_taken = True
+        if self._y is not self._x:
+            self._x.copy_(self._y)
+            if not is_on_host(self._y):
+                port_of(self._y.device).keep(self._y)
+        self._y, self._work = self._x, None
+        return self._x

@@ -1,0 +1,60 @@
+"""A process that comes to a network whose ranks were there before.
+
+It has a number that no rank has had.  It connects to all whose address it was given, asks them to
+be let in, and is a rank from the first view that has it as a member: see `survival`.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+
+from lightning_dsgd.transport.contract import Counters
+from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.processes import ProcessTransport
+from lightning_dsgd.transport.tcp import TCPWire
+
+
+class NewcomerTransport(ProcessTransport):
+    """A newcomer's end of the network: no wait ends well before `next_view` has given a view.
+
+    Args:
+        number: of this process
+        timeout_s: how long a wait may take
+        heartbeat_timeout_s: after how much silence a rank counts as lost
+    """
+
+    def __init__(self, number: int, timeout_s: float, heartbeat_timeout_s: float) -> None:
+        Endpoint.__init__(self, number, number + 1, timeout_s, Counters())
+        self._begin(TCPWire(), heartbeat_timeout_s, is_newcomer=True)
+
+    def listen(self) -> tuple[str, int]:
+        """Where other newcomers reach this one, once it has asked to be let in."""
+        self._address = self.mesh.connections.listen()
+        return self._address
+
+    def join(
+        self,
+        contacts: Mapping[int, tuple[str, int]],
+        secret: bytes,
+        min_ranks: int | None,
+        within_s: float,
+    ) -> None:
+        """Asks to be let in; it must `listen` before.
+
+        From then on the others may wait for this rank.
+
+        Args:
+            contacts: where the ranks listen that this one may reach
+            secret: of the job
+            min_ranks: how many a view must have
+            within_s: how long it asks
+        """
+        atexit.register(self.end)
+        self.mesh.open({self.rank: self._address, **contacts}, secret)
+        self.wire.open(self.mesh)
+        try:
+            self.mesh.join(min_ranks, within_s)
+        except BaseException as exception:
+            self.fail(f"failed: {type(exception).__name__}: {exception}")
+            raise

@@ -1,0 +1,373 @@
+"""The network between processes that torch.distributed has joined, over any wire.
+
+    endpoint   the contract             this module: a rank's transport, and its receives
+       |
+    mailboxes  where messages and receives meet
+       |
+    wire       carries messages         `tcp`, `nixl`, `mpi`
+       |
+    mesh       knows who is alive       one thread per process, over `connections`
+
+The process group is where ranks find each other's addresses, and, on CUDA, what sums dense tensors
+of all ranks (NCCL, see `native`).  Why not gloo's send and receive: they can neither be polled nor
+cancelled, and do not notice a dead peer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dsgd.devices import PASSED, is_on_host, port_of, served_by, until
+from lightning_dsgd.transport.contract import (
+    Counters,
+    PeerLost,
+    Timeout,
+    TransportError,
+    Work,
+)
+from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.frames import CODES, HEADER
+from lightning_dsgd.transport.lanes import Lane
+from lightning_dsgd.transport.mailboxes import Expected
+from lightning_dsgd.transport.mesh import Mesh, encode
+from lightning_dsgd.transport.messages import check_message, describe
+from lightning_dsgd.transport.staging import Landing
+from lightning_dsgd.transport.wire import Wire
+from lightning_dsgd.transport.works import Done
+
+CPU: Final = torch.device("cpu")
+_CARD_BYTES: Final = 256
+
+
+class ProcessTransport(Endpoint):
+    """This process's end of a network over the default process group; all ranks open it together.
+
+    `mesh` and `wire` are shared by the endpoints of all threads; the rest is the endpoint's own.
+
+    Args:
+        wire: what carries messages
+        timeout_s: how long a wait may take
+        heartbeat_timeout_s: after how much silence a rank counts as lost
+        device: that this rank computes on
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        timeout_s: float,
+        heartbeat_timeout_s: float,
+        device: torch.device = CPU,
+    ) -> None:
+        super().__init__(dist.get_rank(), dist.get_world_size(), timeout_s, Counters())
+        self._begin(wire, heartbeat_timeout_s, device)
+        try:
+            if self.world_size > 1:
+                self._open()
+            self.sub("opening").barrier().wait()  # nobody leaves before all have found each other
+        except BaseException as exception:
+            self.fail(f"failed: {type(exception).__name__}: {exception}")
+            raise
+
+    def _begin(
+        self,
+        wire: Wire,
+        heartbeat_timeout_s: float,
+        device: torch.device = CPU,
+        *,
+        is_newcomer: bool = False,
+    ) -> None:
+        self.wire = wire
+        self.mesh = Mesh(
+            self.rank,
+            self.world_size,
+            self.timeout_s,
+            heartbeat_timeout_s,
+            port_of(device),
+            is_newcomer=is_newcomer,
+        )
+        self._address = ("", 0)
+        self.lane: Lane | None = None
+        """Whose endpoint this is; None for the training thread's."""
+
+    def _open(self) -> None:
+        host, port = self.mesh.connections.listen()
+        secret = secrets.token_hex(16)
+        cards = _gather_json({"host": host, "port": port, "secret": secret, "wire": self.wire.name})
+        try:
+            self._check_wires([str(card["wire"]) for card in cards])
+        except TransportError:
+            self.mesh.connections.stop_listening()
+            raise
+        atexit.register(self.end)
+        addresses = {
+            rank: (str(card["host"]), int(card["port"])) for rank, card in enumerate(cards)
+        }
+        self._address = addresses[self.rank]
+        self.mesh.open(addresses, bytes.fromhex(cards[0]["secret"]))
+        self.wire.open(self.mesh)
+
+    def _check_wires(self, names: list[str]) -> None:
+        """Raises, on every rank, unless all send their messages the same way."""
+        kinds = [name.split()[0] for name in names]
+        if len(set(kinds)) > 1:
+            listed = ", ".join(f"{kind} on rank {rank}" for rank, kind in enumerate(kinds))
+            raise TransportError(
+                f"the transport must be the same on all ranks, got {listed}; name it: "
+                'transport="process_group", "nixl" or "mpi"'
+            )
+        self.wire.check_names(names)
+
+    # ---- life and death ----
+
+    def check(self) -> None:
+        self.mesh.check("a check between two steps")
+
+    @property
+    def is_forks(self) -> bool:
+        return self.mesh.is_forks
+
+    def check_process(self) -> None:
+        self.mesh.check_process()
+
+    def on_lost(self, callback: Callable[[PeerLost], None]) -> None:
+        self.mesh.on_lost = callback
+        lost = self.mesh.mailboxes.failure
+        if lost is not None and lost.rank != self.rank:
+            callback(lost)
+
+    @contextlib.contextmanager
+    def blaming(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            self.mesh.blame(what)
+            raise
+
+    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
+        self.mesh.survive(min_ranks, groups)
+
+    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
+        return self.mesh.next_view(lost)
+
+    def renew(self) -> None:
+        self.mesh.renew()
+
+    @property
+    def is_outside(self) -> bool:
+        return self.mesh.is_outside
+
+    def newcomers(self) -> tuple[int, ...]:
+        return self.mesh.newcomers()
+
+    def admit(self, newcomers: Sequence[int]) -> bool:
+        return self.mesh.admit(newcomers)
+
+    def part(self, leavers: Sequence[int]) -> bool:
+        return self.mesh.part(leavers)
+
+    def card(self) -> tuple[str, int, str]:
+        host, port = self._address
+        return host, port, self.mesh.secret.hex()
+
+    def fail(self, reason: str) -> None:
+        self.mesh.lose(self.rank, reason)
+        self.close()
+
+    def close(self) -> None:
+        if self.is_forks:
+            return
+        atexit.unregister(self.end)
+        has_carried_messages = self.wire.close()
+        self.mesh.close(is_last=not has_carried_messages)
+
+    def end(self) -> None:
+        """The process ends; its other threads live on while it waits for child processes."""
+        self.mesh.lose(self.rank, "ended before it had closed its network")
+        self.close()
+
+    # ---- messages ----
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sub(self, name: str) -> Self:
+        return self._at(f"{self.path}/{name}", self.lane)
+
+    def _at(self, path: str, lane: Lane | None) -> Self:
+        twin = copy.copy(self)  # the same mesh and wire
+        Endpoint.__init__(twin, self.rank, self.world_size, self.timeout_s, self.counters, path)
+        twin.lane = lane
+        return twin
+
+    def start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
+        self.check_process()
+        lane = Lane(self.mesh)
+        lane.start(self._at(name, lane), fn)
+        return lane
+
+    def post(
+        self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
+    ) -> Work[None]:
+        self.mesh.check(f"sending to rank {dst}")
+        if dst == self.rank:
+            x = x.detach().clone()
+            mark = self.mesh.port.mark()  # of a CPU tensor too: it tells of what this thread did
+            self.mesh.mailboxes.deliver(dst, (channel, tag), kind, x, mark)
+            return Done(None)
+        self.counters.bytes_sent += x.nbytes
+        self.counters.messages_sent += 1
+        header = HEADER.pack(channel, tag, x.nbytes, kind, CODES[x.dtype])
+        return self.wire.send(dst, header, x, copy=copy)
+
+    def collect(
+        self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
+    ) -> _Receipt:
+        self.check_process()
+        return _Receipt(self, like, src, channel, tag, kind, into)
+
+
+class _Receipt(Expected):
+    """A receive: waits in its mailbox until its message fills it; its endpoint's thread waits."""
+
+    def __init__(
+        self,
+        net: ProcessTransport,
+        like: Tensor,
+        src: int,
+        channel: int,
+        tag: int,
+        kind: int,
+        into: Tensor | None,
+    ) -> None:
+        readable = into if into is not None and is_on_host(into) else None
+        super().__init__(src, (channel, tag), readable)
+        self._net, self._like, self._into, self._kind = net, like, into, kind
+        self._begin = self.end = time.monotonic()
+        self._is_taken = False
+        self._is_posted = True
+        self._landing: Landing | None = None
+        self._writable = PASSED
+        if readable is None and into is not None:
+            self._writable = port_of(into.device).mark()
+        net.mesh.mailboxes.collect(self)
+
+    def describe(self) -> str:
+        """What it waits for."""
+        return describe(self._net.path, self.wanted, self.key[1], self._kind)
+
+    def done(self) -> bool:
+        if self._net.lane is not None:
+            self._net.lane.check_stop()
+        return self.arrived.is_set() and (self.failure is not None or self._has_landed())
+
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        net = self._net
+        net.check_process()
+        limit = min(net.timeout_s if timeout_s is None else timeout_s, threading.TIMEOUT_MAX)
+        if not self._is_posted:  # it was given up before
+            self._is_posted = True
+            net.mesh.mailboxes.collect(self)
+        if not self.arrived.is_set() and not self._arrives_within(limit):
+            self._is_posted = not net.mesh.mailboxes.withdraw(self)
+            # What cannot be withdrawn is half read: its end may be near.
+            if not self._is_posted or not self.arrived.wait(limit):
+                raise Timeout(f"rank {net.rank} has waited {limit:g} s for {self.describe()}")
+        if self.failure is not None:
+            net.mesh.mailboxes.withdraw(self)
+            if isinstance(self.failure, PeerLost):
+                raise PeerLost(self.failure.rank, self.failure.reason, self.describe())
+            raise self.failure
+        if not self._has_landed():
+            self._land(limit)
+        return self._take()
+
+    def _land(self, limit: float) -> None:
+        """Waits until the message is where `like` is."""
+        net, what = self._net, f"{self.describe()} to be copied to {self._like.device}"
+
+        def check() -> None:
+            if net.lane is not None:
+                net.lane.check_stop()
+            net.mesh.check(what)
+
+        if not until(self._has_landed, limit, check):
+            raise Timeout(f"rank {net.rank} has waited {limit:g} s for {what}")
+
+    def _has_landed(self) -> bool:
+        """Whether the message is where `like` is; never blocks."""
+        payload = self.payload
+        assert payload is not None
+        if self._landing is None and (is_on_host(self._like) or not is_on_host(payload)):
+            return True
+        if self._landing is None:
+            self._check(payload)
+            port = port_of(self._like.device)
+            self._landing = Landing(port, payload, self._into, self._writable)
+        return self._landing.has_landed()
+
+    def _arrives_within(self, limit: float) -> bool:
+        """Waits, and counts that if it is the training thread that is held up."""
+        net, lane, begin = self._net, self._net.lane, time.monotonic()
+        if lane is not None:
+            lane.begin_waiting(self)
+        net.wire.expect()
+        in_time = self.arrived.wait(limit)
+        end = time.monotonic()
+        if lane is None:
+            net.counters.wait_s += end - begin
+        else:
+            lane.end_waiting()
+        if net.counters.watch is not None:
+            net.counters.watch.waited(begin, end, self.source, in_lane=lane is not None)
+        return in_time
+
+    def _take(self) -> Tensor:
+        """The message, checked and where it belongs."""
+        payload = self.payload
+        assert payload is not None
+        if not self._is_taken:
+            self._is_taken = True
+            self._net.counters.comm_s += self.end - self._begin
+            self._check(payload)
+            self.mark.hold()
+            if self._landing is not None:
+                self.payload = payload = self._landing.take()
+            elif not is_on_host(payload):
+                port_of(payload.device).keep(payload)
+            if self._into is not None and payload.data_ptr() != self._into.data_ptr():
+                self._into.copy_(payload)
+            if payload.device != self._like.device:
+                self.payload = payload = payload.to(self._like.device)
+        return payload if self._into is None else self._into
+
+    def _check(self, payload: Tensor) -> None:
+        """Raises unless it is what was asked for."""
+        size, kinds = payload.numel(), (self.kind, self._kind)
+        check_message(self._like, self._into, payload.dtype, size, self.source, kinds)
+
+
+def _gather_json(value: Any) -> list[Any]:
+    """Every rank's value, through the process group."""
+    text = encode(value)
+    card = torch.zeros(_CARD_BYTES, dtype=torch.uint8, device=group_device())
+    card[: len(text)] = text
+    cards = [torch.empty_like(card) for _ in range(dist.get_world_size())]
+    dist.all_gather(cards, card)
+    return [json.loads(bytes(card.cpu().numpy()).rstrip(b"\0")) for card in cards]
+
+
+def group_device() -> str:
+    """The type of device whose tensors the default process group moves."""
+    return served_by(dist.get_backend())

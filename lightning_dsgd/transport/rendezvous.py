@@ -1,0 +1,331 @@
+"""How the ranks of a job meet, before they are connected and can watch each other.
+
+Until then all that they have in common is torch's store: a table of keys that rank 0 keeps at the
+address that the launcher has chosen, or torchrun's agent there.  Every rank writes about itself:
+
+    come/3     rank 3 has reached the store
+    ended/3    what became of rank 3: "opened", from where on the transport watches it; "told", that
+               of another's trouble; or its error, as "cause: ..." where that is its own, and as
+               "symptom: ..." where another rank may be the reason
+    trouble    a rank has failed: all look into the table, and give up
+    left/3     rank 3 has read what it needs
+
+    reach the store -> come -> all have come -> process group -> transport -> ended
+                                               `--- watching for trouble ---'
+
+A rank that waits for torch to connect the process group, or for the first exchange over it, lets
+another thread wait, and looks for `trouble` meanwhile.  So a rank that is alive has ended, or says
+"told" soon after the first rank met an error; **who says neither has died or is stopped**.  Blamed
+is a rank with a cause, else one that says nothing, else one with a symptom.
+
+**Why nobody waits for ever.**  For the store, and then for all ranks to come, a rank waits for
+`timeout_s`, and names those who have not come.  For the process group, and then for the transport,
+it waits for `timeout_s` at most, and less if a rank that is alive meets an error, as torch's
+connections to a rank that died do at once.  For what became of the others it waits
+`_VERDICT_WITHIN_S`.  Where rank 0 keeps the store, it leaves last, but waits for the others no
+longer than that.  Torch's own time limits do not hold where the host of the store is stopped or cut
+off; so each question to the store is asked in a thread of its own, which is left behind if no
+answer comes in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final, Generic, TypeVar
+
+import torch.distributed as dist
+
+from lightning_dsgd.transport.contract import PeerLost, Timeout, TransportError
+
+T = TypeVar("T")
+
+_LOOK_EVERY_S: Final = 0.25
+_ASK_EVERY_S: Final = 0.05
+_ANSWER_WITHIN_S: Final = 5.0
+"""How long the store may take to answer a question that needs no waiting."""
+_VERDICT_WITHIN_S: Final = 5.0
+"""How long a rank that is alive may take to notice `trouble`."""
+
+
+class Rendezvous:
+    """Where the ranks meet, and what they say there.
+
+    Its fields belong to the thread that uses it, the training thread; the threads of its tasks use
+    only the store, which has a lock of its own.
+
+    Args:
+        rank: this process's
+        world_size: of all
+        host: of the store
+        port: of the store
+        timeout_s: how long to wait for the others, at each stage
+    """
+
+    def __init__(self, rank: int, world_size: int, host: str, port: int, timeout_s: float) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._host, self._port = host, port
+        self._timeout_s = timeout_s
+        self._is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._keeper = "torchrun's agent" if self._is_agents else "rank 0"
+        self._session = 1
+        self._store: Any = None
+
+    def join(self) -> Any:
+        """Waits until all ranks have come; gives the store of the process group.
+
+        Raises:
+            Timeout: naming those who have not
+        """
+        deadline = time.monotonic() + self._timeout_s
+        store = self._reach()
+        self._say("come")
+        missing = self._ask(lambda: self._find_missing(deadline), self._timeout_s)
+        if missing:
+            self._give_up("told", missing)
+            raise Timeout(
+                f"all {self._world_size} ranks must start within "
+                f"startup_timeout_s={self._timeout_s:g}, but {_listed(missing)} did not come to "
+                f"{self._where()}; look at what {_listed(missing)} printed, or set it higher"
+            )
+        # Else torch would find the addresses of before, where an agent starts the ranks again.
+        return dist.PrefixStore(f"default_pg/{_num_restarts()}", store)  # type: ignore[attr-defined]
+
+    def watch(self, work: Callable[[], T], what: str, timeout_s: float | None = None) -> T:
+        """What `work` gives, which needs all ranks; raises `PeerLost` if one of them fails.
+
+        Args:
+            work: is called in another thread, which is left behind if `work` does not return
+            what: it does
+            timeout_s: how long it may take; None: as long as the start of all ranks
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        try:
+            task = _Task(work)
+            while not task.wait(_LOOK_EVERY_S):
+                if time.monotonic() > deadline:
+                    raise Timeout(f"rank {self._rank} has waited {limit:g} s to {what}")
+                if self._is_there("trouble"):
+                    raise _Told(f"rank {self._rank} was told that another failed to {what}")
+            return task.result()
+        except BaseException as error:
+            blamed = self._blamed(error, what)
+            if blamed is error:
+                raise
+            raise blamed from error
+
+    def end(self) -> None:
+        """This rank has come through: its transport is watched now; a later call begins anew."""
+        with contextlib.suppress(TransportError):  # which the transport notices, too
+            self._write("ended", "opened")
+        self._session += 1
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank has come through before."""
+        return self._session > 1
+
+    # ---- the store ----
+
+    def _reach(self) -> Any:
+        try:
+            own, store = _within(self._timeout_s, self._open_stores)
+        except (dist.DistError, Timeout) as err:
+            if "EADDRINUSE" in str(err):
+                raise TransportError(
+                    f"rank 0 must be able to listen at {self._where()}, where the ranks meet, but "
+                    "another process does; choose another port, as MASTER_PORT"
+                ) from err
+            raise Timeout(
+                f"rank {self._rank} must reach {self._keeper} at {self._where()}, where the ranks "
+                f"meet, within startup_timeout_s={self._timeout_s:g}, got no answer; look at what "
+                f"{self._keeper} printed, and whether that is its address and open to this node"
+            ) from err
+        self._store = own
+        return store
+
+    def _open_stores(self) -> tuple[Any, Any]:
+        """Ours, and the process group's, as one that waits keeps others from asking."""
+        keeps = self._rank == 0 and not self._is_agents
+        return self._open_store(keeps), self._open_store(keeps)
+
+    def _open_store(self, keeps: bool) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            self._host,
+            self._port,
+            self._world_size,
+            is_master=keeps,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,  # one table for all stores that this process keeps there
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
+
+    def _find_missing(self, deadline: float) -> list[int]:
+        """Who has not come, once it is too late or another rank has given up."""
+        # The more ranks there are, the less often each may ask the one store.
+        pause_s = max(_ASK_EVERY_S, _ASK_EVERY_S / 100 * self._world_size)
+        for rank in range(self._world_size):
+            while not self._has(f"come/{rank}"):
+                if time.monotonic() > deadline or self._has("trouble"):
+                    return [r for r in range(rank, self._world_size) if not self._has(f"come/{r}")]
+                time.sleep(pause_s)  # torch's own waiting prints two warnings each time it ends
+        return []
+
+    def _key(self, name: str) -> str:
+        """A key of this session; an agent keeps its store when it starts the ranks again."""
+        return f"lightning_dsgd/{_num_restarts()}/{self._session}/{name}"
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([self._key(key)]))
+
+    def _is_there(self, key: str) -> bool:
+        return self._ask(lambda: self._has(key))
+
+    def _read(self, key: str) -> str:
+        """What is written there; empty if nothing is."""
+        return str(self._store.get(self._key(key)).decode()) if self._has(key) else ""
+
+    def _write(self, key: str, text: str) -> None:
+        """Writes about this rank."""
+        self._set(f"{key}/{self._rank}", text)
+
+    def _say(self, key: str) -> None:
+        self._write(key, "yes")
+
+    def _set(self, key: str, text: str) -> None:
+        self._ask(lambda: self._store.set(self._key(key), text))
+
+    def _ask(self, question: Callable[[], T], patience_s: float = 0.0) -> T:
+        """The store's answer, which may take `patience_s` and what an answer takes."""
+        limit = patience_s + _ANSWER_WITHIN_S
+        try:
+            return _within(limit, question)
+        except Timeout as err:
+            what = f"has not answered at {self._where()} for {limit:g} s (stopped or cut off)"
+            raise self._keeper_lost(what) from err
+        except dist.DistError as err:
+            raise self._keeper_lost(f"ended at {self._where()} before all were connected") from err
+
+    def _keeper_lost(self, what: str) -> TransportError:
+        if self._is_agents:
+            return TransportError(f"{self._keeper} {what}; look at what it printed")
+        return PeerLost(0, what, "the ranks' meeting at its address")
+
+    def _where(self) -> str:
+        return f"{self._host}:{self._port}"
+
+    # ---- failure ----
+
+    def _blamed(self, error: BaseException, what: str) -> BaseException:
+        """Tells the others of the error, and finds out which rank is to blame for it."""
+        is_symptom = isinstance(error, RuntimeError) and type(error) is not TransportError
+        is_clear = isinstance(error, PeerLost) or not is_symptom
+        kind = "symptom" if is_symptom else "cause"
+        end = f"{kind}: {type(error).__name__}: {error}"
+        try:
+            ends = self._give_up("told" if isinstance(error, _Told) else end)
+        except TransportError as lost:  # the keeper is gone, with what all have said
+            return error if is_clear else lost
+        if is_clear:
+            return error
+        for kind in ("cause: ", "", "symptom: "):
+            for rank, end in enumerate(ends):
+                if rank != self._rank and (end.startswith(kind) if kind else not end):
+                    reason = f"failed: {end.removeprefix(kind)}" if kind else "died, or is stopped"
+                    return PeerLost(rank, reason, what)
+        return error
+
+    def _give_up(self, end: str, missing: Sequence[int] = ()) -> list[str]:
+        """Says how this rank has ended; how every rank has, which all can read before any leaves.
+
+        Args:
+            end: of this rank
+            missing: who has not come, and will say nothing
+        """
+        self._write("ended", end)
+        self._set("trouble", "yes")
+        ends = self._ask(lambda: self._await_ends(missing), _VERDICT_WITHIN_S)
+        self._say("left")
+        if self._rank == 0 and not self._is_agents:
+            self._ask(lambda: self._await_readers(ends), _VERDICT_WITHIN_S)
+        return ends
+
+    def _await_ends(self, missing: Sequence[int]) -> list[str]:
+        """What became of every rank, as far as they say it in time."""
+        deadline = time.monotonic() + _VERDICT_WITHIN_S
+        ends = [""] * self._world_size
+        awaited = set(range(self._world_size)).difference(missing)
+        while awaited and time.monotonic() < deadline:
+            for rank in sorted(awaited):
+                ends[rank] = self._read(f"ended/{rank}")
+            awaited = {rank for rank in awaited if not ends[rank]}
+            time.sleep(_ASK_EVERY_S)
+        return ends
+
+    def _await_readers(self, ends: Sequence[str]) -> None:
+        """Waits until those have left who give up as well."""
+        deadline = time.monotonic() + _VERDICT_WITHIN_S
+        readers = [rank for rank, end in enumerate(ends) if end not in ("", "opened")]
+        while time.monotonic() < deadline and not all(self._has(f"left/{r}") for r in readers):
+            time.sleep(_ASK_EVERY_S)
+
+
+class _Told(RuntimeError):
+    """Another rank has failed."""
+
+
+class _Task(Generic[T]):
+    """Something that is done in another thread.
+
+    That thread writes the result, or the failure, and then sets `_ended`; only after that are they
+    read.
+    """
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._results: list[T] = []
+        self._failure: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="dsgd-rendezvous", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._ended.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is done within that time."""
+        return self._ended.wait(seconds)
+
+    def result(self) -> T:
+        """What it has given; raises what it has raised."""
+        if self._failure is not None:
+            raise self._failure
+        return self._results[0]
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` gives; `Timeout` if it takes longer, and its thread is left behind."""
+    task = _Task(work)
+    if not task.wait(seconds):
+        raise Timeout(f"no answer within {seconds:g} s")
+    return task.result()
+
+
+def _num_restarts() -> str:
+    """How often torchrun has started the ranks again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

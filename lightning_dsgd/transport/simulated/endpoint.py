@@ -1,0 +1,347 @@
+"""A simulated rank's transport, its receives and its lanes.
+
+An endpoint is used by its own thread, and by other threads of its rank to send on.  Whichever it
+is, it holds the baton, so nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_dsgd.transport.contract import (
+    ANY,
+    Counters,
+    Lane,
+    PeerLost,
+    Receipt,
+    Timeout,
+    TransportError,
+    Work,
+)
+from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.messages import check_message, describe
+from lightning_dsgd.transport.simulated.baton import Awaited, Thread
+from lightning_dsgd.transport.simulated.faults import Faults
+from lightning_dsgd.transport.simulated.links import Expected, Message
+from lightning_dsgd.transport.simulated.simulation import Simulation
+from lightning_dsgd.transport.works import Done
+
+POLL_S = 1e-6
+"""What a look at an unfinished receive costs, so that loops that poll move on in virtual time."""
+
+
+class SimulatedTransport(Endpoint):
+    """One rank's end of a simulated network.
+
+    Attributes:
+        is_newcomer: whether this rank comes to others that are there; it must `join` them
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        rank: int,
+        timeout_s: float,
+        counters: Counters,
+        path: str = "",
+    ) -> None:
+        self.is_newcomer = rank >= simulation.num_first
+        world_size = rank + 1 if self.is_newcomer else simulation.num_first
+        super().__init__(rank, world_size, timeout_s, counters, path)
+        self._simulation = simulation
+
+    def compute(self, seconds: float) -> None:
+        """Takes so much of this thread's time."""
+        if seconds < 0:
+            raise ValueError(f"time does not run backwards, got seconds={seconds}")
+        self._simulation.baton.sleep(seconds)
+
+    def work(self, seconds: float) -> None:
+        """Takes so much of a processor, which the ranks of a machine may share."""
+        self._simulation.processors.work(self.rank, seconds)
+
+    def now(self) -> float:
+        return self._simulation.baton.running.clock
+
+    def check(self) -> None:
+        self._simulation.faults.check(self.rank, "a check between two steps")
+
+    @property
+    def is_forks(self) -> bool:
+        return False
+
+    def check_process(self) -> None:
+        return None  # ranks are threads here
+
+    def on_lost(self, callback: Callable[[PeerLost], None]) -> None:
+        self._simulation.faults.on_lost(self.rank, callback)
+
+    @contextlib.contextmanager
+    def blaming(self, what: str) -> Iterator[None]:
+        faults = self._simulation.faults
+        try:
+            yield
+        except RuntimeError:
+            with contextlib.suppress(PeerLost, Timeout):
+                self.wait_for(_Verdict(faults, self.rank), faults.heartbeat_timeout_s)
+            faults.check(self.rank, what)
+            raise
+
+    def fail(self, reason: str) -> None:
+        """Takes `detect_s`, after which all know."""
+        baton, faults = self._simulation.baton, self._simulation.faults
+        if not faults.has_lost(self.rank):
+            faults.lose(self.rank, reason, baton.running.clock + faults.detect_s)
+            baton.sleep(faults.detect_s)
+        self.close()
+
+    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
+        """The world must have been made with `goes_on` and the same `min_ranks` and `groups`."""
+        views = self._simulation.faults.views
+        if views is None:
+            super().survive(min_ranks, groups)
+        elif list(map(tuple, groups)) != list(map(tuple, views.groups)):
+            raise ValueError(
+                f"groups must be those of the world, got groups={groups} with "
+                f"SimulatedWorld(groups={views.groups})"
+            )
+        elif views.min_ranks != min_ranks:
+            raise ValueError(
+                f"min_ranks must be that of the world, got min_ranks={min_ranks} with "
+                f"SimulatedWorld(min_ranks={views.min_ranks})"
+            )
+
+    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
+        views = self._simulation.faults.views
+        if views is None:
+            raise lost
+        return views.next_view(self.rank, lost)
+
+    def join(self, within_s: float) -> None:
+        """Asks the others to let this newcomer in; `next_view` gives its first view."""
+        views = self._simulation.faults.views
+        assert views is not None, "a world with newcomers goes on"
+        views.join(self.rank, within_s)
+
+    def renew(self) -> None:
+        views = self._simulation.faults.views
+        if views is not None:
+            views.renew(self.rank)
+
+    @property
+    def is_outside(self) -> bool:
+        views = self._simulation.faults.views
+        return views is not None and views.is_outside(self.rank)
+
+    def newcomers(self) -> tuple[int, ...]:
+        views = self._simulation.faults.views
+        return () if views is None else views.newcomers(self.rank)
+
+    def admit(self, newcomers: Sequence[int]) -> bool:
+        views = self._simulation.faults.views
+        return views is not None and views.admit(self.rank, newcomers)
+
+    def part(self, leavers: Sequence[int]) -> bool:
+        views = self._simulation.faults.views
+        return views is not None and views.part(self.rank, leavers)
+
+    def close(self) -> None:
+        self._simulation.faults.close(self.rank)
+
+    def sub(self, name: str) -> SimulatedTransport:
+        return self._at(f"{self.path}/{name}")
+
+    def _at(self, path: str) -> SimulatedTransport:
+        return SimulatedTransport(self._simulation, self.rank, self.timeout_s, self.counters, path)
+
+    def post(
+        self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
+    ) -> Work[None]:
+        self._simulation.faults.check(self.rank, f"sending to rank {dst}")
+        payload = x.detach().clone()
+        processors, done_s = self._simulation.processors, 0.0
+        if processors.costs is not None and dst != self.rank:
+            seconds = processors.costs.to_send(self._simulation.links.bytes_of(payload))
+            begin_s = processors.begin(self.rank, seconds)
+            processors.sleep_until(begin_s)
+            done_s = begin_s + seconds
+        num_bytes = self._simulation.links.send(
+            Message(payload, self.rank, dst, channel, tag, kind, self.path)
+        )
+        if dst != self.rank:
+            self.counters.bytes_sent += num_bytes
+            self.counters.messages_sent += 1
+        processors.sleep_until(done_s)
+        return Done(None)
+
+    def collect(
+        self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
+    ) -> Receipt:
+        return _Receipt(self, self._simulation, like, src, channel, tag, kind, into)
+
+    def wait_for(self, what: Awaited, timeout_s: float | None) -> None:
+        """Blocks the running thread until `what` is there; counts that if it is the training's."""
+        baton = self._simulation.baton
+        me = baton.running
+        begin = me.clock
+        try:
+            baton.wait(what, timeout_s, self.timeout_s)
+        finally:
+            if me.age == 0:
+                self.counters.wait_s += me.clock - begin
+
+    def start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
+        net = self._at(name)
+        thread = self._simulation.launch(self.rank, name, partial(fn, net))
+        return _Lane(net, self, self._simulation, thread)
+
+
+class _Verdict(Awaited):
+    """That a rank is lost."""
+
+    def __init__(self, faults: Faults, rank: int) -> None:
+        self._faults, self._rank = faults, rank
+
+    def in_words(self) -> str:
+        return "which rank is lost"
+
+    def check(self) -> None:
+        self._faults.check(self._rank, self.in_words())
+
+
+class _Receipt(Expected):
+    """A receive under way."""
+
+    source: int
+
+    def __init__(
+        self,
+        net: SimulatedTransport,
+        simulation: Simulation,
+        like: Tensor,
+        src: int,
+        channel: int,
+        tag: int,
+        kind: int,
+        into: Tensor | None,
+    ) -> None:
+        super().__init__(net.rank, src, channel, tag)
+        self._net = net
+        self._simulation = simulation
+        self._like = like
+        self._tag = tag
+        self._kind = kind
+        self._into = into
+        self._begin = simulation.baton.running.clock
+        self._result: Tensor | None = None
+        self._error: TransportError | None = None
+        self._is_expected = False
+        self._expect()
+
+    def in_words(self) -> str:
+        return describe(self._net.path, self.src, self._tag, self._kind)
+
+    def check(self) -> None:
+        self._simulation.faults.check(self._net.rank, self.in_words())
+
+    def why_never(self) -> PeerLost | None:
+        why = self._simulation.faults.why_left(self.src) if self.src != ANY else ""
+        return PeerLost(self.src, why, self.in_words()) if why else None
+
+    def done(self) -> bool:
+        if self._result is not None or self._error is not None:
+            return True
+        self._expect()
+        self._simulation.baton.sleep(POLL_S)
+        is_there = self.at_s <= self._simulation.baton.running.clock
+        return is_there or self._simulation.faults.has_lost(self._net.rank)
+
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            self._expect()
+            begin = self._net.now()
+            try:
+                self._net.wait_for(self, timeout_s)
+            except Timeout:
+                # Whoever gives up on this receive must not lose a message to it.
+                self._is_expected = False
+                self._simulation.links.withdraw(self)
+                self._tell(begin, self._net.now(), self.src)
+                raise
+            end = self._net.now()
+            self._result = self._take()
+            self._tell(begin, end, self.source)
+        return self._result
+
+    def _work_on(self, message: Message) -> None:
+        processors, rank = self._simulation.processors, self._net.rank
+        costs = processors.costs
+        if costs is not None and message.src != rank:
+            seconds = costs.to_receive(message.num_bytes)
+            processors.work(rank, seconds, message.at_s - seconds)
+            placed = self._into is not None
+            self._net.work(costs.to_take(message.payload, message.num_bytes, is_placed=placed))
+
+    def _tell(self, begin: float, end: float, src: int) -> None:
+        watch, me = self._net.counters.watch, self._simulation.baton.running
+        if watch is not None and end > begin:
+            watch.waited(begin, end, src, in_lane=me.age != 0)
+
+    def _expect(self) -> None:
+        if not self._is_expected:
+            self._is_expected = True
+            self._simulation.links.expect(self)
+
+    def _take(self) -> Tensor:
+        message = self.message
+        assert message is not None
+        self._net.counters.comm_s += max(0.0, message.at_s - self._begin)
+        self._simulation.links.take(message)
+        self._work_on(message)
+        self.source, x = message.src, message.payload
+        try:
+            check_message(
+                self._like, self._into, x.dtype, len(x), message.src, (message.kind, self._kind)
+            )
+        except TransportError as error:
+            self._error = error
+            raise
+        if self._into is not None:
+            return self._into.copy_(x)
+        return x.to(self._like.device)
+
+
+class _Lane:
+    """A thread beside the training thread, with a clock of its own."""
+
+    def __init__(
+        self,
+        net: SimulatedTransport,
+        parent: SimulatedTransport,
+        simulation: Simulation,
+        thread: Thread,
+    ) -> None:
+        self.net = net
+        self._parent = parent
+        self._simulation = simulation
+        self._thread = thread
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        self._simulation.baton.stop(self._thread)
+        self.join(timeout_s)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        self._parent.wait_for(self._thread, timeout_s)
+        self.check()
+
+    def check(self) -> None:
+        if self._thread.failure is not None:
+            self._thread.failure_told = True
+            raise self._thread.failure

@@ -1,0 +1,240 @@
+"""Messages on their way: what each costs, and which receive takes it.
+
+What a message of b bytes costs, with s its sender, d its receiver:
+
+    start   = max(clock of s, egress_free[s])            egress_free[s]  <- start + b / bandwidth
+    arrival = max(start + latency, ingress_free[d])      ingress_free[d] <- arrival
+              + b / bandwidth
+
+so that each rank sends one message at a time and receives one at a time, both at once (a
+full-duplex link), in the order in which messages reach it.  With `shared_link` all ranks have one
+link between them, which carries one message at a time.  With `nodes`, a message inside a node has
+another latency and bandwidth, and one that leaves it also passes the node's uplink and the other
+node's downlink, which the ranks of a node share: each carries one message at a time, at a rate of
+its own.  Sending takes none of the sender's time but what `processors` says: its Work is done at
+once, and the tensor is copied even where the caller would leave it alone.
+
+All of it belongs to the holder of the baton.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from torch import Tensor
+
+from lightning_dsgd.transport.contract import ANY
+from lightning_dsgd.transport.messages import describe
+from lightning_dsgd.transport.simulated.baton import Awaited, Baton
+from lightning_dsgd.transport.simulated.faults import Faults
+
+_Box = tuple[int, int, int]
+"""Receiver, channel and tag: what a message and its receive have in common, but for the sender."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Which ranks are on one node, and what is different there.
+
+    Args:
+        size: so many ranks, one after the other, are on each node
+        latency_s: inside a node
+        bandwidth_bytes_s: of each rank's link inside a node, in each direction
+        uplink_bytes_s: of what all ranks of a node send to other nodes, and of what they receive
+    """
+
+    size: int
+    latency_s: float
+    bandwidth_bytes_s: float
+    uplink_bytes_s: float = math.inf
+
+
+@dataclass(eq=False)
+class Message:
+    """A message; `at_s` is when all of it is there."""
+
+    payload: Tensor
+    src: int
+    dst: int
+    channel: int
+    tag: int
+    kind: int
+    path: str
+    number: int = -1
+    start_s: float = math.inf
+    num_bytes: int = 0
+    transfer_s: float = 0.0
+    at_s: float = math.inf
+
+
+class Expected(Awaited):
+    """A receive that waits for its message, bound to it as soon as that reaches this rank."""
+
+    def __init__(self, rank: int, src: int, channel: int, tag: int) -> None:
+        self.src = src
+        self.box = rank, channel, tag
+        self.number = 0
+        self.message: Message | None = None
+
+
+class Links:
+    """The links of all ranks, and what is on them.
+
+    Args:
+        baton: of the run
+        faults: which take messages away
+        latency_s: from the end of a message's departure to its arrival
+        bandwidth_bytes_s: of each link, in each direction
+        shared_link: all ranks share one link, in place of one each
+        message_bytes: gives the bytes of each message
+        nodes: which ranks share a node; None: each has its own
+    """
+
+    def __init__(
+        self,
+        baton: Baton,
+        faults: Faults,
+        latency_s: float,
+        bandwidth_bytes_s: float,
+        shared_link: bool,
+        message_bytes: Callable[[Tensor], float],
+        nodes: Nodes | None = None,
+    ) -> None:
+        self._baton, self._faults = baton, faults
+        self._latency_s, self._bandwidth_bytes_s = latency_s, bandwidth_bytes_s
+        self._shared_link, self._message_bytes = shared_link, message_bytes
+        self._nodes = nodes
+        num_ranks = len(baton.threads)
+        num_nodes = 0 if nodes is None else -(-num_ranks // nodes.size)
+        self._up_free, self._down_free = [0.0] * num_nodes, [0.0] * num_nodes
+        self._egress_free = [0.0] * (1 if shared_link else num_ranks)
+        self._ingress_free = [0.0] * num_ranks
+        self._numbers = count()
+        self._under_way: dict[int, Message] = {}
+        self._arrived: dict[_Box, dict[int, deque[Message]]] = {}
+        self._expected: dict[tuple[_Box, int], deque[Expected]] = {}
+
+    def send(self, message: Message) -> int:
+        """Puts it on its way; how many bytes count for it."""
+        clock = self._baton.running.clock
+        message.number, message.start_s = next(self._numbers), clock
+        self._under_way[message.number] = message
+        if message.dst == message.src:  # between the threads of one rank there is no link
+            message.at_s = clock
+            self._offer(message)
+            return 0
+        message.num_bytes = num_bytes = self.bytes_of(message.payload)
+        latency_s, bandwidth_bytes_s = self._latency_s, self._bandwidth_bytes_s
+        nodes, is_inside = self._nodes, self._is_inside(message)
+        if nodes is not None and is_inside:
+            latency_s, bandwidth_bytes_s = nodes.latency_s, nodes.bandwidth_bytes_s
+        link = 0 if self._shared_link else message.src
+        message.transfer_s = transfer_s = num_bytes / bandwidth_bytes_s
+        start_s = max(clock, self._egress_free[link])
+        if nodes is not None and not is_inside:
+            node = message.src // nodes.size
+            start_s = max(start_s, self._up_free[node])
+            self._up_free[node] = start_s + num_bytes / nodes.uplink_bytes_s
+        message.start_s = start_s
+        self._egress_free[link] = free_s = start_s + transfer_s
+        # From what the next one starts at: another order of additions lets it overtake this one.
+        there_s = (free_s if self._shared_link else start_s) + latency_s
+        if there_s <= clock:
+            self._deliver(clock, message)
+        else:
+            self._baton.plan(there_s, partial(self._deliver, there_s, message))
+        return num_bytes
+
+    def bytes_of(self, x: Tensor) -> int:
+        """How many bytes count for a message."""
+        return round(self._message_bytes(x))
+
+    def _is_inside(self, message: Message) -> bool:
+        nodes = self._nodes
+        return nodes is None or message.src // nodes.size == message.dst // nodes.size
+
+    def _deliver(self, there_s: float, message: Message) -> None:
+        """The message reaches the receiver's link, which takes one at a time."""
+        dst = message.dst
+        if self._faults.takes_away(message.src, dst, message.start_s):
+            del self._under_way[message.number]
+            return
+        if self._shared_link:
+            message.at_s = there_s
+        else:
+            if self._nodes is not None and not self._is_inside(message):
+                node = dst // self._nodes.size
+                there_s = max(there_s, self._down_free[node])
+                self._down_free[node] = there_s + message.num_bytes / self._nodes.uplink_bytes_s
+            message.at_s = max(there_s, self._ingress_free[dst]) + message.transfer_s
+            self._ingress_free[dst] = message.at_s
+        self._offer(message)
+
+    def _offer(self, message: Message, *, first: bool = False) -> None:
+        """Binds the message to the first receive that matches, or keeps it for the next."""
+        box = message.dst, message.channel, message.tag
+        matching = [
+            self._expected[box, src][0]
+            for src in (message.src, ANY)
+            if (box, src) in self._expected
+        ]
+        if matching:
+            expected = min(matching, key=lambda expected: expected.number)
+            self._forget(expected)
+            expected.message = message
+            self._baton.ready(expected, message.at_s)
+            return
+        queue = self._arrived.setdefault(box, {}).setdefault(message.src, deque())
+        queue.insert(0 if first else len(queue), message)
+
+    def expect(self, expected: Expected) -> None:
+        """Binds the receive to the first message that matches, or to the next."""
+        box, src = expected.box, expected.src
+        senders = self._arrived.get(box, {})
+        if src == ANY and senders:
+            src = min(senders, key=lambda sender: _place(senders[sender][0]))
+        if src not in senders:
+            expected.number = next(self._numbers)
+            self._expected.setdefault((box, src), deque()).append(expected)
+            return
+        expected.message = senders[src].popleft()
+        expected.at_s = expected.message.at_s
+        if not senders[src]:
+            del senders[src]
+            if not senders:
+                del self._arrived[box]
+
+    def withdraw(self, expected: Expected) -> None:
+        """Undoes `expect`."""
+        message, expected.message, expected.at_s = expected.message, None, math.inf
+        if message is None:
+            self._forget(expected)
+        else:  # it would come too late
+            self._offer(message, first=True)
+
+    def _forget(self, expected: Expected) -> None:
+        queue = self._expected[expected.box, expected.src]
+        queue.remove(expected)
+        if not queue:
+            del self._expected[expected.box, expected.src]
+
+    def take(self, message: Message) -> None:
+        """Its receiver has it."""
+        del self._under_way[message.number]
+
+    def undelivered(self) -> list[str]:
+        """The messages that nobody has taken, in words."""
+        return [
+            f"rank {m.dst} never took {describe(m.path, m.src, m.tag, m.kind)}, {len(m.payload)} "
+            f"elements of {m.payload.dtype}, sent at {m.start_s:.9g} s"
+            for m in self._under_way.values()
+        ]
+
+
+def _place(message: Message) -> tuple[float, int]:
+    return message.at_s, message.number

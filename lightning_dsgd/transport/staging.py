@@ -1,0 +1,368 @@
+"""Messages of tensors on a device, on their way to the wire and from it, beside the training.
+
+    send        training or lane   a mark behind what has made x; a copy on the device, if asked for
+    stager      its own thread     the mark has passed -> chunk -> pinned memory -> passed -> wire
+    landing     who receives       pinned memory -> the device, on a stream of its own -> passed
+
+The thread that sends goes on at once, and so does its stream.  Copies run on streams that wait for
+nothing: each copy is queued once the host has seen that what it reads is there, and what it has
+written is used once the host has seen that it is done.
+
+**Order.**  Messages of one channel and tag to one rank leave in the order in which they were sent,
+those of CPU tensors too; others may overtake them until their first chunk has left.
+
+**Memory.**  `_SLOTS` chunks of pinned memory for each rank that is sent to; an outlet that takes
+messages whole has one piece of pinned memory for each message.
+
+**Threads.**  Any thread may `send`: `_changed` guards `_new` and `_pending`.  All else is the
+stager's, which is started by the first message of a tensor that is on a device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.devices import PASSED, Mark, Port, is_on_host, port_of
+from lightning_dsgd.transport.buffers import copy_of
+from lightning_dsgd.transport.contract import Work
+from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport.works import Done, Sending
+
+CHUNK_BYTES: Final = 1 << 21
+_SLOTS: Final = 4
+_SHORTEST_PAUSE_S: Final = 20e-6
+_LONGEST_PAUSE_S: Final = 1e-3
+_CLOSE_TIMEOUT_S: Final = 5.0
+
+
+class Outlet(Protocol):
+    """Where the messages to one rank go; the stager's thread calls it."""
+
+    def begin(self, header: bytes) -> None:
+        """A message begins; no other one leaves before it has ended."""
+        ...
+
+    def add(self, chunk: Tensor, *, is_last: bool) -> Work[None]:
+        """Its next bytes, in host memory, which stay as they are until the Work is done."""
+        ...
+
+
+@dataclass
+class _Job:
+    """A message on its way."""
+
+    key: tuple[int, bytes]
+    """To which rank, on which channel and with which tag."""
+    header: bytes
+    x: Tensor | None
+    """As bytes; None once nobody reads it any more."""
+    port: Port
+    mark: Mark
+    sending: Sending
+    nbytes: int
+    is_from_device: bool
+    read: int = 0
+    copied: deque[tuple[Tensor, int, Mark]] = field(default_factory=deque)
+    has_begun: bool = False
+    num_added: int = 0
+
+
+@dataclass
+class _Way:
+    """What leaves for one rank, and the pinned memory for it."""
+
+    outlet: Outlet
+    free: list[Tensor] = field(default_factory=list)
+    num_slots: int = 0
+    leaving: list[tuple[Tensor | None, Work[None]]] = field(default_factory=list)
+    """Chunks that the wire has; with the pinned memory that is free once they have left."""
+    job: _Job | None = None
+
+
+class Staging:
+    """Takes messages from devices to the wire.
+
+    Args:
+        mesh: whether all that it takes is alive
+        outlet_to: makes the outlet to a rank; raises where that cannot be reached
+        whole: whether outlets take each message as one chunk
+        direct: whether they take it from the device's memory
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        outlet_to: Callable[[int], Outlet],
+        *,
+        whole: bool = False,
+        direct: bool = False,
+    ) -> None:
+        self._mesh = mesh
+        self._outlet_to = outlet_to
+        self._whole, self._direct = whole, direct
+        self._changed = threading.Condition()
+        self._new: deque[_Job] = deque()
+        self._pending: Counter[tuple[int, bytes]] = Counter()
+        self._jobs: list[_Job] = []
+        self._ways: dict[int, _Way] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._thread: threading.Thread | None = None
+        self._closing_at: float | None = None
+
+    # ---- from any thread ----
+
+    def takes(self, dst: int, header: bytes, x: Tensor) -> bool:
+        """Whether a message goes this way: from a device, or behind one that does."""
+        if self._pending and self._pending[dst, header[:16]]:
+            return True
+        return not is_on_host(x)
+
+    def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
+        """Starts sending; with `copy`, `x` may change at once, else once the Work is done."""
+        port = port_of(x.device)
+        x = x.detach()
+        if copy:
+            x = copy_of(x) if is_on_host(x) else x.clone()
+        sending = Sending(self._mesh, dst, x)
+        key = dst, header[:16]
+        job = _Job(
+            key,
+            header,
+            x.view(torch.uint8),
+            port,
+            port.mark(),
+            sending,
+            x.nbytes,
+            not is_on_host(x),
+        )
+        with self._changed:
+            if self._closing_at is not None:
+                sending.finish()
+                return sending
+            self._new.append(job)
+            self._pending[key] += 1
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="dsgd-staging", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+        return Done(None) if copy else sending
+
+    def close(self) -> None:
+        """Sends what is left, for 5 seconds at most; what has not begun is dropped after a loss."""
+        with self._changed:
+            self._closing_at = time.monotonic() + _CLOSE_TIMEOUT_S
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(2 * _CLOSE_TIMEOUT_S)
+
+    # ---- the stager's thread ----
+
+    def _serve(self) -> None:
+        pause = _SHORTEST_PAUSE_S
+        try:
+            while self._goes_on():
+                if self._advance():
+                    pause = _SHORTEST_PAUSE_S
+                else:
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+        except Exception as error:
+            self._mesh.lose(self._mesh.rank, f"failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._end()
+
+    def _goes_on(self) -> bool:
+        """Whether there may be anything to do; waits while there is nothing."""
+        with self._changed:
+            is_closing = self._closing_at is not None
+            while not (self._new or self._jobs or self._is_leaving() or is_closing):
+                self._changed.wait()
+                is_closing = self._closing_at is not None
+            while self._new:
+                self._jobs.append(self._new.popleft())
+        if self._mesh.mailboxes.failure is not None and not self._mesh.survives:
+            self._drop(lambda job: not job.has_begun)
+            for job in self._jobs:
+                job.sending.finish()
+        if self._closing_at is None:
+            return True
+        return bool(self._jobs) and time.monotonic() < self._closing_at
+
+    def _is_leaving(self) -> bool:
+        return any(way.leaving for way in self._ways.values())
+
+    def _advance(self) -> bool:
+        """Moves every message on; whether anything has moved."""
+        moved = False
+        seen: set[tuple[int, bytes]] = set()
+        for job in list(self._jobs):
+            is_first = job.key not in seen
+            seen.add(job.key)
+            if is_first and job.mark.has_passed():
+                moved |= self._advance_job(job)
+        for way in self._ways.values():
+            moved |= _take_back(way)
+        return moved
+
+    def _advance_job(self, job: _Job) -> bool:
+        way = self._way_to(job)
+        if way is None:
+            return True
+        if way.job not in (None, job):
+            return False
+        way.job = job
+        moved = self._copy(job, way)
+        while job.copied and job.copied[0][2].has_passed():
+            slot, count, _ = job.copied.popleft()
+            self._add(job, way, slot, count)
+            moved = True
+        if not job.nbytes and not job.has_begun:
+            self._add(job, way, torch.empty(0, dtype=torch.uint8), 0)
+        if job.read == job.nbytes and not job.copied:
+            self._end_job(job)
+            way.job, moved = None, True
+        return moved
+
+    def _way_to(self, job: _Job) -> _Way | None:
+        dst = job.key[0]
+        if dst not in self._ways:
+            try:
+                self._ways[dst] = _Way(self._outlet_to(dst))
+            except Exception:  # the mesh knows that it is lost
+                if self._mesh.mailboxes.failure is None and not self._mesh.survives:
+                    raise
+                self._drop(lambda other: other.key[0] == dst)
+                return None
+        return self._ways[dst]
+
+    def _copy(self, job: _Job, way: _Way) -> bool:
+        """Queues copies into pinned memory, as far as there is room; whether there was any."""
+        moved = False
+        while job.x is not None and job.read < job.nbytes:
+            at_once = self._whole or not job.is_from_device
+            count = job.nbytes if at_once else min(CHUNK_BYTES, job.nbytes - job.read)
+            part = job.x[job.read : job.read + count]
+            if self._direct or not job.is_from_device:
+                job.copied.append((part, count, PASSED))
+            else:
+                slot = _slot(job.port, way, count, is_kept=not self._whole)
+                if slot is None:
+                    return moved
+                with job.port.using(self._stream_of(job.port)):
+                    job.port.copy(slot[:count], part)
+                    job.copied.append((slot, count, job.port.mark()))
+            job.read += count
+            moved = True
+        return moved
+
+    def _stream_of(self, port: Port) -> Any:
+        if port.device not in self._streams:
+            port.enter()
+            self._streams[port.device] = port.new()
+        return self._streams[port.device]
+
+    def _add(self, job: _Job, way: _Way, slot: Tensor, count: int) -> None:
+        """Hands the next chunk over to the wire."""
+        if not job.has_begun:
+            way.outlet.begin(job.header)
+            job.has_begun = True
+        job.num_added += count
+        work = way.outlet.add(slot[:count], is_last=job.num_added == job.nbytes)
+        is_from_ring = job.is_from_device and count > 0 and not self._whole
+        way.leaving.append((slot if is_from_ring else None, work))
+
+    def _end_job(self, job: _Job) -> None:
+        """The device's memory is not read any more."""
+        job.x = None
+        job.sending.finish()
+        self._jobs.remove(job)
+        with self._changed:
+            self._pending[job.key] -= 1
+            if not self._pending[job.key]:
+                del self._pending[job.key]
+
+    def _drop(self, which: Callable[[_Job], bool]) -> None:
+        for job in [job for job in self._jobs if which(job)]:
+            for way in self._ways.values():
+                if way.job is job:
+                    way.job = None
+            self._end_job(job)
+
+    def _end(self) -> None:
+        """Whoever waits for a message to leave has its answer."""
+        with self._changed:
+            self._closing_at = self._closing_at or time.monotonic()
+            self._jobs.extend(self._new)
+            self._new.clear()
+        self._drop(lambda _: True)
+
+
+def _slot(port: Port, way: _Way, count: int, *, is_kept: bool) -> Tensor | None:
+    """Pinned memory for a chunk; None where all of it is in use."""
+    if not is_kept:
+        return port.pinned(count, torch.uint8)
+    if way.free:
+        return way.free.pop()
+    if way.num_slots == _SLOTS:
+        return None
+    way.num_slots += 1
+    return port.pinned(CHUNK_BYTES, torch.uint8)
+
+
+def _take_back(way: _Way) -> bool:
+    """Pinned memory that has left may be written again; whether there was any."""
+    still = []
+    for slot, work in way.leaving:
+        if not work.done():
+            still.append((slot, work))
+        elif slot is not None:
+            way.free.append(slot)
+    is_any = len(still) < len(way.leaving)
+    way.leaving = still
+    return is_any
+
+
+class Landing:
+    """A message on its way up to the device, moved on by the thread that waits for it.
+
+    Args:
+        port: of the device
+        payload: the message, in host memory
+        into: where it goes; None: into new memory
+        mark: after which `into` may be written
+    """
+
+    def __init__(self, port: Port, payload: Tensor, into: Tensor | None, mark: Mark) -> None:
+        self._port, self._payload, self._into, self._mark = port, payload, into, mark
+        self._is_new = into is None
+        self._copied: Mark | None = None
+
+    def has_landed(self) -> bool:
+        """Whether it is on the device; never blocks."""
+        if self._copied is None and self._mark.has_passed():
+            with self._port.using(self._port.side()):
+                if self._into is None:  # memory of that stream: nothing queued elsewhere reads it
+                    kind, device = self._payload.dtype, self._port.device
+                    self._into = torch.empty(len(self._payload), dtype=kind, device=device)
+                self._port.copy(self._into, self._payload)
+                self._copied = self._port.mark()
+        return self._copied is not None and self._copied.has_passed()
+
+    def take(self) -> Tensor:
+        """The message, once it has landed."""
+        assert self._into is not None
+        if self._is_new:
+            self._port.keep(self._into)
+        return self._into

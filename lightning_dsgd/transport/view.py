@@ -1,0 +1,200 @@
+"""A network of some of the ranks: a transport over another, whose ranks it counts anew.
+
+    View(net, (0, 2, 3))      rank 2 of `net` is rank 1 of 3 here
+
+Who uses a view sees `rank` and `world_size` of the view alone: messages, collectives, `sub` and
+lanes go by the view's ranks.  Errors name the ranks of the network below, those that the launcher
+has counted; what ends the network below ends the view, and `close` and `fail` do the same here as
+there.  Ranks that are not members need not know of a view.
+
+**Channels.**  They are made from the path, which has the view's number in it.  So views of
+different numbers cannot take each other's messages; two views of one number that share ranks need a
+`sub` of the network each.  A channel carries the number itself as well, in its upper bits
+(`number_of`), by which a network tells what is left of views that have ended.
+
+**Threads.**  As for the endpoint below: one thread uses a view, others of its rank may send on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Self
+
+from torch import Tensor
+
+from lightning_dsgd.transport.contract import ANY, Lane, PeerLost, Receipt, Work
+from lightning_dsgd.transport.endpoint import Endpoint
+
+_NUMBER_BITS: Final = 15
+_REST_BITS: Final = 63 - _NUMBER_BITS
+_REST: Final = (1 << _REST_BITS) - 1
+
+
+def number_of(channel: int) -> int:
+    """The number of the view whose channel it is, as far as its bits hold it."""
+    return channel >> _REST_BITS
+
+
+def bits_of(number: int) -> int:
+    """What `number_of` gives for the channels of a view of that number."""
+    return number % (1 << _NUMBER_BITS)
+
+
+class View(Endpoint):
+    """One member's end of it.
+
+    Args:
+        net: the network below, of which this rank is one
+        members: its ranks that are in the view, in their new order
+        number: of the view; all members give the same
+    """
+
+    def __init__(self, net: Endpoint, members: Sequence[int], number: int = 0) -> None:
+        if net.rank not in members or len(set(members)) != len(members):
+            raise ValueError(
+                f"the members of a view must hold this rank, and none twice, got members="
+                f"{tuple(members)} on rank {net.rank}"
+            )
+        self._take(net.sub(f"view-{number}"), tuple(members), number)
+
+    def _take(self, below: Endpoint, members: tuple[int, ...], number: int) -> None:
+        me, size = members.index(below.rank), len(members)
+        super().__init__(me, size, below.timeout_s, below.counters, below.path)
+        self.below = below
+        self.members = members
+        self.number = number
+        self.ends_with_peers = below.ends_with_peers
+
+    def _over(self, below: Endpoint) -> Self:
+        """The same view over another endpoint of this rank."""
+        twin = object.__new__(type(self))
+        twin._take(below, self.members, self.number)
+        return twin
+
+    # ---- messages ----
+
+    def post(
+        self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
+    ) -> Work[None]:
+        return self.below.post(x, self.members[dst], self._mark(channel), tag, kind, copy=copy)
+
+    def collect(
+        self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
+    ) -> Receipt:
+        below = ANY if src == ANY else self.members[src]
+        receipt = self.below.collect(like, below, self._mark(channel), tag, kind, into)
+        return _Receipt(receipt, self.members)
+
+    def _mark(self, channel: int) -> int:
+        return bits_of(self.number) << _REST_BITS | channel & _REST
+
+    def sub(self, name: str) -> Self:
+        return self._over(self.below.sub(name))
+
+    def start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
+        lane = self.below.start_lane(lambda net: fn(self._over(net)), name)
+        return _Lane(lane, self._over(_endpoint_of(lane)))
+
+    # ---- the network below ----
+
+    def now(self) -> float:
+        return self.below.now()
+
+    def check(self) -> None:
+        self.below.check()
+
+    def on_lost(self, callback: Callable[[PeerLost], None]) -> None:
+        self.below.on_lost(callback)
+
+    def blaming(self, what: str) -> AbstractContextManager[None]:
+        return self.below.blaming(what)
+
+    def fail(self, reason: str) -> None:
+        self.below.fail(reason)
+
+    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
+        below = [[self.members[rank] for rank in group] for group in groups]
+        self.below.survive(min_ranks, below)
+
+    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
+        return self.below.next_view(lost)
+
+    def renew(self) -> None:
+        self.below.renew()
+
+    @property
+    def is_outside(self) -> bool:
+        return self.below.is_outside
+
+    def newcomers(self) -> tuple[int, ...]:
+        return self.below.newcomers()
+
+    def admit(self, newcomers: Sequence[int]) -> bool:
+        return self.below.admit(newcomers)
+
+    def part(self, leavers: Sequence[int]) -> bool:
+        return self.below.part(leavers)
+
+    def card(self) -> tuple[str, int, str] | None:
+        return self.below.card()
+
+    def close(self) -> None:
+        self.below.close()
+
+    @property
+    def is_forks(self) -> bool:
+        return self.below.is_forks
+
+    def check_process(self) -> None:
+        self.below.check_process()
+
+
+def _endpoint_of(lane: Lane) -> Endpoint:
+    net = lane.net
+    assert isinstance(net, Endpoint)
+    return net
+
+
+class _Receipt:
+    """A receive of the network below, whose source is a rank of the view."""
+
+    def __init__(self, receipt: Receipt, members: tuple[int, ...]) -> None:
+        self._receipt, self._members = receipt, members
+
+    @property
+    def source(self) -> int:
+        """The rank of the view that has sent it."""
+        return self._members.index(self._receipt.source)
+
+    @source.setter
+    def source(self, rank: int) -> None:
+        self._receipt.source = self._members[rank]
+
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        """The message."""
+        return self._receipt.wait(timeout_s)
+
+    def done(self) -> bool:
+        """Whether it has come."""
+        return self._receipt.done()
+
+
+class _Lane:
+    """A lane of the network below, with the view's endpoint."""
+
+    def __init__(self, lane: Lane, net: View) -> None:
+        self._lane = lane
+        self.net = net
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """See `Lane`."""
+        self._lane.stop(timeout_s)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """See `Lane`."""
+        self._lane.join(timeout_s)
+
+    def check(self) -> None:
+        """See `Lane`."""
+        self._lane.check()

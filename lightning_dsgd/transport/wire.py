@@ -1,0 +1,52 @@
+"""What carries messages between processes.
+
+A transport is given a wire; who is alive is the mesh's matter, whatever the wire.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_dsgd.transport.contract import Work
+from lightning_dsgd.transport.mesh import Mesh
+
+
+class Wire(Protocol):
+    """Carries the messages of all threads of this process, and fills its mailboxes.
+
+    It gives up by itself once the mesh has lost a rank.
+    """
+
+    @property
+    def name(self) -> str:
+        """What this rank tells the others of its wire; the first word is the same on all ranks."""
+        ...
+
+    def check_names(self, names: list[str]) -> None:
+        """Raises `TransportError`, on every rank, if this wire cannot join these ranks."""
+        ...
+
+    def open(self, mesh: Mesh) -> None:
+        """Makes it ready, once the mesh is: all ranks call it together."""
+        ...
+
+    def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
+        """Starts sending; messages for one channel and tag arrive in order.
+
+        With `copy`, `x` may change at once, else once the Work is done.
+        """
+        ...
+
+    def expect(self) -> None:
+        """Somebody has begun to wait for a message."""
+        ...
+
+    def close(self) -> bool:
+        """Ends it, at once if a rank is lost; else it says farewell behind its last message.
+
+        Gives whether it has carried messages beside the mesh's connections: then a farewell on
+        these is not the last that comes from this rank.
+        """
+        ...

@@ -1,0 +1,77 @@
+"""What a call gives back that works with the message itself: Works that are done, or still leaving.
+
+**Threads.**  A `Sending` is made and waited for by the thread that sends; the thread that moves the
+bytes of the connection, or of MPI, ends it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from lightning_dsgd.transport.contract import Timeout
+
+T = TypeVar("T")
+
+
+class Done(Generic[T]):
+    """A Work that was done when it was made."""
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """The result."""
+        return self._result
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+
+class Life(Protocol):
+    """Who waits, for how long at most, and whether all that it takes is alive."""
+
+    rank: int
+    timeout_s: float
+
+    def check_process(self) -> None:
+        """Raises in a process that was forked from the one that opened the network."""
+        ...
+
+    def check(self, waited_for: str) -> None:
+        """Raises `PeerLost` if a rank is lost, and in a forked process."""
+        ...
+
+
+class Sending:
+    """The rest of a message, on its way; keeps its tensor alive.
+
+    Args:
+        life: of this process
+        dst: the rank that is to take it
+        x: the tensor
+    """
+
+    def __init__(self, life: Life, dst: int, x: Tensor) -> None:
+        self._life, self._dst, self._x = life, dst, x
+        self._finished = threading.Event()
+
+    def finish(self) -> None:
+        """Nobody will read the tensor any more: it is sent, or the connection has ended."""
+        self._finished.set()
+
+    def done(self) -> bool:
+        """Whether the tensor may change."""
+        return self._finished.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until the tensor may change; raises `PeerLost` if a rank was lost meanwhile."""
+        self._life.check_process()
+        what = f"rank {self._dst} to take a message"
+        limit = self._life.timeout_s if timeout_s is None else timeout_s
+        if not self._finished.wait(limit):
+            raise Timeout(f"rank {self._life.rank} has waited {limit:g} s for {what}")
+        self._life.check(what)

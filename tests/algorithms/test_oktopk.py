@@ -1,0 +1,813 @@
+"""Ok-Topk and the sparse all-reduces beside it: oracles, what is conserved, what is sent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_dsgd import STRATEGIES, DecentralizedStrategy
+from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
+from lightning_dsgd.primitives import sparse
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+from lightning_dsgd.replica import flat
+from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
+from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
+from tests.support.models import Regression, loader, trainer, weights
+from tests.support.worlds import FitWorld, ProcessWorld
+
+LATER = pytest.mark.exhaustive
+SIZES = pytest.mark.parametrize(
+    "world_size", [1, pytest.param(2, marks=LATER), 3, 5, pytest.param(8, marks=LATER)]
+)
+ALL: dict[str, Callable[..., ErrorFeedback]] = {
+    "oktopk": partial(OkTopk, threshold_period=4, repartition_period=8),
+    "oktopk_balanced": partial(OkTopk, threshold_period=4, repartition_period=8, balance_ratio=1.0),
+    "oktopk_bfloat16": partial(
+        OkTopk, threshold_period=4, repartition_period=8, wire_dtype="bfloat16"
+    ),
+    "topk_allgather": TopkAllgather,
+    "topk_dsa": TopkDSA,
+    "gtopk": GTopk,
+    "gaussian_topk": GaussianTopk,
+}
+EVERY = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+
+Gradient = Callable[[int, int, int, int], Tensor]
+"""Of rank, step, n and P."""
+
+
+def normal(rank: int, step: int, n: int, world_size: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def coarse(rank: int, step: int, n: int, world_size: int) -> Tensor:
+    """Whose sums are exact in fp32, in any order, with many that are equal."""
+    return (normal(rank, step, n, world_size) * 64).round() / 64
+
+
+def in_one_region(rank: int, step: int, n: int, world_size: int) -> Tensor:
+    """All large entries among the first fiftieth."""
+    g = 1e-3 * normal(rank, step, n, world_size)
+    g[: n // 50] *= 1e6
+    return g
+
+
+def on_one_rank(rank: int, step: int, n: int, world_size: int) -> Tensor:
+    """Each rank's large entries are spread evenly, but the largest of all are in one region.
+
+    No two ranks have an entry in common there, so the region of one rank holds the whole top-k.
+    """
+    k, region = n // 100, n // world_size
+    generator = torch.Generator().manual_seed(step)
+    g = 1e-3 * normal(rank, step, n, world_size)
+    first = torch.randperm(region, generator=generator)[:k][rank::world_size]
+    g[first] = 100 + torch.rand(len(first), generator=generator)
+    rest = region + torch.randperm(n - region, generator=generator)[: k * world_size]
+    rest = rest[rank::world_size][: k - len(first)]
+    g[rest] = 10 + torch.rand(len(rest), generator=generator)
+    return g
+
+
+GRADIENTS = {
+    "normal": normal,
+    "in one region": in_one_region,
+    "on one rank": on_one_rank,
+}
+
+
+def drive(
+    net: Any, make: Callable[[], ErrorFeedback], gradient: Gradient, n: int, num_steps: int
+) -> dict[str, Any]:
+    """What a rank accumulated, was given and has left, and what it sent in each step."""
+    algorithm = make()
+    algorithm.start(net, torch.zeros(n))
+    accumulated, applied = torch.zeros(2, n, dtype=torch.float64)
+    trace: dict[str, Any] = {"given": [], "bytes": [], "left": [], "selected": [], "balanced": []}
+    for step in range(num_steps):
+        g = gradient(net.rank, step, n, net.world_size)
+        accumulated += g
+        before = net.counters.bytes_sent
+        algorithm.before_update(torch.empty(0), g)
+        trace["bytes"].append(net.counters.bytes_sent - before)
+        applied += net.world_size * g.double()
+        trace["given"].append(g)
+        trace["left"].append(algorithm.residual.clone())
+        trace["selected"].append(algorithm.num_applied)
+        if isinstance(algorithm, OkTopk):
+            trace["balanced"].append(algorithm.num_balanced)
+    return {"accumulated": accumulated, "applied": applied, **trace}
+
+
+def simulate(world_size: int, *args: Any) -> list[dict[str, Any]]:
+    return SimulatedWorld(world_size).run(drive, *args)
+
+
+# ---- the dense computation ----
+
+
+def topk(x: Tensor, k: int) -> Tensor:
+    """The k largest, the first of equal ones, in place; zeros elsewhere."""
+    first = x.abs().sort(descending=True, stable=True).indices[:k]
+    return torch.zeros_like(x).index_copy_(0, first, x[first])
+
+
+def dense(world_size: int, n: int, k: int, num_steps: int) -> list[tuple[Tensor, list[Tensor]]]:
+    """u / P and the residuals after each step: Topk(sum_i Topk(acc_i))."""
+    residuals = [torch.zeros(n) for _ in range(world_size)]
+    history = []
+    for step in range(num_steps):
+        for rank, residual in enumerate(residuals):
+            residual += coarse(rank, step, n, world_size)
+        local = [topk(acc, k) for acc in residuals]
+        u = topk(torch.stack(local).sum(0), k)
+        for residual, mine in zip(residuals, local, strict=True):
+            residual[(u != 0) & (mine != 0)] = 0
+        history.append((u / world_size, [residual.clone() for residual in residuals]))
+    return history
+
+
+@SIZES
+@pytest.mark.parametrize("k", [1, 13, 300, 1000])
+def test_with_exact_thresholds_a_step_equals_the_dense_computation(world_size: int, k: int) -> None:
+    make = partial(OkTopk, density=k / 1000, threshold_period=1, repartition_period=2)
+    ranks = simulate(world_size, make, coarse, 1000, 6)
+    for step, (u, residuals) in enumerate(dense(world_size, 1000, k, 6)):
+        for rank, residual in zip(ranks, residuals, strict=True):
+            assert torch.equal(rank["given"][step], u)
+            assert torch.equal(rank["left"][step], residual)
+
+
+@SIZES
+def test_reused_thresholds_give_what_exact_ones_give_while_their_counts_allow(
+    world_size: int,
+) -> None:
+    make = partial(OkTopk, density=0.05, threshold_period=7)
+    ranks = simulate(world_size, make, normal, 4000, 30)
+    for rank in ranks:
+        assert all(map(torch.equal, rank["given"], ranks[0]["given"]))
+        assert all(133 <= count <= 250 for count in rank["selected"])
+        assert rank["selected"][::7] == [200] * 5
+
+
+@SIZES
+def test_spreading_entries_evenly_changes_where_they_travel_and_nothing_else(
+    world_size: int,
+) -> None:
+    plain, always, never = (
+        simulate(world_size, partial(OkTopk, balance_ratio=ratio), on_one_rank, 2000, 5)
+        for ratio in (4.0, 1.0, 1e9)
+    )
+    for a, b, c in zip(plain, always, never, strict=True):
+        assert all(map(torch.equal, a["given"], b["given"]))
+        assert all(map(torch.equal, a["given"], c["given"]))
+        assert (a["balanced"][-1] > 0) == (world_size > 4)
+        assert c["balanced"][-1] == 0
+
+
+@EVERY
+@SIZES
+@pytest.mark.parametrize(
+    "density",
+    [0.001, 0.3, pytest.param(0.01, marks=LATER), pytest.param(1.0, marks=LATER)],
+)
+def test_what_was_accumulated_is_what_was_applied_and_what_is_left(
+    make: Callable[..., ErrorFeedback], world_size: int, density: float
+) -> None:
+    ranks = simulate(world_size, partial(make, density=density), normal, 1000, 11)
+    accumulated = torch.stack([rank["accumulated"] for rank in ranks]).sum(0)
+    left = torch.stack([rank["left"][-1].double() for rank in ranks]).sum(0)
+    scale = torch.stack([rank["accumulated"].abs() for rank in ranks]).sum(0).max()
+    for rank in ranks:
+        assert all(map(torch.equal, rank["given"], ranks[0]["given"]))
+        assert float((accumulated - rank["applied"] - left).abs().max() / scale) < 1e-6
+
+
+@EVERY
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_there_may_be_fewer_entries_than_ranks(make: Callable[..., ErrorFeedback], n: int) -> None:
+    ranks = simulate(4, partial(make, density=0.01), normal, n, 9)
+    assert any(g.any() for g in ranks[0]["given"])
+
+
+def equal_ones(rank: int, step: int, n: int, world_size: int) -> Tensor:
+    return torch.full((n,), -2.0)
+
+
+@EVERY
+@SIZES
+def test_equal_entries_are_taken_in_turn(
+    make: Callable[..., ErrorFeedback], world_size: int
+) -> None:
+    ranks = simulate(world_size, partial(make, density=0.1), equal_ones, 100, 10)
+    given = torch.stack(ranks[0]["given"])
+    limit = 100 if make is GaussianTopk else 12
+    assert all(0 < int((g != 0).sum()) <= limit for g in given)
+    # -2 for each of 10 steps, but for what the residual still has
+    left = torch.stack([rank["left"][-1] for rank in ranks]).mean(0)
+    torch.testing.assert_close(given.sum(0) + left, torch.full((100,), -20.0))
+
+
+def zeros_between(rank: int, step: int, n: int, world_size: int) -> Tensor:
+    return normal(rank, step, n, world_size) if step in (3, 9) else torch.zeros(n)
+
+
+@EVERY
+@SIZES
+def test_zero_gradients_send_what_is_left_and_then_nothing(
+    make: Callable[..., ErrorFeedback], world_size: int
+) -> None:
+    ranks = simulate(world_size, partial(make, density=0.5), zeros_between, 200, 20)
+    given = ranks[0]["given"]
+    assert not any(g.any() for g in given[:3])
+    assert given[3].any()
+    for rank in ranks:
+        if make is not ALL["oktopk_bfloat16"]:
+            assert not given[-1].any()
+            assert not rank["left"][-1].any()
+
+
+@SIZES
+def test_all_entries_are_the_all_reduce(world_size: int) -> None:
+    for rank in simulate(world_size, partial(OkTopk, density=1.0), coarse, 500, 5):
+        for step, g in enumerate(rank["given"]):
+            all_ranks = [coarse(r, step, 500, world_size) for r in range(world_size)]
+            assert torch.equal(g, torch.stack(all_ranks).sum(0) / world_size)
+
+
+def test_the_warm_up_reduces_the_whole_gradient() -> None:
+    for rank in simulate(3, partial(OkTopk, warmup_steps=2), coarse, 500, 4):
+        for step in range(2):
+            mean = torch.stack([coarse(r, step, 500, 3) for r in range(3)]).sum(0) / 3
+            assert torch.equal(rank["given"][step], mean)
+            assert not rank["left"][step].any()
+        assert rank["selected"] == [500, 500, 5, 5]
+
+
+def boundaries(net: Any, gradient: Gradient) -> tuple[list[int], list[int]]:
+    algorithm = OkTopk(density=0.01)
+    algorithm.start(net, torch.zeros(10_000))
+    g = gradient(net.rank, 0, 10_000, net.world_size)
+    _, indices = sparse.select(g, sparse.kth_magnitude(g, 100))
+    algorithm.before_update(torch.empty(0), g)
+    edges = torch.tensor(algorithm.boundaries)
+    return algorithm.boundaries, torch.searchsorted(indices, edges).diff().tolist()
+
+
+@pytest.mark.parametrize("gradient", [normal, in_one_region])
+def test_regions_are_the_same_on_all_ranks_and_hold_about_equally_many(gradient: Gradient) -> None:
+    ranks = SimulatedWorld(5).run(boundaries, gradient)
+    assert all(edges == ranks[0][0] for edges, _ in ranks)
+    assert (ranks[0][0][0], ranks[0][0][-1]) == (0, 10_000)
+    for _, counts in ranks:
+        assert sum(counts) == 100
+        assert all(8 <= count <= 32 for count in counts)
+
+
+# ---- what may go wrong ----
+
+
+def diverging(rank: int, step: int, n: int, world_size: int, bad: float = torch.nan) -> Tensor:
+    g = normal(rank, step, n, world_size)
+    if (rank, step) == (2, 5):
+        g[7] = bad
+    return g
+
+
+@EVERY
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_and_inf_are_found_before_they_are_sent(
+    make: Callable[..., ErrorFeedback], bad: float
+) -> None:
+    gradient = partial(diverging, bad=bad)
+    with pytest.raises(RankFailed, match="NaN or inf on rank 2 at step 6"):
+        simulate(4, make, gradient, 1000, 9)
+    outcomes = SimulatedWorld(4).outcomes(drive, make, gradient, 1000, 9)
+    assert [o.rank for o in outcomes if isinstance(o, PeerLost)] == [2, 2, 2]
+
+
+def drive_overflowing(net: Any, make: Callable[[], ErrorFeedback]) -> list[bool]:
+    algorithm = make()
+    algorithm.start(net, torch.zeros(1000), Conditions(skips_overflow=True))
+    skipped = []
+    for step in range(9):
+        g = diverging(net.rank, step, 1000, net.world_size)
+        algorithm.before_update(torch.empty(0), g)
+        skipped.append(not bool(g.isfinite().all()))
+        assert algorithm.residual.isfinite().all()
+    return skipped
+
+
+@EVERY
+def test_an_overflow_is_left_to_be_skipped_by_all(make: Callable[..., ErrorFeedback]) -> None:
+    expected = [step == 5 for step in range(9)]
+    assert SimulatedWorld(4).run(drive_overflowing, make) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"density": 0.0}, "density must be a number above 0 and at most 1, got density=0.0"),
+        ({"density": 1.5}, "got density=1.5; try density=0.01"),
+        ({"threshold_period": 0}, "threshold_period must be a whole number of at least 1"),
+        ({"repartition_period": 2.5}, "got repartition_period=2.5; try repartition_period=64"),
+        ({"warmup_steps": -1}, "got warmup_steps=-1"),
+        (
+            {"balance_ratio": 0.5},
+            "balance_ratio must be a number of at least 1, got",
+        ),
+        ({"wire_dtype": "int8"}, 'must be "float32" or "bfloat16", got wire_dtype=\'int8\''),
+    ],
+)
+def test_hyperparameters_are_checked_before_the_first_message(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match="must be") as caught:
+        OkTopk(**options).check(4)
+    assert text in str(caught.value)
+
+
+# ---- what goes over the wire ----
+
+NUM = 400_000
+WORDS = 4
+"""Bytes of a value, and of an index."""
+
+
+def bound(world_size: int, k: int) -> float:
+    """6k (P-1)/P words."""
+    return 6 * k * (world_size - 1) / world_size * WORDS
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=LATER), 4])
+def test_no_step_of_real_ranks_sends_more_than_6k_words(
+    world_size: int, gradient: Gradient
+) -> None:
+    make = partial(OkTopk, threshold_period=4)
+    for rank in ProcessWorld().run(world_size, drive, make, gradient, NUM, 10):
+        assert max(rank["bytes"]) <= bound(world_size, NUM // 100)
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+@pytest.mark.parametrize(
+    "world_size", [2, 3, 8, *(pytest.param(p, marks=LATER) for p in (4, 5, 16))]
+)
+def test_no_step_sends_more_than_6k_words(world_size: int, gradient: Gradient) -> None:
+    make = partial(OkTopk, threshold_period=4)
+    for rank in simulate(world_size, make, gradient, NUM, 6):
+        assert max(rank["bytes"]) <= bound(world_size, NUM // 100)
+
+
+def test_the_volume_is_flat_in_the_number_of_ranks_where_the_all_gathers_is_linear() -> None:
+    volume = {
+        (make, size): max(max(r["bytes"]) for r in simulate(size, make, normal, NUM, 3))
+        for make in (OkTopk, TopkAllgather)
+        for size in (2, 4, 8, 16)
+    }
+    for size in (4, 8, 16):
+        # (P-1)/P of the limit, which two ranks have half of
+        flat_growth = 2 * (size - 1) / size
+        assert volume[OkTopk, size] < 1.3 * flat_growth * volume[OkTopk, 2]
+        linear = (size - 1) * volume[TopkAllgather, 2]
+        assert volume[TopkAllgather, size] == pytest.approx(linear, rel=0.02)
+    assert volume[OkTopk, 16] < volume[TopkAllgather, 16] / 4
+
+
+def entry_bytes(count: int, density: float = 0.01) -> float:
+    """Of a message with so many entries of 4 bytes, spread evenly."""
+    escapes = 1 / (torch.tensor(255 * density).exp().item() - 1)
+    return 24 + count * (4 + 1 + escapes)
+
+
+def log2(world_size: int) -> int:
+    return (world_size - 1).bit_length()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
+def test_the_baselines_send_what_table_1_says(world_size: int) -> None:
+    """In entries, of 5.09 bytes instead of two words."""
+    k, p = NUM // 100, world_size
+    flags = 64 * p
+    sent = {
+        make: [r["bytes"][0] for r in simulate(p, make, normal, NUM, 1)]
+        for make in (TopkAllgather, TopkDSA, GTopk)
+    }
+    for count in sent[TopkAllgather]:
+        assert count == pytest.approx((p - 1) * entry_bytes(k), rel=0.01, abs=flags)
+        assert count <= 2 * k * (p - 1) * WORDS
+    # Up the tree each rank but the root sends once, and down it each but the root is sent to.
+    assert sum(sent[GTopk]) == pytest.approx(2 * (p - 1) * entry_bytes(k), rel=0.01, abs=p * flags)
+    assert sent[GTopk][0] == pytest.approx(log2(p) * entry_bytes(k), rel=0.01, abs=flags)
+    assert 2 * sent[GTopk][0] <= 4 * k * log2(p) * WORDS + flags  # what it receives is as much
+    union = 1 - 0.99**p
+    for count in sent[TopkDSA]:
+        expected = (p - 1) / p * (entry_bytes(k) + union * NUM * 5.0)
+        assert count == pytest.approx(expected, rel=0.03, abs=60 * p)
+        assert count <= (2 * k + NUM) * (p - 1) / p * WORDS
+
+
+def same_entries(rank: int, step: int, n: int, world_size: int) -> Tensor:
+    """The best case: all ranks have the same entries."""
+    return normal(0, step, n, world_size)
+
+
+def test_the_dynamic_sparse_all_reduce_lies_between_its_two_bounds() -> None:
+    p, k = 4, NUM // 100
+    for rank in simulate(p, TopkDSA, same_entries, NUM, 1):
+        best = (p - 1) / p * 2 * entry_bytes(k)
+        assert rank["bytes"][0] == pytest.approx(best, rel=0.05)
+        assert rank["bytes"][0] <= 4 * k * (p - 1) / p * WORDS
+    # 30% of each of 8 ranks fill the regions: they are sent dense.
+    for rank in simulate(8, partial(TopkDSA, density=0.3), normal, 10_000, 1):
+        dense_part = 7 / 8 * 10_000 * WORDS
+        assert rank["bytes"][0] == pytest.approx(dense_part + 7 / 8 * 3000 * 5, rel=0.05)
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_a_gaussian_threshold_lets_through_more_than_3k_4(world_size: int) -> None:
+    def heavy(rank: int, step: int, n: int, world_size: int) -> Tensor:
+        return normal(rank, step, n, world_size).pow(5)
+
+    k = NUM // 100
+    for rank in simulate(world_size, GaussianTopk, normal, NUM, 1):
+        count = rank["bytes"][0] / (world_size - 1) / (entry_bytes(k) / k)
+        assert count == pytest.approx(k, rel=0.05)  # which a normal distribution has exactly
+    for rank in simulate(world_size, GaussianTopk, heavy, NUM, 1):
+        assert rank["bytes"][0] > 0.75 * 4.9 * k * (world_size - 1)
+
+
+def test_bfloat16_values_take_two_bytes_less() -> None:
+    full, half = (
+        sum(r["bytes"][1] for r in simulate(4, make, normal, NUM, 2))
+        for make in (OkTopk, partial(OkTopk, wire_dtype="bfloat16"))
+    )
+    assert half / full == pytest.approx(3.09 / 5.09, rel=0.03)
+
+
+# ---- local steps ----
+
+
+def change_of(rank: int, step: int, n: int, world_size: int) -> Tensor:
+    """Changes of the weights: sums of a few are exact in fp32."""
+    return coarse(rank, step, n, world_size) / 4
+
+
+def drive_locally(
+    net: Any, make: Callable[[], ErrorFeedback], counts: list[int], num_epochs: int = 1
+) -> dict[str, Any]:
+    """Moves the weights by known changes, and settles after as many steps as this rank has."""
+    algorithm = make()
+    x = torch.full((1000,), 3.0)
+    algorithm.start(net, x)
+    changed = torch.zeros(1000, dtype=torch.float64)
+    bytes_sent, owns, means, step = [], [], [], 0
+    for _ in range(num_epochs):
+        for _ in range(counts[net.rank]):
+            change = change_of(net.rank, step, 1000, net.world_size)
+            changed += change
+            before = net.counters.bytes_sent
+            algorithm.before_update(x, x[:0])
+            x -= change
+            algorithm.after_update(x)
+            bytes_sent.append(net.counters.bytes_sent - before)
+            step += 1
+        algorithm.settle(x)
+        owns.append(x.clone())
+        means.append(algorithm.consensus(x))
+    left = algorithm.residual.clone()
+    algorithm.finish(x)
+    return {
+        "changed": changed,
+        "bytes": bytes_sent,
+        "own": owns,
+        "mean": means,
+        "left": left,
+        "x": x,
+        "round": algorithm.round,
+    }
+
+
+@EVERY
+@pytest.mark.parametrize("counts", [[7], [9, 9], [8, 3, 6], [0, 5, 5, 11]], ids=str)
+def test_no_change_of_local_steps_is_lost(
+    make: Callable[..., ErrorFeedback], counts: list[int]
+) -> None:
+    """The mean = the start - all changes + what the residuals still have, whoever stopped when."""
+    local = partial(make, density=0.05, local_steps=4)
+    ranks = SimulatedWorld(len(counts)).run(drive_locally, local, counts, 2)
+    changed = torch.stack([rank["changed"] - rank["left"].double() for rank in ranks]).mean(0)
+    for rank in ranks:
+        torch.testing.assert_close(rank["x"].double(), 3 - changed, rtol=0, atol=1e-5)
+        assert torch.equal(rank["x"], ranks[0]["x"])
+        assert torch.equal(rank["x"], rank["mean"][-1])
+        assert rank["round"] == ranks[0]["round"] > 0
+
+
+@EVERY
+def test_local_steps_send_nothing_between_two_exchanges(
+    make: Callable[..., ErrorFeedback],
+) -> None:
+    local = partial(make, density=0.05, local_steps=4)
+    for rank in SimulatedWorld(3).run(drive_locally, local, [11] * 3):
+        assert [num > 0 for num in rank["bytes"]] == [step % 4 == 3 for step in range(11)]
+
+
+@EVERY
+def test_a_settling_between_two_exchanges_changes_no_weights(
+    make: Callable[..., ErrorFeedback],
+) -> None:
+    local = partial(make, density=0.05, local_steps=4)
+    often = SimulatedWorld(3).run(drive_locally, local, [3] * 3, 6)
+    once = SimulatedWorld(3).run(drive_locally, local, [18] * 3, 1)
+    for one, other in zip(often, once, strict=True):
+        assert torch.equal(one["own"][-1], other["own"][-1])
+        assert torch.equal(one["x"], other["x"])
+
+
+def test_local_steps_with_exact_thresholds_equal_the_dense_computation() -> None:
+    """SparseLoCo on Topk(sum_i Topk(e_i)), to the bit."""
+    world_size, period, num_steps, k = 4, 3, 12, 40
+    make = partial(OkTopk, density=k / 1000, local_steps=period, threshold_period=1)
+    ranks = SimulatedWorld(world_size).run(drive_locally, make, [num_steps] * world_size)
+    x, residuals = torch.full((1000,), 3.0), [torch.zeros(1000) for _ in range(world_size)]
+    for begin in range(0, num_steps, period):
+        for rank, residual in enumerate(residuals):
+            mine = x.clone()
+            for step in range(begin, begin + period):
+                mine -= change_of(rank, step, 1000, world_size)
+            residual += x - mine
+        local = [topk(residual, k) for residual in residuals]
+        u = topk(torch.stack(local).sum(0), k)
+        for residual, sent in zip(residuals, local, strict=True):
+            residual[(u != 0) & (sent != 0)] = 0
+        x = x - u / world_size
+    for rank, residual in zip(ranks, residuals, strict=True):
+        assert torch.equal(rank["own"][-1], x)
+        assert torch.equal(rank["left"], residual)
+
+
+@EVERY
+def test_local_steps_with_all_entries_are_local_sgd(make: Callable[..., ErrorFeedback]) -> None:
+    if make is ALL["oktopk_bfloat16"]:
+        make = OkTopk  # whose rounding stays in the residual
+    local = partial(make, density=1.0, local_steps=4)
+    for counts in ([10, 10, 10], [10, 3, 5]):
+        sparse_ones = SimulatedWorld(3).run(drive_locally, local, counts)
+        averaged = SimulatedWorld(3).run(drive_averaging, counts)
+        for rank, x in zip(sparse_ones, averaged, strict=True):
+            torch.testing.assert_close(rank["x"], x, rtol=0, atol=1e-5)
+
+
+def drive_averaging(net: Any, counts: list[int]) -> Tensor:
+    algorithm, x = LocalSGD(sync_period=4), torch.full((1000,), 3.0)
+    algorithm.start(net, x)
+    for step in range(counts[net.rank]):
+        algorithm.before_update(x, x[:0])
+        x -= change_of(net.rank, step, 1000, net.world_size)
+        algorithm.after_update(x)
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return x
+
+
+def test_the_warm_up_of_local_steps_exchanges_whole_changes() -> None:
+    """Its five steps end in the second period of four."""
+    make = partial(OkTopk, density=0.05, local_steps=4, warmup_steps=5)
+    for rank in SimulatedWorld(2).run(drive_locally, make, [16] * 2):
+        dense_ones = [num > 2000 for num in rank["bytes"]]
+        assert dense_ones == [step in (3, 7) for step in range(16)]
+
+
+def resume_with(net: Any, before: int, after: int) -> tuple[int, int]:
+    """Saves after five steps; the steps since the last exchange, then and two steps later."""
+    x = torch.zeros(100)
+    algorithm = OkTopk(density=0.1, local_steps=before)
+    algorithm.start(net, x)
+    for _ in range(5):
+        local_step(algorithm, x)
+    algorithm.settle(x)
+    resumed = OkTopk(density=0.1, local_steps=after)
+    resumed.start(net.sub("resumed"), x)
+    resumed.load_state_dict(algorithm.state_dict())
+    then = resumed.steps_since
+    for _ in range(2):
+        local_step(resumed, x)
+    return then, resumed.steps_since
+
+
+def local_step(algorithm: ErrorFeedback, x: Tensor) -> None:
+    g = torch.ones_like(x)
+    algorithm.before_update(x, g)
+    x -= g
+    algorithm.after_update(x)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [(4, 4, (1, 3)), (8, 4, (5, 1)), (4, 2, (1, 1)), (5, 1, (0, 0)), (1, 4, (0, 2))],
+)
+def test_a_resume_may_change_the_number_of_local_steps(
+    before: int, after: int, expected: tuple[int, int]
+) -> None:
+    assert SimulatedWorld(2).run(resume_with, before, after) == [expected] * 2
+
+
+def test_a_save_between_two_exchanges_does_not_resume_without_local_steps() -> None:
+    with pytest.raises(RankFailed, match="local_steps=1 and 1 steps since the last exchange"):
+        SimulatedWorld(2).run(resume_with, 4, 1)
+
+
+def diverge_locally(net: Any) -> None:
+    x = torch.zeros(100)
+    algorithm = TopkAllgather(0.1, local_steps=2)
+    algorithm.start(net, x)
+    for step in range(6):
+        algorithm.before_update(x, x[:0])
+        x += torch.nan if (net.rank, step) == (1, 2) else 1.0
+        algorithm.after_update(x)
+
+
+def test_weights_that_diverged_in_local_steps_are_found_before_they_are_sent() -> None:
+    with pytest.raises(RankFailed, match="weights must be finite, got NaN or inf on rank 1 at"):
+        SimulatedWorld(2).run(diverge_locally)
+
+
+# ---- a training run ----
+
+
+def train_digits(net: Any, num_steps: int, density: float) -> tuple[list[float], float]:
+    """How far the counts of every step were from k, locally and in total; the last losses."""
+    data = DigitsData()
+    data.setup("fit")
+    batch = [torch.stack(column) for column in zip(*data.splits["train"], strict=True)]
+    torch.manual_seed(0)
+    model = DigitsClassifier()
+    (parameters,) = flat.flatten(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    algorithm = OkTopk(density=density)
+    algorithm.start(net, parameters.x)
+    generator = torch.Generator().manual_seed(net.rank)
+    local, total, losses = 0.0, 0.0, []
+    for _ in range(num_steps):
+        picked = torch.randint(0, len(batch[0]), (16,), generator=generator)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch[0][picked]), batch[1][picked])
+        loss.backward()
+        with torch.no_grad():
+            algorithm.before_update(parameters.x, parameters.gather())
+        parameters.scatter()
+        optimizer.step()
+        losses.append(loss.item())
+        local += abs(algorithm.num_selected / algorithm.k - 1) / num_steps
+        total += abs(algorithm.num_applied / algorithm.k - 1) / num_steps
+    return [local, total], sum(losses[-20:]) / 20
+
+
+@LATER
+@pytest.mark.parametrize("density", [0.01, 0.02])
+def test_thresholds_on_digits_let_through_k_to_within_11_percent(density: float) -> None:
+    ranks = SimulatedWorld(4).run(train_digits, 150, density)
+    deviations = torch.tensor([deviations for deviations, _ in ranks]).mean(0)  # local, in total
+    assert (deviations < 0.11).all()
+    assert all(loss < 0.3 for _, loss in ranks)
+
+
+class Watching(Regression):
+    """Keeps its losses and what its strategy tells of itself."""
+
+    def __init__(self, strategy: DecentralizedStrategy) -> None:
+        L.seed_everything(0, verbose=False)
+        super().__init__()
+        self.losses: list[float] = []
+        self.figures: dict[str, float] = {}
+        self.of_strategy = [strategy]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.figures = self.of_strategy[0].communication()
+
+
+def fit_all() -> dict[str, tuple[Tensor, list[float], float]]:
+    results = {}
+    for name in ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussian_topk"):
+        strategy = STRATEGIES[name](density=0.1, timeout_s=20.0)
+        run = trainer(
+            strategy,
+            torch.distributed.get_world_size(),
+            max_epochs=8,
+            gradient_clip_val=1.0,
+            accumulate_grad_batches=2,
+        )
+        model = Watching(strategy)
+        run.fit(model, loader(256))
+        results[name] = weights(model), model.losses, model.figures["density"]
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=LATER)])
+def test_every_strategy_trains_with_momentum_clipping_and_accumulation(world_size: int) -> None:
+    ranks = FitWorld(timeout_s=60.0).run(world_size, fit_all)
+    for name, (x, losses, density) in ranks[0].items():
+        assert all(torch.equal(rank[name][0], x) for rank in ranks), name
+        assert sum(losses[-8:]) < sum(losses[:8]) / 2, name
+        assert 0 < density <= (0.13 if name in ("oktopk", "gtopk") else 1.0), name
+
+
+class InTwoParts(Watching):
+    """Weights of two dtypes: each has an algorithm of its own."""
+
+    def __init__(self, strategy: DecentralizedStrategy) -> None:
+        super().__init__(strategy)
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return super().loss((batch[0], batch[1] * self.scale.float()))
+
+
+def fit_locally(name: str, folder: str) -> dict[str, Any]:
+    """Two epochs of 5 or 7 batches, and the second one again from the first one's checkpoint."""
+    num_samples = 8 * (5 + 2 * int(os.environ["RANK"]))
+    ends, losses = [], []
+    for ckpt_path in (None, f"{folder}/epoch=0.ckpt"):
+        strategy = STRATEGIES[name](density=0.2, local_steps=4, timeout_s=20.0)
+        callbacks = [] if ckpt_path else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
+        run = trainer(
+            strategy,
+            2,
+            max_epochs=2,
+            use_distributed_sampler=False,
+            enable_checkpointing=not ckpt_path,
+            callbacks=callbacks,
+        )
+        model = InTwoParts(strategy)
+        run.fit(model, loader(num_samples), ckpt_path=ckpt_path)
+        ends.append(weights(model))
+        losses.append(model.losses)
+    return {"ends": ends, "losses": losses}
+
+
+def test_local_steps_resume_to_the_bit_with_uneven_batches_and_several_parts(
+    tmp_path: Path,
+) -> None:
+    ranks = FitWorld(timeout_s=120.0).run(2, fit_locally, "oktopk", str(tmp_path))
+    for rank, num_batches in zip(ranks, (5, 7), strict=True):
+        straight, resumed = rank["ends"]
+        assert torch.equal(straight, resumed)
+        assert torch.equal(straight, ranks[0]["ends"][0])
+        assert rank["losses"][1] == rank["losses"][0][num_batches:]
+    saved = torch.load(tmp_path / "epoch=0.ckpt.replicas/rank_00000.pt", weights_only=True)
+    assert any("steps_since" in part for part in saved["lightning_dsgd"]["algorithms"])
+
+
+class Overflowing(Watching):
+    """The loss of rank 1 is infinite in one batch; looks at weights and loss scale after each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if self.global_rank == 1 and batch_idx == 2 else loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end()
+        scaler = self.trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+        self.figures["scale"] = scaler.get_scale()
+
+
+def fit_overflowing(name: str, local_steps: int = 1) -> tuple[Tensor, float]:
+    strategy = STRATEGIES[name](density=0.1, local_steps=local_steps, timeout_s=20.0)
+    model = Overflowing(strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    trainer(strategy, 2, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(model, loader())
+    return weights(model), model.figures["scale"]
+
+
+@pytest.mark.parametrize("name", ["oktopk", "gtopk"])
+def test_all_ranks_skip_a_step_that_overflows_on_one(name: str) -> None:
+    (ours, scale), (theirs, _) = FitWorld().run(2, fit_overflowing, name)
+    assert torch.equal(ours, theirs)
+    assert ours.isfinite().all()
+    assert scale == 128.0
+
+
+def test_with_local_steps_only_the_rank_skips_whose_step_overflows() -> None:
+    (ours, scale), (theirs, their_scale) = FitWorld().run(2, fit_overflowing, "oktopk", 3)
+    assert torch.equal(ours, theirs)
+    assert ours.isfinite().all()
+    assert (scale, their_scale) == (256.0, 128.0)

@@ -1,0 +1,143 @@
+"""Every algorithm trains tensors on a device, on one that is none: `tests/support/fake_device.py`.
+
+Its work is late, its memory poisoned until then, and CUDA's sanitizer looks for accesses that
+nothing has ordered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithms import ALGORITHMS
+from tests.algorithms.test_algorithms import LR, TABLE, start_at, target
+from tests.support.fake_device import FakeDevice
+from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
+
+STEPS = 6
+NAMES = [name for name in ALGORITHMS if name in TABLE] + ["eager_solo"]
+"""One row for each algorithm."""
+
+
+def train(net: Any, name: str, device: torch.device) -> Tensor:
+    """What a few steps make of the weights, as the CPU sees it."""
+    x, goal = start_at(net.rank, 0.0).to(device), target(net.rank).to(device)
+    algorithm = TABLE[name].make()
+    algorithm.start(net.sub(f"{name} on {device}"), x)
+    for _ in range(STEPS):
+        g = x - goal
+        algorithm.before_update(x, g)
+        x.sub_(g if algorithm.uses_gradient else x - goal, alpha=LR)
+        algorithm.after_update(x)
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return x.cpu()
+
+
+def train_all(
+    net: Any, on: FakeDevice | torch.device, names: list[str]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """For each algorithm, the weights it has made on the device, and those of the CPU."""
+    found = {}
+    device, races = (on, []) if isinstance(on, torch.device) else (on.device, on.races)
+    for name in names:
+        try:
+            trained = train(net, name, device)
+            found[name] = trained, train(net, name, torch.device("cpu"))
+        except Exception as error:
+            raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+        assert not races, f"{name}: {races[0]}"
+    return found
+
+
+def check(world: ProcessWorld, names: list[str], world_size: int, *, to_the_bit: bool) -> None:
+    ranks = world.run(world_size, train_all, names)
+    for name in names:
+        on_device = [rank[name][0] for rank in ranks]
+        for x in on_device:
+            assert x.isfinite().all(), name
+            assert x.abs().max() < 10, f"{name}: poison"
+        if name != "no_sync":
+            assert all(x.equal(on_device[0]) for x in on_device), f"{name}: ranks differ"
+        if TABLE[name].is_synchronous:
+            for trained, expected in (rank[name] for rank in ranks):
+                apart = float((trained - expected).abs().max())
+                assert apart <= (0 if to_the_bit else 1e-9), f"{name}: {apart}"
+
+
+def test_algorithms_train_on_a_device() -> None:
+    check(FakeWorld(), ["wagma", "hpsgd", "sgp", "adpsgd", "oktopk"], 3, to_the_bit=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_every_algorithm_trains_on_an_accelerator() -> None:
+    """All ranks share one device; what is rounded may be rounded the other way there."""
+    check(AcceleratorWorld(), NAMES, 3, to_the_bit=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_row_trains_on_a_device(world_size: int) -> None:
+    check(FakeWorld(), list(TABLE), world_size, to_the_bit=True)
+
+
+# ---- where the host waits for the device ----
+
+P = 3
+OKTOPK = {
+    ("primitives.sparse.select_plainly", "aten::nonzero"): 2,
+    ("primitives.error_feedback.select", "aten::_local_scalar_dense"): 1,
+    ("primitives.error_feedback.split", "a copy"): 1,
+    ("primitives.sparse.pack", "a copy"): P,
+    ("primitives.sparse.pack", "aten::nonzero"): P,
+    ("primitives.sparse.unpack", "a copy"): 2 * P - 1,
+    ("algorithms.oktopk.count", "aten::_local_scalar_dense"): 1,
+}
+"""How often at most in an ordinary exchange: docs/gpus.md lists them."""
+WITHOUT_WAITS = ("wagma", "wagma_overlap", "wagma_paper", "wagma_int8")
+OKTOPK_EXACT = {
+    ("algorithms.oktopk.space_repartition", "a copy"),
+    ("algorithms.oktopk.th_re_evaluate_global", "a copy"),
+    ("algorithms.oktopk.th_re_evaluate_global", "aten::index"),
+}
+"""Where a threshold is made anew as well."""
+
+
+def waits_of(net: Any, fake: FakeDevice, name: str) -> list[Counter[tuple[str, str]]]:
+    """What the host waits for in each step, and how often."""
+    x, goal = start_at(net.rank, 0.0).to(fake.device), target(net.rank).to(fake.device)
+    algorithm, found = TABLE[name].make(), []
+    algorithm.start(net.sub(name), x)
+    for _ in range(STEPS):
+        g = x - goal
+        fake.syncs.clear()
+        algorithm.before_update(x, g)
+        x.sub_(g if algorithm.uses_gradient else x - goal, alpha=LR)
+        algorithm.after_update(x)
+        waits = ((where, what.split(" between")[0]) for _, where, what in list(fake.syncs))
+        found.append(Counter(waits))
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return found
+
+
+def waits_of_each(net: Any, fake: FakeDevice) -> dict[str, list[Counter[tuple[str, str]]]]:
+    return {name: waits_of(net, fake, name) for name in (*WITHOUT_WAITS, "oktopk")}
+
+
+def test_the_host_waits_for_the_device_where_it_is_said() -> None:
+    for found in FakeWorld().run(P, waits_of_each):
+        for name in WITHOUT_WAITS:
+            assert not any(found[name]), name
+        everything = set().union(*found["oktopk"])
+        assert everything <= {*OKTOPK, *OKTOPK_EXACT}, everything - {*OKTOPK, *OKTOPK_EXACT}
+        assert everything >= {*OKTOPK}
+        ordinary = [waits for waits in found["oktopk"] if not OKTOPK_EXACT & {*waits}]
+        assert ordinary
+        for waits in ordinary:
+            assert all(count <= OKTOPK[wait] for wait, count in waits.items()), waits

@@ -1,0 +1,465 @@
+"""What holds of a loop in Lightning's Fabric: real processes, set up as torchrun sets them up."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_dsgd as dsgd
+from lightning_dsgd import DecentralizedStrategy, FabricStrategy
+from lightning_dsgd.fabric import twin
+from tests.plain.test_training import (
+    FAST,
+    TIMELESS,
+    Noisy,
+    loader_of,
+    make,
+    make_plain,
+    mean_batch,
+    on_one_process,
+    same,
+)
+from tests.support.models import Regression, trainer, weights
+from tests.support.mpi import ROOT, environment
+from tests.support.worlds import FitWorld
+from tests.test_frozen import ALGORITHMS
+
+exhaustive = pytest.mark.exhaustive
+PACKAGES = {"lightning.fabric": FabricStrategy, "lightning_fabric": twin.FabricStrategy}
+
+
+def run(world_size: int, fn: Any, *args: Any) -> list[Any]:
+    return FitWorld().run(world_size, fn, *args)
+
+
+def fabric_of(algorithm: Any, package: str = "lightning.fabric", **options: Any) -> Any:
+    strategy = PACKAGES[package](algorithm, timeout_s=20.0)
+    fabric = importlib.import_module(package).Fabric(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options
+    )
+    fabric.launch()
+    return fabric
+
+
+def steps(fabric: Any, model: Any, optimizer: Any, batches: Any) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        fabric.backward(((model(x) - y) ** 2).mean())
+        optimizer.step()
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_name_is_known_to_fabric(package: str) -> None:
+    fabric = importlib.import_module(package).Fabric
+    for name in dsgd.STRATEGIES:
+        strategy = fabric(strategy=name, accelerator="cpu", devices=2).strategy
+        assert type(strategy) is PACKAGES[package]
+        assert strategy.algorithm.name == name
+    with pytest.raises(ValueError, match=r'invalid strategy name.*Did you mean "wagma"'):
+        fabric(strategy="wagam", accelerator="cpu", devices=2)
+    with pytest.raises(ValueError, match="FabricStrategy cannot honour static_graph"):
+        PACKAGES[package](dsgd.WAGMA(), static_graph=True)
+    with pytest.raises(ValueError, match="has no option group_size"):
+        PACKAGES[package]("wagma", group_size=4)
+    with pytest.raises(ValueError, match="group_size"):
+        PACKAGES[package](dsgd.WAGMA(group_size=0))
+    assert PACKAGES[package]("wagma:group_size=4").algorithm == dsgd.WAGMA(group_size=4)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_private_names_that_are_overridden_exist(package: str) -> None:
+    ddp = importlib.import_module(f"{package}.strategies").DDPStrategy
+    for name in ("_configure_launcher", "_setup_distributed", "_set_world_ranks"):
+        assert callable(getattr(ddp, name))
+    for name in ("_get_process_group_backend", "_convert_stateful_objects_in_state"):
+        assert callable(getattr(ddp, name))
+    assert {"_timeout", "_start_method", "_backward_sync_control"} <= vars(ddp()).keys()
+
+
+# ---- the same as the Trainer ----
+
+
+def train_with_both(name: str, package: str) -> tuple[Tensor, Tensor]:
+    make_algorithm = ALGORITHMS[name]
+    model, _ = make()
+    strategy = DecentralizedStrategy(make_algorithm(), timeout_s=20.0)
+    fit = trainer(strategy, 3, max_epochs=2, use_distributed_sampler=False)
+    fit.fit(model, loader_of(dist.get_rank()))
+    twin, optimizer = make()
+    fabric = fabric_of(make_algorithm(), package)
+    net, optimizer = fabric.setup(twin.net, optimizer)
+    with fabric.strategy:
+        for _ in range(2):
+            steps(fabric, net, optimizer, loader_of(fabric.global_rank))
+    return weights(model), weights(twin)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else exhaustive) for n in TIMELESS]
+)
+def test_the_weights_are_those_of_the_trainer_to_the_bit(name: str) -> None:
+    package = "lightning_fabric" if name == "local_sgd" else "lightning.fabric"
+    ranks = run(3, train_with_both, name, package)
+    assert same([x for both in ranks for x in both])
+
+
+# ---- a loop ----
+
+
+def train_unevenly() -> tuple[Tensor, Tensor, float, bool, dict[str, float], list[str]]:
+    model, optimizer = make()
+    fabric = fabric_of(dsgd.WAGMA(group_size=2))
+    rank = fabric.global_rank
+    net, optimizer = fabric.setup(model.net, optimizer)
+    with fabric.strategy:
+        for _ in range(2):
+            batches = fabric.strategy.batches(loader_of(rank, 6 + 5 * rank))
+            with fabric.no_backward_sync(net, enabled=True):
+                steps(fabric, net, optimizer, batches)
+            fabric.barrier()
+            own = weights(model)
+            with fabric.strategy.consensus():
+                consensus = weights(model)
+                mean = float(fabric.all_reduce(torch.tensor(float(rank))))
+                assert fabric.all_gather(torch.tensor(rank)).tolist() == [0, 1, 2, 3]
+                assert fabric.broadcast({"rank": rank}, 2) == {"rank": 2}
+            assert torch.equal(weights(model), own)
+        decided = fabric.strategy.reduce_boolean_decision(rank > 0, all=False)
+        decided = decided and not fabric.strategy.reduce_boolean_decision(rank > 0)
+        figures = fabric.strategy.communication()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in list(loader_of(rank, 5)):
+                steps(fabric, net, optimizer, [batch])
+                fabric.all_reduce(torch.zeros(()))
+    fabric.barrier()  # training has ended: it is Fabric's own
+    return weights(model), consensus, mean, decided, figures, [str(w.message) for w in caught]
+
+
+def test_ranks_with_uneven_batches_evaluate_the_consensus_and_end_with_it() -> None:
+    ranks = run(4, train_unevenly)
+    assert same([consensus for _, consensus, *_ in ranks])
+    assert same([x for x, *_ in ranks])
+    for rank, (_, _, mean, decided, figures, said) in enumerate(ranks):
+        assert (mean, decided) == (1.5, True)
+        assert figures["bytes_sent"] > 0
+        warned = [text for text in said if "was called after each" in text]
+        assert len(warned) == (1 if rank == 0 else 0)
+
+
+def accumulate_and_clip(is_clipped: bool) -> Tensor:
+    model, optimizer = make_plain()
+    fabric = fabric_of(dsgd.AllReduce())
+    net, optimizer = fabric.setup(model.net, optimizer)
+    with fabric.strategy:
+        for index, (x, y) in enumerate(loader_of(fabric.global_rank), 1):
+            fabric.backward((net(x) - y).pow(2).mean() / 2)
+            if index % 2 == 0:
+                if is_clipped:
+                    fabric.clip_gradients(net, optimizer, max_norm=0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights(model)
+
+
+def test_clipping_sees_the_reduced_gradient() -> None:
+    ranks = run(2, accumulate_and_clip, True)
+    assert same(ranks)
+    torch.testing.assert_close(ranks[0], on_one_process(True))
+
+
+def train_apart_in_bf16() -> tuple[Tensor, set[torch.dtype], float, float]:
+    first, _ = make_plain()
+    second, _ = make_plain()
+    fabric = fabric_of(dsgd.DPSGD(), precision="bf16-mixed")
+    models = [fabric.setup_module(each.net) for each in (first, second)]
+    optimizers = fabric.setup_optimizers(
+        torch.optim.SGD(models[0].parameters(), 0.02),
+        torch.optim.Adam(models[1].parameters(), 0.02),
+    )
+    before = float(first.loss(mean_batch(0)).detach())
+    with fabric.strategy:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            steps(fabric, model, optimizer, loader_of(fabric.global_rank))
+    after = float(first.loss(mean_batch(0)).detach())
+    x = torch.cat([weights(first), weights(second)])
+    return x, {p.dtype for p in first.parameters()}, before, after
+
+
+@exhaustive
+def test_several_models_set_up_apart_train_in_bf16() -> None:
+    ranks = run(2, train_apart_in_bf16)
+    assert same([x for x, *_ in ranks])
+    for _, dtypes, before, after in ranks:
+        assert dtypes == {torch.float32}
+        assert after < before
+
+
+def scale(name: str) -> tuple[list[float], Tensor]:
+    precision = importlib.import_module("lightning.fabric.plugins").MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0)
+    )
+    model, optimizer = make_plain()
+    fabric = fabric_of(dsgd.AllReduce(), plugins=[precision])
+    net, optimizer = fabric.setup(model.net, optimizer)
+    scales = []
+    with fabric.strategy:
+        for index, (x, y) in enumerate(loader_of(fabric.global_rank, 6)):
+            optimizer.zero_grad()
+            loss = (net(x) - y).pow(2).mean()
+            bad = fabric.global_rank == 1 and index == 2
+            fabric.backward(loss * torch.inf if bad else loss)
+            if index % 2:
+                fabric.clip_gradients(net, optimizer, max_norm=10.0)
+            optimizer.step()
+            scales.append(precision.scaler.get_scale())
+    return scales, weights(model)
+
+
+@exhaustive
+def test_an_overflow_is_skipped_together() -> None:
+    ranks = run(2, scale, "allreduce")
+    assert same([x for _, x in ranks])
+    assert ranks[0][1].isfinite().all()
+    assert [scales for scales, _ in ranks] == [[256.0, 256.0, 128.0, 128.0, 128.0, 128.0]] * 2
+
+
+def clip_as_lightnings_tests_do(precision: str) -> None:
+    """What clipping leaves is within its bound, whatever the precision, and a step follows."""
+    model, optimizer = make_plain()
+    fabric = fabric_of(dsgd.LocalSGD(4), precision=precision)
+    net, optimizer = fabric.setup(torch.compile(model.net, backend="eager"), optimizer)
+    with fabric.strategy:
+        for how in ({"max_norm": 0.05}, {"clip_val": 1e-4}):
+            optimizer.zero_grad()
+            fabric.backward((net(mean_batch(0)[0]) - 100.0).pow(2).mean())
+            fabric.clip_gradients(net, optimizer, **how)
+            grads = torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
+            found = grads.norm() if "max_norm" in how else grads.abs().max()
+            torch.testing.assert_close(found, torch.tensor(*how.values()))
+            optimizer.step()
+
+
+@exhaustive
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_clipping_keeps_to_its_bound_with_a_compiled_model(precision: str) -> None:
+    run(2, clip_as_lightnings_tests_do, precision)
+
+
+# ---- checkpoints ----
+
+
+def save_and_load_models(folder: str) -> None:
+    """Of models alone, set up or not, before there is training: as with ddp."""
+    fabric = fabric_of(dsgd.WAGMA())
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    before = weights(model)
+    fabric.save(f"{folder}/before.ckpt", {"model": model})
+    fabric.save(f"{folder}/after.ckpt", {"model": fabric.setup(model)})
+    for name in ("before", "after"):
+        for set_up in (False, True):
+            other = nn.Linear(2, 2)
+            state = {"model": fabric.setup(other) if set_up else other}
+            assert fabric.load(f"{folder}/{name}.ckpt", state) == {}
+            assert torch.equal(weights(other), before)
+    assert set(fabric.load(f"{folder}/after.ckpt")["model"]) == {"weight", "bias"}
+    fabric.strategy.finish()
+
+
+def test_models_alone_are_saved_and_loaded_as_with_ddp(tmp_path: Path) -> None:
+    run(2, save_and_load_models, str(tmp_path))
+
+
+def train_from(folder: str, first: int, last: int, name: str, is_first: bool) -> tuple[Tensor, Any]:
+    torch.manual_seed(dist.get_rank())
+    model = Noisy()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    fabric = fabric_of(ALGORITHMS[name]())
+    net, optimizer = fabric.setup(model.net, optimizer)
+    state = {"model": net, "optimizer": optimizer, "epoch": 0, "rank": fabric.global_rank}
+    rest = None
+    with fabric.strategy:
+        if not is_first:
+            rest = fabric.load(f"{folder}/epoch_{first}.ckpt", state)
+            assert state["epoch"] == first
+        for epoch in range(first, last):
+            for x, y in loader_of(fabric.global_rank, 7):
+                optimizer.zero_grad()
+                fabric.backward((net(x) - y).pow(2).mean() * (0.9 + 0.2 * torch.rand(())))
+                optimizer.step()
+            state["epoch"] = epoch + 1
+            fabric.save(f"{folder}/epoch_{epoch + 1}.ckpt", state)
+    return weights(model), (rest, state["rank"])
+
+
+@pytest.mark.parametrize("name", ["diloco", pytest.param("sgp", marks=exhaustive)])
+def test_a_resumed_training_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    straight = run(3, train_from, str(tmp_path), 0, 2, name, True)
+    resumed = run(3, train_from, str(tmp_path), 1, 2, name, False)
+    assert same([x for x, _ in straight + resumed])
+    assert [said for _, said in resumed] == [({}, rank) for rank in range(3)]
+    saved = torch.load(tmp_path / "epoch_1.ckpt", weights_only=True)
+    assert saved["epoch"] == 1
+    Regression().net.load_state_dict(saved["model"])
+    again = run(2, train_from, str(tmp_path), 1, 2, name, False)  # another number of ranks
+    assert same([x for x, _ in again])
+
+
+# ---- failure, and the end ----
+
+
+def fail_on_rank_1() -> None:
+    model, optimizer = make_plain()
+    fabric = fabric_of(dsgd.LocalSGD(4))
+    net, optimizer = fabric.setup(model.net, optimizer)
+    with fabric.strategy:
+        for index in range(10**6):
+            steps(fabric, net, optimizer, [mean_batch(0)])
+            if index == 20 and fabric.global_rank == 1:
+                raise ArithmeticError("no such luck")
+
+
+def test_an_error_on_one_rank_ends_all() -> None:
+    outcomes = FitWorld().outcomes(3, fail_on_rank_1)
+    assert outcomes[1].error == "ArithmeticError: no such luck"
+    for rank in (0, 2):
+        assert "PeerLost: rank 1 failed: ArithmeticError: no such luck" in outcomes[rank].error
+
+
+def stop(signum: int) -> tuple[str, int]:
+    """Rank 1 gets a signal in the midst of training."""
+    model, optimizer = make_plain()
+    fabric = fabric_of(dsgd.LocalSGD(4))
+    net, optimizer = fabric.setup(model.net, optimizer)
+    num_batches = 0
+    try:
+        with fabric.strategy:
+            for batch in fabric.strategy.batches(itertools.repeat(mean_batch(0))):
+                num_batches += 1
+                if num_batches == 10 and fabric.global_rank == 1:
+                    os.kill(os.getpid(), signum)
+                steps(fabric, net, optimizer, [batch])
+    except SystemExit as error:
+        return str(error), num_batches
+    return "", num_batches
+
+
+@exhaustive
+def test_a_signal_to_one_rank_stops_all_after_the_same_batch() -> None:
+    ranks = run(3, stop, int(signal.SIGTERM))
+    assert len({num_batches for _, num_batches in ranks}) == 1
+    for text, _ in ranks:
+        assert text.startswith("rank 1 received SIGTERM; all ranks stopped, ")
+
+
+def set_up_late() -> None:
+    model, optimizer = make_plain()
+    fabric = fabric_of(dsgd.LocalSGD(4))
+    net, optimizer = fabric.setup(model.net, optimizer)
+    with fabric.strategy:
+        steps(fabric, net, optimizer, [mean_batch(0)])
+        fabric.setup(*make_plain())
+
+
+def consensus_of_nothing() -> None:
+    fabric = fabric_of(dsgd.LocalSGD(4))
+    with fabric.strategy, fabric.strategy.consensus():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (set_up_late, "set up before the first step, got one more model"),
+        pytest.param(consensus_of_nothing, "got no optimizer", marks=exhaustive),
+    ],
+)
+def test_what_cannot_work_is_refused(fn: Any, text: str) -> None:
+    for outcome in FitWorld().outcomes(2, fn):
+        assert text in outcome.error
+
+
+def page_script(folder: Path, change: tuple[str, str] = ("", "")) -> Path:
+    page = (ROOT / "docs" / "fabric.md").read_text()
+    found = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (text,) = (block for block in found if block.startswith("# train.py"))
+    file = folder / "train.py"
+    file.write_text(text.replace(*change) if change[0] else text)
+    return file
+
+
+def run_page(folder: str) -> tuple[float, Tensor]:
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(Path("train.py").read_text(), names)
+    return names["valid_loss"], weights(names["model"])
+
+
+def test_the_script_of_the_page_learns_on_every_rank(tmp_path: Path) -> None:
+    page_script(tmp_path)
+    ranks = run(2, run_page, str(tmp_path))
+    assert same([x for _, x in ranks])
+    assert ranks[0][0] == ranks[1][0] < 0.5  # 8 is the variance of the target
+
+
+@exhaustive
+@pytest.mark.parametrize("ends", ["well", "badly", "by itself"])
+def test_the_script_starts_its_own_ranks(tmp_path: Path, ends: str) -> None:
+    change = {
+        "well": ("", ""),
+        "badly": ("fabric.print(", "1 / (1 - fabric.global_rank * epoch)\n        fabric.print("),
+        "by itself": ("with fabric.strategy:", "if fabric.strategy:"),
+    }[ends]
+    script = page_script(tmp_path, change)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True,
+        text=True, timeout=250,
+    )  # fmt: skip
+    if ends == "badly":
+        assert done.returncode != 0
+        assert "ZeroDivisionError" in done.stderr
+        assert "rank 1 failed: ZeroDivisionError" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert len(re.findall(r"^epoch \d: ", done.stdout, re.MULTILINE)) == 10
+        assert ("training ends with the script" in done.stderr) == (ends == "by itself")
+
+
+def launch_forks(folder: str) -> None:
+    fabric = L.Fabric(
+        accelerator="cpu", devices=2, strategy=FabricStrategy("local_sgd", start_method="fork")
+    )
+    fabric.launch(train_in_fork, folder)
+
+
+def train_in_fork(fabric: Any, folder: str) -> None:
+    model, optimizer = make_plain()
+    net, optimizer = fabric.setup(model.net, optimizer)
+    with fabric.strategy:
+        steps(fabric, net, optimizer, loader_of(fabric.global_rank))
+    torch.save(weights(model), f"{folder}/rank_{fabric.global_rank}.pt")
+
+
+@exhaustive
+def test_ranks_that_are_forked(tmp_path: Path) -> None:
+    code = f"from tests.fabric.test_fabric import launch_forks; launch_forks({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=250)
+    assert same([torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(2)])

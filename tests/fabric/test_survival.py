@@ -1,0 +1,142 @@
+"""A loop in Fabric goes on without a rank that is lost: real processes, killed by SIGKILL.
+
+Functions that run on every rank come before the tests that run them.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
+
+import lightning_dsgd as dsgd
+from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.session import record
+from tests.fabric.test_fabric import steps
+from tests.plain.test_survival import NUM_EPOCHS, SURVIVES, Begun, Places, algorithm_of
+from tests.plain.test_training import loader_of, make, same
+from tests.support.killed import kill_at_random
+from tests.support.models import weights
+from tests.support.worlds import FitWorld
+
+exhaustive = pytest.mark.exhaustive
+WORLD = FitWorld(timeout_s=60.0)
+
+
+def loop(name: str, folder: str, places: Places) -> dict[str, Any]:
+    """As the page has it; what this rank has come to."""
+    model, optimizer = make()
+    strategy = dsgd.FabricStrategy(algorithm_of(name), **SURVIVES)
+    size = dist.get_world_size()
+    logger = CSVLogger(folder, "logs", flush_logs_every_n_steps=1)
+    fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy, loggers=logger)
+    fabric.launch()
+    net, optimizer = fabric.setup(model.net, optimizer)
+    rank, sums = fabric.global_rank, []
+    with fabric.strategy:
+        for epoch in range(NUM_EPOCHS):
+            for batch in fabric.strategy.batches(loader_of(rank, 12 + 2 * rank)):
+                places.at("batch")
+                steps(fabric, net, optimizer, [batch])
+            with fabric.strategy.consensus():
+                places.at("evaluation")
+                sums.append(float(fabric.all_reduce(torch.tensor(1.0), reduce_op="sum")))
+                largest = float(fabric.all_reduce(torch.tensor(float(rank)), reduce_op="max"))
+                ranks = fabric.all_gather(torch.tensor(rank)).tolist()
+            fabric.log("ranks", sums[-1], epoch)
+            told = fabric.broadcast({"epoch": epoch, "rank": rank}, 1)
+            source = 1 if 1 in fabric.strategy.members else fabric.strategy.members[0]
+            assert told == {"epoch": epoch, "rank": source}
+            places.at("save")
+            state = {"model": net, "optimizer": optimizer, "epoch": epoch}
+            fabric.save(Path(folder, "saved.ckpt"), state)
+        decided = fabric.strategy.reduce_boolean_decision(True)
+        figures = fabric.strategy.communication()
+        places.at("end")
+    if len(fabric.strategy.members) < size:
+        with pytest.raises(RuntimeError, match="all ranks must be there for"):
+            fabric.all_reduce(torch.tensor(1.0))
+    return {
+        "weights": weights(model),
+        "sums": sums,
+        "last": (largest, ranks, decided),
+        "figures": figures,
+        "members": fabric.strategy.members,
+        "is_first": fabric.is_global_zero,
+    }
+
+
+def train(name: str, folder: str, lost: int, doomed: str, signum: int = signal.SIGKILL) -> Any:
+    return loop(name, folder, Places(doomed if dist.get_rank() == lost else "", signum))
+
+
+def train_until_killed(name: str, folder: str, lost: int, after_s: float) -> Any:
+    """Where a rank is killed at any time after its first step, in which all ranks meet."""
+
+    return loop(name, folder, Begun(lost, after_s, num_before=1))
+
+
+def check_left(outcomes: list[Any], lost: list[int], folder: Path) -> None:
+    """The ranks that are left have trained to the end, together, and have saved."""
+    left = [outcome for rank, outcome in enumerate(outcomes) if rank not in lost]
+    assert [outcome.error for outcome in left] == [""] * len(left)
+    assert same([outcome.result["weights"] for outcome in left])
+    assert bool(left[0].result["weights"].isfinite().all())
+    assert len({outcome.result["members"] for outcome in left}) == 1
+    saved = torch.load(folder / "saved.ckpt", weights_only=True)
+    assert saved["epoch"] == NUM_EPOCHS - 1
+    mark = record.save_of(saved)
+    assert mark is not None
+    assert len(outcomes) >= mark.world_size >= len(left)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "doomed"),
+    [
+        ("wagma", 0, "batch 20"),
+        pytest.param("local_sgd", 1, "evaluation 2", marks=exhaustive),
+        pytest.param("allreduce", 2, "save 2", marks=exhaustive),
+    ],
+)
+def test_a_rank_is_killed_and_the_others_train_to_the_end(name, lost, doomed, tmp_path):
+    outcomes = WORLD.outcomes(3, train, name, str(tmp_path), lost, doomed)
+    check_left(outcomes, [lost], tmp_path)
+    left = [rank for rank in range(3) if rank != lost]
+    for rank in left:
+        result = outcomes[rank].result
+        assert result["members"] == tuple(left)
+        assert result["is_first"] == (rank == left[0])
+        assert result["last"] == (float(left[-1]), left, True)
+        assert result["figures"]["num_members"] == 2.0
+        assert result["figures"]["view"] == 1.0
+        assert result["sums"][-1] == 2.0
+    logged = [file.read_text().splitlines() for file in tmp_path.rglob("metrics.csv")]
+    assert f"2.0,{NUM_EPOCHS - 1}" in [lines[-1] for lines in logged]
+    assert len(logged) == (2 if lost == 0 else 1)  # the first that is left has a file of its own
+
+
+@exhaustive
+def test_a_rank_that_gets_sigterm_leaves_and_the_others_train_to_the_end(tmp_path):
+    outcomes = WORLD.outcomes(3, train, "wagma", str(tmp_path), 1, "batch 15", signal.SIGTERM)
+    assert outcomes[1].error == "SystemExit: rank 1 received SIGTERM and has left; the others go on"
+    check_left(outcomes, [1], tmp_path)
+    assert outcomes[0].result["members"] == (0, 2)
+
+
+@exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_any_rank_is_killed_at_any_time(name, tmp_path):
+    for fit in kill_at_random(WORLD, train_until_killed, name, tmp_path, latest_s=1.0):
+        check_left(*fit)
+
+
+def test_what_cannot_be_honoured_is_refused():
+    with pytest.raises(ValueError, match='min_ranks needs on_loss="continue"'):
+        dsgd.FabricStrategy("wagma", min_ranks=2)

@@ -1,0 +1,187 @@
+"""`lightning-dsgd launch` on real processes: what it starts, tells, buries and exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+import lightning_dsgd as dsgd
+from lightning_dsgd.launch import command
+from lightning_dsgd.transport.register import Register
+from tests.support.launched import Launched, await_files, is_alive, until
+from tests.support.mpi import ROOT
+
+# Writes a file of its rank, and then does what its rank is told.
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"]
+print("rank", rank, "says", sys.argv[2:])
+def tell(name, text):
+    part = Path(sys.argv[1], f".{name}_{rank}")
+    part.write_text(text)
+    part.rename(Path(sys.argv[1], f"{name}_{rank}"))
+def on_interrupt(signum, frame):
+    tell("interrupted", "")
+    sys.exit(3)
+"""
+WAITS = SCRIPT + 'tell("pid", str(os.getpid()))\nwhile True: time.sleep(1000)\n'
+TELLS = SCRIPT + 'tell("told", json.dumps({name: os.environ[name] for name in names}))\n'
+
+
+def test_ranks_find_the_variables_of_torchrun_and_their_arguments(tmp_path):
+    with Launched(tmp_path, TELLS, "--ranks", "2", arguments=("--lr", "3")) as job:
+        assert job.end() == 0, job.said("stderr")
+    assert job.said("stdout") == "rank 0 says ['--lr', '3']\n"
+    assert job.said("logs/rank_1.0.log") == "rank 1 says ['--lr', '3']\n"
+    assert json.loads(job.said("told_1")) == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def test_a_rank_that_fails_makes_the_others_end_and_the_job_fail(tmp_path):
+    fails = SCRIPT + 'if rank == "1": sys.exit(7)\n' + WAITS.removeprefix(SCRIPT)
+    with Launched(tmp_path, fails, "--ranks", "3", "--grace-s", "0.2") as job:
+        assert job.end() == 1
+    assert "rank 1 ended with 7" in job.said("stderr")
+    assert "rank 0 ended with -15" in job.said("stderr")
+
+
+PLAIN = """
+import os, pathlib, sys, torch
+import lightning_dsgd as dsgd
+torch.set_num_threads(1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with dsgd.decentralized(model, optimizer, dsgd.WAGMA(), timeout_s=60.0) as replica:
+    for inputs in replica.batches([torch.randn(8, 4) for _ in range(10 + int(os.environ["RANK"]))]):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+pathlib.Path(sys.argv[1], "ended_" + os.environ["RANK"]).write_text(str(model.weight.tolist()))
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_loop_in_plain_pytorch_trains_under_it(tmp_path):
+    with Launched(tmp_path, PLAIN, "--ranks", "2") as job:
+        assert job.end() == 0, job.said("stderr")
+    first, second = ((tmp_path / f"ended_{rank}").read_text() for rank in range(2))
+    assert first == second
+
+
+SURVIVING = PLAIN.replace("timeout_s=60.0", 'timeout_s=60.0, on_loss="continue"').replace(
+    "        optimizer.step()\n",
+    """        optimizer.step()
+        pathlib.Path(sys.argv[1], "pid_" + os.environ["RANK"]).write_text(str(os.getpid()))
+        if replica.world_size == 3 and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), 9)
+    replica.barrier()
+""",
+)
+
+
+@pytest.mark.exhaustive
+def test_a_rank_of_a_plain_loop_that_is_killed_is_not_replaced(tmp_path):
+    with Launched(tmp_path, SURVIVING, "--ranks", "3") as job:
+        assert job.end() == 0, job.said("stderr")
+    first, second = ((tmp_path / f"ended_{rank}").read_text() for rank in (1, 2))
+    assert first == second
+    assert job.said("stderr").count("rank 0 is not replaced: a rank can join a training of") == 1
+    assert not (tmp_path / "logs/rank_0.1.log").exists()
+    assert "view 1: rank 0 lost" in job.said("logs/rank_1.0.log")
+
+
+def late(address: tuple[str, int]) -> None:
+    """A process that is started by hand while the others train."""
+    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "3"})
+    os.environ.update({"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])})
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        pytest.raises(RuntimeError, match="which cannot know its place in their loop"),
+        dsgd.decentralized(model, optimizer, dsgd.WAGMA(), on_loss="continue"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("can_be_joined", [False, True])
+def test_a_process_that_is_started_while_others_train_a_loop_is_told(can_be_joined, monkeypatch):
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("MASTER_PORT", "")
+    register = Register("127.0.0.1", 0, 20.0, serves=True)
+    register.say_survives(can_be_joined=can_be_joined)
+    late(("127.0.0.1", register.port))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_as_an_interrupt(tmp_path, signum):
+    waits = SCRIPT + "signal.signal(signal.SIGINT, on_interrupt)\n" + WAITS.removeprefix(SCRIPT)
+    with Launched(tmp_path, waits, "--ranks", "2") as job:
+        pids = job.pids(2)
+        job.send(signum)
+        assert job.end() == 1
+    assert len(list(tmp_path.glob("interrupted_*"))) == 2
+    assert not any(map(is_alive, pids))
+
+
+def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path):
+    deaf = SCRIPT + "sys.exit = print\nsignal.signal(signal.SIGINT, on_interrupt)\n"
+    with Launched(tmp_path, deaf + WAITS.removeprefix(SCRIPT), "--ranks", "2") as job:
+        pids = job.pids(2)
+        job.send(signal.SIGINT)
+        await_files(tmp_path, "interrupted_*", 2)
+        job.send(signal.SIGINT)
+        assert job.end() == 1
+    assert not any(map(is_alive, pids))
+
+
+def test_no_process_of_a_rank_is_left_when_the_rank_is_killed(tmp_path):
+    forks = SCRIPT + 'if not os.fork(): rank += "_child"\n' + WAITS.removeprefix(SCRIPT)
+    with Launched(tmp_path, forks, "--ranks", "1") as job:
+        pids = job.pids(2)
+        os.kill(pids[0], signal.SIGKILL)
+        assert job.end() == 1
+    until(lambda: not any(map(is_alive, pids)))
+
+
+def test_ranks_end_with_their_supervisor(tmp_path):
+    with Launched(tmp_path, WAITS, "--ranks", "2") as job:
+        pids = job.pids(2)
+        job.send(signal.SIGKILL)
+        until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--ranks", "1", "--nodes", "2"], "several nodes must know where the ranks meet"),
+        (["--ranks", "1", "--node", "1"], "--node must be below --nodes"),
+        (["--ranks", "1", "--join"], "ranks that join must be told where the others meet"),
+        (["--ranks", "1", "--rendezvous", "here"], "an address and a port, got 'here'"),
+        (["--ranks", "1", "--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
+        (["--ranks", "1", "--grace-s", "-1"], "--grace-s must be a number of seconds, got -1"),
+    ],
+)
+def test_what_cannot_be_started_is_refused(options, match, capsys):
+    with pytest.raises(SystemExit):
+        command.main([*options, str(ROOT / "tests/conftest.py")])
+    assert match in capsys.readouterr().err
+
+
+def test_the_script_must_be_there(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--ranks", "1", "nowhere.py"])
+    assert "the script must be a file, got nowhere.py" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""The subclass of Hugging Face's Trainer in docs/plain_pytorch.md, word for word."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_dsgd as dsgd
+from tests.support.models import weights
+from tests.support.mpi import ROOT
+from tests.support.worlds import FitWorld
+
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None,
+    reason="transformers is not installed: make test-peft installs it apart",
+)
+
+
+def block_with(text: str) -> str:
+    page = (ROOT / "docs" / "plain_pytorch.md").read_text()
+    found = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    return str(next(block for block in found if text in block))
+
+
+def make_trainer_class() -> Any:
+    names: dict[str, Any] = {}
+    exec(block_with("class DecentralizedTrainer"), names)
+    return names["DecentralizedTrainer"]
+
+
+def train_with_accelerate() -> tuple[Tensor, float, float]:
+    import accelerate
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    x = torch.randn(64, 4)
+    y = x.sum(1, keepdim=True)
+    names: dict[str, Any] = {
+        "accelerate": accelerate,
+        "dsgd": dsgd,
+        "model": model,
+        "loader": DataLoader(TensorDataset(x, y), 4),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "loss_of": torch.nn.MSELoss(),
+    }
+    before = names["loss_of"](model(x), y).item()
+    exec(block_with("accelerate.Accelerator"), names)
+    return weights(model), before, names["loss_of"](model(x), y).item()
+
+
+def test_a_loop_with_accelerate_learns() -> None:
+    (x, before, after), (their_x, *_) = FitWorld().run(2, train_with_accelerate)
+    assert torch.equal(x, their_x)
+    assert after < before / 2
+
+
+def train(folder: str, name: str) -> tuple[Tensor, Tensor, list[float], float, float]:
+    """A tiny model with random weights that learns to count."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    rows = [torch.arange(first, first + 8) % 16 for first in range(16)] * 4
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    args = transformers.TrainingArguments(
+        folder, use_cpu=True, num_train_epochs=6, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, learning_rate=3e-2, eval_strategy="epoch",
+        save_strategy="epoch", save_total_limit=1, logging_steps=4, report_to=[],
+        disable_tqdm=True, max_grad_norm=0.5,
+    )  # fmt: skip
+    algorithm: Any = {"wagma": dsgd.WAGMA(), "allreduce": dsgd.AllReduce()}[name]
+    trainer = make_trainer_class()(
+        model, args, train_dataset=data, eval_dataset=data[:16], algorithm=algorithm
+    )
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    after = trainer.evaluate()["eval_loss"]
+    saved = transformers.GPT2LMHeadModel.from_pretrained(
+        f"{folder}/checkpoint-{trainer.state.global_step}"
+    )
+    return weights(model), weights(saved), losses, after, trainer.state.global_step
+
+
+@pytest.mark.parametrize("name", ["wagma", "allreduce"])
+def test_a_hugging_face_trainer_learns_evaluates_and_saves_the_consensus(
+    name: str, tmp_path: Any
+) -> None:
+    first, second = FitWorld().outcomes(2, train, str(tmp_path), name)
+    assert (first.error, second.error) == ("", "")
+    (x, saved, losses, after, num_steps), (their_x, _, theirs, _, _) = first.result, second.result
+    assert num_steps == 24
+    assert torch.equal(x, their_x)
+    assert torch.equal(x, saved)
+    assert losses == theirs
+    assert losses[-1] == pytest.approx(after)
+    assert losses[-1] < losses[0] / 2

@@ -1,0 +1,108 @@
+"""The script of docs/plain_pytorch.md, word for word, under every launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import weights
+from tests.support.mpi import ROOT, environment, every_mpi, mpiexec
+from tests.support.ports import free_port
+from tests.support.torchrun import run_forked_by_torchrun
+from tests.support.worlds import ParentWorld
+
+PAGE = ROOT / "docs" / "plain_pytorch.md"
+RUN = """
+import runpy, sys, torch
+names = runpy.run_path("train.py", run_name="__main__")
+out = {"weights": torch.cat([p.detach().reshape(-1) for p in names["model"].parameters()]),
+       "loss": names["valid_loss"], "world": names["replica"].world_size,
+       "lightning": "lightning" in sys.modules}
+torch.save(out, f"rank_{names['replica'].rank}.pt")
+"""
+
+
+def script(folder: Path) -> str:
+    """Puts the page's script into a folder, and one that runs it and notes what came of it."""
+    found = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (text,) = (block for block in found if block.startswith("# train.py"))
+    folder.joinpath("train.py").write_text(text)
+    folder.joinpath("run.py").write_text(RUN)
+    return "run.py"
+
+
+def check(folder: Path, num_ranks: int) -> None:
+    ranks = [torch.load(folder / f"rank_{rank}.pt") for rank in range(num_ranks)]
+    assert [rank["world"] for rank in ranks] == [num_ranks] * num_ranks
+    assert all(torch.equal(rank["weights"], ranks[0]["weights"]) for rank in ranks)
+    assert len({rank["loss"] for rank in ranks}) == 1
+    assert ranks[0]["loss"] < 0.5  # 8 is the variance of the target
+    saved = torch.load(folder / "last.pt", weights_only=True)
+    assert saved["extras"] == {"epoch": 9}
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    model.load_state_dict(saved["state_dict"])
+    assert torch.equal(weights(model), ranks[0]["weights"])
+
+
+def run_script(folder: str) -> None:
+    os.chdir(folder)
+    runpy.run_path("run.py", run_name="__main__")
+
+
+def test_the_agent_of_torchrun(tmp_path: Path) -> None:
+    """It forks the ranks, which need not import torch then."""
+    script(tmp_path)
+    ParentWorld().run(1, run_forked_by_torchrun, 3, run_script, str(tmp_path))
+    check(tmp_path, 3)
+
+
+def run(folder: Path, *commands: list[str], variables: list[dict[str, str]]) -> None:
+    """Runs all commands at once; all must end well, and without Lightning."""
+    processes = [
+        subprocess.Popen(command, env=environment(**more), cwd=folder, stderr=subprocess.PIPE)
+        for command, more in zip(commands, variables, strict=True)
+    ]
+    try:
+        for process in processes:
+            _, stderr = process.communicate(timeout=280)
+            assert process.returncode == 0, stderr.decode()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not any(torch.load(file)["lightning"] for file in folder.glob("rank_*.pt"))
+
+
+@pytest.mark.exhaustive
+def test_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    run(tmp_path, [*torchrun, "--standalone", script(tmp_path)], variables=[{}])
+    check(tmp_path, 2)
+
+
+@pytest.mark.exhaustive
+@every_mpi
+def test_mpiexec(python: str, tmp_path: Path) -> None:
+    command = [str(mpiexec(python)), "-n", "4", python, "-m", "mpi4py", script(tmp_path)]
+    run(tmp_path, command, variables=[{}])
+    check(tmp_path, 4)
+
+
+@pytest.mark.exhaustive
+def test_the_variables_of_srun(tmp_path: Path) -> None:
+    """As srun sets them for two nodes with a task each; no SLURM is needed to read them."""
+    step = {
+        "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    tasks = [{**step, "SLURM_PROCID": str(rank)} for rank in range(2)]
+    run(tmp_path, *[[sys.executable, script(tmp_path)]] * 2, variables=tasks)
+    check(tmp_path, 2)

@@ -1,0 +1,708 @@
+"""What holds of a model in shards, in plain PyTorch: 2 replicas x 2 shards in real processes.
+
+Functions that run on every rank come before the tests that run them, and return what each rank saw.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import lightning_dsgd as dsgd
+from lightning_dsgd import decentralized
+from lightning_dsgd.replica import sharded
+from tests.support.torchrun import run_forked_by_torchrun
+from tests.support.worlds import FitWorld, ParentWorld
+
+exhaustive = pytest.mark.exhaustive
+
+ALGORITHMS: dict[str, Any] = {
+    "local_sgd": lambda: dsgd.LocalSGD(sync_period=3),
+    "diloco": lambda: dsgd.DiLoCo(sync_period=3, outer_lr=1.0, outer_momentum=0.5),
+    "dpsgd": dsgd.DPSGD,
+    "sgp": dsgd.SGP,
+    "sgp, overlap": lambda: dsgd.SGP(overlap=1),
+    "wagma": lambda: dsgd.WAGMA(group_size=2),
+    "hpsgd": dsgd.HPSGD,
+    "adpsgd": dsgd.ADPSGD,
+    "popsgd": dsgd.PopSGD,
+    "popsgd, blocking": lambda: dsgd.PopSGD(blocking=True),
+    "no_sync": dsgd.NoSync,
+}
+
+
+def run(fn: Any, *args: Any, world_size: int = 4) -> list[Any]:
+    return FitWorld().run(world_size, fn, *args)
+
+
+def errors(fn: Any, *args: Any, world_size: int = 4) -> list[str]:
+    return [outcome.error for outcome in FitWorld().outcomes(world_size, fn, *args)]
+
+
+def make_mesh(num_replicas: int = 2) -> Any:
+    shape = (num_replicas, dist.get_world_size() // num_replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+
+
+class Network(nn.Module):
+    """With layers whose sizes two ranks cannot share evenly, and one that has a row alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh())
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+def make(mesh: Any, kind: str = "adamw", **options: Any) -> tuple[nn.Module, Any]:
+    model = Network()
+    fully_shard(model.layers, mesh=mesh["shard"], **options)
+    fully_shard(model, mesh=mesh["shard"], **options)
+    return model, optimizer_of(model, kind)
+
+
+def optimizer_of(model: nn.Module, kind: str) -> Any:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), 0.01, foreach=kind != "adamw, loop")
+
+
+def replica_of(model: nn.Module, optimizer: Any, algorithm: Any, mesh: Any) -> decentralized:
+    """What hangs fails soon, saying who waits for whom."""
+    return decentralized(model, optimizer, algorithm, timeout_s=20.0, replicas=mesh["replica"])
+
+
+def batches(num_batches: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_batches, 8, 10, generator=generator)
+    return [(x, x.sum(1, keepdim=True)) for x in inputs]
+
+
+def train(model: nn.Module, optimizer: Any, num_batches: int = 12, seed: int | None = None) -> None:
+    for x, y in batches(num_batches, dist.get_rank() if seed is None else seed):
+        optimizer.zero_grad()
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+
+
+def loss_of(model: nn.Module) -> float:
+    [(x, y)] = batches(1, 99)
+    with torch.no_grad():
+        return float(((model(x) - y) ** 2).mean())
+
+
+def whole(model: nn.Module) -> Tensor:
+    """All weights; the ranks of a replica call it together."""
+    state = model.state_dict().values()
+    return torch.cat([t.full_tensor().reshape(-1) for t in state if isinstance(t, DTensor)])
+
+
+# ---- every algorithm ----
+
+
+def train_with(name: str, num_batches: tuple[int, int] = (12, 12)) -> tuple[Any, ...]:
+    mesh = make_mesh()
+    model, optimizer = make(mesh)
+    first = loss_of(model)
+    with replica_of(model, optimizer, ALGORITHMS[name](), mesh) as replica:
+        for _ in range(6):
+            train(model, optimizer, num_batches[mesh["replica"].get_local_rank()])
+            with replica.consensus():
+                inside = whole(model), loss_of(model)
+            loss_of(model)  # which leaves the gathered weights of the root
+        metrics = replica.metrics()
+    return first, inside, whole(model), loss_of(model), metrics
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("local_sgd", "wagma") else exhaustive)
+        for name in ALGORITHMS
+    ],
+)
+def test_replicas_learn_and_agree(name: str) -> None:
+    ranks = run(train_with, name)
+    for first, (consensus, consensus_loss), weights, last, metrics in ranks:
+        assert torch.equal(weights, ranks[0][2])
+        assert torch.equal(consensus, ranks[0][1][0])
+        assert consensus_loss < 0.7 * first
+        assert last < 0.7 * first
+        assert metrics["consensus_distance"] == ranks[0][4]["consensus_distance"]
+
+
+@pytest.mark.parametrize("name", [pytest.param("wagma", marks=exhaustive), "adpsgd"])
+def test_replicas_may_have_different_numbers_of_batches(name: str) -> None:
+    ranks = run(train_with, name, (6, 13))
+    for first, _, weights, last, _ in ranks:
+        assert torch.equal(weights, ranks[0][2])
+        assert last < first
+
+
+def train_twice() -> tuple[Tensor, Tensor]:
+    mesh = make_mesh()
+    both = []
+    for _ in range(2):
+        model, optimizer = make(mesh)
+        with replica_of(model, optimizer, dsgd.LocalSGD(sync_period=3), mesh):
+            train(model, optimizer)
+        both.append(whole(model))
+    return both[0], both[1]
+
+
+def train_unsharded() -> Tensor:
+    """Each of two ranks as a replica, on the batches of both ranks that hold one above."""
+    model = Network()
+    optimizer = optimizer_of(model, "adamw")
+    with decentralized(model, optimizer, dsgd.LocalSGD(sync_period=3), timeout_s=20.0):
+        first, second = (batches(12, 2 * dist.get_rank() + shard) for shard in range(2))
+        for (x, y), (more_x, more_y) in zip(first, second, strict=True):
+            optimizer.zero_grad()
+            inputs, targets = torch.cat([x, more_x]), torch.cat([y, more_y])
+            ((model(inputs) - targets) ** 2).mean().backward()
+            optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_local_sgd_is_the_same_in_every_run_and_that_of_whole_replicas() -> None:
+    ranks = run(train_twice)
+    for one, another in ranks:
+        assert torch.equal(one, ranks[0][0])
+        assert torch.equal(one, another)
+    [weights, _] = run(train_unsharded, world_size=2)
+    torch.testing.assert_close(ranks[0][0], weights, rtol=1e-4, atol=1e-5)
+
+
+def losses_in_shards(name: str) -> list[float]:
+    mesh = make_mesh()
+    losses = []
+    for seed in SEEDS:
+        model, optimizer = make(mesh, "sgd")
+        with replica_of(model, optimizer, ALGORITHMS[name](), mesh):
+            train(model, optimizer, 60, seed=seed + dist.get_rank())
+        losses.append(loss_of(model))
+    return losses
+
+
+def losses_of_whole_replicas(name: str) -> list[float]:
+    losses = []
+    for seed in SEEDS:
+        model = Network()
+        optimizer = optimizer_of(model, "sgd")
+        with decentralized(model, optimizer, ALGORITHMS[name](), timeout_s=20.0):
+            shards = (batches(60, seed + 2 * dist.get_rank() + shard) for shard in range(2))
+            for pair in zip(*shards, strict=True):
+                x, y = (torch.cat(parts) for parts in zip(*pair, strict=True))
+                optimizer.zero_grad()
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+        losses.append(loss_of(model))
+    return losses
+
+
+SEEDS = range(0, 30, 10)
+
+
+@exhaustive
+@pytest.mark.parametrize("name", ["local_sgd", "wagma", "hpsgd", "adpsgd", "popsgd", "sgp"])
+def test_the_loss_is_that_of_whole_replicas_within_the_seeds(name: str) -> None:
+    in_shards = torch.tensor(run(losses_in_shards, name)[0])
+    whole_ones = torch.tensor(run(losses_of_whole_replicas, name, world_size=2)[0])
+    # Student's t for the means of twice three losses, which are further apart once in 1,000 times.
+    pooled = ((in_shards.var() + whole_ones.var()) / 2).sqrt().item()
+    spread = max(pooled, 0.02 * whole_ones.mean().item())
+    assert abs(in_shards.mean() - whole_ones.mean()) < 8.61 * spread * (2 / len(SEEDS)) ** 0.5
+
+
+# ---- x and the shards ----
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
+
+
+def train_plainly_and_ours(kind: str, policy: str, way: str) -> tuple[Tensor, Tensor, list[bool]]:
+    mesh = make_mesh(1)
+    model, optimizer = make(mesh, kind, **POLICIES[policy])
+    train(model, optimizer)
+    plain = whole(model)
+    model, optimizer = make(mesh, kind, **POLICIES[policy])
+    if way == "copy":
+        sharded._is_as_tested = lambda _: False
+    with replica_of(model, optimizer, dsgd.NoSync(), mesh) as replica:
+        train(model, optimizer)
+        [part] = replica._session.training.replica.parts
+        x = part.x.untyped_storage().data_ptr()
+        lies_in_x = [
+            sharded.local(p).untyped_storage().data_ptr() == x for p in part.weights.parameters
+        ]
+    return plain, whole(model), lies_in_x
+
+
+@pytest.mark.parametrize("way", ["alias", "copy"])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        ("adamw", "default"),
+        pytest.param("sgd", "default", marks=exhaustive),
+        pytest.param("adamw, loop", "kept", marks=exhaustive),
+        pytest.param("sgd", "bfloat16", marks=exhaustive),
+        pytest.param("adamw", "offloaded", marks=exhaustive),
+        ("adamw", "bfloat16"),
+    ],
+)
+def test_training_on_x_is_plain_fsdp_to_the_bit(kind: str, policy: str, way: str) -> None:
+    for plain, ours, lies_in_x in run(train_plainly_and_ours, kind, policy, way, world_size=2):
+        assert torch.equal(plain, ours)
+        assert set(lies_in_x) == {way == "alias" and policy != "offloaded"}
+
+
+def train_by_copies() -> tuple[Tensor, str]:
+    sharded._is_as_tested = lambda _: False
+    return train_twice()[0], sharded.Shards(make(make_mesh())[0]).describe()
+
+
+def test_copies_of_the_shards_train_as_the_shards_do() -> None:
+    ranks = run(train_by_copies)
+    assert torch.equal(ranks[0][0], run(train_twice)[0][0])
+    assert "algorithms work on a copy of the shards, four passes over it a step" in ranks[0][1]
+
+
+def say_where_x_is() -> list[str]:
+    said: list[str] = []
+    logger = logging.getLogger("lightning_dsgd")
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    mesh = make_mesh()
+    model, optimizer = make(mesh)
+    with replica_of(model, optimizer, dsgd.LocalSGD(), mesh):
+        pass
+    return said
+
+
+def test_where_x_lies_is_said_once() -> None:
+    first, *others = run(say_where_x_is)
+    told = [line for line in first if "Sharded" in line]
+    assert told == ["Sharded replicas: algorithms work on the shards in place."]
+    assert others == [[], [], []]
+
+
+def evaluate_outside_and_inside() -> tuple[float, float, float, float]:
+    mesh = make_mesh()
+    model, optimizer = make(mesh)
+    with replica_of(model, optimizer, dsgd.NoSync(), mesh) as replica:
+        train(model, optimizer)
+        own = loss_of(model)  # leaves the gathered weights of the root
+        with replica.consensus():
+            inside = loss_of(model)
+            copied = Network()
+            names = [name for name, _ in copied.named_parameters()]
+            copied.load_state_dict(
+                {n: p.full_tensor() for n, p in model.state_dict().items() if n in names}
+            )
+            expected = loss_of(copied)
+        return own, loss_of(model), inside, expected
+
+
+def test_an_evaluation_sees_the_weights_that_there_are_now() -> None:
+    for own, again, inside, expected in run(evaluate_outside_and_inside):
+        assert own == again
+        assert inside == pytest.approx(expected, rel=1e-5)
+        assert abs(inside - own) > 1e-4
+
+
+def clip() -> tuple[float, float]:
+    """The norm of a replica's gradient, in shards and whole."""
+    mesh = make_mesh()
+    model, optimizer = make(mesh)
+    with replica_of(model, optimizer, dsgd.LocalSGD(), mesh) as replica:
+        x, y = batches(1, 1 + mesh["replica"].get_local_rank())[0]
+        ((model(x) - y) ** 2).mean().backward()
+        replica.reduce_gradients(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    plain = Network()
+    ((plain(x) - y) ** 2).mean().backward()
+    return float(norm.full_tensor()), float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+
+
+def test_clipping_is_by_the_norm_of_the_whole_gradient() -> None:
+    ranks = run(clip)
+    for norm, expected in ranks:
+        assert norm == pytest.approx(expected, rel=1e-4)
+    assert ranks[0][0] != ranks[2][0]
+
+
+# ---- checkpoints ----
+
+
+def resume(folder: Path, kind: str) -> tuple[Tensor, Tensor, Any]:
+    """Straight through, and from the checkpoint after the first epoch."""
+    mesh = make_mesh()
+    model, optimizer = make(mesh, kind)
+    with replica_of(model, optimizer, dsgd.LocalSGD(sync_period=5), mesh) as replica:
+        train(model, optimizer, 7)
+        replica.save(folder / "saved.pt", epoch=1, rank=replica.rank)
+        train(model, optimizer, 7, 10 + replica.rank)
+    straight = whole(model)
+    model, optimizer = make(mesh, kind)
+    with replica_of(model, optimizer, dsgd.LocalSGD(sync_period=5), mesh) as replica:
+        extras = replica.load(folder / "saved.pt")
+        train(model, optimizer, 7, 10 + replica.rank)
+    return straight, whole(model), extras
+
+
+def go_on(path: Path, num_replicas: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """The weights that a checkpoint gives, an optimizer's moments, and those after training."""
+    mesh = make_mesh(num_replicas)
+    model, optimizer = make(mesh)
+    with replica_of(model, optimizer, dsgd.LocalSGD(sync_period=5), mesh) as replica:
+        extras = replica.load(path)
+        loaded = whole(model)
+        moments = [state["exp_avg"].full_tensor() for state in optimizer.state.values()]
+        train(model, optimizer, 7)
+    return loaded, torch.cat([m.reshape(-1) for m in moments]), whole(model), extras
+
+
+def go_on_unsharded(path: Path) -> Tensor:
+    model = Network()
+    optimizer = optimizer_of(model, "adamw")
+    with decentralized(model, optimizer, dsgd.LocalSGD(sync_period=5), timeout_s=20.0) as replica:
+        replica.load(path)
+        loaded = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        train(model, optimizer, 7)
+        replica.save(path.with_name("whole.pt"))
+    return loaded
+
+
+def test_a_checkpoint_goes_on_with_the_same_bits_and_from_other_numbers(tmp_path: Path) -> None:
+    for rank, (straight, resumed, extras) in enumerate(run(resume, tmp_path, "adamw")):
+        assert torch.equal(straight, resumed)
+        assert extras == {"epoch": 1, "rank": rank}
+    path = tmp_path / "saved.pt"
+    saved = torch.load(path, weights_only=True)
+    plain = Network()
+    plain.load_state_dict(saved["state_dict"])
+    weights = torch.cat([p.detach().reshape(-1) for p in plain.parameters()])
+    moments = torch.cat(
+        [s["exp_avg"].reshape(-1) for s in saved["optimizer_states"][0]["state"].values()]
+    )
+    for num_replicas, world_size in ((1, 4), (1, 2)):
+        for loaded, own, after, extras in run(go_on, path, num_replicas, world_size=world_size):
+            assert torch.equal(loaded, weights)
+            assert torch.equal(own, moments)
+            assert not torch.equal(after, weights)
+            assert extras == {"epoch": 1, "rank": 0}
+    for loaded in run(go_on_unsharded, path, world_size=2):
+        assert torch.equal(loaded, weights)
+    whole_state = torch.load(tmp_path / "whole.pt", weights_only=True)["state_dict"]
+    after = torch.cat([whole_state[name].reshape(-1) for name, _ in plain.named_parameters()])
+    for loaded, *_ in run(go_on, tmp_path / "whole.pt", 2):
+        assert torch.equal(loaded, after)
+
+
+def save_inside(folder: Path) -> tuple[Tensor, Tensor]:
+    mesh = make_mesh()
+    model, optimizer = make(mesh)
+    with replica_of(model, optimizer, dsgd.NoSync(), mesh) as replica:
+        train(model, optimizer, 5)
+        own = whole(model)
+        with replica.consensus():
+            replica.save(folder / "saved.pt")
+        assert torch.equal(whole(model), own)
+    model, optimizer = make(mesh)
+    with replica_of(model, optimizer, dsgd.NoSync(), mesh) as replica:
+        replica.load(folder / "saved.pt")
+        return own, whole(model)
+
+
+def test_what_is_saved_while_the_consensus_is_shown_holds_the_own_weights(tmp_path: Path) -> None:
+    for own, loaded in run(save_inside, tmp_path):
+        assert torch.equal(own, loaded)
+
+
+def save_distributed(folder: str) -> tuple[Tensor, Tensor]:
+    mesh = make_mesh()
+    model, optimizer = make(mesh)
+    with replica_of(model, optimizer, dsgd.LocalSGD(), mesh) as replica:
+        train(model, optimizer, 5)
+        text = blocks_of_page("import torch.distributed.checkpoint as dcp")
+        os.chdir(folder)
+        exec(text, {"replica": replica, "mesh": mesh, "model": model})
+    consensus = whole(model)
+    model, optimizer = make(make_mesh(1))
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id="last")
+    return consensus, whole(model)
+
+
+def blocks_of_page(begin: str) -> str:
+    """The block of docs/sharded.md that begins so."""
+    page = Path(__file__).parents[2] / "docs" / "sharded.md"
+    found = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    (text,) = (block for block in found if block.startswith(begin))
+    return text
+
+
+def test_the_consensus_is_saved_as_a_distributed_checkpoint(tmp_path: Path) -> None:
+    for consensus, loaded in run(save_distributed, str(tmp_path)):
+        assert torch.equal(consensus, loaded)
+
+
+# ---- the page's script ----
+
+
+def run_script(folder: str, text: str) -> None:
+    os.chdir(folder)
+    Path("train.py").write_text(text)
+    code = compile(text, "train.py", "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    state = {"loss": names["valid_loss"], "rank": names["replica"].rank}
+    torch.save(state, f"rank_{names['replica'].rank}.pt")
+
+
+@pytest.mark.exhaustive
+def test_the_script_of_the_page_word_for_word(tmp_path: Path) -> None:
+    text = blocks_of_page("# train.py")
+    ParentWorld().run(1, run_forked_by_torchrun, 4, run_script, str(tmp_path), text)
+    losses = [torch.load(tmp_path / f"rank_{rank}.pt")["loss"] for rank in range(4)]
+    assert losses == losses[:1] * 4
+    assert losses[0] < 2  # 8 is the variance of the target
+    saved = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert saved["extras"] == {"epoch": 9}
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    model.load_state_dict(saved["state_dict"])
+
+
+# ---- tensor parallelism ----
+
+
+class Pair(nn.Module):
+    """Two layers that two ranks compute together, and one that each computes by itself."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(10)
+        self.up, self.down = nn.Linear(10, size), nn.Linear(size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def make_parallel(mesh: Any, size: int = 8) -> tuple[nn.Module, Any]:
+    model = Pair(size)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh["shard"], plan)
+    return model, optimizer_of(model, "sgd")
+
+
+def train_parallel(name: str, folder: Path) -> tuple[Any, ...]:
+    mesh = make_mesh()
+    model, optimizer = make_parallel(mesh)
+    first = loss_of(model)
+    with replica_of(model, optimizer, ALGORITHMS[name](), mesh) as replica:
+        train(model, optimizer, seed=mesh["replica"].get_local_rank())
+        held_by_all = model.norm.weight.detach().clone(), model.down.bias.full_tensor().detach()
+        replica.save(folder / "saved.pt")
+        saved = whole(model)
+    again, optimizer = make_parallel(mesh)
+    with replica_of(again, optimizer, ALGORITHMS[name](), mesh) as replica:
+        replica.load(folder / "saved.pt")
+        loaded = whole(again)
+    return first, loss_of(model), whole(model), held_by_all, saved, loaded
+
+
+def train_in_two_ways(folder: Path) -> tuple[float, float, Tensor, Tensor]:
+    """FSDP2 and tensor parallelism within each of two replicas."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replica", "shard", "tensor"))
+
+    def make_both() -> tuple[nn.Module, Any]:
+        model = Pair()
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        fully_shard(model, mesh=mesh["shard"])
+        return model, optimizer_of(model, "sgd")
+
+    model, optimizer = make_both()
+    first = loss_of(model)
+    data = 2 * mesh["replica"].get_local_rank() + mesh["shard"].get_local_rank()
+    with replica_of(model, optimizer, dsgd.LocalSGD(sync_period=3), mesh) as replica:
+        train(model, optimizer, seed=data)
+        replica.save(folder / "saved.pt")
+    last, saved = loss_of(model), whole(model)
+    model, optimizer = make_both()
+    with replica_of(model, optimizer, dsgd.LocalSGD(sync_period=3), mesh) as replica:
+        if replica.rank == 0:  # without what says that each rank has a file of its own
+            state = torch.load(folder / "saved.pt", weights_only=True)
+            del state["lightning_dsgd"]
+            torch.save(state, folder / "model.pt")
+        replica.barrier()
+        replica.load(folder / "model.pt")
+        return first, last, saved, whole(model)
+
+
+@exhaustive
+def test_fsdp_and_tensor_parallelism_together(tmp_path: Path) -> None:
+    ranks = run(train_in_two_ways, tmp_path, world_size=8)
+    for first, last, saved, loaded in ranks:
+        assert last < first
+        torch.testing.assert_close(saved, loaded, rtol=0, atol=0)
+        assert torch.equal(saved, ranks[0][2])
+
+
+@pytest.mark.parametrize(
+    "name", ["local_sgd", *(pytest.param(n, marks=exhaustive) for n in ("dpsgd", "sgp", "diloco"))]
+)
+def test_with_tensor_parallelism_ranks_of_a_replica_hold_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    ranks = run(train_parallel, name, tmp_path)
+    for rank, (first, last, weights, held_by_all, saved, loaded) in enumerate(ranks):
+        assert last < first
+        assert torch.equal(weights, ranks[0][2])
+        for mine, theirs in zip(held_by_all, ranks[rank // 2 * 2][3], strict=True):
+            assert torch.equal(mine, theirs)
+        assert saved.shape == loaded.shape
+
+
+# ---- what cannot work ----
+
+
+def refuse_algorithm(name: str) -> None:
+    mesh = make_mesh()
+    model, optimizer = make(mesh)
+    algorithm = {"allreduce": dsgd.AllReduce(), "sgp": dsgd.SGP(hierarchical=True, node_size=2)}
+    with replica_of(model, optimizer, algorithm[name], mesh):
+        pass
+
+
+def refuse_parallel(what: str) -> None:
+    mesh = make_mesh()
+    algorithm = {"wagma": dsgd.WAGMA(group_size=2), "uneven": dsgd.LocalSGD()}[what]
+    model, optimizer = make_parallel(mesh, 7 if what == "uneven" else 8)
+    with replica_of(model, optimizer, algorithm, mesh):
+        pass
+
+
+def refuse_mesh(what: str) -> None:
+    mesh = make_mesh()
+    model, optimizer = make(mesh)
+    if what == "whole mesh":
+        replicas = mesh
+    elif what == "no mesh":
+        replicas = [0, 2]
+    elif what == "not all":
+        ranks = torch.tensor([0, 1, 2])
+        replicas = type("Mesh", (), {"mesh": ranks, "ndim": 1})()
+    elif what == "shards":
+        replicas = mesh["shard"]
+    elif what == "turned":
+        ranks = torch.tensor([2, 0] if dist.get_rank() % 2 == 0 else [3, 1])
+        replicas = type("Mesh", (), {"mesh": ranks, "ndim": 1})()
+    else:
+        model = Network()
+        fully_shard(model)
+        optimizer, replicas = optimizer_of(model, "sgd"), mesh["replica"]
+    with decentralized(model, optimizer, dsgd.LocalSGD(), replicas=replicas, timeout_s=20.0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fn", "arg", "text"),
+    [
+        (refuse_algorithm, "allreduce", "must exchange weights, got 'allreduce' with"),
+        pytest.param(
+            *(refuse_algorithm, "sgp", "which exchanges gradients, as FSDP does by itself"),
+            marks=exhaustive,
+        ),
+        (refuse_parallel, "wagma", "must not depend on which rank comes first, as they"),
+        pytest.param(
+            *(refuse_parallel, "uneven", "choose sizes that the number of ranks divides"),
+            marks=exhaustive,
+        ),
+        (refuse_mesh, "whole mesh", 'use replicas=mesh["replica"]'),
+        pytest.param(
+            *(refuse_mesh, "no mesh", "replicas must be one dimension of a DeviceMesh"),
+            marks=exhaustive,
+        ),
+        pytest.param(
+            *(refuse_mesh, "turned", "with rank 0 in the first replica, got 2,0 on ranks 0 and 2"),
+            marks=exhaustive,
+        ),
+        (refuse_mesh, "not all", "a dimension of a mesh that holds every rank once, with rank 0"),
+        (refuse_mesh, "shards", "sharded within its replica alone"),
+        (refuse_mesh, "no shard mesh", "use fully_shard(module, mesh=mesh"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(fn: Any, arg: Any, text: str) -> None:
+    for error in errors(fn, arg):
+        assert error.startswith("ValueError")
+        assert text in error
+
+
+def test_a_scaler_is_refused_with_the_way_out() -> None:
+    model = Network()
+    with pytest.raises(ValueError, match="must be trained without a GradScaler"):
+        decentralized(
+            *(model, optimizer_of(model, "sgd"), dsgd.LocalSGD()),
+            scaler=torch.amp.GradScaler("cpu"),
+            replicas=object(),
+        )
+
+
+def shards_without_replicas() -> None:
+    model, optimizer = make(make_mesh())
+    with decentralized(model, optimizer, dsgd.LocalSGD(), timeout_s=20.0):
+        pass
+
+
+def test_shards_without_replicas_are_refused_with_the_way_out() -> None:
+    for error in errors(shards_without_replicas):
+        assert 'replicas=mesh["replica"]' in error
+
+
+# ---- a lost rank ----
+
+
+def lose_one() -> None:
+    mesh = make_mesh()
+    model, optimizer = make(mesh)
+    with replica_of(model, optimizer, dsgd.WAGMA(group_size=2), mesh):
+        train(model, optimizer, 3)
+        if dist.get_rank() == 3:
+            os._exit(7)
+        train(model, optimizer, 1000)
+
+
+def test_a_lost_rank_ends_the_job_and_is_named() -> None:
+    *others, last = FitWorld().outcomes(4, lose_one)
+    assert last.exitcode == 7
+    for outcome in others:
+        assert outcome.error.startswith("PeerLost: rank 3 died")

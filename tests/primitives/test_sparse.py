@@ -1,0 +1,201 @@
+"""Selection, thresholds and the wire format, against what a few lines of plain torch give."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd.primitives import sparse
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+def randn(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def plain_kth(x: Tensor, k: int) -> Tensor:
+    return x.abs().sort(descending=True).values[k - 1]
+
+
+def threshold(value: float) -> Tensor:
+    return torch.tensor(value)
+
+
+@DTYPES
+@pytest.mark.parametrize("n", [1, 7, 1000, 70_000, 300_000])
+def test_the_kth_magnitude_is_exact(n: int, dtype: torch.dtype) -> None:
+    x = randn(n, n, dtype)
+    for k in {1, 2, n // 100, n // 10, n // 2, n} - {0}:
+        if k <= n:
+            assert sparse.kth_magnitude(x, k) == plain_kth(x, k)
+
+
+@pytest.mark.parametrize("shape", ["periodic", "zeros", "equal", "one", "sorted", "heavy"])
+def test_the_kth_magnitude_is_exact_where_a_sample_misleads(shape: str) -> None:
+    n = 150_000
+    x = randn(n)
+    if shape == "periodic":  # the sample sees nothing but small ones
+        x[::61] *= 1e-6
+    if shape == "zeros":
+        x[500:] = 0
+    if shape == "equal":
+        x.fill_(-2.0)
+    if shape == "one":
+        x.zero_()[n - 1] = 3.0
+    if shape == "sorted":
+        x = x.sort().values
+    if shape == "heavy":
+        x = x.pow(9)
+    for k in (1, 10, 1500, 30_000):
+        assert sparse.kth_magnitude(x, k) == plain_kth(x, k)
+
+
+def test_there_is_no_kth_magnitude_beyond_the_last() -> None:
+    assert sparse.kth_magnitude(randn(5), 6) == 0
+
+
+@DTYPES
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000, 1 << 18, 600_001])
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
+def test_select_gives_all_from_the_threshold_on(n: int, density: float, dtype: torch.dtype) -> None:
+    x = randn(n, 1, dtype)
+    least = torch.quantile(x[:1000].abs(), 1 - density) if n else torch.zeros((), dtype=dtype)
+    values, indices = sparse.select(x, least)
+    (expected,) = (x.abs() >= least).nonzero(as_tuple=True)
+    assert torch.equal(indices, expected)
+    assert torch.equal(values, x[expected])
+    plain_values, plain_indices = sparse.select_plainly(x, least)
+    assert torch.equal(plain_indices, expected)
+    assert torch.equal(plain_values, values)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("n", [9, 300_001])
+def test_threads_share_the_work(n: int, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "_THREADS_WORTH", 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        residual, g = randn(n), randn(n, 1)
+        total = residual + g
+        values, indices = sparse.accumulate_and_select(residual, g, threshold(2.0))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(residual, total)
+    assert not g.any()
+    assert torch.equal(indices, (total.abs() >= 2).nonzero().squeeze(1))
+    assert torch.equal(values, total[indices])
+
+
+@DTYPES
+def test_a_threshold_separates_neighbouring_numbers(dtype: torch.dtype) -> None:
+    at = torch.tensor([0.1, 1.0, 3e-38, 2.5758293], dtype=dtype)
+    for least in at:
+        x = torch.stack([torch.nextafter(least, 0 * least), least, -least]).repeat(11)
+        assert sparse.select(x, least)[1].tolist() == [i for i in range(33) if i % 3]
+
+
+@pytest.mark.parametrize("times", [1, 40])  # for what goes by vectors, and for what is left
+def test_zeros_are_never_selected_and_nan_and_inf_always_are(times: int) -> None:
+    x = [0.0, -0.0, 1.0, torch.nan, torch.inf, -torch.inf, 1e-42, -3.0]
+    for least, expected in ((0.0, [2, 3, 4, 5, 7]), (2.0, [3, 4, 5, 7]), (torch.inf, [3, 4, 5])):
+        _, indices = sparse.select(torch.tensor(x * times), threshold(least))
+        assert indices.tolist() == [8 * i + place for i in range(times) for place in expected]
+
+
+@pytest.mark.parametrize("n", [5, 1_200_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulating_and_selecting_is_both_in_one(n: int, dtype: torch.dtype) -> None:
+    residual, g = randn(n), randn(n, 1).to(dtype)
+    total = residual + g
+    values, indices = sparse.accumulate_and_select(residual, g, threshold(2.0))
+    assert torch.equal(residual, total)
+    assert not g.any()
+    assert torch.equal(indices, (total.abs() >= 2).nonzero().squeeze(1))
+    assert torch.equal(values, total[indices])
+
+
+def test_the_largest_are_exactly_k_and_the_first_of_equal_ones() -> None:
+    x = torch.tensor([1.0, -2.0, 2.0, 3.0, -2.0, 0.5])
+    assert sparse.largest(x, 2).nonzero().squeeze(1).tolist() == [1, 3]
+    assert sparse.largest(x, 3).nonzero().squeeze(1).tolist() == [1, 2, 3]
+    assert sparse.largest(x, 6).all()
+    assert sparse.largest(torch.ones(10), 4).nonzero().squeeze(1).tolist() == [0, 1, 2, 3]
+
+
+def test_thresholds_follow_their_counts_gently() -> None:
+    th = threshold(1.0)
+    assert sparse.corrected(th, 100, 100) == 1.0
+    assert sparse.corrected(th, 0, 100) == 1.0
+    assert 1.0 < sparse.corrected(th, 125, 100) < 1.03
+    assert 0.95 < sparse.corrected(th, 67, 100) < 1.0
+    near = [count for count in range(200) if sparse.is_near(count, 60)]
+    assert near == list(range(45, 76))
+
+
+# ---- the wire ----
+
+
+def roundtrip(values: Tensor, indices: Tensor, wire: torch.dtype) -> Tensor:
+    message = sparse.pack(values, indices, wire)
+    assert (message.dtype, message.dim()) == (torch.uint8, 1)
+    back, places = sparse.unpack(message, wire, values.dtype)
+    assert torch.equal(places, indices)
+    assert torch.equal(back, values.to(wire).to(values.dtype))
+    return message
+
+
+INDICES = {
+    "none": [],
+    "one": [5],
+    "first": [0],
+    "neighbours": [0, 1, 2, 3],
+    "just below an escape": [0, 254, 508],
+    "an escape": [0, 255, 510, 511],
+    "two escapes": [7, 7 + 2 * 255, 7 + 2 * 255 + 254],
+    "around 16 bits": [0, 65534, 65534 + 65535, 65534 + 3 * 65535, 10**6],
+    "around 31 bits": [0, 2**31 - 1, 2**32, 2**32 + 1],
+    "beyond 32 bits": [2**33, 2**33 + 2**32 - 1, 2**33 + 2**34, 2**40],
+    "far from zero": [2**40, 2**40 + 1, 2**40 + 300],
+}
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("indices", INDICES.values(), ids=INDICES)
+def test_messages_come_back_as_they_were(indices: list[int], wire: torch.dtype) -> None:
+    roundtrip(randn(len(indices)), torch.tensor(indices, dtype=torch.int64), wire)
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1, 0.02, 0.01, 1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("shape", ["uniform", "clustered", "two ends"])
+def test_an_entry_takes_no_more_bytes_than_is_said(density: float, shape: str) -> None:
+    n = 4_000_000
+    count = max(2, round(n * density))
+    if shape == "uniform":
+        indices = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:count]
+        indices = indices.sort().values
+    elif shape == "clustered":
+        indices = torch.arange(count) + (n - count) // 2
+    else:
+        indices = torch.cat([torch.arange(count // 2), torch.arange(n - count // 2, n)])
+    message = roundtrip(randn(len(indices)), indices, torch.float32)
+    bound = min(w * (1 + 1 / ((2 ** (8 * w) - 1) * density)) for w in (1, 2, 4))
+    assert len(message) <= 24 + (4 + bound) * len(indices)
+    if density >= 0.01:
+        assert len(message) <= 24 + 5.4 * len(indices)  # whatever lies where
+    if density >= 1e-4:
+        assert len(message) <= 24 + 6.5 * len(indices)
+
+
+def test_an_entry_takes_5_09_bytes_at_1_percent() -> None:
+    n = 10_000_000
+    (indices,) = (torch.rand(n, generator=torch.Generator().manual_seed(0)) < 0.01).nonzero(
+        as_tuple=True
+    )
+    mean = len(roundtrip(randn(len(indices)), indices, torch.float32)) / len(indices)
+    # 1 byte, and 1 more for every 255 that lie between: geometric with mean 1 / (e^2.55 - 1).
+    assert mean == pytest.approx(4 + 1 + 1 / (math.exp(2.55) - 1), rel=0.002)

@@ -1,0 +1,160 @@
+"""Which form of selection a device runs: with a clock that the forms themselves turn."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd import devices
+from lightning_dsgd.primitives import sparse
+from lightning_dsgd.primitives.sparse_choice import VARIABLE, Choice
+from tests.algorithms.test_on_device import train
+from tests.support.fake_device import FakeDevice
+from tests.support.worlds import FakeWorld
+
+
+class Clock:
+    """Forms that take as long as is said, and the time."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.now = 0.0
+        self.called: list[tuple[str, int, float]] = []
+        self.forms = {name: self._form(name, each) for name, each in seconds.items()}
+
+    def _form(self, name: str, seconds: float) -> Callable[..., tuple[Tensor, Tensor]]:
+        def form(x: Tensor, least: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+            values, indices = sparse.select_plainly(x, least, g)
+            first = not any(known[0] == name for known in self.called)
+            self.called.append((name, len(x), len(values) / max(1, len(x))))
+            self.now += 100.0 if first else seconds  # a kernel is compiled first
+            return values, indices
+
+        return form
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("torch_s", "triton_s", "taken"), [(3, 2, "triton"), (2, 3, "torch")])
+def test_the_faster_form_is_measured_once_for_each_size_and_kind(
+    torch_s: float, triton_s: float, taken: str
+) -> None:
+    clock = Clock(torch=torch_s, triton=triton_s)
+    choice, x = Choice(clock), torch.randn(1000)
+    as_given = x.clone()
+    assert choice.among(clock.forms, x) is clock.forms[taken]
+    assert [name for name, *_ in clock.called] == ["torch"] * 4 + ["triton"] * 4
+    assert {(n, share) for _, n, share in clock.called} == {(1000, 0.01)}
+    assert x.equal(as_given)
+    for same in (x, torch.zeros(600), x[:513]):
+        assert choice.among(clock.forms, same) is clock.forms[taken]
+    assert len(clock.called) == 8
+    for other in (torch.zeros(2000), torch.zeros(1000).double(), torch.zeros(5), torch.zeros(0)):
+        clock.called.clear()
+        choice.prepare(clock.forms, other)
+        assert choice.among(clock.forms, other) is clock.forms[taken]
+        assert {n for _, n, _ in clock.called} == {len(other)}
+
+
+def test_a_size_that_was_not_measured_takes_the_form_of_the_nearest() -> None:
+    clock = Clock(torch=3, triton=2)
+    choice = Choice(clock)
+    choice.prepare(clock.forms, torch.zeros(100_000))
+    clock.forms["torch"], clock.forms["triton"] = clock.forms["triton"], clock.forms["torch"]
+    choice.prepare(clock.forms, torch.zeros(100))
+    clock.called.clear()
+    assert choice.among(clock.forms, torch.zeros(300)) is clock.forms["torch"]
+    assert choice.among(clock.forms, torch.zeros(30_000)) is clock.forms["triton"]
+    assert not clock.called
+
+
+def test_one_form_is_not_measured() -> None:
+    clock = Clock(torch=1)
+    assert Choice(clock).among(clock.forms, torch.zeros(10)) is clock.forms["torch"]
+    assert clock.called == []
+
+
+def test_what_was_measured_is_said_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(torch=0.0035, triton=0.0012)
+    choice, x = Choice(clock), torch.zeros(1000)
+    with caplog.at_level(logging.INFO, "lightning_dsgd"):
+        for _ in range(2):
+            choice.prepare(clock.forms, x, is_told=True)
+            choice.prepare(clock.forms, torch.zeros(10))
+    assert caplog.messages == [
+        "Selection from 1,000 elements on cpu: torch 3.5 ms, triton 1.2 ms; triton is taken "
+        "(LIGHTNING_DSGD_SELECTION sets it)."
+    ]
+
+
+def test_a_variable_sets_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, x = Clock(torch=1, triton=2), torch.zeros(10)
+    for name in ("triton", "torch"):
+        monkeypatch.setenv(VARIABLE, name)
+        assert Choice(clock).among(clock.forms, x) is clock.forms[name]
+    assert clock.called == []
+    monkeypatch.setenv(VARIABLE, "triton")
+    with pytest.raises(ValueError, match=f"{VARIABLE}=triton needs Triton and a GPU.*on cpu"):
+        Choice(clock).among({"torch": clock.forms["torch"]}, x)
+    monkeypatch.setenv(VARIABLE, "cuda")
+    with pytest.raises(ValueError, match=f'{VARIABLE} must be "triton" or "torch", got \'cuda\''):
+        Choice(clock).among(clock.forms, x)
+
+
+def test_kernels_that_cannot_run_are_left_out_with_a_warning() -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    clock, choice = Clock(torch=1), Choice()
+    forms = clock.forms | {"triton": fail}
+    with pytest.warns(UserWarning, match="triton cannot run on cpu, RuntimeError: Failed to find"):
+        assert choice.among(forms, torch.zeros(10)) is forms["torch"]
+    assert choice.among(forms, torch.zeros(10)) is forms["torch"]  # is not tried again
+    with pytest.raises(RuntimeError, match="C compiler"):
+        Choice().among({"torch": fail, "triton": fail}, torch.zeros(10))
+
+
+def test_on_a_cpu_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "nonsense")
+    monkeypatch.setattr(Choice, "among", None)
+    x = torch.tensor([1.0, -3.0, 0.0])
+    sparse.prepare(x, 2, is_told=True)
+    assert sparse.select(x, torch.tensor(2.0))[1].tolist() == [1]
+
+
+def select_either_way(net: Any, fake: FakeDevice) -> None:
+    taken = []
+
+    def kernels(x: Tensor, least: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+        taken.append(len(x))
+        return sparse.select_plainly(x, least, g)
+
+    stub: Any = SimpleNamespace(select=kernels)
+    sys.modules["lightning_dsgd.primitives.sparse_triton"] = stub
+    sys.modules["lightning_dsgd.primitives"].sparse_triton = stub  # type: ignore[attr-defined]
+    devices.runs_triton = lambda x: True
+    assert train(net, "oktopk", fake.device).equal(train(net, "oktopk", torch.device("cpu")))
+    assert taken
+
+
+def test_forms_are_measured_on_a_device() -> None:
+    FakeWorld().run(2, select_either_way)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_form_is_measured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.zeros(1_000_000, device="cuda")
+    choice, forms = Choice(), sparse.forms(x)
+    with caplog.at_level(logging.INFO, "lightning_dsgd"):
+        choice.prepare(forms, x, is_told=True)
+    assert choice.among(forms, x) in forms.values()
+    assert len(caplog.messages) == (len(forms) > 1)
+    assert not x.any()

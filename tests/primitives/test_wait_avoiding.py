@@ -1,0 +1,693 @@
+"""The wait-avoiding collective over random schedules, and what WAGMA and Eager-SGD make of it."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms.eager_sgd import EagerSGD
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.primitives import topology
+from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding
+from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.support.thorough import tries
+from tests.support.worlds import ProcessWorld
+
+BLOCKS = tries(12, fast=1)
+"""Of 25 schedules each."""
+
+
+class Recorder:
+    """A member that contributes 1 and, twice, its newest publication; keeps all sums."""
+
+    def __init__(self, net: Any, group_size: int, sync_period: int) -> None:
+        self.net, self.group_size, self.sync_period = net, group_size, sync_period
+        self.newest = -1
+        self.buffer = torch.zeros(3)
+        self.executed: list[int] = []
+        self.sums: dict[int, list[float]] = {}
+        self.staleness: list[int] = []
+        self.in_time = 0
+
+    def group(self, version: int) -> list[int]:
+        size = self.net.world_size
+        if self.is_global(version):
+            return list(range(size))
+        parts = topology.groups(version, size, self.group_size)
+        return next(part for part in parts if self.net.rank in part)
+
+    def is_global(self, version: int) -> bool:
+        return (version + 1) % self.sync_period == 0
+
+    def activator(self, version: int) -> int | None:
+        return None
+
+    def arrived(self, version: int) -> None:
+        self.newest = version
+
+    def late(self, version: int) -> None:
+        self.newest = version
+
+    def settled(self, version: int) -> None:
+        assert self.executed[-1:] == [version][: version + 1]
+
+    def contribute(self, version: int) -> Tensor:
+        self.staleness.append(version - self.newest)
+        self.in_time += self.newest == version
+        self.buffer.copy_(torch.tensor([1.0, self.newest + 1.0, self.newest + 1.0]))
+        return self.buffer
+
+    def reduced(self, version: int, group_size: int) -> None:
+        self.executed.append(version)
+        self.sums[version] = self.buffer.tolist()
+
+
+def play(net: Any, seed: int, group_size: int, sync_period: int) -> dict[str, Any]:
+    """Arrives at random times, a random number of times, in two phases with a settle between."""
+    chance = random.Random(f"{seed}/{net.rank}")
+    member = Recorder(net, group_size, sync_period)
+    engine = WaitAvoiding(net, member, Grace(net, chance.choice([0.0, 0.0, 0.02])))
+    version, ends = 0, []
+    for _ in range(2):
+        for _ in range(chance.randrange(9)):
+            net.compute(chance.choice([0.0, 0.01, 0.1, 0.1, 0.5]))
+            engine.arrive(version)
+            version += 1
+        version = engine.settle()
+        ends.append(version)
+    engine.stop()
+    return {
+        "executed": member.executed,
+        "sums": member.sums,
+        "staleness": member.staleness,
+        "ends": ends,
+    }
+
+
+def check_schedule(seed: int) -> Counter[str]:
+    chance = random.Random(seed)
+    world_size = chance.choice([chance.randrange(1, 9), chance.randrange(1, 34)])
+    group_size = chance.randrange(1, world_size + 1)
+    sync_period = chance.choice([1, 2, 3, 5, 100])
+    latency_s = chance.choice([0.0, 0.001, 0.05])
+    world = SimulatedWorld(world_size, latency_s=latency_s)
+    ranks = world.run(play, seed, group_size, sync_period)
+    what = f"seed={seed}: P={world_size}, S={group_size}, tau={sync_period}, latency={latency_s}"
+    last = ranks[0]["ends"][-1]
+    for rank in ranks:
+        assert rank["executed"] == list(range(last)), what
+        assert rank["ends"] == ranks[0]["ends"], what
+    for version in range(last):
+        is_global = (version + 1) % sync_period == 0
+        parts = (
+            [list(range(world_size))]
+            if is_global
+            else topology.groups(version, world_size, group_size)
+        )
+        for part in parts:
+            sums = [ranks[member]["sums"][version] for member in part]
+            assert all(total == sums[0] for total in sums), what  # the same to the bit
+            assert sums[0][0] == len(part), what  # each member once
+            assert sums[0][1] == sums[0][2], what  # none torn
+    worst = max((max(rank["staleness"], default=0) for rank in ranks), default=0)
+    return Counter(versions=last * world_size, worst=worst)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_version_is_executed_once_in_order_by_every_rank(block: int) -> None:
+    """Random schedules; a failing one names its seed, and `check_schedule(seed)` replays it."""
+    for seed in range(25 * block, 25 * block + 25):
+        try:
+            check_schedule(seed)
+        except Exception as error:
+            raise AssertionError(f"replay with check_schedule({seed}): {error}") from error
+
+
+def steady(net: Any, sync_period: int) -> list[int]:
+    """All ranks have as many steps, at random speeds."""
+    chance = random.Random(net.rank)
+    member = Recorder(net, 2, sync_period)
+    engine = WaitAvoiding(net, member, Grace(net, 0.0))
+    for version in range(4 * sync_period):
+        net.compute(chance.choice([0.1, 0.1, 0.9]))
+        engine.arrive(version)
+    assert engine.settle() == 4 * sync_period
+    engine.stop()
+    return member.staleness
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 8])
+@pytest.mark.parametrize("sync_period", [1, 4, 10])
+def test_staleness_stays_below_the_period(world_size: int, sync_period: int) -> None:
+    for staleness in SimulatedWorld(world_size, latency_s=1e-3).run(steady, sync_period):
+        assert min(staleness) >= 0
+        assert max(staleness) < sync_period or sync_period == 1
+        assert staleness[sync_period - 1 :: sync_period] == [0] * 4
+
+
+def take_sums(net: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """What a step applied and what is left, where the next sum comes while it takes the first."""
+    algorithm = EagerSGD()
+    algorithm.start(net, torch.zeros(1))
+    monkeypatch.setattr(algorithm.engine, "arrive", lambda version: None)
+    algorithm.unapplied.fill_(1.0)
+    algorithm.total.fill_(2.0)
+    lane = threading.Thread(target=algorithm.reduced, args=(1, 1))
+    divide = torch.div
+
+    def divide_slowly(*args: Any, **kwargs: Any) -> Tensor:
+        lane.start()
+        lane.join(0.2)  # either it is through, or it waits until this step has taken its sums
+        return divide(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "div", divide_slowly)
+    g = torch.zeros(1)
+    algorithm.before_update(torch.zeros(1), g)
+    lane.join()
+    algorithm.stop()
+    return g, algorithm.unapplied
+
+
+def test_eager_sgd_loses_no_sum_that_comes_while_a_step_takes_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [(applied, left)] = SimulatedWorld(1).run(take_sums, monkeypatch)
+    assert (applied.item(), left.item()) == (1.0, 2.0)
+
+
+def train(net: Any, algorithm: Any, num_steps: int, *, delays: bool = True) -> Tensor:
+    chance = random.Random(net.rank)
+    x = torch.randn(7, generator=torch.Generator().manual_seed(0)).double()
+    algorithm.start(net, x)
+    goal = torch.randn(7, generator=torch.Generator().manual_seed(net.rank)).double()
+    for _ in range(num_steps):
+        net.compute(0.1 + (0.5 if delays and chance.random() < 0.3 else 0.0))
+        g = x - goal
+        algorithm.before_update(x, g)
+        x.sub_(g, alpha=0.1)
+        algorithm.after_update(x)
+    own = x.clone()
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return own
+
+
+def run(world_size: int, make: Any, num_steps: int = 24) -> list[Tensor]:
+    return SimulatedWorld(world_size, latency_s=1e-3).run(_train_made, make, num_steps)
+
+
+def _train_made(net: Any, make: Any, num_steps: int) -> Tensor:
+    return train(net, make(), num_steps)
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor], atol: float = 0.0) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def group_average(
+    net: Any, size: int, period: int, num_steps: int, dynamic: bool, group_period: int
+) -> Tensor:
+    """WAGMA without wait-avoidance, written down directly."""
+    x = torch.randn(7, generator=torch.Generator().manual_seed(0)).double()
+    goal = torch.randn(7, generator=torch.Generator().manual_seed(net.rank)).double()
+    for step in range(num_steps):
+        x.sub_(x - goal, alpha=0.1)
+        if (step + 1) % group_period:
+            continue
+        version = (step + 1) // group_period - 1
+        parts = topology.groups(version if dynamic else 0, net.world_size, size)
+        group = next(part for part in parts if net.rank in part)
+        if (step + 1) % period == 0:
+            group = list(range(net.world_size))
+        net.all_reduce(x, group).wait()
+        x /= len(group)
+    return x
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize(("dynamic", "group_period"), [(True, 1), (False, 1), (True, 3)])
+def test_without_wait_avoidance_it_is_the_group_average(
+    world_size: int, dynamic: bool, group_period: int
+) -> None:
+    period = 5 * group_period
+    ours = run(
+        world_size,
+        lambda: WAGMA(
+            group_size=min(2, world_size),
+            sync_period=period,
+            wait_avoiding=False,
+            dynamic_groups=dynamic,
+            group_period=group_period,
+        ),
+    )
+    args = min(2, world_size), period, 24, dynamic, group_period
+    theirs = SimulatedWorld(world_size).run(group_average, *args)
+    assert_equal(ours, theirs, atol=1e-14)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 5])
+def test_a_period_of_one_is_allreduce_model_averaging(world_size: int) -> None:
+    """With plain SGD from equal weights, averaging models is averaging gradients."""
+    ours = run(world_size, lambda: WAGMA(group_size=world_size, sync_period=1))
+    assert_equal(ours, run(world_size, AllReduce), atol=1e-13)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 5])
+def test_groups_of_one_are_local_sgd(world_size: int) -> None:
+    ours = run(world_size, lambda: WAGMA(group_size=1, sync_period=6))
+    assert_equal(ours, run(world_size, lambda: LocalSGD(sync_period=6)), atol=1e-14)
+
+
+def late_by_one(net: Any, rule: str) -> list[float]:
+    """Two ranks; rank 0 comes late to version 0, in time to version 1."""
+    x = torch.tensor([float(10 * net.rank)])
+    algorithm = WAGMA(group_size=2, sync_period=100, grace_s=0.0, rule=rule)
+    algorithm.start(net, x)
+    seen = []
+    for compute_s in ([1.0, 3.0], [2.0, 0.5])[net.rank == 0]:
+        net.compute(compute_s)
+        x += 1
+        algorithm.after_update(x)
+        seen.append(float(x))
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return [*seen, float(x)]
+
+
+def test_a_late_rank_goes_as_far_as_what_it_contributed_went() -> None:
+    """On time: sum / S; late: W' + (sum / S - what was in the sum)."""
+    first, second = SimulatedWorld(2).run(late_by_one, "conserving")
+    # Rank 1 arrives at 1.0 s with 11 and fires; rank 0 takes part with its initial 0.
+    assert second[0] == (0 + 11) / 2
+    # Rank 0 arrives at 2.0 s, late, with 1: its 0 has gone to 5.5.
+    assert first[0] == 1 + (5.5 - 0)
+    # Version 1: rank 0 arrives at 2.5 s with 7.5 and fires; rank 1 takes part with its 5.5.
+    assert first[1] == (7.5 + 5.5) / 2
+    # Rank 1 arrives at 4.0 s, late, with 6.5: its 5.5 has gone to 6.5.
+    assert second[1] == 6.5 + (6.5 - 5.5)
+    # Two ranks, from 0 and 10 on average 5, have made two steps each.
+    assert first[2] == second[2] == 5 + 2
+
+
+def test_the_papers_late_rank_averages_the_sum_with_its_own_weights() -> None:
+    """On time: sum / S; late: (sum + W') / (S + 1), with its stale model in the sum."""
+    first, second = SimulatedWorld(2).run(late_by_one, "paper")
+    total = 0 + 11  # as above
+    assert second[0] == pytest.approx(total / 2)
+    # Rank 0 arrives at 2.0 s, late, with 1.
+    assert first[0] == pytest.approx((total + 1) / 3)
+    # Version 1: rank 0 arrives at 2.5 s and fires; rank 1 takes part with its 11 from version 0.
+    own = first[0] + 1
+    assert first[1] == pytest.approx((own + 11) / 2)
+    # Rank 1 arrives at 4.0 s, late.
+    assert second[1] == pytest.approx((own + 11 + second[0] + 1) / 3)
+    assert first[2] != 5 + 2  # the mean has moved
+
+
+def take_steps(net: Any, seed: int, make: Any) -> tuple[Tensor, Tensor]:
+    """What this rank began with and added in three phases of random lengths, and the consensus."""
+    chance = random.Random(f"{seed}/{net.rank}")
+    draw = torch.Generator().manual_seed(seed * 1000 + net.rank)
+    x = torch.randn(5, generator=draw).double()
+    own = x.clone()
+    algorithm = make()
+    algorithm.start(net, x)
+    speed = chance.choice([1, 1, 1, 10])
+    for _ in range(3):
+        for _ in range(chance.randrange(12)):
+            net.compute(speed * chance.choice([0.0, 0.01, 0.1, 0.1, 0.5]))
+            update = torch.randn(5, generator=draw).double()
+            own += update
+            x += update
+            algorithm.after_update(x)
+        late = torch.randn(5, generator=draw).double()  # a callback writes, and makes no step
+        own += late
+        x += late
+        algorithm.settle(x)
+    algorithm.finish(x)
+    return own, x
+
+
+def check_mean(seed: int) -> None:
+    chance = random.Random(seed)
+    world_size = chance.choice([chance.randrange(1, 9), chance.randrange(1, 18)])
+    group_size = chance.choice([None, chance.randrange(1, world_size + 1)])
+    group_period = chance.choice([1, 1, 2, 3, 7])
+    sync_period = group_period * chance.choice([1, 2, 3, 5, 100])
+    overlap, grace_s = chance.random() < 0.6, chance.choice([0.0, 0.02, None])
+    wait_avoiding = chance.random() < 0.8
+    world = SimulatedWorld(
+        world_size,
+        latency_s=chance.choice([0.0, 0.001, 0.05]),
+        bandwidth_bytes_s=chance.choice([math.inf, 1e3, 1e2]),
+        shared_link=chance.random() < 0.2,
+    )
+    options = {
+        "group_size": group_size,
+        "sync_period": sync_period,
+        "group_period": group_period,
+        "wait_avoiding": wait_avoiding,
+        "grace_s": grace_s,
+        "overlap": overlap,
+    }
+    what = f"P={world_size}, {options}"
+
+    def make() -> WAGMA:
+        return WAGMA(**options)
+
+    owns, consensus = zip(*world.run(take_steps, seed, make), strict=True)
+    for x in consensus:
+        assert torch.equal(x, consensus[0]), what
+        torch.testing.assert_close(x, torch.stack(owns).mean(0), rtol=0, atol=1e-12, msg=what)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_mean_is_the_start_and_all_updates(block: int) -> None:
+    """Random schedules; a failing one names its seed, and `check_mean(seed)` replays it."""
+    for seed in range(25 * block, 25 * block + 25):
+        try:
+            check_mean(seed)
+        except Exception as error:
+            raise AssertionError(f"replay with check_mean({seed}): {error}") from error
+
+
+def hold_tensors(net: Any, options: dict[str, Any]) -> float:
+    """In units of |x|."""
+    x = torch.zeros(1000)
+    algorithm = WAGMA(**options)
+    algorithm.start(net, x)
+    for _ in range(3):
+        x += 1
+        algorithm.after_update(x)
+    held = [*vars(algorithm).values(), *vars(algorithm.mine).values()]
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return sum(t.nbytes for t in held if isinstance(t, Tensor) and t is not x) / x.nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "times"),
+    [
+        ({}, 2),
+        ({"rule": "paper"}, 2),
+        ({"overlap": True}, 3),
+        ({"wait_avoiding": False}, 0),
+    ],
+)
+def test_memory_is_what_the_docstring_says(options: dict[str, Any], times: int) -> None:
+    assert SimulatedWorld(2).run(hold_tensors, options) == [times, times]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "size"), [(1, 1), (2, 2), (3, 2), (4, 2), (8, 2), (12, 4), (16, 4)]
+)
+def test_groups_have_at_least_two_members(world_size: int, size: int) -> None:
+    def start(net: Any) -> int:
+        algorithm = WAGMA()
+        algorithm.start(net, torch.zeros(1))
+        algorithm.stop()
+        return algorithm.size
+
+    assert set(SimulatedWorld(world_size).run(start)) == {size}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"rule": "newest"}, 'rule must be "conserving" or "paper", got rule=\'newest\''),
+        ({"rule": "paper", "overlap": True}, 'use overlap=False or rule="conserving"'),
+        (
+            {"group_period": 4},
+            "a multiple of group_period, got sync_period=10 with group_period=4; try sync_period=8",
+        ),
+        ({"group_period": 30}, "try sync_period=30"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        WAGMA(**options).check(4)
+
+
+def evaluate_long(net: Any, make: Any) -> float:
+    """How long the second step after an evaluation takes, in which rank 1 is late by a second."""
+    x = torch.zeros(3)
+    algorithm = make()
+    algorithm.start(net, x)
+    for k in range(4):
+        if k == 2:
+            algorithm.settle(x)
+            net.compute(600.0)
+        begin = net.now()
+        net.compute(1.0 + (k == 3 and net.rank == 1))
+        algorithm.before_update(x, torch.zeros(3))
+        algorithm.after_update(x)
+    took = net.now() - begin
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return took
+
+
+@pytest.mark.parametrize("make", [WAGMA, lambda: EagerSGD(quorum="solo")])
+def test_an_evaluation_is_no_step_to_wait_an_eighth_of(make: Any) -> None:
+    assert SimulatedWorld(2).run(evaluate_long, make)[0] == pytest.approx(1.125)
+
+
+def drift(net: Any, make: Any, step_s: list[float]) -> list[tuple[float, float]]:
+    """When each step was over and where x was: without averages, ranks part by 1 a step."""
+    x = torch.zeros(25).double()
+    algorithm = make()
+    algorithm.start(net, x)
+    seen = []
+    for _ in range(240):
+        net.compute(step_s[net.rank])
+        x += net.rank - (net.world_size - 1) / 2
+        algorithm.after_update(x)
+        seen.append((net.now(), float(x[0])))
+    algorithm.settle(x)
+    algorithm.finish(x)
+    assert float(x[0]) == pytest.approx(0.0, abs=1e-9)
+    return seen
+
+
+def widest(trails: list[list[tuple[float, float]]], begin: float, end: float) -> float:
+    """How far the ranks are apart at most, from one share of the time to another."""
+    last_s = min(trail[-1][0] for trail in trails)
+    widths = []
+    for k in range(int(200 * begin), int(200 * end)):
+        places = [[x for at_s, x in trail if at_s <= last_s * k / 200][-1] for trail in trails]
+        widths.append(max(places) - min(places))
+    return max(widths)
+
+
+@pytest.mark.parametrize("situation", ["back to back", "one slow rank", "both"])
+def test_with_overlap_the_ranks_stay_together(situation: str) -> None:
+    """Where a sum takes as long as three steps, and where one rank is always late."""
+    step_s = [0.1] * 7 + [0.1 if situation == "back to back" else 0.3]
+    bandwidth = 1e6 if situation == "one slow rank" else 1e3
+    world = SimulatedWorld(8, latency_s=1e-3, bandwidth_bytes_s=bandwidth)
+    trails = world.run(drift, lambda: WAGMA(overlap=True), step_s)
+    early, late = widest(trails, 0.1, 0.5), widest(trails, 0.5, 1.0)
+    assert late <= 1.1 * early  # it does not grow
+    assert late < 7 * 30  # what the outermost of eight part by in three periods
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_that_average_seldom_stay_together(overlap: bool) -> None:
+    """The bound is that of a period without averages, on a slow link and with a slow rank."""
+    world = SimulatedWorld(8, latency_s=1e-3, bandwidth_bytes_s=1e3)
+
+    def make() -> WAGMA:
+        return WAGMA(sync_period=10, group_period=5, overlap=overlap)
+
+    trails = world.run(drift, make, [0.1] * 7 + [0.3])
+    early, late = widest(trails, 0.1, 0.5), widest(trails, 0.5, 1.0)
+    assert late <= 1.1 * early
+    assert late < 7 * (30 if overlap else 20)
+
+
+def count_messages(net: Any, group_period: int) -> list[int]:
+    x = torch.zeros(3)
+    algorithm = WAGMA(group_size=2, sync_period=12, group_period=group_period)
+    algorithm.start(net, x)
+    sent = [0]
+    for _ in range(12):
+        net.compute(1.0)
+        algorithm.after_update(x)
+        sent.append(net.counters.bytes_sent)
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return [b > a for a, b in pairwise(sent)]
+
+
+def test_between_two_averages_nothing_is_sent() -> None:
+    for sent in SimulatedWorld(2).run(count_messages, 4):
+        assert sent == [False, False, False, True] * 3
+
+
+def count_together(net: Any, num_steps: list[int]) -> list[int]:
+    """The steps at which this rank averages, after ranks have made so many and stood still."""
+    x = torch.zeros(3)
+    algorithm = WAGMA(sync_period=8, group_period=4)
+    algorithm.start(net, x)
+    averaged = []
+    for mine in (num_steps[net.rank], 8):
+        for k in range(mine):
+            net.compute(1.0)
+            before = algorithm.engine.next_version
+            algorithm.after_update(x)
+            if algorithm.engine.next_version > before:
+                averaged.append(k)
+        algorithm.settle(x)
+    algorithm.finish(x)
+    return averaged[-2:]
+
+
+def test_after_uneven_numbers_of_steps_all_average_at_the_same() -> None:
+    """Rank 1 has made the most, two after its first average: two are left."""
+    assert SimulatedWorld(3).run(count_together, [1, 6, 3]) == [[1, 5]] * 3
+
+
+def delayed(net: Any, overlap: bool) -> tuple[float, float]:
+    chance = random.Random(net.rank)
+    x = torch.zeros(3).double()
+    algorithm = WAGMA(sync_period=10, overlap=overlap)
+    algorithm.start(net, x)
+    for _ in range(40):
+        net.compute(0.1 + 0.4 * (chance.random() < 0.25))
+        algorithm.after_update(x)
+    waited, end = net.counters.wait_s, net.now()
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return waited, end
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_with_overlap_only_ranks_that_are_a_period_ahead_wait(world_size: int) -> None:
+    blocking = SimulatedWorld(world_size, latency_s=1e-3).run(delayed, False)
+    overlapping = SimulatedWorld(world_size, latency_s=1e-3).run(delayed, True)
+    assert sum(waited for waited, _ in overlapping) < 0.5 * sum(waited for waited, _ in blocking)
+    slowest_waited, end = max(overlapping, key=lambda rank: rank[1])
+    assert slowest_waited == 0.0
+    assert end <= max(end for _, end in blocking)
+
+
+def staleness_with_overlap(net: Any, seed: int, sync_period: int, group_size: int) -> int:
+    chance = random.Random(f"{seed}/{net.rank}")
+    x = torch.zeros(2).double()
+    algorithm = WAGMA(group_size=group_size, sync_period=sync_period, overlap=True)
+    algorithm.start(net, x)
+    for _ in range(5 * sync_period):
+        net.compute(chance.choice([0.01, 0.1, 0.1, 2.0]))
+        algorithm.after_update(x)
+    algorithm.settle(x)
+    algorithm.stop()
+    return max(algorithm.staleness)
+
+
+@pytest.mark.parametrize("sync_period", [1, 3, 10])
+def test_with_overlap_staleness_stays_below_the_period(sync_period: int) -> None:
+    worst = [
+        max(SimulatedWorld(size, latency_s=0.05).run(staleness_with_overlap, seed, sync_period, 2))
+        for seed in range(8)
+        for size in (2, 4, 7)
+    ]
+    assert max(worst) == sync_period - 1
+
+
+def jitter(net: Any, grace_s: float | None, quorum: str) -> dict[str, float]:
+    """All ranks take 0.1 s for a step, and up to 3% more."""
+    chance = random.Random(net.rank)
+    x = torch.zeros(2).double()
+    algorithm = EagerSGD(quorum=quorum, grace_s=grace_s)
+    algorithm.start(net, x)
+    for _ in range(40):
+        net.compute(0.1 * chance.uniform(1.0, 1.03))
+        algorithm.before_update(x, torch.ones(2).double())
+        algorithm.after_update(x)
+    figures = {**algorithm.metrics(), "seconds": net.now()}
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return figures
+
+
+@pytest.mark.parametrize("quorum", ["solo", "majority"])
+def test_a_grace_makes_gradients_count_that_come_a_little_later(quorum: str) -> None:
+    def play(grace_s: float | None) -> tuple[float, float]:
+        ranks = SimulatedWorld(8, latency_s=1e-5).run(jitter, grace_s, quorum)
+        return sum(r["late_share"] for r in ranks) / 8, max(r["seconds"] for r in ranks)
+
+    (late, seconds), (late_with_grace, seconds_with_grace) = play(0.0), play(None)
+    assert late > 0.35
+    assert late_with_grace <= 1 / 40  # the first round: no step has been measured yet
+    assert seconds_with_grace < 1.03 * seconds
+
+
+def solo_sum(net: Any, quorum: str, num_steps: int) -> tuple[Tensor, Tensor, float]:
+    """Integers as gradients: what was applied and what is pending can be counted exactly."""
+    chance = random.Random(net.rank)
+    x = torch.zeros(2).double()
+    algorithm = EagerSGD(quorum=quorum)
+    algorithm.start(net, x)
+    for k in range(num_steps):
+        net.compute(chance.choice([0.1, 0.1, 0.7]))
+        g = torch.tensor([float((k + 1) * net.world_size), float(net.world_size)]).double()
+        algorithm.before_update(x, g)
+        x += g
+        algorithm.after_update(x)
+    algorithm.settle(x)
+    algorithm.stop()
+    return x + algorithm.unapplied / net.world_size, algorithm.pending, algorithm.num_late
+
+
+@pytest.mark.parametrize("quorum", ["solo", "majority"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_no_gradient_is_lost_and_none_is_counted_twice(quorum: str, world_size: int) -> None:
+    steps = 20
+    ranks = SimulatedWorld(world_size, latency_s=1e-3).run(solo_sum, quorum, steps)
+    produced = torch.tensor([steps * (steps + 1) / 2, float(steps)]).double() * world_size
+    pending = sum(pending for _, pending, _ in ranks)
+    for applied, _, _ in ranks:
+        assert torch.equal(applied, ranks[0][0])
+        assert torch.equal(applied * world_size + pending, produced * world_size)
+
+
+def test_solo_fires_with_the_first_and_majority_with_a_drawn_rank() -> None:
+    late = {
+        quorum: sum(n for _, _, n in SimulatedWorld(8).run(solo_sum, quorum, 40))
+        for quorum in ("solo", "majority")
+    }
+    assert late["solo"] > late["majority"] > 0
+
+
+def add_ones(net: Any, overlap: bool) -> tuple[float, float]:
+    """40 steps of 1, a quarter of them late at random."""
+    chance = random.Random(net.rank)
+    x = torch.zeros(1000).double()
+    algorithm = WAGMA(sync_period=10, overlap=overlap)
+    algorithm.start(net, x)
+    for _ in range(40):
+        time.sleep(0.002 + 0.01 * (chance.random() < 0.25))  # computes
+        x += 1
+        algorithm.after_update(x)
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return float(x.min()), float(x.max())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_update_of_a_real_rank_is_lost(overlap: bool) -> None:
+    for least, most in ProcessWorld().run(4, add_ones, overlap):
+        assert least == pytest.approx(40, abs=1e-9)
+        assert most == pytest.approx(40, abs=1e-9)

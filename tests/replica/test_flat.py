@@ -1,0 +1,563 @@
+"""Parameters as views of x train to the bit like plain ones; what x cannot hold is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+
+from lightning_dsgd.replica.flat import ALIGNMENT_BYTES, FlatParameters, check_module, flatten
+
+MakeOptimizer = Callable[[Iterable[Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "sgd_foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+def mlp() -> nn.Module:
+    """Odd sizes, so that there are gaps in x."""
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def channels_last() -> nn.Module:
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 1, 7)),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 3, padding=1),
+    )
+    return nn.Sequential(
+        model.to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(21, 3)
+    )
+
+
+def transposed() -> nn.Module:
+    model = mlp()
+    model[0].weight = Parameter(torch.randn(7, 5).t())
+    return model
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, data: Tensor) -> Tensor:
+        return self.decode(self.encode(data))[:, :3]
+
+
+class Mixed(nn.Module):
+    """fp32, bf16, fp64 and complex parameters, none of them next to its like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(7, 5)
+        self.brain = nn.Linear(5, 5, dtype=torch.bfloat16)
+        self.phase = Parameter(torch.randn(5, dtype=torch.complex64))
+        self.wide = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, data: Tensor) -> Tensor:
+        hidden = self.brain(self.single(data).bfloat16()).float()
+        return self.wide((hidden * self.phase).abs().double()).float()
+
+
+class Scalars(nn.Module):
+    """0-dim and empty parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Parameter(torch.tensor(0.5))
+        self.nothing = Parameter(torch.empty(0, 3))
+        self.shift = Parameter(torch.tensor(-0.25))
+
+    def forward(self, data: Tensor) -> Tensor:
+        return data[:, :3] * self.scale + self.shift + self.nothing.sum()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "channels_last": channels_last,
+    "transposed": transposed,
+    "tied": Tied,
+    "mixed": Mixed,
+    "scalars": Scalars,
+    "one_parameter": lambda: nn.Linear(7, 3, bias=False),
+}
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 7, generator=generator) for _ in range(count)]
+
+
+def backward(model: nn.Module, data: Tensor) -> None:
+    (model(data) - data[:, :3]).square().mean().backward()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    flats: list[FlatParameters],
+    *,
+    steps: int = 4,
+    micro_batches: int = 1,
+    set_to_none: bool = True,
+    clip: float | None = None,
+) -> None:
+    data = iter(batches(steps * micro_batches))
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for _ in range(micro_batches):
+            backward(model, next(data))
+        for flat in flats:
+            flat.gather()
+            flat.scatter()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+def assert_equal(model: nn.Module, reference: nn.Module) -> None:
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in reference.named_parameters()]
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert p.dtype == q.dtype, name
+        assert torch.equal(p, q), name
+
+
+# Training is what it was
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_trains_to_the_bit_like_the_plain_module(model: str, optimizer: str) -> None:
+    if model == "mixed" and optimizer.endswith("fused"):
+        pytest.skip("torch's fused optimizers take no complex parameters")
+    reference, flat_model = build(MODELS[model]), build(MODELS[model])
+    start = copy.deepcopy(reference)
+    flats = flatten(flat_model.named_parameters())
+    assert_equal(flat_model, start)
+    train(reference, OPTIMIZERS[optimizer](reference.parameters()), [])
+    train(flat_model, OPTIMIZERS[optimizer](flat_model.parameters()), flats)
+    assert_equal(flat_model, reference)
+    assert not torch.equal(next(reference.parameters()), next(start.parameters()))
+    assert all(flat.is_intact() for flat in flats)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw_foreach"])
+def test_optimizer_made_before(optimizer: str) -> None:
+    reference, model = build(mlp), build(mlp)
+    before = OPTIMIZERS[optimizer](model.parameters())
+    plain = OPTIMIZERS[optimizer](reference.parameters())
+    train(model, before, [], steps=2)
+    train(reference, plain, [], steps=2)
+    train(model, before, flatten(model.named_parameters()))
+    train(reference, plain, [])
+    assert_equal(model, reference)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulates_and_clips(set_to_none: bool) -> None:
+    reference, model = build(mlp), build(mlp)
+    options = {"micro_batches": 2, "set_to_none": set_to_none, "clip": 0.1}
+    train(reference, OPTIMIZERS["adamw"](reference.parameters()), [], **options)
+    (flat,) = flatten(model.named_parameters())
+    train(model, OPTIMIZERS["adamw"](model.parameters()), [flat], **options)
+    assert_equal(model, reference)
+    assert float(flat.g.norm()) == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "compile_first"),
+    [
+        ("aot_eager", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("aot_eager", False), ("eager", True), ("eager", False))
+        ),
+    ],
+)
+def test_compiled_model(backend: str, compile_first: bool) -> None:
+    reference, model = build(mlp), build(mlp)
+    train(reference, OPTIMIZERS["sgd"](reference.parameters()), [])
+    compiled = torch.compile(model, backend=backend)
+    if compile_first:
+        compiled(batches(1)[0])
+    flats = flatten(model.named_parameters())
+    train(compiled, OPTIMIZERS["sgd"](model.parameters()), flats)
+    assert_equal(model, reference)
+
+
+def test_hooks_stay() -> None:
+    model = build(mlp)
+    seen: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    flatten(model.named_parameters())
+    backward(model, batches(1)[0])
+    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
+
+
+# What x is
+
+
+@pytest.fixture
+def _uninitialized_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_uninitialized_is_nan")
+@pytest.mark.parametrize("model", MODELS)
+def test_x_is_the_parameters(model: str) -> None:
+    module = build(MODELS[model])
+    before = dict(module.named_parameters())
+    strides = [p.stride() for p in module.parameters()]
+    flats = flatten(module.named_parameters())
+    assert dict(module.named_parameters()) == before
+    assert [p.stride() for p in module.parameters()] == strides
+    for flat in flats:
+        assert flat.x.is_contiguous()
+        assert not flat.x.requires_grad
+        for p in flat.parameters:
+            assert p.is_leaf
+            assert not p.numel() or p.data_ptr() % ALIGNMENT_BYTES == 0
+            p.data.fill_(1 + 1j if p.is_complex() else 1)
+        assert int(flat.x.count_nonzero()) == flat.numel, "the gaps are zero"
+        flat.x.mul_(3)
+        for p in flat.parameters:
+            assert torch.equal(p, torch.full_like(p, 3 + 3j if p.is_complex() else 3))
+
+
+def test_one_flat_tensor_per_dtype_in_order_of_appearance() -> None:
+    module = Mixed()
+    flats = flatten(module.named_parameters())
+    assert [flat.x.dtype for flat in flats] == [torch.float32, torch.bfloat16, torch.float64]
+    assert flats[0].names == ["phase", "single.weight", "single.bias"]
+    assert flats[1].parameters == [module.brain.weight, module.brain.bias]
+
+
+def test_tied_parameters_count_once() -> None:
+    module = Tied()
+    (flat,) = flatten(module.named_parameters(remove_duplicate=False))
+    assert flat.names == ["encode.weight", "encode.bias", "decode.bias"]
+    assert flat.numel == 7 * 7 + 7 + 7
+
+
+def test_nothing_to_flatten() -> None:
+    assert flatten([]) == []
+
+
+def test_only_empty_parameters() -> None:
+    (flat,) = flatten([("nothing", Parameter(torch.empty(0)))])
+    assert flat.numel == flat.x.numel() == flat.gather().numel() == 0
+    assert flat.is_intact()
+
+
+def test_flatten_again_moves_to_the_new_x() -> None:
+    module = build(mlp)
+    (old,) = flatten(module.named_parameters())
+    (new,) = flatten(module.named_parameters())
+    assert new.is_intact()
+    assert not old.is_intact()
+    assert torch.equal(new.x, old.x)
+
+
+# Gradients
+
+
+def test_gather_is_lazy_and_leaves_the_padding_zero() -> None:
+    module = build(mlp)
+    (flat,) = flatten(module.named_parameters())
+    assert flat._g is None
+    backward(module, batches(1)[0])
+    grads = [p.grad.clone() for p in flat.parameters]
+    g = flat.gather()
+    assert g is flat.g
+    assert float(g.abs().sum()) == pytest.approx(sum(float(q.abs().sum()) for q in grads))
+    g.mul_(2)
+    flat.scatter()
+    for p, grad in zip(flat.parameters, grads, strict=True):
+        assert torch.equal(p.grad, 2 * grad)
+        assert p.grad.untyped_storage().data_ptr() == g.untyped_storage().data_ptr()
+
+
+def test_gradient_in_place_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = build(mlp)
+    (flat,) = flatten(module.named_parameters())
+    backward(module, batches(1)[0])
+    flat.gather()
+    flat.scatter()
+    once = flat.g.clone()
+    monkeypatch.setattr(torch, "_foreach_copy_", None)
+    backward(module, batches(1)[0])
+    assert torch.equal(flat.gather(), 2 * once)
+
+
+def test_gradients_of_other_strides_and_graphs() -> None:
+    module = build(channels_last)
+    (flat,) = flatten(module.named_parameters())
+    for p in flat.parameters:
+        p.grad = torch.randn(p.shape).contiguous()
+    conv = module[0][1].weight
+    conv.grad = torch.ones(()).expand(conv.shape)
+    first = flat.parameters[1]
+    first.grad = torch.randn(first.shape, requires_grad=True) * 2
+    grads = [p.grad.clone() for p in flat.parameters]
+    assert not flat.gather().requires_grad
+    flat.scatter()
+    for p, grad in zip(flat.parameters, grads, strict=True):
+        assert p.grad.stride() == p.stride()
+        assert torch.equal(p.grad, grad)
+
+
+def test_no_gradient_here_but_elsewhere() -> None:
+    a, b, c = (Parameter(torch.ones(3)) for _ in range(3))
+    (flat,) = flatten([("a", a), ("b", b), ("c", c)])
+    for view in flat.views(flat.g):
+        view.fill_(9)
+    a.grad = torch.ones(3)
+    g = flat.gather()
+    assert int(g.count_nonzero()) == 3, "nothing is left of the last step"
+    flat._g_views[1].fill_(torch.nan)
+    flat.scatter()
+    assert b.grad is not None
+    assert b.grad.isnan().all()
+    assert c.grad is None
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    a, b = Parameter(torch.ones(3)), Parameter(torch.ones(3), requires_grad=False)
+    (flat,) = flatten([("a", a), ("b", b)])
+    a.grad = torch.ones(3)
+    flat.gather().fill_(1)
+    flat.scatter()
+    assert a.grad is not None
+    assert b.grad is None
+
+
+def test_weight_decay_spares_parameters_without_gradient() -> None:
+    module = build(mlp)
+    flats = flatten(module.named_parameters())
+    module[0].requires_grad_(False)
+    before = module[0].weight.clone()
+    unused = Parameter(torch.ones(3))
+    flats += flatten([("unused", unused)])
+    optimizer = torch.optim.AdamW([*module.parameters(), unused], weight_decay=0.5)
+    train(module, optimizer, flats)
+    assert torch.equal(module[0].weight, before)
+    assert torch.equal(unused, torch.ones(3))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_after_scatter(set_to_none: bool) -> None:
+    module, reference = build(mlp), build(mlp)
+    (flat,) = flatten(module.named_parameters())
+    backward(module, batches(1)[0])
+    flat.gather()
+    flat.scatter()
+    module.zero_grad(set_to_none=set_to_none)
+    kept = flat.g.clone()
+    assert bool(kept.any()) == set_to_none, "dropped gradients leave g alone"
+    data = batches(2)[1]
+    backward(module, data)
+    assert torch.equal(flat.g, kept) == set_to_none, "new gradients have memory of their own"
+    backward(reference, data)
+    flat.gather()
+    flat.scatter()
+    for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_sparse_gradient_raises() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    (flat,) = flatten(embedding.named_parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="'weight'; make its embedding with sparse=False"):
+        flat.gather()
+
+
+# Leaving x and coming back
+
+
+def test_to_the_same_is_nothing() -> None:
+    module = build(mlp)
+    (flat,) = flatten(module.named_parameters())
+    module.to("cpu").to(torch.float32).train()
+    assert flat.is_intact()
+
+
+def test_other_dtype_is_named() -> None:
+    module = build(mlp)
+    (flat,) = flatten(module.named_parameters())
+    module.double()
+    assert not flat.is_intact()
+    with pytest.raises(ValueError, match=r"'0.weight' must remain torch.float32 on cpu .*float64"):
+        flat.refresh()
+
+
+def test_refresh_moves_all_or_nothing() -> None:
+    module = build(mlp)
+    (flat,) = flatten(module.named_parameters())
+    x = flat.x.clone()
+    module[0].weight.data = torch.zeros(5, 7)
+    module[2].weight.data = torch.zeros(5, 7)
+    with pytest.raises(ValueError, match=r"'2.weight' must remain .* \(3, 5\).* got .* \(5, 7\)"):
+        flat.refresh()
+    assert torch.equal(flat.x, x)
+
+
+@pytest.mark.parametrize("move", ["data", "strides", "transposed_in_place"])
+def test_refresh_takes_values_back(move: str) -> None:
+    module = nn.Linear(4, 4)
+    (flat,) = flatten(module.named_parameters())
+    weight = module.weight
+    match move:
+        case "data":
+            weight.data = torch.randn(4, 4)
+        case "strides":
+            weight.data = torch.randn(4, 4).t()
+        case "transposed_in_place":
+            weight.data = weight.data.t()
+    values = weight.detach().clone()
+    assert not flat.is_intact()
+    flat.refresh()
+    assert flat.is_intact()
+    assert module.weight is weight
+    assert weight.is_contiguous()
+    assert torch.equal(weight, values)
+    flat.x.zero_()
+    assert not weight.any()
+
+
+def test_refresh_untangles_swapped_parameters() -> None:
+    a, b = Parameter(torch.zeros(3)), Parameter(torch.ones(3))
+    (flat,) = flatten([("a", a), ("b", b)])
+    a.data, b.data = b.data, a.data
+    flat.refresh()
+    assert torch.equal(a, torch.ones(3))
+    assert torch.equal(b, torch.zeros(3))
+
+
+def test_load_state_dict() -> None:
+    module, other = build(mlp), mlp()
+    (flat,) = flatten(module.named_parameters())
+    module.load_state_dict(other.state_dict())
+    assert flat.is_intact()
+    assert_equal(module, other)
+    other.load_state_dict(build(mlp).state_dict())
+    other.load_state_dict(module.state_dict())
+    assert_equal(module, other)
+
+
+# Copies
+
+
+def test_deepcopy_has_memory_of_its_own() -> None:
+    module = build(mlp)
+    (flat,) = flatten(module.named_parameters())
+    twin = copy.deepcopy(module)
+    flat.x.zero_()
+    assert_equal(twin, build(mlp))
+    storages = {p.untyped_storage().data_ptr() for p in twin.parameters()}
+    assert len(storages) == 4
+
+
+def saved(module: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(module, file)
+    return file.getvalue()
+
+
+def test_pickled_module_has_memory_of_its_own() -> None:
+    module = build(mlp)
+    (flat,) = flatten(module.named_parameters())
+    twins = [
+        pickle.loads(pickle.dumps(module)),
+        torch.load(io.BytesIO(saved(module)), weights_only=False),
+    ]
+    flat.x.zero_()
+    for twin in twins:
+        assert_equal(twin, build(mlp))
+        flatten(twin.named_parameters())
+
+
+def test_saved_state_dict_holds_x_once() -> None:
+    module = nn.Sequential(*(nn.Linear(50, 50) for _ in range(10)))
+    plain = len(saved(module.state_dict()))
+    flatten(module.named_parameters())
+    assert len(saved(module.state_dict())) < plain * 1.1
+    other = nn.Sequential(*(nn.Linear(50, 50) for _ in range(10)))
+    other.load_state_dict(torch.load(io.BytesIO(saved(module.state_dict()))))
+    assert_equal(other, module)
+
+
+# What cannot be flattened
+
+
+class Tagged(Tensor):
+    """A tensor subclass, as DTensor is one."""
+
+
+BIG = torch.randn(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        (nn.LazyLinear(3).weight, "lazy parameter 'p'; run a forward pass"),
+        (Parameter(torch.empty(3, device="meta")), "'p' on the meta device; call module.to_empty"),
+        (Parameter(torch.randn(3).as_subclass(Tagged)), "plain dense tensors, got Tagged"),
+        (
+            Parameter(torch.eye(3).to_sparse()),
+            "plain dense tensors, got Tensor of layout torch.sparse",
+        ),
+        (Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False), "torch.int32 for 'p'"),
+        (Parameter(torch.ones(3).expand(4, 3)), r"strides \(0, 1\) for 'p' of shape \(4, 3\)"),
+        (Parameter(BIG[:, :3]), r"strides \(6, 1\) for 'p'"),
+        (Parameter(torch.ones(6).as_strided((3, 3), (1, 1))), r"without gaps and overlaps"),
+    ],
+)
+def test_refuses(parameter: Parameter, message: str) -> None:
+    good = Parameter(torch.ones(3))
+    address = good.data_ptr()
+    with pytest.raises(ValueError, match=message):
+        flatten([("good", good), ("p", parameter)])
+    assert good.data_ptr() == address, "nothing was moved"
+
+
+def test_refuses_shared_memory() -> None:
+    a = Parameter(torch.ones(6))
+    with pytest.raises(ValueError, match="one object, got 'a' and 'b'; assign the same Parameter"):
+        flatten([("b", Parameter(a.data[2:4])), ("a", a)])
+
+
+@pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
+def test_check_module_names_sparse_embeddings(embedding: type[nn.Embedding]) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), embedding(5, 3, sparse=True))
+    with pytest.raises(
+        ValueError, match=f"'1', {embedding.__name__} with sparse=True; make it with"
+    ):
+        check_module(module)
+    module.requires_grad_(False)
+    check_module(module)
+    check_module(nn.Sequential(nn.Linear(3, 3), embedding(5, 3)))

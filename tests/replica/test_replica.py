@@ -1,0 +1,226 @@
+"""A model on simulated ranks: what is trained changes, and not every rank has every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms.dpsgd import DPSGD
+from lightning_dsgd.algorithms.hpsgd import HPSGD
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
+
+
+def make(net: Any, algorithm: Any, **options: Any) -> tuple[nn.Module, Any, Replica]:
+    """Two layers; what has "lr" and the like goes to the optimizer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 20), nn.Linear(20, 4))
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+    replica = Replica(net, model, [optimizer], algorithm())
+    replica.synchronize()
+    return model, optimizer, replica
+
+
+def step(
+    net: Any, number: int, optimizer: Any, replica: Replica, loss: Callable[..., Tensor]
+) -> None:
+    generator = torch.Generator().manual_seed(100 * number + net.rank)
+    optimizer.zero_grad()
+    loss(torch.randn(8, 4, generator=generator)).pow(2).mean().backward()
+    replica.before_update(optimizer)
+    optimizer.step()
+    replica.after_update(optimizer)
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(ranks: list[list[Tensor]]) -> None:
+    for others in ranks[1:]:
+        for first, other in zip(ranks[0], others, strict=True):
+            assert torch.equal(first, other)
+
+
+def swap_what_is_trained(net: Any, algorithm: Any) -> list[Tensor]:
+    model, optimizer, replica = make(net, algorithm)
+    model[1].requires_grad_(False)
+    for number in range(6):
+        if number == 3:
+            model[0].requires_grad_(False)
+            model[1].requires_grad_(True)
+        step(net, number, optimizer, replica, model)
+    replica.finish()
+    return values(model)
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce, LocalSGD, DPSGD, WAGMA, NoSync])
+def test_what_is_frozen_while_it_trains_ends_alike_on_all_ranks(algorithm: Any) -> None:
+    ranks = SimulatedWorld(4, latency_s=1e-3).run(swap_what_is_trained, algorithm)
+    assert_same(ranks)
+    [start] = SimulatedWorld(1).run(lambda net: values(make(net, NoSync)[0]))
+    assert not any(torch.equal(x, y) for x, y in zip(ranks[0], start, strict=True))
+
+
+def use_seldom(net: Any, algorithm: Any) -> list[Tensor]:
+    """The last layer has a gradient on rank 1 alone, once it has momentum."""
+    model, optimizer, replica = make(net, algorithm, momentum=0.9, weight_decay=0.1)
+
+    def loss(x: Tensor, number: int) -> Tensor:
+        hidden = model[0](x)
+        return model[1](hidden) if net.rank == 1 or number < 2 else hidden
+
+    for number in range(12):
+        step(net, number, optimizer, replica, lambda x, number=number: loss(x, number))
+    return values(model)  # as they are, without a consensus
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce, lambda: OkTopk(density=0.02)])
+def test_ranks_in_lockstep_agree_on_who_has_a_gradient(algorithm: Any) -> None:
+    assert_same(SimulatedWorld(3).run(use_seldom, algorithm))
+
+
+def save_unfrozen(net: Any) -> tuple[list[dict[str, Any]], list[list[str]], list[Tensor]]:
+    model, optimizer, replica = make(net, OkTopk)
+    for number in range(4):
+        step(net, number, optimizer, replica, model)
+    replica.settle()
+    return replica.state_dict(), replica.names(), values(model)
+
+
+def resume(net: Any, saved: list[Any], *, unfreeze: bool) -> list[Tensor]:
+    """What was unfrozen when it was saved is frozen until the first step, as finetuning does."""
+    states, names, weights = saved[net.rank]
+    model, optimizer, replica = make(net, OkTopk)
+    model[0].requires_grad_(False)
+    replica = Replica(net.sub("resumed"), model, [optimizer], OkTopk())
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), weights, strict=True):
+            p.copy_(value)
+    replica.load_state_dict(states, names)
+    if unfreeze:
+        model[0].requires_grad_(True)
+    step(net, 4, optimizer, replica, model)
+    return values(model)
+
+
+def go_on(net: Any) -> list[Tensor]:
+    model, optimizer, replica = make(net, OkTopk)
+    for number in range(5):
+        step(net, number, optimizer, replica, model)
+        if number == 3:
+            replica.settle()
+    return values(model)
+
+
+def test_a_resume_waits_until_what_was_trained_is_unfrozen() -> None:
+    world = SimulatedWorld(2)
+    saved = world.run(save_unfrozen)
+    resumed = SimulatedWorld(2).run(lambda net: resume(net, saved, unfreeze=True))
+    uninterrupted = SimulatedWorld(2).run(go_on)
+    for ours, theirs in zip(resumed, uninterrupted, strict=True):
+        assert_same([ours, theirs])
+
+
+def test_a_resume_with_other_parameters_is_refused() -> None:
+    saved = SimulatedWorld(2).run(save_unfrozen)
+    text = r"must be those of the checkpoint, got none not in it, and not 0\.bias, 0\.weight, "
+    with pytest.raises(RankFailed, match=text):
+        SimulatedWorld(2).run(lambda net: resume(net, saved, unfreeze=False))
+
+
+def overflow(net: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaled = Conditions(skips_overflow=True)
+    replica = Replica(net, model, [optimizer], AllReduce(), scaled, check_finite=True)
+    model(torch.full((1, 2), torch.inf)).sum().backward()
+    replica.before_update(optimizer)  # the loss scaler skips the step
+    replica.after_update(optimizer)
+
+
+def test_check_finite_lets_a_scaled_loss_overflow() -> None:
+    SimulatedWorld(2).run(overflow)
+
+
+class Holder(nn.Module):
+    """Trains one layer; holds others that no optimizer does, of all kinds."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        halves = torch.zeros(16, dtype=torch.bfloat16)
+        self.sliced = nn.Parameter(halves[1:9], requires_grad=False)  # begins between two words
+        query, key = torch.zeros(12).chunk(2)
+        self.query = nn.Parameter(query, requires_grad=False)
+        self.key = nn.Parameter(key + 0, requires_grad=False)
+        self.key.data = key  # both in one storage
+        table = torch.arange(12.0).view(3, 4)
+        cos, sin = table.chunk(2, 1)  # views that are not contiguous
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+        self.complex = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+
+
+def hold(net: Any, algorithm: Any) -> dict[str, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Holder(net.rank)
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    replica = Replica(net, model, [optimizer], algorithm())
+    replica.synchronize()
+    model.key.data += net.rank  # as a step might
+    model.complex.data += 1j * net.rank
+    step(net, 0, optimizer, replica, model.layer)
+    saved = replica.consensus({"state_dict": model.state_dict()})["state_dict"]
+    saved = {name: value.clone() for name, value in saved.items()}
+    replica.finish()
+    replica.stop()
+    assert torch.equal(saved["key"], model.key)
+    return saved
+
+
+@pytest.mark.parametrize("algorithm", [LocalSGD, WAGMA, AllReduce])
+def test_untrained_parameters_of_all_kinds_are_saved_as_what_they_are(algorithm: Any) -> None:
+    for saved in SimulatedWorld(3).run(hold, algorithm):
+        assert torch.equal(saved["sliced"], torch.zeros(8, dtype=torch.bfloat16))
+        assert torch.equal(saved["query"], torch.zeros(6))
+        assert torch.equal(saved["key"], torch.ones(6))
+        assert torch.equal(saved["complex"], torch.full((3,), 1 + 1j))
+        table = torch.arange(12.0).view(3, 4)
+        assert torch.equal(saved["cos"], table[:, :2])
+        assert torch.equal(saved["sin"], table[:, 2:])
+
+
+def unfreeze_what_differs(net: Any, algorithm: Any) -> list[Tensor]:
+    model, optimizer, replica = make(net, algorithm)
+    model[1].requires_grad_(False)
+    step(net, 0, optimizer, replica, model)
+    with torch.no_grad():
+        model[1].weight += net.rank  # as a step might, while no optimizer trains it
+    model[1].requires_grad_(True)
+    for number in range(1, 3):
+        step(net, number, optimizer, replica, model)
+    replica.finish()
+    replica.stop()
+    return values(model)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [AllReduce, OkTopk, lambda: HPSGD(outer_lr=0.7, outer_momentum=0.9)]
+)
+def test_what_differed_begins_alike_where_it_is_trained_from_then_on(algorithm: Any) -> None:
+    ranks = SimulatedWorld(3).run(unfreeze_what_differs, algorithm)
+    assert_same(ranks)
+    assert 0.5 < float(ranks[0][2].mean()) < 1.5  # the mean of what was added, and not rank 0's

@@ -1,0 +1,228 @@
+"""Replicas that several ranks hold together go on without one that has lost a rank.
+
+In a simulated world, with a collective of a replica's ranks that is as gloo's: whoever is in it
+waits for the others of its replica, and a view that changes does not end that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_dsgd as dsgd
+from lightning_dsgd.agreement import everyones
+from lightning_dsgd.replica.calls import Calls
+from lightning_dsgd.replica.surviving import SurvivingReplica
+from lightning_dsgd.transport import PeerLost, Timeout
+from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
+from lightning_dsgd.transport.simulated.baton import Awaited
+from lightning_dsgd.transport.view import View
+
+NUM_STEPS = 20
+LOOK_EVERY_S = 0.05
+HANGS_S = 300.0
+ALGORITHMS: dict[str, Callable[[], Any]] = {
+    "local_sgd": lambda: dsgd.LocalSGD(sync_period=3),
+    "diloco": lambda: dsgd.DiLoCo(sync_period=3, outer_lr=1.0, outer_momentum=0.5),
+    "dpsgd": dsgd.DPSGD,
+    "sgp": dsgd.SGP,
+    "wagma": dsgd.WAGMA,
+    "hpsgd": dsgd.HPSGD,
+    "adpsgd": dsgd.ADPSGD,
+    "popsgd": dsgd.PopSGD,
+    "popsgd, blocking": lambda: dsgd.PopSGD(blocking=True),
+    "no_sync": dsgd.NoSync,
+}
+
+
+class Turn(Awaited):
+    """That all ranks of a replica have come to one of their collectives."""
+
+    needs_others = False
+
+    def in_words(self) -> str:
+        return "the others of its replica"
+
+
+class Row:
+    """A collective of a replica's ranks: of one rank's, the n-th meets the n-th of the others."""
+
+    def __init__(self, net: Any, ranks: tuple[int, ...], board: dict[Any, Any]) -> None:
+        self.net, self.ranks, self.board = net, ranks, board
+        self.num_turns = 0
+
+    def has_lost(self, lost: PeerLost | None) -> bool:
+        return self.sum(int(lost is not None)) > 0
+
+    def sum(self, number: int) -> int:
+        baton = self.net._simulation.baton
+        told = self.board.setdefault((self.ranks, self.num_turns), {})
+        self.num_turns += 1
+        turn, begin_s = Turn(), self.net.now()
+        told[self.net.rank] = number, turn
+        if len(told) == len(self.ranks):
+            for _, other in told.values():
+                baton.ready(other, baton.running.clock)
+        while len(told) < len(self.ranks):
+            try:
+                baton.wait(turn, LOOK_EVERY_S, HANGS_S)
+            except Timeout:
+                self._blame()
+                assert self.net.now() < begin_s + HANGS_S, f"{self.ranks} wait for each other"
+        return sum(each for each, _ in told.values())
+
+    def _blame(self) -> None:
+        """Fails for a rank that is lost, once that is known here."""
+        views = self.net._simulation.faults.views
+        if views._members[self.net.rank].membership.ended:
+            self.net.next_view(PeerLost(self.net.rank, "is in no view any more"))
+
+
+class Model(nn.Module):
+    """One shard, and a buffer."""
+
+    def __init__(self, shard: int) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.full((3,), float(shard)))
+        self.register_buffer("seen", torch.zeros(1))
+
+
+def train(
+    net: Any, name: str, num_shards: int, board: dict[Any, Any]
+) -> tuple[tuple[int, ...], Tensor, list[Any]]:
+    """As a sharded loop does: collectives of the replica, steps, and calls of all ranks."""
+    number, shard = divmod(net.rank, num_shards)
+    ranks = tuple(range(number * num_shards, (number + 1) * num_shards))
+    row, model = Row(net, ranks, board), Model(shard)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def column(view: View) -> View:
+        return View(view, [k for k, r in enumerate(view.members) if r % num_shards == shard])
+
+    def begin(view: View) -> None:
+        inside = view.sub("replica")
+        replica.change_view(column(inside), everyone=inside)
+
+    calls = Calls(net, begin)
+    calls.hold_together(row)
+    inside = calls.view.sub("replica")
+    replica = SurvivingReplica(
+        *(column(inside), model, [optimizer], ALGORITHMS[name]()), everyone=inside
+    )
+    shown: list[Any] = []
+    chance = random.Random(net.rank)
+    for k in range(NUM_STEPS + 3 * number):  # numbers of batches differ between replicas
+        net.compute(chance.choice([0.05, 0.1, 0.3]))
+        assert row.sum(k) == k * num_shards  # all are at this batch
+        model.x.grad = (model.x - number).detach()
+        calls.step(lambda: replica.before_update(optimizer), again=True)
+        optimizer.step()
+        calls.step(lambda: replica.after_update(optimizer), again=False)
+        if k % 10 == 9 and k < NUM_STEPS:
+            calls.together(replica.show_consensus, replica.show_as_shared)
+            assert row.sum(-k) == -k * num_shards  # as an evaluation is
+            shown.append(calls.together(lambda k=k: everyones(calls.view.sub("all"), str(k))))
+            replica.show_own()
+    calls.together(replica.finish, replica.finish_as_shared)
+    assert row.sum(7) == 7 * num_shards
+    calls.leave()
+    return calls.view.members, model.x.detach(), shown
+
+
+def lose(name: str, num_replicas: int, num_shards: int, seed: int, num_losses: int) -> None:
+    """At any time; of several, each of another replica, so many that the others can go on."""
+    chance, num_ranks = random.Random(f"{name}/{seed}"), num_replicas * num_shards
+    groups = [range(i, i + num_shards) for i in range(0, num_ranks, num_shards)]
+    world = SimulatedWorld(
+        num_ranks,
+        latency_s=chance.choice([0.001, 0.01, 0.05]),
+        detect_s=chance.choice([0.003, 0.1]),
+        goes_on=True,
+        groups=groups,
+        strict=False,
+    )
+    broken = chance.sample(range(num_replicas), num_losses)
+    lost, at_s = [chance.choice(groups[number]) for number in broken], chance.uniform(0.5, 6.0)
+    for rank in lost:
+        world.kill(rank, at_s)
+        at_s += chance.choice([0.0, 0.001, 0.01, 0.05, 0.5])
+    outcomes = world.outcomes(train, name, num_shards, {})
+    what = f"{name}, {seed}: ranks {lost} of {num_replicas} x {num_shards}"
+    ends = [o for k, o in enumerate(outcomes) if k // num_shards not in broken]
+    for end in ends:
+        assert isinstance(end, tuple), f"{what}: {end!r}"
+    for rank, outcome in enumerate(outcomes):
+        if rank in lost:
+            assert isinstance(outcome, Killed | tuple), f"{what}: {outcome!r}"
+        elif rank // num_shards in broken and not isinstance(outcome, tuple):
+            assert isinstance(outcome, PeerLost), f"{what}: {outcome!r}"
+            why = f"rank {rank} cannot go on without rank {lost[broken.index(rank // num_shards)]},"
+            assert why in str(outcome), f"{what}: {outcome}"
+    for shard in range(num_shards):
+        xs = [x for k, (_, x, _) in enumerate(ends) if k % num_shards == shard]
+        assert all(torch.equal(x, xs[0]) for x in xs), what
+        assert torch.isfinite(xs[0]).all(), what
+    for _, _, shown in ends:
+        assert [set(each) for each in shown] == [{"9"}, {"19"}], what
+
+
+def doubt(name: str, num_replicas: int, num_shards: int, seed: int) -> None:
+    """One rank takes another for lost, which lives, and may do the same a moment later."""
+    chance, num_ranks = random.Random(f"doubt/{name}/{seed}"), num_replicas * num_shards
+    world = SimulatedWorld(
+        num_ranks,
+        latency_s=chance.choice([0.001, 0.01, 0.05]),
+        goes_on=True,
+        groups=[range(i, i + num_shards) for i in range(0, num_ranks, num_shards)],
+        strict=False,
+    )
+    rank, other = chance.sample(range(num_ranks), 2)
+    at_s = chance.uniform(0.5, 4.0)
+    world.doubt(rank, other, at_s)
+    if chance.random() < 0.5:
+        world.doubt(other, rank, at_s + chance.choice([0.001, 0.02, 0.5]))
+    outcomes = world.outcomes(train, name, num_shards, {})
+    what = f"{name}, {seed}: rank {rank} doubts {other} of {num_replicas} x {num_shards}"
+    [members] = {outcome[0] for outcome in outcomes if isinstance(outcome, tuple)}
+    assert len(members) == num_ranks - num_shards, what
+    assert {rank // num_shards, other // num_shards} - {r // num_shards for r in members}, what
+    for each, outcome in enumerate(outcomes):
+        is_left = each in members
+        assert isinstance(outcome, tuple if is_left else PeerLost), f"{what}: {outcome!r}"
+    for shard in range(num_shards):
+        xs = [outcomes[r][1] for r in members if r % num_shards == shard]
+        assert all(torch.equal(x, xs[0]) for x in xs), what
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "wagma"])
+def test_a_rank_that_lives_is_taken_for_lost_and_the_others_go_on(name: str) -> None:
+    for seed in range(6):
+        doubt(name, 2 + seed % 2, 2 + seed % 2, seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_ranks_that_live_are_taken_for_lost_at_any_moment(name: str) -> None:
+    for seed in range(60):
+        doubt(name, 2 + seed % 3, 2 + seed % 2, 100 + seed)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_replica_that_has_lost_a_rank_is_lost_and_the_others_go_on(name: str) -> None:
+    for seed in range(2):
+        lose(name, 2 + seed, 2 + seed, seed, 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_replicas_are_lost_at_any_moment_and_the_others_go_on(name: str) -> None:
+    for seed in range(60):
+        lose(name, 2 + seed % 3, 2 + seed % 2, 100 + seed, 1)
+        lose(name, 5, 2 + seed % 2, 300 + seed, 2)

@@ -1,0 +1,1052 @@
+"""A checkpoint: a file that plain Lightning loads, and beside it what each rank needs to go on."""
+
+from __future__ import annotations
+
+import importlib.abc
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import Tensor, nn
+
+from lightning_dsgd import (
+    AllReduceStrategy,
+    DPSGDStrategy,
+    LocalSGDStrategy,
+    NoSyncStrategy,
+)
+from lightning_dsgd.session import checkpoint as files
+from lightning_dsgd.session import record
+from tests.support.models import Regression, loader, trainer
+from tests.support.worlds import FitWorld, Outcome, ParentWorld, ProcessWorld
+
+ROOT = Path(__file__).parents[2]
+
+MAKE: dict[str, Callable[[], Any]] = {
+    "allreduce": AllReduceStrategy,
+    "no_sync": NoSyncStrategy,
+    # A save after a whole number of epochs, of 8 steps with two ranks, falls between two averages.
+    "local_sgd": lambda: LocalSGDStrategy(sync_period=5),
+    "dpsgd": DPSGDStrategy,
+}
+NAMES = tuple(MAKE)
+LATER = pytest.mark.exhaustive
+# Ranks that step together and ranks that do not stand for all in `make test`.
+EVERY_STRATEGY = pytest.mark.parametrize(
+    "name",
+    [
+        "allreduce",
+        "local_sgd",
+        pytest.param("no_sync", marks=LATER),
+        pytest.param("dpsgd", marks=LATER),
+    ],
+)
+
+
+# ---- what runs on the ranks ----
+
+
+class SavesUnderItsOwnName(L.Callback):
+    """And loads, where torch must pickle nothing."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.loaded = Path(folder), ""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        original = torch.distributed.broadcast_object_list
+        torch.distributed.broadcast_object_list = None
+        path = self.folder / f"ü\udcff_{trainer.global_rank}.ckpt"  # not every name is text
+        trainer.save_checkpoint(path)
+        self.loaded = str(trainer.strategy.load_checkpoint(path)["global_step"])
+        torch.distributed.broadcast_object_list = original
+
+
+def fit_and_save_under_own_names(folder: str) -> str:
+    callback = SavesUnderItsOwnName(folder)
+    trainer("local_sgd", 2, max_steps=3, callbacks=[callback]).fit(Regression(), loader())
+    return callback.loaded
+
+
+class Noisy(Regression):
+    """With dropout, a learning rate that changes, and a frozen parameter of no optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(10, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.3), nn.Linear(12, 1)
+        )
+        self.scale = nn.Parameter(torch.rand(64), requires_grad=False)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        trained = (p for p in self.parameters() if p.requires_grad)
+        optimizer = torch.optim.SGD(trained, lr=self.lr, momentum=self.momentum)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+
+class Watch(L.Callback):
+    """What this rank has at the end of training, and what it was evaluated with before."""
+
+    def __init__(self) -> None:
+        self.evaluated: list[dict[str, Any]] = []
+        self.end: dict[str, Any] = {}
+        self.begin: dict[str, Any] = {}
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.evaluated.append(plain(pl_module.state_dict()))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.begin = own_state(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.end = own_state(trainer, pl_module)
+
+
+class Log(logging.Handler):
+    """All that is logged and warned about, also by processes that pytest does not capture."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+        for name in ("lightning.pytorch", "pytorch_lightning"):
+            logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists: equal to the bit if they were, and fit for a pipe."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def own_state(trainer: Any, pl_module: Any) -> dict[str, Any]:
+    session = getattr(trainer.strategy, "session", None)
+    algorithms = session.training.replica if session is not None else None
+    return plain(
+        {
+            "weights and buffers": pl_module.state_dict(),
+            "optimizer": trainer.optimizers[0].state_dict(),
+            "schedulers": [
+                config.scheduler.state_dict() for config in trainer.lr_scheduler_configs
+            ],
+            "algorithms": algorithms.state_dict() if algorithms is not None else None,
+            "steps": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "random": torch.get_rng_state(),
+        }
+    )
+
+
+def train(
+    name: Any,
+    epochs: int,
+    folder: str,
+    resume: str | None = None,
+    *,
+    save: dict[str, Any] | None = None,
+    validate: bool = True,
+    data: Any = None,
+    callbacks: Any = (),
+    model: Any = None,
+    weights_only: bool | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """One training on this rank, with what was seen of it."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(1 + rank)
+    log, watch = Log(), Watch()
+    strategy = MAKE[name]() if name in NAMES else name
+    defaults = {"filename": "{epoch}", "save_top_k": -1, "save_on_train_epoch_end": True}
+    saver = ModelCheckpoint(dirpath=folder, **{**defaults, **(save or {})})
+    runner = trainer(
+        strategy,
+        world_size,
+        max_epochs=epochs,
+        callbacks=[watch, *(c() if isinstance(c, partial) else c for c in callbacks), saver],
+        enable_checkpointing=True,
+        use_distributed_sampler=data is None,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    runner.fit(
+        model or Noisy(),
+        data or loader(shuffle=True),
+        loader(32) if validate else None,
+        ckpt_path=resume,
+        weights_only=weights_only,
+    )
+    return {
+        "begin": watch.begin,
+        "end": watch.end,
+        "evaluated": watch.evaluated,
+        "log": "\n".join(log.texts),
+        "finished": plain(runner.lightning_module.state_dict()),
+        "best": saver.best_model_path,
+        "last": saver.last_model_path,
+    }
+
+
+def shared_file(path: str | Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def replica(path: str | Path, rank: int) -> dict[str, Any]:
+    return torch.load(f"{path}.replicas/rank_{rank:05d}.pt", weights_only=True)
+
+
+def run(world_size: int, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    return FitWorld().run(world_size, call, args, kwargs)
+
+
+def outcomes(world_size: int, *args: Any, **kwargs: Any) -> list[Outcome]:
+    return FitWorld().outcomes(world_size, call, args, kwargs)
+
+
+def call(args: Any, kwargs: Any) -> Any:
+    return train(*args, **kwargs)
+
+
+def resume_each(
+    world_size: int, name: str, epochs: int, folder: Path, *paths: Path
+) -> list[list[dict[str, Any]]]:
+    """For each checkpoint, what the ranks made of it; errors as text.  One world for all."""
+    results = FitWorld().run(world_size, train_from_each, name, epochs, folder, paths)
+    return [list(each) for each in zip(*results, strict=True)]
+
+
+def train_from_each(
+    name: str, epochs: int, folder: Path, paths: tuple[Path, ...]
+) -> list[dict[str, Any]]:
+    results = []
+    for number, path in enumerate(paths):
+        try:
+            results.append(train(name, epochs, str(folder / f"resumed-{number}"), str(path)))
+        except ValueError as error:
+            results.append({"error": str(error)})
+    return results
+
+
+def mean(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over the ranks, added in their order as a transport adds; rank 0's of what are no floats."""
+    means = {}
+    for key, first in states[0].items():
+        tensors = [state[key] for state in states]
+        is_float = first.is_floating_point()
+        means[key] = torch.stack(tensors).mean(0) if is_float else first
+    return means
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key])
+
+
+# ---- the file that everyone can read ----
+
+
+class Blocker(importlib.abc.MetaPathFinder):
+    """Finds nothing of this package, as if it were not installed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "lightning_dsgd":
+            raise ModuleNotFoundError(name)
+
+
+def ours() -> list[str]:
+    """The modules of this package that are loaded."""
+    return [name for name in sys.modules if name.partition(".")[0] == "lightning_dsgd"]
+
+
+def use_without_this_package(path: str) -> dict[str, Any]:
+    """load_from_checkpoint, validate and fit of stock Lightning, on one device."""
+    for name in ours():
+        del sys.modules[name]
+    sys.meta_path.insert(0, Blocker())
+    content = torch.load(path, weights_only=True)
+    loaded = plain(Regression.load_from_checkpoint(path, weights_only=True).state_dict())
+    (validated,) = trainer("auto", 1).validate(
+        Regression(), loader(32), ckpt_path=path, verbose=False
+    )
+    model = Regression()
+    runner = trainer("auto", 1, max_epochs=2, limit_train_batches=2)
+    runner.fit(model, loader(), ckpt_path=path)
+    return {
+        "loaded": loaded,
+        "steps": [content["global_step"], runner.global_step],
+        "moved": loaded != plain(model.state_dict()),
+        "val_loss": validated["val_loss"],
+        "momentum": runner.optimizers[0].state_dict()["state"] != {},
+        "ours": ours(),
+    }
+
+
+def train_and_measure(folder: str) -> dict[str, Any]:
+    """A stock model; and the loss that its saved weights have, measured here without the file."""
+    result = train("local_sgd", 1, folder, model=Regression())
+    model = Regression()
+    model.load_state_dict(
+        {key: torch.tensor(value) for key, value in result["evaluated"][-1].items()}
+    )
+    model.eval()
+    with torch.no_grad():
+        losses = [model.loss(batch) for batch in loader(32)]
+    return {**result, "val_loss": float(sum(losses)) / len(losses)}
+
+
+def test_plain_lightning_uses_the_file_where_this_package_cannot_be_imported(
+    tmp_path: Path,
+) -> None:
+    results = FitWorld().run(2, train_and_measure, str(tmp_path))
+    (seen,) = ParentWorld().run(1, use_without_this_package, str(tmp_path / "epoch=0.ckpt"))
+    assert seen["ours"] == []
+    assert seen["loaded"] == results[0]["evaluated"][-1]
+    assert seen["steps"] == [8, 10]
+    assert seen["moved"]
+    assert seen["momentum"]
+    assert seen["val_loss"] == pytest.approx(results[0]["val_loss"], rel=1e-5)
+
+
+def test_all_save_and_load_under_rank_0s_name_and_pickle_no_path(tmp_path: Path) -> None:
+    assert FitWorld().run(2, fit_and_save_under_own_names, str(tmp_path)) == ["3", "3"]
+    assert [file.name for file in tmp_path.glob("*.ckpt")] == ["ü\udcff_0.ckpt"]
+
+
+@EVERY_STRATEGY
+def test_the_file_holds_to_the_bit_the_consensus_that_was_evaluated(
+    name: str, tmp_path: Path
+) -> None:
+    """On three ranks, where a mean of three equal numbers need not be that number."""
+    results = run(3, name, 2, str(tmp_path))
+    for epoch in range(2):
+        state = shared_file(tmp_path / f"epoch={epoch}.ckpt")["state_dict"]
+        assert state._metadata["net.1"] == {"version": 2}, (
+            "BatchNorm's, as plain Lightning saves it"
+        )
+        saved = plain(state)
+        assert [result["evaluated"][epoch] for result in results] == [saved] * 3
+
+
+def test_without_average_buffers_the_file_holds_rank_zeros(tmp_path: Path) -> None:
+    """Weights are averaged all the same."""
+    FitWorld().run(2, train_without_averaged_buffers, str(tmp_path))
+    path = tmp_path / "epoch=0.ckpt"
+    saved, own = shared_file(path)["state_dict"], replica(path, 0)["state_dict"]
+    assert torch.equal(saved["net.1.running_mean"], own["net.1.running_mean"])
+    assert not torch.equal(saved["net.0.weight"], own["net.0.weight"])
+
+
+def train_without_averaged_buffers(folder: str) -> None:
+    train(NoSyncStrategy(average_buffers=False), 1, folder)
+
+
+def test_a_checkpoint_after_fit_is_one_file_with_the_model_that_training_left(
+    tmp_path: Path,
+) -> None:
+    """Also where replicas of an older save lie: a resume starts from the file and says so."""
+    path = str(tmp_path / "epoch=0.ckpt")
+    finished = FitWorld().run(2, train_then_save, str(tmp_path), path)
+    assert plain(shared_file(path)["state_dict"]) == finished[0] == finished[1]
+    results = run(2, "local_sgd", 2, str(tmp_path), path)
+    assert "All ranks start from the one model" in results[0]["log"]
+    for result in results:
+        assert result["begin"]["weights and buffers"] == finished[0]
+
+
+def train_then_save(folder: str, path: str) -> dict[str, Any]:
+    watch = Watch()
+    runner = trainer(
+        MAKE["local_sgd"](),
+        2,
+        callbacks=[watch, ModelCheckpoint(dirpath=folder, filename="{epoch}")],
+        enable_checkpointing=True,
+    )
+    runner.fit(Noisy(), loader())
+    runner.save_checkpoint(path)
+    return plain(runner.lightning_module.state_dict())
+
+
+# ---- the replicas ----
+
+
+def test_a_replica_holds_all_that_one_rank_needs(tmp_path: Path) -> None:
+    """Its own weights, optimizer, algorithm and random states: readable with weights_only=True."""
+    results = run(2, "local_sgd", 1, str(tmp_path))
+    path = tmp_path / "epoch=0.ckpt"
+    assert sorted(p.name for p in Path(f"{path}.replicas").iterdir()) == [
+        "rank_00000.pt",
+        "rank_00001.pt",
+    ]
+    shared, replicas = shared_file(path), [replica(path, rank) for rank in range(2)]
+    for rank, own in enumerate(replicas):
+        end = results[rank]["end"]
+        assert plain(own["state_dict"]) == end["weights and buffers"]
+        assert plain(own["optimizer_states"][0]) == end["optimizer"]
+        ours = own["lightning_dsgd"]
+        assert ours["algorithms"] == [{"steps_since_sync": 3}]
+        assert set(ours["random_states"]) == {"torch", "cuda", "python", "numpy"}
+        assert ours["rank"] == rank
+        assert ours["save_number"] == shared["lightning_dsgd"]["save_number"]
+    weights = [own["state_dict"]["net.0.weight"] for own in replicas]
+    assert not torch.equal(weights[0], weights[1])
+    states = [own["lightning_dsgd"]["random_states"]["torch"] for own in replicas]
+    assert not torch.equal(states[0], states[1])
+    assert_close(shared["state_dict"], mean([own["state_dict"] for own in replicas]))
+
+
+# ---- exact resume ----
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Straight]:
+    """Four epochs without a break, on two ranks, made when they are first asked for."""
+    made: dict[str, Straight] = {}
+
+    def make(name: str) -> Straight:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(f"straight_{name}")
+            results = run(2, name, 4, str(folder), callbacks=[saver_while_shown(folder)])
+            made[name] = Straight(folder, results)
+        return made[name]
+
+    return make
+
+
+@dataclass
+class Straight:
+    """Where its checkpoints are, and what the ranks saw."""
+
+    folder: Path
+    results: list[dict[str, Any]]
+
+
+def saver_while_shown(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(
+        dirpath=folder,
+        filename="shown-{epoch}",
+        save_top_k=-1,
+        every_n_epochs=2,
+        save_on_train_epoch_end=False,
+    )
+
+
+@EVERY_STRATEGY
+def test_resumed_training_equals_uninterrupted_training_to_the_bit(
+    name: str, straight: Callable[[str], Straight], tmp_path: Path
+) -> None:
+    """Four epochs are two and two more, with dropout, shuffled data, momentum and BatchNorm.
+
+    Saved after the second epoch, and in its validation, while the consensus is in the module.
+    """
+    whole = straight(name).results
+    first = run(2, name, 2, str(tmp_path), callbacks=[saver_while_shown(tmp_path)])
+    paths = [tmp_path / "epoch=1.ckpt", tmp_path / "shown-epoch=1.ckpt"]
+    for path, second in zip(paths, resume_each(2, name, 4, tmp_path, *paths), strict=True):
+        for rank, result in enumerate(first):
+            assert plain(replica(path, rank)["state_dict"]) == result["end"]["weights and buffers"]
+        for one, other in zip(whole, second, strict=True):
+            assert one["end"]["steps"] == 32
+            assert other["end"] == one["end"]
+            assert other["evaluated"] == one["evaluated"][2:]
+            assert other["finished"] == one["finished"]
+        if name == "local_sgd":
+            assert replica(path, 0)["lightning_dsgd"]["algorithms"] == [{"steps_since_sync": 1}]
+
+
+class StatefulLoader:
+    """Batches of this rank, in an order of its own each epoch; goes on where it was."""
+
+    def __init__(self) -> None:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.batches = [
+            batch for i, batch in enumerate(loader(batch_size=8)) if i % world_size == rank
+        ]
+        self.epoch = self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(
+            len(self), generator=torch.Generator().manual_seed(self.epoch)
+        ).tolist()
+        for index in order[self.position :]:
+            self.position += 1
+            if self.position == len(self):
+                self.epoch, self.position = self.epoch + 1, 0
+            yield self.batches[index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+def train_with_stateful_loader(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return train(*args[0], data=StatefulLoader(), **args[1])
+
+
+@EVERY_STRATEGY
+def test_a_save_within_an_epoch_resumes_to_the_bit_with_a_stateful_loader(
+    name: str, tmp_path: Path
+) -> None:
+    """Of 8 steps an epoch, 11 are done at the save."""
+    save = {"every_n_train_steps": 11, "filename": "{step}"}
+    options = {"save": save, "validate": False}
+    arguments = (name, 3, str(tmp_path / "straight"))
+    straight = FitWorld().run(2, train_with_stateful_loader, arguments, options)
+    path = str(tmp_path / "straight/step=11.ckpt")
+    arguments = (name, 3, str(tmp_path / "resumed"), path)
+    resumed = FitWorld().run(2, train_with_stateful_loader, arguments, options)
+    for one, other in zip(straight, resumed, strict=True):
+        assert other["begin"]["steps"] == 11
+        assert one["end"]["steps"] == 24
+        assert other["end"] == one["end"]
+
+
+def test_a_shorter_sync_period_after_a_resume_still_averages(tmp_path: Path) -> None:
+    """At the save more steps had passed since the last average than the new period has."""
+    run(2, "local_sgd", 1, str(tmp_path))
+    path = str(tmp_path / "epoch=0.ckpt")
+    results = FitWorld().run(2, train_with_period, 2, 2, str(tmp_path), path)
+    for result in results:
+        assert result["begin"]["algorithms"] == [{"steps_since_sync": 3}]
+        assert result["end"]["algorithms"] == [{"steps_since_sync": 1}]
+
+
+def train_with_period(sync_period: int, *args: Any) -> dict[str, Any]:
+    return train(LocalSGDStrategy(sync_period=sync_period), *args)
+
+
+# ---- a save is complete or absent ----
+
+
+class Killer:
+    """Kills a rank at its n-th write of a file ("save") or n-th renaming of one ("replace")."""
+
+    def __init__(self, verb: str, nth: int, when: str) -> None:
+        self.nth, self.when = nth, when
+        owner: Any = TorchCheckpointIO if verb == "save" else os
+        attribute = "save_checkpoint" if verb == "save" else "replace"
+        real = getattr(owner, attribute)
+
+        def stand_in(*args: Any, **kwargs: Any) -> None:
+            self.nth -= 1
+            if self.nth == 0 and self.when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(*args, **kwargs)
+            if self.nth == 0 and self.when == "half-way":
+                os.truncate(args[2], 1000)
+            if self.nth == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, attribute, stand_in)
+
+
+def train_and_die(rank: int, verb: str, nth: int, when: str, folder: str) -> None:
+    if int(os.environ["RANK"]) == rank:
+        Killer(verb, nth, when)
+    train("local_sgd", 2, folder, save=OVER_AND_OVER)
+
+
+REPLICAS = ["rank_00000.pt", "rank_00001.pt"]
+OVER_AND_OVER = {"filename": "same", "save_top_k": 1, "enable_version_counter": False}
+
+# Of its second save: rank 0 writes its replica (3) and the consensus file (4), and renames the
+# consensus file (3) and its replica (4); rank 1 writes its replica (2) and renames it (2).
+MOMENTS = {
+    "before a replica is written": (1, "save", 2, "before", 8),
+    "while a replica is written": (1, "save", 2, "half-way", 8),
+    "after a replica is written": (1, "save", 2, "after", 8),
+    "before the consensus file is written": (0, "save", 4, "before", 8),
+    "while the consensus file is written": (0, "save", 4, "half-way", 8),
+    "before the consensus file counts": (0, "replace", 3, "before", 8),
+    "once the consensus file counts": (0, "replace", 3, "after", 16),
+    "before a replica has its name": (1, "replace", 2, "before", 16),
+}
+
+
+# One on each side of the moment at which the newer checkpoint counts.
+AROUND = ["while a replica is written", "once the consensus file counts"]
+OTHERS = [moment for moment in MOMENTS if moment not in AROUND]
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(AROUND, id="two moments"),
+        pytest.param(OTHERS, id="all others", marks=LATER),
+    ],
+)
+def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_or_the_newer_whole(
+    moments: list[str], straight: Callable[[str], Straight], tmp_path: Path
+) -> None:
+    """Both in one place; whichever it is, training goes on from it to the bit."""
+    paths = []
+    for moment in moments:
+        rank, *script, _ = MOMENTS[moment]
+        folder = tmp_path / moment
+        died = FitWorld().outcomes(2, train_and_die, rank, *script, str(folder))
+        assert died[rank].exitcode == -signal.SIGKILL, moment
+        assert f"rank {rank}" in died[1 - rank].error, moment
+        paths.append(folder / "same.ckpt")
+        if rank == 1 and "replica is" in moment:
+            assert names(folder) == ["same.ckpt", "same.ckpt.replicas"], moment
+            assert names(folder / "same.ckpt.replicas") == REPLICAS, moment
+    resumed = resume_each(2, "local_sgd", 4, tmp_path, *paths)
+    for moment, results in zip(moments, resumed, strict=True):
+        *_, steps = MOMENTS[moment]
+        for one, other in zip(straight("local_sgd").results, results, strict=True):
+            assert other["begin"]["steps"] == steps, moment
+            assert other["end"] == one["end"], moment
+
+
+class Breaking(TorchCheckpointIO):
+    """Fails at its n-th write, of which half is on the disk then."""
+
+    def __init__(self, nth: int, error: Exception) -> None:
+        self.nth, self.error = nth, error
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path)
+        self.nth -= 1
+        if self.nth == 0:
+            os.truncate(path, 500)
+            raise self.error
+
+
+FULL = OSError(28, "No space left on device")
+NO_WRITE = 9
+BREAKS = {
+    "rank 1's replica": (1, "write", 1),
+    "rank 0's replica": (0, "write", 1),
+    "the consensus file": (0, "write", 2),
+    "syncing rank 2's replica": (2, "fsync", 1),
+    "syncing rank 2's folder": (2, "fsync", 2),
+    "syncing the consensus file": (0, "fsync", 4),
+    "renaming the consensus file": (0, "replace", 1),
+}
+
+
+def save_and_break(net: Any, folder: Path) -> dict[tuple[str, bool], tuple[str, bool]]:
+    """What this rank raised, and whether the folder is as it was: over an older save, and alone."""
+    seen = {}
+    for older in (True, False):
+        for what, (rank, verb, nth) in BREAKS.items():
+            path = folder / f"{what}, {older}" / "x.ckpt"
+            content = record.with_record({"state_dict": {"w": torch.ones(1000)}}, {})
+            if older:
+                files.save(TorchCheckpointIO(), net, path, content, content)
+                net.barrier().wait()
+            before = contents(path.parent)
+            net.barrier().wait()
+            nth = nth if net.rank == rank else NO_WRITE
+            io = Breaking(nth if verb == "write" else NO_WRITE, FULL)
+            with pytest.MonkeyPatch.context() as patch:
+                if verb != "write":
+                    patch.setattr(os, verb, FailingAt(nth, getattr(os, verb)))
+                with pytest.raises((OSError, RuntimeError)) as caught:
+                    files.save(io, net, path, content, content)
+            net.barrier().wait()
+            error = f"{type(caught.value).__name__}: {caught.value}"
+            seen[what, older] = error, contents(path.parent) == before
+    return seen
+
+
+class FailingAt:
+    """A function that fails at its n-th call."""
+
+    def __init__(self, nth: int, real: Callable[..., Any]) -> None:
+        self.nth, self.real = nth, real
+
+    def __call__(self, *args: Any) -> Any:
+        self.nth -= 1
+        if self.nth == 0:
+            raise FULL
+        return self.real(*args)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Of all files, and the names of folders."""
+    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def test_a_save_that_fails_on_one_rank_leaves_nothing_on_any(tmp_path: Path) -> None:
+    """The older checkpoint of that name stays to the bit; every rank hears who could not write."""
+    seen = ProcessWorld().run(3, save_and_break, tmp_path)
+    for what, (failing, *_) in BREAKS.items():
+        for older in (True, False):
+            for rank, result in enumerate(seen):
+                error, is_as_before = result[what, older]
+                assert is_as_before, what
+                if rank == failing:
+                    assert error == f"OSError: {FULL}", what
+                else:
+                    assert error.startswith("RuntimeError: every rank must be able to write"), what
+                    assert f"got OSError: {FULL} on rank {failing}; nothing is left" in error, what
+
+
+def test_what_a_save_renames_is_on_the_disk_before(tmp_path: Path) -> None:
+    """Files and their folders; and the new name of the consensus before those of the replicas."""
+    ((*events,),) = ProcessWorld().run(1, save_and_watch, tmp_path / "new" / "x.ckpt")
+    replica = "new/x.ckpt.replicas/rank_00000.pt"
+    assert events == [
+        f"fsync {replica}.new",
+        "fsync new/x.ckpt.replicas",
+        "fsync new",
+        "fsync new/x.ckpt.new",
+        "replace new/x.ckpt.new new/x.ckpt",
+        "fsync new",
+        f"replace {replica}.new {replica}",
+    ]
+
+
+def save_and_watch(net: Any, path: Path) -> list[str]:
+    events = []
+    root = path.parents[1]
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(opened: int) -> None:
+        events.append(f"fsync {Path(f'/proc/self/fd/{opened}').readlink().relative_to(root)}")
+        fsync(opened)
+
+    def watched_replace(old: Any, new: Any) -> None:
+        events.append(f"replace {Path(old).relative_to(root)} {Path(new).relative_to(root)}")
+        replace(old, new)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", watched_fsync)
+        patch.setattr(os, "replace", watched_replace)
+        content = record.with_record({"state_dict": {}}, {})
+        files.save(TorchCheckpointIO(), net, path, content, content)
+    return events
+
+
+def train_with_little_room(folder: str) -> None:
+    io = Breaking(2 if os.environ["RANK"] == "1" else NO_WRITE, FULL)
+    train("local_sgd", 3, folder, plugins=[io])
+
+
+def test_training_ends_on_every_rank_where_one_cannot_save(tmp_path: Path) -> None:
+    """The checkpoint before stays, of the new one nothing."""
+    first, second = FitWorld().outcomes(2, train_with_little_room, str(tmp_path))
+    assert second.error == f"OSError: {FULL}"
+    assert first.error.startswith("RuntimeError: every rank must be able to write")
+    assert f"OSError: {FULL} on rank 1" in first.error
+    assert names(tmp_path) == ["epoch=0.ckpt", "epoch=0.ckpt.replicas"]
+    assert names(tmp_path / "epoch=0.ckpt.replicas") == REPLICAS
+
+
+def test_saves_in_one_place_leave_no_other_files(tmp_path: Path) -> None:
+    """Neither temporary ones nor replicas of older saves."""
+    run(2, "local_sgd", 2, str(tmp_path), save=OVER_AND_OVER)
+    assert names(tmp_path) == ["same.ckpt", "same.ckpt.replicas"]
+    assert names(tmp_path / "same.ckpt.replicas") == ["rank_00000.pt", "rank_00001.pt"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- with other ranks, or without replicas ----
+
+
+@pytest.fixture(scope="module")
+def saved_by_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with epoch=0.ckpt and epoch=1.ckpt of three ranks; not to be changed."""
+    folder = tmp_path_factory.mktemp("three")
+    run(3, "local_sgd", 2, str(folder))
+    return folder
+
+
+@pytest.fixture
+def three(saved_by_three: Path, tmp_path: Path) -> Path:
+    """A copy of epoch=1.ckpt with its replicas, in a folder with spaces."""
+    folder = tmp_path / "with spaces and ü"
+    shutil.copytree(saved_by_three, folder)
+    return folder / "epoch=1.ckpt"
+
+
+def assert_all_start_from_the_file(results: list[dict[str, Any]], path: Path, why: str) -> None:
+    shared = plain(shared_file(path)["state_dict"])
+    for result in results:
+        assert result["begin"]["weights and buffers"] == shared
+        assert result["end"]["steps"] > result["begin"]["steps"] == shared_file(path)["global_step"]
+    sentence = f"All ranks start from the one model in {path}: {why}"
+    assert sentence in results[0]["log"]
+    assert all(sentence not in result["log"] for result in results[1:])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_another_number_of_ranks_starts_from_the_consensus_and_says_so(
+    world_size: int, three: Path, tmp_path: Path
+) -> None:
+    """With the optimizer's state of rank 0."""
+    results = run(world_size, "local_sgd", 3, str(tmp_path / "resumed"), str(three))
+    momentum = plain(replica(three, 0)["optimizer_states"][0])
+    assert [result["begin"]["optimizer"] for result in results] == [momentum] * world_size
+    assert plain(replica(three, 1)["optimizer_states"][0]) != momentum
+    why = f"it was saved from 3 ranks and there are {world_size} now."
+    assert_all_start_from_the_file(results, three, why)
+
+
+def test_without_replicas_all_ranks_start_from_the_consensus_and_say_so(
+    three: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(f"{three}.replicas")
+    results = run(3, "local_sgd", 3, str(tmp_path / "resumed"), str(three))
+    assert_all_start_from_the_file(results, three, f"there is no replica in {three}.replicas.")
+
+
+def test_a_checkpoint_of_stock_ddp_starts_all_ranks_and_says_so(tmp_path: Path) -> None:
+    """Weights, optimizer and step go on."""
+    run(2, "ddp", 1, str(tmp_path))
+    path = tmp_path / "epoch=0.ckpt"
+    results = run(2, "local_sgd", 2, str(tmp_path / "resumed"), str(path))
+    assert_all_start_from_the_file(results, path, "it was saved by another strategy")
+    momentum = plain(shared_file(path)["optimizer_states"][0])
+    assert [result["begin"]["optimizer"] for result in results] == [momentum] * 2
+
+
+# ---- what cannot be gone on with ----
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "truncated": lambda file: os.truncate(file, 2000),
+    "empty": lambda file: os.truncate(file, 0),
+    "garbage": lambda file: file.write_bytes(b"no checkpoint" * 100),
+    "no replica": lambda file: torch.save({"state_dict": {}}, file),
+    "missing": lambda file: file.unlink(),
+    "of another save": lambda file: shutil.copy(
+        file.parents[1] / "epoch=0.ckpt.replicas" / file.name, file
+    ),
+    "of another rank": lambda file: shutil.copy(file.with_name("rank_00002.pt"), file),
+}
+FAULTS = {
+    "missing": "missing",
+    "of another save": "from another save than the checkpoint",
+    "of another rank": "the replica of rank 2",
+}
+"""What is said of them; of others, that they are damaged, and the reader's reason."""
+
+
+def test_a_damaged_or_missing_replica_is_named_on_every_rank(three: Path, tmp_path: Path) -> None:
+    """Before training starts; the way out is in the text, and it is one."""
+    paths = []
+    for damage, do in DAMAGES.items():
+        shutil.copytree(three.parent, tmp_path / damage)
+        paths.append(tmp_path / damage / three.name)
+        do(Path(f"{paths[-1]}.replicas/rank_00001.pt"))
+    each = zip(DAMAGES, paths, resume_each(3, "local_sgd", 3, tmp_path, *paths), strict=True)
+    for damage, path, results in each:
+        for result in results:
+            assert result["error"].startswith("every replica of a checkpoint must be complete and")
+            fault = FAULTS.get(damage, "damaged (")
+            assert f"got {path}.replicas/rank_00001.pt, {fault}" in result["error"]
+            assert "rank_00000" not in result["error"]
+            assert f"remove {path}.replicas to start from the consensus" in result["error"]
+        shutil.rmtree(f"{path}.replicas")
+    (results,) = resume_each(3, "local_sgd", 3, tmp_path, paths[0])
+    assert_all_start_from_the_file(results, paths[0], "there is no replica")
+
+
+def test_swapped_replicas_are_both_named_with_the_ranks_that_they_are_of(
+    three: Path, tmp_path: Path
+) -> None:
+    """They are of the same save, and complete."""
+    first, last = (Path(f"{three}.replicas/rank_0000{rank}.pt") for rank in (0, 2))
+    aside = first.rename(tmp_path / "aside")
+    last.rename(first)
+    aside.rename(last)
+    for outcome in outcomes(3, "local_sgd", 3, str(tmp_path / "resumed"), str(three)):
+        both = f"got {first}, the replica of rank 2; {last}, the replica of rank 0; put the right"
+        assert both in outcome.error
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused_naming_both(
+    three: Path, tmp_path: Path
+) -> None:
+    for outcome in outcomes(3, "dpsgd", 3, str(tmp_path / "resumed"), str(three)):
+        assert outcome.error.startswith("ValueError: training must go on with the algorithm")
+        assert f"got strategy='dpsgd' for {three}, saved from 'local_sgd'" in outcome.error
+        assert "use strategy='local_sgd', or start a new training" in outcome.error
+
+
+# ---- Lightning's ways to save ----
+
+
+def test_save_top_k_removes_replicas_with_their_file(tmp_path: Path) -> None:
+    """Of four epochs the two best stay, whole."""
+    save = {"monitor": "val_loss", "save_top_k": 2, "save_on_train_epoch_end": False}
+    results = run(2, "local_sgd", 4, str(tmp_path), save=save)
+    kept = [name for name in names(tmp_path) if name.endswith(".ckpt")]
+    assert len(kept) == 2
+    assert names(tmp_path) == sorted([*kept, *(f"{name}.replicas" for name in kept)])
+    assert Path(results[0]["best"]).name in kept
+    assert results[0]["best"] == results[1]["best"]
+    assert all(len(names(tmp_path / f"{name}.replicas")) == 2 for name in kept)
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_the_last_checkpoint_resumes_to_the_bit(
+    save_last: Any, straight: Callable[[str], Straight], tmp_path: Path
+) -> None:
+    """As a file and as a link; what it points to may be gone through by other links."""
+    save = {"save_last": save_last, "save_top_k": 1}
+    run(2, "local_sgd", 2, str(tmp_path / "first"), save=save)
+    last = tmp_path / "first/last.ckpt"
+    assert last.is_symlink() == (save_last == "link")
+    link = tmp_path / "latest"
+    link.symlink_to(last)
+    second = run(2, "local_sgd", 4, str(tmp_path / "second"), str(link))
+    for one, other in zip(straight("local_sgd").results, second, strict=True):
+        assert other["end"] == one["end"]
+
+
+def test_a_save_over_a_link_leaves_what_it_pointed_to_whole(three: Path, tmp_path: Path) -> None:
+    """It replaces the link: the replicas of both checkpoints belong to their files."""
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "same.ckpt").symlink_to(three)
+    run(3, "local_sgd", 1, str(folder), save=OVER_AND_OVER)
+    paths, steps = [folder / "same.ckpt", three], [6, 12]
+    resumed = resume_each(3, "local_sgd", 3, tmp_path, *paths)
+    for path, step, results in zip(paths, steps, resumed, strict=True):
+        assert not path.is_symlink()
+        assert [result["begin"]["steps"] for result in results] == [step] * 3
+        assert "All ranks start" not in results[0]["log"]
+
+
+def test_save_weights_only_writes_the_consensus_alone(tmp_path: Path) -> None:
+    """It validates anywhere; to go on from it, Lightning wants optimizer states and says so."""
+    results = run(2, "local_sgd", 1, str(tmp_path), save={"save_weights_only": True})
+    assert names(tmp_path) == ["epoch=0.ckpt"]
+    path = tmp_path / "epoch=0.ckpt"
+    assert plain(shared_file(path)["state_dict"]) == results[0]["evaluated"][0]
+    validated = FitWorld().run(2, validate, str(path))
+    assert validated[0] == validated[1] == [results[0]["evaluated"][0]]
+    for outcome in outcomes(2, "local_sgd", 2, str(tmp_path / "resumed"), str(path)):
+        assert "checkpoint contains only the model" in outcome.error
+
+
+def validate(path: str) -> list[dict[str, Any]]:
+    watch = Watch()
+    trainer(MAKE["local_sgd"](), 2, callbacks=[watch]).validate(
+        Noisy(), loader(32), ckpt_path=path, verbose=False
+    )
+    return watch.evaluated
+
+
+class Opaque:
+    """What torch.load does not read with weights_only=True."""
+
+
+class WithOpaque(Noisy):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["opaque"] = Opaque()
+
+
+def test_weights_only_holds_for_the_replicas_too(tmp_path: Path) -> None:
+    """A user who trusts the file gets back what is in it; one who does not is told by torch."""
+    run(2, "local_sgd", 1, str(tmp_path), model=WithOpaque())
+    arguments = (2, "local_sgd", 2, str(tmp_path / "resumed"), str(tmp_path / "epoch=0.ckpt"))
+    for result in run(*arguments, model=WithOpaque(), weights_only=False):
+        assert result["begin"]["steps"] == 8
+        assert result["begin"]["algorithms"] == [{"steps_since_sync": 3}]
+    for outcome in outcomes(*arguments, model=WithOpaque()):
+        assert "weights_only" in outcome.error
+
+
+def test_writing_in_the_background_saves_the_same(
+    straight: Callable[[str], Straight], tmp_path: Path
+) -> None:
+    """Lightning's AsyncCheckpointIO decides itself when it writes."""
+    run(2, "local_sgd", 2, str(tmp_path), plugins=[AsyncCheckpointIO(TorchCheckpointIO())])
+    path = tmp_path / "epoch=1.ckpt"
+    assert names(Path(f"{path}.replicas")) == ["rank_00000.pt", "rank_00001.pt"]
+    resumed = run(2, "local_sgd", 4, str(tmp_path / "resumed"), str(path))
+    for one, other in zip(straight("local_sgd").results, resumed, strict=True):
+        assert other["end"] == one["end"]
+
+
+# ---- other callbacks' weights ----
+
+
+class Halved(L.Callback):
+    """Saves weights of its own in place of the module's: half of what this rank has."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {
+            key: value / 2 if value.is_floating_point() else value
+            for key, value in checkpoint["state_dict"].items()
+        }
+
+
+class Aside(L.Callback):
+    """Keeps an average over time of this rank's weights, and saves that instead."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        for key, value in pl_module.state_dict().items():
+            if value.is_floating_point():
+                old = self.average.get(key, value)
+                self.average[key] = old + 0.5 * (value - old)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {**checkpoint["state_dict"], **self.average}
+
+
+@pytest.mark.parametrize("callback", [Halved, Aside])
+def test_what_a_callback_puts_into_the_file_is_averaged_over_the_ranks(
+    callback: type[L.Callback], tmp_path: Path
+) -> None:
+    """After the epoch and while the consensus is shown; the replica holds this rank's own."""
+    run(2, "local_sgd", 2, str(tmp_path), callbacks=[callback(), saver_while_shown(tmp_path)])
+    for file in ("epoch=1.ckpt", "shown-epoch=1.ckpt"):
+        path = tmp_path / file
+        replicas = [replica(path, rank)["state_dict"] for rank in range(2)]
+        assert_close(shared_file(path)["state_dict"], mean(replicas))
+        if callback is Aside:
+            weights = [own["net.0.weight"] for own in replicas]
+            assert not torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("file", ["epoch=1.ckpt", "shown-epoch=1.ckpt"])
+def test_lightnings_moving_average_resumes_to_the_bit(file: str, tmp_path: Path) -> None:
+    """It saves the average as the model, and the model under a name of its own."""
+
+    def options(folder: Path) -> dict[str, Any]:
+        return {"callbacks": [partial(EMAWeightAveraging, decay=0.9), saver_while_shown(folder)]}
+
+    whole = run(2, "local_sgd", 3, str(tmp_path), **options(tmp_path))
+    path, folder = tmp_path / file, tmp_path / "resumed"
+    model = shared_file(path)["current_model_state"]
+    owns = [replica(path, rank)["current_model_state"] for rank in range(2)]
+    assert not torch.equal(owns[0]["net.0.weight"], owns[1]["net.0.weight"])
+    assert_close(model, mean(owns))
+    resumed = run(2, "local_sgd", 3, str(folder), str(path), **options(folder))
+    for one, other in zip(whole, resumed, strict=True):
+        assert other["end"] == one["end"]
+        assert other["finished"] == one["finished"]

@@ -1,0 +1,623 @@
+"""A rank that raises, dies or is told to stop: the others end soon, know why, and leave nothing.
+
+Functions that run on every rank come before the tests that run them.  Jobs that start their own
+processes are at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_dsgd import STRATEGIES
+from lightning_dsgd.bench.job import is_of_mpich
+from lightning_dsgd.session import session
+from lightning_dsgd.session.stopping import AgreedBatch
+from tests.support import doomed
+from tests.support.doomed import Doomed, Plan, num_batches
+from tests.support.models import Regression, loader, trainer
+from tests.support.mpi import environment, every_mpi, mpiexec
+from tests.support.worlds import FitWorld, Outcome, ProcessWorld
+
+ROOT = Path(__file__).parents[2]
+EMPTY = torch.empty(0)
+SOON_S = 100.0  # on a busy machine too, and before the 150 s for which doomed ranks would wait
+
+
+# All ranks stop at the same batch
+
+
+def count_until_told(net: Any, askers: tuple[int, ...], ask_at: int) -> tuple[int, int, int, int]:
+    """Steps in a ring, each waiting for the rank before it; some ask to stop, within a step."""
+    stop = AgreedBatch(net.sub("stop"))
+    batches = 0
+    while stop.may_begin_batch():
+        batches += 1
+        if batches == ask_at and net.rank in askers:
+            stop.request(signal.SIGTERM)
+        net.send(EMPTY, (net.rank + 1) % net.world_size)
+        net.recv(EMPTY, (net.rank - 1) % net.world_size).wait()
+    verdict = batches, stop.stop_at, stop.origin, stop.signum
+    net.barrier().wait()
+    stop.close()
+    return verdict
+
+
+class Signalled(Regression):
+    """Gets SLURM's signal in the middle of a step, where ranks wait for each other."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == self.rank and self.global_step == 20:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_until_requeued(name: str, folder: str, rank: int, max_steps: int) -> tuple[int, str]:
+    """The number of steps, and how training ended; goes on from where a requeued job has been."""
+    own = os.environ["RANK"]
+    os.environ.pop("TORCHELASTIC_RUN_ID")
+    os.environ.update(
+        SLURM_JOB_ID="77",
+        SLURM_JOB_NAME="train",
+        SLURM_NTASKS="2",
+        SLURM_NTASKS_PER_NODE="2",
+        SLURM_NODELIST="localhost",
+        SLURM_PROCID=own,
+        SLURM_LOCALID=own,
+        SLURM_NODEID="0",
+        PATH=f"{folder}:{os.environ['PATH']}",
+    )
+    fitter = trainer(
+        STRATEGIES[name](timeout_s=20),
+        2,
+        max_steps=max_steps,
+        max_epochs=-1,
+        default_root_dir=folder,
+        plugins=[SLURMEnvironment(auto_requeue=True)],
+    )
+    try:
+        fitter.fit(Signalled(rank), loader(256))
+    except SIGTERMException as error:
+        return fitter.global_step, str(error)
+    return fitter.global_step, "trained"
+
+
+@pytest.mark.parametrize(
+    "name", ["allreduce", "wagma", pytest.param("dpsgd", marks=pytest.mark.exhaustive)]
+)
+def test_slurms_signal_saves_between_two_batches_and_requeues_the_job(
+    name: str, tmp_path: Path
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/asked"\n')
+    scontrol.chmod(0o755)
+    first, second = FitWorld().run(2, fit_until_requeued, name, str(tmp_path), 1, 10_000)
+    assert first[0] == second[0] > 20
+    for rank, (_, text) in enumerate((first, second)):
+        stopped = f"all ranks stopped, rank {rank} after {first[0]} batches"
+        assert text == f"rank 1 received SIGUSR1; {stopped}"
+    assert (tmp_path / "asked").read_text() == "requeue 77\n"
+    assert len(list((tmp_path / "hpc_ckpt_1.ckpt.replicas").iterdir())) == 2
+    more = first[0] + 5
+    ended = FitWorld().run(2, fit_until_requeued, name, str(tmp_path), -1, more)
+    assert ended == [(more, "trained")] * 2
+
+
+@pytest.mark.parametrize("askers", [(0,), (2,), (1, 2), (0, 1, 2)])
+def test_all_ranks_stop_at_the_same_batch_whoever_asks(askers: tuple[int, ...]) -> None:
+    results = ProcessWorld().run(3, count_until_told, askers, 20)
+    assert len(set(results)) == 1
+    batches, stop_at, origin, signum = results[0]
+    assert batches == stop_at > 20
+    assert origin in askers
+    assert signum == signal.SIGTERM
+
+
+def count_at_own_speed(net: Any) -> tuple[int, bool]:
+    """Rank 2 is far behind when rank 0 asks; it hears of that in the middle of its fifth batch."""
+    stop = AgreedBatch(net.sub("stop"))
+    batches = 0
+    while stop.may_begin_batch():
+        batches += 1
+        if net.rank == 2 and batches == 5:
+            net.recv(EMPTY, 0).wait()  # from the rank that asks, after it has asked
+        if net.rank == 0 and batches == 50:
+            stop.request(signal.SIGINT)
+            while not stop.is_asked:
+                time.sleep(0.001)
+            net.send(EMPTY, 2)
+    net.barrier().wait()
+    stop.close()
+    return batches, stop.is_asked
+
+
+def test_ranks_at_different_batches_stop_at_the_same_one() -> None:
+    results = ProcessWorld().run(3, count_at_own_speed)
+    assert len(set(results)) == 1
+    assert results[0][0] > 50
+    assert results[0][1]
+
+
+def ask_to_stop_alone(net: Any) -> int:
+    stop = AgreedBatch(net.sub("stop"))
+    batches = 0
+    while stop.may_begin_batch():
+        batches += 1
+        if batches == 5:
+            stop.request(signal.SIGTERM)
+    stop.close()
+    return batches
+
+
+def test_one_rank_stops_by_itself() -> None:
+    assert ProcessWorld().run(1, ask_to_stop_alone)[0] > 5
+
+
+# A rank that fails ends all
+
+
+def fit(name: str, folder: str, plans: tuple[Plan, ...], kwargs: dict[str, Any]) -> None:
+    session.NOTICE_WITHIN_S = kwargs.pop("notice_within_s", 15.0)
+    try:
+        doomed.fit(name, folder, plans, **kwargs)
+    finally:
+        for file in Path(folder).glob("stopped_*"):  # nobody else ends what does not run
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def outcomes(name: str, folder: Path, *plans: Plan, **kwargs: Any) -> list[Outcome]:
+    found = FitWorld().outcomes(3, fit, name, str(folder), plans, kwargs)
+    for rank, outcome in enumerate(found):
+        print(rank, outcome)
+    return found
+
+
+def check_named(found: list[Outcome], rank: int, reason: str) -> None:
+    """Every other rank has ended soon, not well, and says which rank it was and why."""
+    for other, outcome in enumerate(found):
+        assert outcome.seconds < SOON_S
+        assert outcome.exitcode != 0
+        if other != rank:
+            assert re.match(f"PeerLost: rank {rank} {reason}", outcome.error), outcome.error
+
+
+def check_stopped(found: list[Outcome], folder: Path, asker: int, batches: list[int]) -> None:
+    """Every rank has ended soon, not well, and says who was told to stop."""
+    for rank, (outcome, number) in enumerate(zip(found, batches, strict=True)):
+        assert outcome.error == (
+            f"SIGTERMException: rank {asker} received SIGTERM; all ranks stopped, "
+            f"rank {rank} after {number} batches"
+        )
+        assert outcome.seconds < SOON_S
+        assert outcome.exitcode != 0
+    assert num_batches(folder) == batches
+
+
+LATER = pytest.mark.exhaustive
+EVERYWHERE = pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("local_sgd", 0),
+        ("no_sync", 2),
+        pytest.param("local_sgd", 2, marks=LATER),
+        pytest.param("allreduce", 0, marks=LATER),
+        pytest.param("dpsgd", 1, marks=LATER),
+    ],
+)
+
+
+@EVERYWHERE
+def test_a_rank_that_raises_ends_all(name: str, rank: int, tmp_path: Path) -> None:
+    found = outcomes(name, tmp_path, Plan(rank, "raise"))
+    check_named(found, rank, "failed: ValueError: no such luck in training_step; noticed in")
+    assert found[rank].error == "ValueError: no such luck in training_step"
+
+
+@EVERYWHERE
+def test_a_rank_that_is_killed_ends_all(name: str, rank: int, tmp_path: Path) -> None:
+    found = outcomes(name, tmp_path, Plan(rank, "SIGKILL"))
+    check_named(found, rank, "died")
+
+
+@pytest.mark.parametrize(
+    ("rank", "how"),
+    [
+        (0, "SIGKILL"),
+        (2, "raise"),
+        pytest.param(0, "raise", marks=LATER),
+        pytest.param(2, "SIGKILL", marks=LATER),
+    ],
+)
+def test_ranks_that_wait_for_one_that_fails_end_too(how: str, rank: int, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(rank, how, late_s=3.0))
+    check_named(found, rank, "failed: ValueError" if how == "raise" else "died")
+    for other, outcome in enumerate(found):
+        if other != rank:
+            assert "noticed in: all_reduce" in outcome.error
+            assert "[replica/part-1]" in outcome.error
+
+
+@pytest.mark.parametrize("name", ["local_sgd", pytest.param("no_sync", marks=LATER)])
+def test_a_rank_that_hangs_ends_all(name: str, tmp_path: Path) -> None:
+    plan, options = Plan(1, "SIGSTOP"), {"heartbeat_timeout_s": 8.0}
+    found = outcomes(name, tmp_path, plan, options=options)
+    check_named(found, 1, "has not answered for")
+    assert found[1].exitcode == -signal.SIGKILL
+
+
+def test_a_rank_that_cannot_notice_is_ended(tmp_path: Path) -> None:
+    plans = Plan(2, "SIGKILL", second=True), Plan(1, "sleep")
+    found = outcomes("no_sync", tmp_path, *plans, notice_within_s=5.0)
+    assert found[0].error.startswith("PeerLost: rank 2 died")
+    assert (found[1].error, found[1].exitcode) == ("died", 1)
+    assert found[1].seconds < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("rank", "where"),
+    [
+        (0, "setup"),
+        (2, "on_train_start"),
+        (0, "on_train_epoch_start"),
+        (2, "validation_step"),
+        (0, "on_train_end"),
+        pytest.param(2, "setup", marks=LATER),
+        pytest.param(1, "configure_model", marks=LATER),
+        pytest.param(0, "on_fit_start", marks=LATER),
+        pytest.param(2, "on_train_epoch_end", marks=LATER),
+        pytest.param(0, "validation_step", marks=LATER),
+        pytest.param(1, "on_validation_epoch_end", marks=LATER),
+        pytest.param(2, "on_train_end", marks=LATER),
+    ],
+)
+def test_a_rank_that_raises_in_a_hook_ends_all(rank: int, where: str, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(rank, "raise", where, 1), epochs=2)
+    check_named(found, rank, f"failed: ValueError: no such luck in {where}")
+    assert found[rank].error == f"ValueError: no such luck in {where}"
+
+
+@pytest.mark.parametrize("where", ["setup", "on_fit_start"])
+def test_what_all_ranks_raise_before_training_each_raises_itself(
+    where: str, tmp_path: Path
+) -> None:
+    for outcome in outcomes("local_sgd", tmp_path, Plan(-1, "raise", where, 1)):
+        assert outcome.error == f"ValueError: no such luck in {where}"
+        assert outcome.seconds < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("SIGKILL", "died"), ("SIGTERM", "received SIGTERM"), ("SIGINT", "was int")]
+)
+def test_a_signal_while_validating_ends_all(how: str, reason: str, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(1, how, "validation_step", 2))
+    check_named(found, 1, reason)
+
+
+class Broadcasting(Doomed):
+    """Rank 2 dies while the others are in a broadcast of torch's own."""
+
+    def on_train_start(self) -> None:
+        for i in range(100):
+            if i == 50 and self.global_rank == 2:
+                self.trainer.strategy.session.meet()
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.trainer.strategy.broadcast(i)
+
+
+def fit_broadcasting(folder: str) -> None:
+    trainer("no_sync", 3).fit(Broadcasting(folder, ()), loader())
+
+
+def test_a_rank_that_dies_in_a_collective_of_torch_is_named_too(tmp_path: Path) -> None:
+    found = FitWorld().outcomes(3, fit_broadcasting, str(tmp_path))
+    check_named(found, 2, "died .*; noticed in: a broadcast")
+
+
+def test_after_training_each_rank_ends_by_itself(tmp_path: Path) -> None:
+    """Then no rank needs another, and who looks after the processes sees the exit code."""
+    found = outcomes("local_sgd", tmp_path, Plan(1, "raise", "on_fit_end", 1), epochs=1)
+    assert found[1].error == "ValueError: no such luck in on_fit_end"
+    assert [outcome.exitcode for outcome in found] == [0, 1, 0]
+
+
+# A rank that is told to stop stops all
+
+
+@EVERYWHERE
+def test_sigterm_to_a_rank_stops_all_after_the_same_batch(
+    name: str, rank: int, tmp_path: Path
+) -> None:
+    found = outcomes(name, tmp_path, Plan(rank, "SIGTERM", at=50))
+    last = num_batches(tmp_path)[0]
+    assert last > 50
+    check_stopped(found, tmp_path, rank, [last] * 3)
+
+
+def test_sigterm_to_all_ranks_stops_them_once(tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(-1, "SIGTERM"), Plan(-1, "SIGTERM", at=21))
+    last = num_batches(tmp_path)[0]
+    asker = int(found[0].error.split()[2])
+    check_stopped(found, tmp_path, asker, [last] * 3)
+
+
+def test_a_first_interrupt_stops_all_after_the_same_batch(tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(1, "SIGINT"))
+    for outcome in found:
+        assert outcome.error == "SystemExit: 1"  # as Lightning ends after a KeyboardInterrupt
+        assert outcome.seconds < SOON_S
+    assert len(set(num_batches(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "no_sync", pytest.param("allreduce", marks=LATER)])
+def test_ranks_that_are_out_of_data_stop_with_the_others(name: str, tmp_path: Path) -> None:
+    """Rank 0 waits at the end of its epoch for the others, and would begin no further batch."""
+    samples = (8 * 10, 8 * 1000, 8 * 1000)
+    found = outcomes(name, tmp_path, Plan(1, "SIGTERM", at=50), num_samples=samples, epochs=1)
+    batches = num_batches(tmp_path)
+    assert batches[0] == 10
+    assert batches[1] == batches[2] > 50
+    check_stopped(found, tmp_path, 1, batches)
+
+
+def test_sigterm_in_the_last_batch_is_not_forgotten(tmp_path: Path) -> None:
+    """Rank 2 waits, in its last batch, until rank 1 has asked."""
+    plans = Plan(1, "SIGTERM", at=16), Plan(-1, "wait", at=16, late_s=0.5)
+    found = outcomes("local_sgd", tmp_path, *plans, epochs=1)
+    check_stopped(found, tmp_path, 1, [16] * 3)
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=LATER)])
+def test_what_is_saved_when_all_stop_is_the_consensus(rank: int, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(rank, "SIGTERM"), saves=True)
+    last = num_batches(tmp_path)[0]
+    check_stopped(found, tmp_path, rank, [last] * 3)
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    replicas = [
+        torch.load(file, weights_only=True)
+        for file in sorted(Path(tmp_path, "saved.ckpt.replicas").iterdir())
+    ]
+    assert saved["global_step"] == last - 1 or saved["global_step"] == last
+    assert len(replicas) == 3
+    for key in ("net.0.weight", "net.3.bias"):
+        mean = torch.stack([replica["state_dict"][key] for replica in replicas]).mean(0)
+        assert torch.allclose(saved["state_dict"][key], mean, atol=1e-6)
+    Regression.load_from_checkpoint(tmp_path / "saved.ckpt")
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=LATER)])
+def test_a_failed_training_is_saved_by_rank_0_if_that_is_alive(rank: int, tmp_path: Path) -> None:
+    found = outcomes("local_sgd", tmp_path, Plan(rank, "raise"), saves=True)
+    check_named(found, rank, "failed: ValueError: no such luck in training_step")
+    Regression.load_from_checkpoint(tmp_path / "saved.ckpt")
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=LATER)])
+def test_a_rank_that_fails_while_all_stop_ends_all(rank: int, tmp_path: Path) -> None:
+    plans = Plan(1, "SIGTERM"), Plan(rank, "raise", "on_save_checkpoint", 1)
+    found = outcomes("local_sgd", tmp_path, *plans, saves=True)
+    assert found[rank].error == "ValueError: no such luck in on_save_checkpoint"
+    check_named(found, rank, "")
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_a_rank_that_fails_between_the_order_to_stop_and_the_stop_ends_all(
+    how: str, tmp_path: Path
+) -> None:
+    """Rank 0 holds at its next batch, so that all others still make one more."""
+    plans = Plan(0, "SIGTERM", at=20), Plan(2, how, at=21, late_s=0.5)
+    found = outcomes("local_sgd", tmp_path, *plans, options={"sync_period": 100})
+    check_named(found, 2, "failed: ValueError" if how == "raise" else "died")
+
+
+# Jobs that start their own processes: each is an interpreter that imports torch and Lightning for
+# every rank, so that `make test` has one of them
+
+
+@dataclass
+class Job:
+    """What became of a job: its exit code, its words, and how long after the event it was gone."""
+
+    exitcode: int
+    stderr: str
+    stdout: str
+    seconds: float
+
+
+def processes(marker: str) -> list[int]:
+    """All that have inherited the marker, in whatever session they are."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # gone in the meantime
+                if f"JOB={marker}".encode() in Path(folder, "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found
+
+
+def run_job(
+    folder: Path,
+    *plans: Plan,
+    launcher: tuple[str, ...] = (),
+    starter: tuple[str, ...] = (sys.executable,),
+    interrupt_at: int | None = None,
+    **arguments: Any,
+) -> Job:
+    """Starts a job, waits until no process of it is left, and kills what is left too long."""
+    asked = {"folder": str(folder), "plans": [asdict(plan) for plan in plans], **arguments}
+    for plan in asked["plans"]:
+        del plan["num_calls"]
+    marker, begin = uuid.uuid4().hex, time.monotonic()
+    command = [*starter, *launcher, str(ROOT / "tests/support/scripts/job.py"), json.dumps(asked)]
+    with Path(folder, "out").open("w") as out, Path(folder, "err").open("w") as err:
+        job = subprocess.Popen(
+            command,
+            env=environment(JOB=marker),
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            if interrupt_at is not None:
+                while len(done := num_batches(folder)) < 2 or min(done) < interrupt_at:
+                    assert job.poll() is None
+                    time.sleep(0.02)
+                Path(folder, "event").write_text(str(time.monotonic()))
+                os.killpg(job.pid, signal.SIGINT)
+            while job.poll() is None or processes(marker):
+                assert time.monotonic() < begin + 250.0, f"{processes(marker)} are still there"
+                time.sleep(0.02)
+            end = time.monotonic()
+        finally:
+            for pid in processes(marker):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            job.wait()
+    event = float(Path(folder, "event").read_text())
+    texts = [Path(folder, name).read_text() for name in ("err", "out")]
+    print(*texts, sep="\n")
+    return Job(job.returncode, *texts, end - event)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.exhaustive
+def test_a_job_ends_when_rank_0_is_killed(tmp_path: Path) -> None:
+    job = run_job(tmp_path, Plan(0, "SIGKILL"), name="local_sgd", devices=2)
+    assert job.exitcode == -signal.SIGKILL
+    assert job.seconds < SOON_S
+    assert "[rank 1] training ends: rank 0 died" in job.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_job_ends_when_another_rank_is_killed(tmp_path: Path) -> None:
+    job = run_job(tmp_path, Plan(2, "SIGKILL"), name="no_sync")
+    assert job.exitcode == 1
+    assert job.seconds < SOON_S
+    for rank in (0, 1):
+        assert f"[rank {rank}] training ends: rank 2 died" in job.stderr
+    assert "ended badly: rank 1 with 1, rank 2 with -9" in job.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_job_ends_when_a_rank_raises_and_saves_what_rank_0_has(tmp_path: Path) -> None:
+    job = run_job(tmp_path, Plan(1, "raise"), name="local_sgd", devices=2, saves=True)
+    assert job.exitcode == 1
+    assert job.seconds < SOON_S
+    assert "PeerLost: rank 1 failed: ValueError: no such luck in training_step" in job.stderr
+    Regression.load_from_checkpoint(tmp_path / "saved.ckpt")
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_gets_sigterm_stops_after_the_same_batch_and_saves(tmp_path: Path) -> None:
+    job = run_job(tmp_path, Plan(1, "SIGTERM"), name="local_sgd", devices=2, saves=True)
+    assert job.exitcode == 1
+    assert job.seconds < SOON_S
+    batches = num_batches(tmp_path)
+    assert len(set(batches)) == 1
+    for rank in range(2):
+        stopped = f"all ranks stopped, rank {rank} after {batches[0]} batches"
+        assert f"rank 1 received SIGTERM; {stopped}" in job.stderr
+    assert len(list(Path(tmp_path, "saved.ckpt.replicas").iterdir())) == 2
+    Regression.load_from_checkpoint(tmp_path / "saved.ckpt")
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_is_interrupted_stops_after_the_same_batch(tmp_path: Path) -> None:
+    """As by Ctrl-C: the signal goes to all processes of the group."""
+    job = run_job(tmp_path, name="allreduce", devices=2, interrupt_at=20)
+    assert job.exitcode == 1
+    assert job.seconds < SOON_S
+    assert len(set(num_batches(tmp_path))) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_job_of_torchrun_ends_when_a_rank_raises(tmp_path: Path) -> None:
+    job = run_job(tmp_path, Plan(1, "raise"), launcher=TORCHRUN, name="local_sgd", devices=2)
+    assert job.exitcode == 1
+    assert job.seconds < SOON_S
+    assert "[rank 0] training ends: rank 1 failed: ValueError: no such" in job.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_job_whose_rank_fails_after_training_has_failed(tmp_path: Path) -> None:
+    """Rank 0 has finished long before."""
+    plan = Plan(1, "raise", "after_fit", 1, late_s=1.0)
+    job = run_job(tmp_path, plan, name="local_sgd", devices=2, epochs=1)
+    assert job.exitcode == 1
+    assert job.seconds < SOON_S
+    assert job.stdout.count("the script has come to its end") == 1
+    assert "ended badly: rank 1 with 1" in job.stderr
+
+
+def run_mpi_job(python: str, folder: Path, plan: Plan, *options: str, **arguments: Any) -> Job:
+    starter = str(mpiexec(python)), *options, "-n", "3", python
+    return run_job(folder, plan, starter=starter, **arguments)
+
+
+@pytest.mark.exhaustive
+@every_mpi
+def test_a_job_of_mpiexec_ends_when_a_rank_is_killed(python: str, tmp_path: Path) -> None:
+    """MPICH's launcher ends the others at once, perhaps before they can say what they know."""
+    options = leaves_the_end_to_us(python)
+    job = run_mpi_job(python, tmp_path, Plan(2, "SIGKILL"), *options, name="local_sgd")
+    assert job.exitcode != 0
+    assert job.seconds < SOON_S
+    assert "] rank 2 died (its connection ended without a farewell)" in job.stderr
+
+
+@pytest.mark.exhaustive
+@every_mpi
+def test_a_killed_rank_ends_a_job_of_mpiexec_as_it_is_started_by_default(
+    python: str, tmp_path: Path
+) -> None:
+    job = run_mpi_job(python, tmp_path, Plan(2, "SIGKILL"), name="local_sgd")
+    assert job.exitcode != 0
+    assert job.seconds < SOON_S
+
+
+def leaves_the_end_to_us(python: str) -> list[str]:
+    """The option with which MPICH's launcher does not kill what is left of a job."""
+    return ["-disable-auto-cleanup"] if is_of_mpich(mpiexec(python)) else []
+
+
+@pytest.mark.exhaustive
+@every_mpi
+def test_a_job_of_mpiexec_ends_when_a_rank_raises(python: str, tmp_path: Path) -> None:
+    job = run_mpi_job(python, tmp_path, Plan(1, "raise"), name="allreduce")
+    assert job.exitcode != 0
+    assert job.seconds < SOON_S
+    for rank in (0, 2):
+        assert f"[rank {rank}] training ends: rank 1 failed: ValueError: no such" in job.stderr
+
+
+@pytest.mark.exhaustive
+@every_mpi
+def test_a_job_of_mpiexec_ends_when_a_rank_stops(python: str, tmp_path: Path) -> None:
+    """It never comes to MPI_Finalize, for which the others would wait."""
+    options = {"heartbeat_timeout_s": 8.0}
+    job = run_mpi_job(python, tmp_path, Plan(1, "SIGSTOP"), name="dpsgd", options=options)
+    assert job.exitcode != 0
+    assert job.seconds < 8.0 + SOON_S
+    for rank in (0, 2):
+        assert f"[rank {rank}] rank 1 has not answered for" in job.stderr
+    assert "not every rank has ended within 10 s: aborting the MPI job" in job.stderr

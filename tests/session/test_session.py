@@ -1,0 +1,652 @@
+"""Where all ranks meet: evaluation, callbacks that decide, ranks that are out of batches."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport.native import NativeSums
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from tests.support.fits import (
+    LATER,
+    NAMES,
+    Adversaries,
+    Plain,
+    Recorder,
+    Seeded,
+    assert_close,
+    buffers,
+    every_strategy,
+    fit,
+    run,
+    same,
+    some_now,
+    strategy,
+)
+from tests.support.models import Regression, loader, trainer, weights
+
+# ---- ranks with different numbers of batches ----
+
+
+def fit_uneven(
+    name: str, num_batches: tuple[int, ...], make: Callable[..., Any], kwargs: dict[str, Any]
+) -> tuple[Tensor, int, float]:
+    samples = 8 * num_batches[int(os.environ["RANK"])]
+    model, run = fit(
+        name,
+        make,
+        {"num_samples": samples},
+        {"num_samples": 32},
+        max_epochs=2,
+        use_distributed_sampler=False,
+        **kwargs,
+    )
+    everything = torch.cat([weights(model).double(), buffers(model)])
+    return everything, run.global_step, float(run.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize(
+    ("name", "num_batches"),
+    [
+        *((name, (3, 11)) for name in NAMES),
+        ("local_sgd", (5, 6, 4)),
+        *(pytest.param(name, (5, 6, 4), marks=LATER) for name in NAMES if name != "local_sgd"),
+        *(pytest.param(name, (11, 3), marks=LATER) for name in NAMES),
+    ],
+)
+def test_ranks_with_different_numbers_of_batches_end_together(
+    name: str, num_batches: tuple[int, ...]
+) -> None:
+    ranks = run(len(num_batches), fit_uneven, name, num_batches, Seeded, {})
+    assert [steps for _, steps, _ in ranks] == [2 * n for n in num_batches]
+    assert same([x for x, _, _ in ranks])
+    assert len({val_loss for _, _, val_loss in ranks}) == 1
+    assert ranks[0][0].isfinite().all()
+
+
+class TwoDtypes(Seeded):
+    """Weights of two dtypes: two flat tensors, each with an algorithm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((batch[0], batch[1] / self.scale.float()))
+
+
+class Pair(Adversaries):
+    """The buffers that fit_uneven looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unused", torch.zeros(1))
+
+
+@pytest.mark.parametrize("make", [TwoDtypes, Pair])
+@every_strategy
+def test_models_of_several_parts_end_together_too(name: str, make: Callable[..., Any]) -> None:
+    ranks = run(2, fit_uneven, name, (3, 11), make, {})
+    assert same([x for x, _, _ in ranks])
+
+
+def fit_uneven_natively(name: str, make: Callable[..., Any]) -> tuple[Tensor, int]:
+    num_sums = 0
+    init, begin = ProcessGroupTransport.__init__, NativeSums.begin
+
+    def count(*args: Any) -> Any:
+        nonlocal num_sums
+        num_sums += 1
+        return begin(*args)
+
+    NativeSums.begin = count  # type: ignore[method-assign]
+    ProcessGroupTransport.__init__ = partialmethod(init, native_devices=("cpu",))  # type: ignore[assignment]
+    state, *_ = fit_uneven(name, (3, 11), make, {})
+    return state, num_sums
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("allreduce", Pair),
+        pytest.param("allreduce", TwoDtypes, marks=LATER),
+        *(
+            pytest.param(name, make, marks=LATER)
+            for name in NAMES
+            for make in (Pair, TwoDtypes)
+            if name != "allreduce"
+        ),
+    ],
+)
+def test_several_parts_sum_by_torchs_collectives_as_by_messages(
+    name: str, make: Callable[..., Any]
+) -> None:
+    """Over gloo as over NCCL: the parts of a rank that is out of batches sum in any order."""
+    ranks = run(2, fit_uneven_natively, name, make)
+    assert same([state for state, _ in ranks])
+    if name in ("allreduce", "local_sgd"):
+        assert all(num_sums > 10 for _, num_sums in ranks)
+        by_messages = run(2, fit_uneven, name, (3, 11), make, {})
+        assert same([ranks[0][0], by_messages[0][0]])
+
+
+class Metrics(Plain):
+    """A torchmetrics object, which asks all ranks at the end of the epoch without the strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged, self.computed = MeanMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.logged(float(self.global_rank))
+        self.computed(1.0)
+        self.log("logged", self.logged, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("computed", self.computed.compute())
+        self.computed.reset()
+
+
+def fit_metrics(name: str, num_batches: tuple[int, ...]) -> tuple[float, float]:
+    samples = 8 * num_batches[int(os.environ["RANK"])]
+    train = {"num_samples": samples}
+    _, run = fit(name, Metrics, train, max_epochs=2, use_distributed_sampler=False)
+    return float(run.callback_metrics["logged"]), float(run.callback_metrics["computed"])
+
+
+@every_strategy
+def test_a_torchmetrics_object_counts_over_ranks_with_different_numbers_of_batches(
+    name: str,
+) -> None:
+    assert run(2, fit_metrics, name, (11, 3)) == [(pytest.approx(3 / 14), 14.0)] * 2
+
+
+class Seldom(Plain):
+    """Rank 1 has nothing to tell its metric; and a buffer of a dtype that is no plain number's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seldom = SumMetric()
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 0:
+            self.seldom.update(1.0)
+        self.log("seldom", self.seldom, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_seldom(name: str) -> tuple[float, Tensor]:
+    model, run = fit(name, Seldom, {"num_samples": 32}, max_epochs=1)
+    return float(run.callback_metrics["seldom"]), model.turns
+
+
+@every_strategy
+def test_a_metric_may_be_updated_on_some_ranks_only_and_a_buffer_be_complex(name: str) -> None:
+    for count, turns in run(2, fit_seldom, name):
+        assert count == 2.0
+        assert torch.equal(turns, torch.polar(torch.ones(3), torch.arange(3.0)))
+
+
+def fit_unevenly(case: str, folder: str) -> str:
+    options: dict[str, Any] = {"max_epochs": 2}
+    make: Any = Plain
+    if case == "saves":
+        options["callbacks"] = [ModelCheckpoint(folder, every_n_train_steps=3)]
+        options["enable_checkpointing"] = True
+    elif case == "saves by time":
+        options["callbacks"] = [ModelCheckpoint(folder, train_time_interval=timedelta(hours=1))]
+        options["enable_checkpointing"] = True
+    elif case == "looks at the time":
+        timer = Timer(duration=timedelta(hours=1), interval="epoch")
+        options = {"max_steps": 10, "max_epochs": -1, "callbacks": [timer]}
+    elif case == "validates":
+        options["val_check_interval"] = 3
+    elif case == "stops":
+        options = {"max_steps": 10, "max_epochs": -1}
+    else:
+        make = Logging
+    samples = 8 * (5, 8)[int(os.environ["RANK"])]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(
+                "allreduce",
+                make,
+                {"num_samples": samples},
+                None if case in ("saves", "looks at the time") else {"num_samples": 32},
+                use_distributed_sampler=False,
+                options={"timeout_s": 5},
+                **options,
+            )
+    except (ValueError, PeerLost) as error:  # PeerLost: another rank was first to notice
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("saves", "ranks must save as often .* got 5 batches .* on rank 0, 8 .* every_n_epochs"),
+        (
+            "saves by time",
+            "ranks must save as often .* train_time_interval=1:00:00; use every_n_ep",
+        ),
+        ("looks at the time", "ranks must ask for the time as often .* 2 whole epochs on rank 0"),
+        ("validates", "ranks must evaluate as often .* val_check_interval=3; use a fraction"),
+        ("stops", "max_steps=10, which are 2 whole epochs on rank 0, 1 whole epochs on rank 1"),
+        ("logs", "must not be asked of ranks that have run out of batches.* use on_epoch=True"),
+    ],
+)
+def test_what_makes_uneven_ranks_wait_for_each_other_is_refused(
+    case: str, text: str, tmp_path: Path
+) -> None:
+    for error in run(2, fit_unevenly, case, str(tmp_path)):
+        assert re.search(text, error)
+
+
+# ---- logged metrics ----
+
+
+class Logging(Plain):
+    """Logs its rank, in every way that asks for a value over all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rank = float(self.global_rank)
+        self.log("both", rank, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("sum", rank, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        self.log("max", rank, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("after", float(self.global_rank), on_step=True, sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch", float(self.global_rank), sync_dist=True)
+
+
+def fit_logging(name: str) -> tuple[list[float], dict[str, float], list[str]]:
+    steps = Recorder("both_step")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, run = fit(name, Logging, callbacks=[steps])
+    texts = [str(w.message) for w in caught if "logs the value of rank 0 alone" in str(w.message)]
+    return steps.values, {k: float(v) for k, v in run.callback_metrics.items()}, texts
+
+
+@every_strategy
+def test_logged_values_are_over_all_ranks_where_that_makes_no_step_wait(name: str) -> None:
+    ranks = run(3, fit_logging, name)
+    num_batches = len(ranks[0][0])
+    for rank, (steps, metrics, texts) in enumerate(ranks):
+        of_a_step = 1.0 if name == "allreduce" else rank
+        assert steps == [of_a_step] * num_batches
+        assert metrics["after"] == of_a_step
+        assert (metrics["both_epoch"], metrics["epoch"]) == (1.0, 1.0)
+        assert (metrics["sum"], metrics["max"]) == (3.0 * num_batches, 2.0)
+        assert len(texts) == (1 if rank == 0 and name != "allreduce" else 0)
+
+
+# ---- callbacks that decide ----
+
+
+def fit_monitored(name: str, folder: str, options: dict[str, Any]) -> tuple[str, float, Tensor]:
+    best = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}")
+    model, _ = fit(
+        name,
+        Seeded,
+        val={"num_samples": 32},
+        max_epochs=3,
+        callbacks=[best],
+        enable_checkpointing=True,
+        options=options,
+    )
+    assert best.best_model_score is not None
+    return best.best_model_path, float(best.best_model_score), weights(model)
+
+
+def loss_of(checkpoint: str, num_samples: int = 32) -> float:
+    model = Seeded()
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
+    model.eval()
+    with torch.no_grad():
+        (batch,) = loader(num_samples, num_samples)
+        return float(model.loss(batch))
+
+
+@every_strategy
+def test_a_monitored_checkpoint_scores_and_holds_the_consensus(name: str, tmp_path: Path) -> None:
+    ranks = run(2, fit_monitored, name, str(tmp_path), {})
+    path, score, _ = ranks[0]
+    assert [rank[:2] for rank in ranks] == [(path, score)] * 2
+    assert score == pytest.approx(loss_of(path), rel=1e-5)
+
+
+def fit_uneven_monitored(name: str, folder: str) -> tuple[float, float]:
+    best = ModelCheckpoint(folder, monitor="val_loss")  # the name holds the number of steps
+    samples = 8 * (5, 3)[int(os.environ["RANK"])]
+    model, run = fit(
+        name,
+        Seeded,
+        {"num_samples": samples},
+        {"num_samples": 32},
+        max_epochs=2,
+        use_distributed_sampler=False,
+        callbacks=[best],
+        enable_checkpointing=True,
+    )
+    assert best.best_model_score is not None
+    (metrics,) = run.validate(model, loader(32), ckpt_path="best", verbose=False)
+    return float(best.best_model_score), metrics["val_loss"]
+
+
+def test_ranks_that_have_made_different_numbers_of_steps_save_one_checkpoint(
+    tmp_path: Path,
+) -> None:
+    for score, validated in run(2, fit_uneven_monitored, "local_sgd", str(tmp_path)):
+        assert validated == pytest.approx(score, rel=1e-5)
+    (path,) = tmp_path.glob("*.ckpt")
+    (folder,) = tmp_path.glob("*.replicas")
+    assert folder == Path(f"{path}.replicas")
+    assert sorted(file.name for file in folder.iterdir()) == ["rank_00000.pt", "rank_00001.pt"]
+
+
+class Stopping(Plain):
+    """A metric that goes on falling on rank 0 and does not on rank 1."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        falling = -float(self.current_epoch) if self.global_rank == 0 else 0.0
+        self.log("own", falling)
+
+
+def fit_early_stopping(name: str) -> tuple[int, int]:
+    stopping = EarlyStopping("own", patience=2)
+    _, run = fit(
+        name,
+        Stopping,
+        {"num_samples": 32},
+        {"num_samples": 16},
+        max_epochs=8,
+        callbacks=[stopping],
+        num_sanity_val_steps=0,
+    )
+    return run.current_epoch, run.global_step
+
+
+@every_strategy
+def test_early_stopping_stops_all_ranks_after_the_same_epoch(name: str) -> None:
+    ranks = run(2, fit_early_stopping, name)
+    assert ranks == [(3, 6), (3, 6)]
+
+
+def fit_swa(name: str) -> tuple[Tensor, Tensor]:
+    swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
+    model, _ = fit(name, Seeded, max_epochs=4, callbacks=[swa])
+    return weights(model), buffers(model)
+
+
+@every_strategy
+def test_stochastic_weight_averaging_ends_with_one_model(name: str) -> None:
+    ranks = run(2, fit_swa, name)
+    assert same([x for x, _ in ranks])
+    assert same([b for _, b in ranks])
+    if name == "allreduce":
+        assert_close(ranks[0][0], run(2, fit_swa, "ddp")[0][0], 1e-5)
+
+
+def fit_moving_average(name: str) -> Tensor:
+    ema = EMAWeightAveraging(decay=0.9)
+    model, _ = fit(name, Seeded, val={"num_samples": 16}, max_epochs=2, callbacks=[ema])
+    return torch.cat([weights(model).double(), buffers(model)])
+
+
+@pytest.mark.parametrize("name", ["hpsgd", "wagma", "allreduce"])
+def test_a_moving_average_of_the_weights_ends_with_one_model(name: str) -> None:
+    """The callback writes its average into the model when training ends, on each rank its own."""
+    assert same(run(2, fit_moving_average, name))
+
+
+# ---- parameters that no optimizer trains, and the step changes ----
+
+
+class Taught(Seeded):
+    """A teacher follows the network, as in BYOL; a second one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.frozen = copy.deepcopy(self.net).requires_grad_(False)
+        self.shown: list[Tensor] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for mine, theirs in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mine.data = 0.9 * mine.data + 0.1 * theirs.detach()
+
+    def on_validation_end(self) -> None:
+        self.shown.append(weights(self.teacher))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=self.lr)
+
+
+def fit_taught(name: str, folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    saver = ModelCheckpoint(dirpath=folder, filename="taught", save_on_train_epoch_end=True)
+    model, _ = fit(
+        name,
+        Taught,
+        val={"num_samples": 16},
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[saver],
+    )
+    assert isinstance(model, Taught)
+    own = torch.load(f"{folder}/taught.ckpt.replicas/rank_0000{os.environ['RANK']}.pt")
+    teacher = torch.cat(
+        [own["state_dict"][f"teacher.{n}"].reshape(-1) for n, _ in model.teacher.named_parameters()]
+    )
+    return weights(model.teacher), model.shown[-1], teacher, weights(model.frozen)
+
+
+@some_now("name", ["local_sgd", "wagma", "hpsgd", "allreduce"], now=("local_sgd", "hpsgd"))
+def test_a_teacher_is_averaged_where_its_student_is(name: str, tmp_path: Path) -> None:
+    ends, shown, owns, frozen = zip(*run(2, fit_taught, name, str(tmp_path)), strict=True)
+    assert same(ends)
+    assert same(shown)
+    assert same([*frozen, weights(Taught().frozen)])  # to the bit
+    saved = torch.load(tmp_path / "taught.ckpt", weights_only=True)["state_dict"]
+    names = [name for name, _ in Taught().teacher.named_parameters()]
+    teacher = torch.cat([saved[f"teacher.{name}"].reshape(-1) for name in names])
+    assert_close(teacher, torch.stack(owns).mean(0))
+    if name not in ("allreduce", "wagma"):  # of two ranks in time, wagma averages all weights
+        assert not same(owns)  # each rank goes on with its own
+
+
+# ---- validation ----
+
+
+class Watching(Seeded):
+    """Looks at its weights and statistics around a validation in the middle of an epoch.
+
+    The strategy's hooks come after the module's: `on_validation_start` still sees what was trained,
+    `on_validation_end` still what was validated.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[Tensor] = []
+        self.during: list[Tensor] = []
+        self.after: list[Tensor] = []
+
+    def everything(self) -> Tensor:
+        return torch.cat([weights(self).double(), buffers(self)])
+
+    def on_validation_start(self) -> None:
+        self.before.append(self.everything())
+
+    def on_validation_end(self) -> None:
+        self.during.append(self.everything())
+
+    def on_validation_model_train(self) -> None:
+        super().on_validation_model_train()
+        self.after.append(self.everything())
+
+
+def fit_watching(name: str, options: dict[str, Any]) -> tuple[list[Tensor], ...]:
+    model, _ = fit(
+        name,
+        Watching,
+        val={"num_samples": 16},
+        val_check_interval=0.5,
+        max_epochs=2,
+        options=options,
+    )
+    assert isinstance(model, Watching)
+    assert len(model.before) == 5  # the sanity check, and two an epoch
+    return model.before, model.during, model.after
+
+
+@every_strategy
+def test_validation_shows_the_consensus_and_gives_back_the_weights_to_the_bit(name: str) -> None:
+    ranks = run(2, fit_watching, name, {})
+    for before, _, after in ranks:
+        assert all(map(torch.equal, before, after))
+    for index in range(1, 5):
+        before, during, _ = ([rank[i][index] for rank in ranks] for i in range(3))
+        assert same(during)
+        # Ranks differ at least in their BatchNorm statistics.
+        assert not same(before)
+        assert_close(during[0], (before[0] + before[1]) / 2, 1e-5)
+
+
+def test_local_evaluation_shows_each_rank_its_own_weights() -> None:
+    ranks = run(2, fit_watching, "no_sync", {"evaluate": "local"})
+    for before, during, after in ranks:
+        assert all(map(torch.equal, before, during))
+        assert all(map(torch.equal, before, after))
+    assert not same([rank[1][-1] for rank in ranks])
+
+
+def fit_and_evaluate(name: str) -> dict[str, Any]:
+    """Validates, tests and predicts with a model that differs between ranks, and after fit."""
+    L.seed_everything(int(os.environ["RANK"]), verbose=False)
+    model, run = Regression(), trainer(strategy(name), 2)
+    results: dict[str, Any] = {}
+    for when in ("alone", "after fit"):
+        results[f"validate {when}"] = run.validate(model, loader(32), verbose=False)
+        results[f"test {when}"] = run.test(model, loader(32), verbose=False)
+        results[f"predict {when}"] = torch.cat(run.predict(model, loader(32, shuffle=False)))
+        if when == "alone":
+            run.fit(model, loader(), loader(32))
+            results["fit"] = [{"val_loss": float(run.callback_metrics["val_loss"])}]
+    results["weights"] = weights(model)
+    return results
+
+
+@every_strategy
+def test_validate_test_and_predict_work_alone_and_after_fit(name: str) -> None:
+    ranks = run(2, fit_and_evaluate, name)
+    first = ranks[0]
+    assert same([rank["weights"] for rank in ranks])
+    for rank in ranks:
+        for key in ("validate alone", "test alone", "validate after fit", "test after fit"):
+            assert rank[key] == first[key]
+    assert first["validate alone"] == first["test alone"]
+    assert first["validate after fit"] == first["test after fit"] == first["fit"]
+    assert first["validate after fit"] != first["validate alone"]
+    # The ranks predict different samples, with the same model.
+    assert not torch.equal(ranks[0]["predict after fit"], ranks[1]["predict after fit"])
+    assert len(ranks[0]["predict after fit"]) == 16
+
+
+# ---- buffers ----
+
+
+class Statistics(L.Callback):
+    """The BatchNorm statistics of this rank after every batch."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        self.values.append(buffers(pl_module))
+
+
+def fit_statistics(name: str, average_buffers: bool) -> tuple[list[Tensor], Tensor]:
+    statistics = Statistics()
+    options = {"average_buffers": average_buffers}
+    model, _ = fit(name, Seeded, callbacks=[statistics], options=options)
+    return statistics.values, buffers(model)
+
+
+@every_strategy
+def test_statistics_are_local_in_training_and_averaged_at_the_end(name: str) -> None:
+    ours, theirs = run(2, fit_statistics, name, True)
+    assert len(ours[0]) == 8
+    assert not any(map(torch.equal, ours[0], theirs[0]))
+    assert torch.equal(ours[1], theirs[1])
+    assert_close(ours[1], (ours[0][-1] + theirs[0][-1]) / 2)
+
+
+@every_strategy
+def test_without_averaging_the_statistics_of_rank_0_are_left_at_the_end(name: str) -> None:
+    ours, theirs = run(2, fit_statistics, name, False)
+    assert not any(map(torch.equal, ours[0], theirs[0]))
+    assert torch.equal(ours[1], theirs[1])
+    assert torch.equal(ours[1], ours[0][-1])
+
+
+# ---- nobody waits for everybody ----
+
+
+class Slow(Plain):
+    """One rank is not done with its first batch before all others are done with their last one."""
+
+    patience_s = 40.0  # less than gloo's, after which Lightning goes on as if nothing had been
+
+    def __init__(self, slow_rank: int, folder: str) -> None:
+        super().__init__()
+        self.slow_rank = slow_rank
+        self.news = dist.FileStore(f"{folder}/news", dist.get_world_size())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if (self.global_rank, batch_idx) == (self.slow_rank, 0):
+            fast = [f"rank {r}" for r in range(self.trainer.world_size) if r != self.slow_rank]
+            self.news.wait(fast, timedelta(seconds=self.patience_s))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.trainer.num_training_batches:
+            self.news.set(f"rank {self.global_rank}", "done")
+
+
+def fit_slow(name: str, slow_rank: int, folder: str) -> int:
+    return fit(name, lambda: Slow(slow_rank, folder), {"num_samples": 3 * 8 * 20})[1].global_step
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1, 2])
+def test_fast_ranks_train_at_their_own_speed(slow_rank: int, tmp_path: Path) -> None:
+    """Lightning's broadcast before every batch would make them wait for rank 0."""
+    assert run(3, fit_slow, "no_sync", slow_rank, str(tmp_path)) == [20, 20, 20]

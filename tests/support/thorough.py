@@ -1,0 +1,21 @@
+"""How often tests try what is random: `TIMES=20 make test-all` tries 20 times as much."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+
+def times(number: int) -> range:
+    """So many tries by default."""
+    return range(number * int(os.environ.get("TIMES", "1")))
+
+
+def tries(number: int, fast: int) -> list[Any]:
+    """The same as parameters of a test; the first few are in `make test`."""
+    return [
+        pytest.param(place, marks=[pytest.mark.exhaustive] if place >= fast else [])
+        for place in times(number)
+    ]

@@ -1,0 +1,330 @@
+"""Runs a function on every rank of a world, and gives what each rank made of it.
+
+`ProcessWorld`: `fn(net, *args)` in real processes, joined by gloo, each with a transport.
+`NodeWorld`: the same with every rank on a node of its own, a network namespace.
+`FitWorld`: `fn(*args)` in the same processes, set up as torchrun sets them up, for `Trainer.fit`.
+`FakeWorld`, `FakeFitWorld`: the same, with an accelerator that is none.
+`StartWorld`: the same, where the strategy makes the process group.
+`ParentWorld`: `fn(*args)` in one process, whose children the ranks are, if there are any.
+
+The processes are forked from a server that has torch and Lightning loaded.  `fn` must be a function
+of a module, and its results picklable, as they come home through a pipe of `multiprocessing` (the
+tests' own, not the package's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dsgd.bench import network
+from lightning_dsgd.devices import port_of
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from tests.support import fake_device
+
+shaped = pytest.mark.skipif(bool(network.why_not()), reason=network.why_not() or "possible here")
+
+preloaded = multiprocessing.get_context("forkserver")
+"""Starts processes that have torch and Lightning loaded."""
+preloaded.set_forkserver_preload(["tests.support.preload"])
+
+
+@dataclass
+class Outcome:
+    """What became of one rank."""
+
+    result: Any = None
+    error: str = ""
+    """The exception as "Name: text", empty if there was none."""
+    exitcode: int | None = None
+    seconds: float = 0.0
+    """From the start of the world to this rank's result."""
+
+
+@dataclass
+class ProcessWorld:
+    """P processes, each with a `ProcessGroupTransport`."""
+
+    timeout_s: float = 60.0  # as a machine that is busy with other things may need
+    heartbeat_timeout_s: float = 20.0
+    _device = torch.device("cpu")  # that each rank computes on
+
+    def _join(self, rank: int, world_size: int, store: str) -> None:
+        timeout, met = timedelta(seconds=self.timeout_s), dist.FileStore(store, world_size)
+        dist.init_process_group(
+            "gloo", store=met, rank=rank, world_size=world_size, timeout=timeout
+        )
+        # A rank that is connected and ends at once would break the others' connecting.
+        met.set(f"joined-{rank}", "")
+        met.wait([f"joined-{other}" for other in range(world_size)], timeout)
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        net = self._open()
+        try:
+            result = fn(net, *args)
+            net.close()
+        except BaseException as exception:
+            net.fail(f"failed: {type(exception).__name__}: {exception}")
+            raise
+        return result
+
+    def _open(self) -> ProcessGroupTransport:
+        return ProcessGroupTransport(
+            timeout_s=self.timeout_s,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            device=self._device,
+        )
+
+    def outcomes(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        limit_s: float = 250.0,
+        stopped: Collection[int] = (),
+    ) -> list[Outcome]:
+        """Every rank's outcome.
+
+        Ranks that are still alive after `limit_s` are killed; the `stopped` ones, once all others
+        have ended.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = []
+            for rank in range(world_size):
+                ours, theirs = preloaded.Pipe(duplex=False)
+                process = preloaded.Process(
+                    target=_run_rank,
+                    args=(self, rank, world_size, str(Path(folder, "store")), theirs, fn, args),
+                )
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            begin = time.monotonic()
+            outcomes = collect([ours for _, ours in ranks], limit_s, stopped)
+            for rank, ((process, _), outcome) in enumerate(zip(ranks, outcomes, strict=True)):
+                left_s = 0.0 if rank in stopped else begin + limit_s - time.monotonic()
+                process.join(max(0.1, left_s))
+                if process.is_alive():
+                    outcome.error = f"still alive after {limit_s} s: {outcome.error}"
+                    process.kill()
+                    process.join()
+                outcome.exitcode = process.exitcode
+            return outcomes
+
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Every rank's result; raises if any rank failed."""
+        outcomes = self.outcomes(world_size, fn, *args)
+        errors = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error]
+        assert not errors, "\n".join(errors)
+        return [outcome.result for outcome in outcomes]
+
+
+@dataclass
+class FakeWorld(ProcessWorld):
+    """P processes, each with an accelerator that is none: `fn(net, fake, *args)`.
+
+    Fails if anything was read or written on it that no wait has ordered.
+    """
+
+    seed: int = 0
+    finds_races: bool = True
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        fake = fake_device.install(self.seed + dist.get_rank())
+        self._device = fake.device
+
+        def run(net: ProcessGroupTransport) -> Any:
+            result = fn(net, fake, *args)
+            fake.check(finds_races=self.finds_races)
+            return result
+
+        return super()._call(run, ())
+
+
+@dataclass
+class NativeWorld(ProcessWorld):
+    """P processes whose sums of all ranks gloo makes, in the order and the way of NCCL's."""
+
+    def _open(self) -> ProcessGroupTransport:
+        return ProcessGroupTransport(
+            timeout_s=self.timeout_s,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            native_devices=("cpu",),
+        )
+
+
+@dataclass
+class AcceleratorWorld(ProcessWorld):
+    """P processes that share this machine's accelerator: `fn(net, device, *args)`."""
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        self._device = port_of(found).device
+
+        def run(net: ProcessGroupTransport) -> Any:
+            return fn(net, self._device, *args)
+
+        return super()._call(run, ())
+
+
+@dataclass
+class NodeWorld(ProcessWorld):
+    """P processes, each on the node of its rank; `fn(net, nodes, *args)` may cut links of these."""
+
+    nodes: network.Network | None = None
+
+    def _join(self, rank: int, world_size: int, store: str) -> None:
+        assert self.nodes is not None
+        with open(f"/run/netns/{self.nodes.namespace(rank)}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+        os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE
+        super()._join(rank, world_size, store)
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return super()._call(fn, (self.nodes, *args))
+
+
+@dataclass
+class FitWorld(ProcessWorld):
+    """P processes that a Trainer takes for those of torchrun: `Trainer(devices=P, ...)`."""
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        _set_up_as_torchrun_does(dist.get_rank(), dist.get_world_size(), port=1)
+        return fn(*args)
+
+
+@dataclass
+class FakeFitWorld(FitWorld):
+    """The same, each with an accelerator that is none: `fn(fake, *args)`."""
+
+    seed: int = 0
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        fake = fake_device.install(self.seed + dist.get_rank())
+
+        def run() -> Any:
+            with fake_device.parameters_allowed():
+                result = fn(fake, *args)
+            fake.check()
+            return result
+
+        return super()._call(run, ())
+
+
+@dataclass
+class StartWorld(ProcessWorld):
+    """P processes of torchrun that have not been joined: the strategy is to do that."""
+
+    port: int = 0
+    """At which the ranks meet."""
+
+    def _join(self, rank: int, world_size: int, store: str) -> None:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        _set_up_as_torchrun_does(rank, world_size, self.port)
+        return fn(*args)
+
+
+@dataclass
+class ParentWorld(ProcessWorld):
+    """One process, of which the ranks are children."""
+
+    def _join(self, rank: int, world_size: int, store: str) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        result = fn(*args)
+        assert not multiprocessing.active_children()
+        return result
+
+
+def _set_up_as_torchrun_does(rank: int, world_size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        TORCHELASTIC_RUN_ID="tests",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",  # else Lightning sets what suits one job on this machine
+    )
+
+
+def collect(
+    pipes: list[Connection], limit_s: float, stopped: Collection[int] = ()
+) -> list[Outcome]:
+    """What comes through each rank's pipe in time; nobody waits for the stopped ones."""
+    begin = time.monotonic()
+    outcomes = [Outcome(error="nothing came back") for _ in pipes]
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while not set(stopped) >= set(open_pipes.values()) and time.monotonic() < begin + limit_s:
+        for pipe in wait(list(open_pipes), timeout=1.0):
+            assert isinstance(pipe, Connection)
+            outcome = outcomes[open_pipes.pop(pipe)]
+            outcome.seconds = time.monotonic() - begin
+            try:
+                outcome.result, outcome.error = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                outcome.error = "died"
+    return outcomes
+
+
+def _run_rank(
+    world: ProcessWorld,
+    rank: int,
+    world_size: int,
+    store: str,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    error = run_joined(world, rank, world_size, store, pipe, fn, args)
+    pipe.close()
+    sys.exit(1 if error else 0)
+
+
+def run_joined(
+    world: ProcessWorld,
+    rank: int,
+    world_size: int,
+    store: str,
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> str:
+    """Runs `fn` in the process group of these ranks, and sends what it made of it."""
+    try:
+        world._join(rank, world_size, store)
+        result, error = world._call(fn, args), ""
+    except BaseException as exception:
+        traceback.print_exc()
+        result, error = None, f"{type(exception).__name__}: {exception}"
+    # Not `send`, which leaves a tensor's memory with this process, which ends.
+    pipe.send_bytes(pickle.dumps((result, error)))
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    return error

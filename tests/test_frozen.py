@@ -1,0 +1,101 @@
+"""Bits that must not change where nothing but the house is rebuilt.
+
+What each time-independent strategy reaches on the digits, as a hash of the weights, and the bytes
+that a rank has sent for it.  The hashes belong to one build of torch on one kind of processor:
+`python -m tests.test_frozen` writes them anew, on purpose and with a reason in the commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms.diloco import DiLoCo
+from lightning_dsgd.algorithms.dpsgd import DPSGD
+from lightning_dsgd.algorithms.hpsgd import HPSGD
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.popsgd import PopSGD
+from lightning_dsgd.algorithms.sgp import SGP
+from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
+from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.transport.simulated import SimulatedWorld
+
+FILE = Path(__file__).with_suffix(".json")
+RANKS, STEPS, BATCH = 3, 20, 8
+ALGORITHMS: dict[str, Any] = {
+    "allreduce": AllReduce,
+    "no_sync": NoSync,
+    "local_sgd": lambda: LocalSGD(sync_period=4),
+    "local_sgd, four bits in fragments": lambda: LocalSGD(
+        sync_period=6, num_fragments=3, overlap_steps=1, wire_dtype="int4"
+    ),
+    "diloco": lambda: DiLoCo(sync_period=5, outer_momentum=0.5),
+    "dpsgd": DPSGD,
+    "sgp": SGP,
+    "popsgd": lambda: PopSGD(blocking=True),
+    "hpsgd, bounded": lambda: HPSGD(max_local_steps=1),
+    "wagma, synchronous": lambda: WAGMA(wait_avoiding=False),
+    "oktopk": lambda: OkTopk(density=0.05),
+    "topk_allgather": lambda: TopkAllgather(density=0.05),
+    "topk_dsa": lambda: TopkDSA(density=0.05),
+    "gtopk": lambda: GTopk(density=0.05),
+    "gaussian_topk": lambda: GaussianTopk(density=0.05),
+}
+
+
+def build() -> str:
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def train(net: Any, name: str) -> tuple[str, int]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    replica = Replica(net, model, [optimizer], ALGORITHMS[name]())
+    pixels, labels = load_digits(return_X_y=True)
+    images, goals = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels)
+    for k in range(STEPS):
+        begin = (k * RANKS + net.rank) * BATCH
+        batch = slice(begin, begin + BATCH)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), goals[batch]).backward()
+        replica.before_update(optimizer)
+        optimizer.step()
+        replica.after_update(optimizer)
+    replica.finish()
+    replica.stop()
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16], net.counters.bytes_sent
+
+
+def outcome(name: str) -> dict[str, Any]:
+    hashes, sent = zip(*SimulatedWorld(RANKS).run(train, name), strict=True)
+    assert len(set(hashes)) == 1
+    return {"weights": hashes[0], "bytes": list(sent)}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_weights_and_bytes_are_those_of_before(name: str) -> None:
+    frozen = json.loads(FILE.read_text())
+    found = outcome(name)
+    assert found["bytes"] == frozen["outcomes"][name]["bytes"]
+    if build() != frozen["build"]:
+        pytest.skip(f"the hashes were made with {frozen['build']}, this is {build()}")
+    assert found["weights"] == frozen["outcomes"][name]["weights"]
+
+
+if __name__ == "__main__":
+    outcomes = {name: outcome(name) for name in ALGORITHMS}
+    FILE.write_text(json.dumps({"build": build(), "outcomes": outcomes}, indent=1) + "\n")

@@ -1,0 +1,72 @@
+"""Result files: what is in them, and how they are laid out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_dsgd.results import provenance, text, write_result
+
+STORED = sorted(Path(__file__).parents[1].joinpath("docs", "results").rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"a": [], "b": {}, "c": None},
+        {"cells": [{"seconds": [1.5, 2.5], "ranks": {"0": 1}}, {"rows": [{"step": 1}]}]},
+        {"series": list(range(100)), "nested": [[1, 2], [[3], [4]]]},
+        {"x": {'a "quoted" name': 1e-9}, "y": ["text, with {marks}"]},
+        {4: 0.5, "large": {8: [1], 16: (2, 3)}},
+    ],
+)
+def test_the_text_is_the_same_json(value: Any) -> None:
+    assert json.loads(text(value)) == json.loads(json.dumps(value))
+
+
+def test_a_record_is_a_line() -> None:
+    cells = [{"round": turn, "seconds": [1.0, 2.0]} for turn in range(2)]
+    assert text({"cores": 2, "cells": cells}) == (
+        """{
+ "cores": 2,
+ "cells": [
+  {"round": 0, "seconds": [1.0, 2.0]},
+  {"round": 1, "seconds": [1.0, 2.0]}
+ ]
+}"""
+    )
+
+
+def test_a_long_series_has_its_own_line() -> None:
+    result = {"run": {"loss": [0.5] * 100, "last": 0.5}}
+    assert [len(line) > 100 for line in text(result).splitlines()] == [
+        *(False, False, True, False, False, False)
+    ]
+
+
+def test_a_written_file_replaces_the_old_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "page" / "result.json"
+    for value in (1, 2):
+        write_result({"value": value}, path)
+    assert json.loads(path.read_text()) == {"value": 2}
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+    assert f"written: {path}" in capsys.readouterr().out
+
+
+def test_provenance_names_the_command_the_machine_and_the_versions() -> None:
+    made = provenance("python some.py")
+    assert made["command"] == "python some.py"
+    assert made["cores"] > 0
+    assert made["versions"].keys() == {"python", "torch", "lightning", "lightning_dsgd"}
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_every_stored_result_has_a_record_per_line(path: Path) -> None:
+    stored = path.read_text()
+    assert stored == text(json.loads(stored)) + "\n"

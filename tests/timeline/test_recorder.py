@@ -1,0 +1,149 @@
+"""A rank's file: what is in it, how large it gets, and that a killed run leaves it readable."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_dsgd.timeline.recorder import MOST_SPANS, Recorder
+from lightning_dsgd.timeline.trace import read_folder
+from tests.timeline.support import recorder
+
+
+def lines(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    text = (folder / f"step_trace_{rank:05d}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_step_is_a_line_in_microseconds(tmp_path: Path) -> None:
+    mine = recorder(tmp_path, rank=1, about={"strategy": "wagma"}, offset_s=-90.0)
+    mine.fetched(100.0, 100.1)
+    mine.waited(100.5, 100.75, 0, in_lane=False)
+    mine.exchanged(100.4, 100.8)
+    mine.clock.at_s = 101.0
+    mine.end_step(7)
+    mine.close("enough")
+    head, step, end = lines(tmp_path, 1)
+    assert (head["rank"], head["world_size"], head["strategy"]) == (1, 2, "wagma")
+    assert head["origin_s"] == 10.0
+    assert step == {
+        "step": 7,
+        "span": [0, 1_000_000],
+        "fetch": [[0, 100_000]],
+        "wait": [[500_000, 750_000, 0]],
+        "exchange": [[400_000, 800_000]],
+    }
+    assert end == {"end": "enough"}
+
+
+def test_waits_that_are_short_or_many_are_added_up(tmp_path: Path) -> None:
+    mine = recorder(tmp_path)
+    mine.waited(100.0, 100.000_01, 1, in_lane=False)
+    for i in range(MOST_SPANS + 10):
+        mine.waited(100.1 + i, 100.2 + i, 1, in_lane=False)
+    mine.clock.at_s = 300.0
+    mine.end_step(1)
+    step = lines_after_close(mine, tmp_path)[1]
+    assert len(step["wait"]) == MOST_SPANS
+    assert step["left_out"] == 10 + 10 * 100_000
+
+
+def lines_after_close(mine: Recorder, folder: Path) -> list[dict[str, Any]]:
+    mine.close("")
+    return lines(folder)
+
+
+def test_a_lane_serves_between_two_waits(tmp_path: Path) -> None:
+    mine = recorder(tmp_path)
+
+    def lane() -> None:
+        mine.waited(100.0, 100.2, 1, in_lane=True)
+        mine.waited(100.3, 100.6, 0, in_lane=True)
+        mine.waited(100.600_001, 100.7, 0, in_lane=True)  # it had nothing to do
+
+    thread = threading.Thread(target=lane)
+    thread.start()
+    thread.join()
+    mine.clock.at_s = 101.0
+    mine.end_step(1)
+    assert lines_after_close(mine, tmp_path)[1]["serve"] == [[200_000, 300_000, 1]]
+
+
+def test_a_wait_for_ones_own_lane_is_a_wait_for_whom_the_lane_waits(tmp_path: Path) -> None:
+    mine = recorder(tmp_path, rank=0, world_size=4)
+
+    def lane() -> None:
+        mine.waited(100.0, 100.4, 3, in_lane=True)
+        mine.waited(100.5, 100.6, 2, in_lane=True)
+
+    thread = threading.Thread(target=lane)
+    thread.start()
+    thread.join()
+    mine.waited(100.2, 100.7, 0, in_lane=False)
+    mine.clock.at_s = 101.0
+    mine.end_step(1)
+    waits = lines_after_close(mine, tmp_path)[1]["wait"]
+    assert waits == [
+        [200_000, 400_000, 3],
+        [400_000, 500_000, 0],
+        [500_000, 600_000, 2],
+        [600_000, 700_000, 0],
+    ]
+
+
+def test_a_full_file_ends_and_says_so(tmp_path: Path) -> None:
+    mine = recorder(tmp_path, max_mb=0.001)
+    for number in range(1, 100):
+        mine.clock.at_s += 1
+        mine.end_step(number)
+    assert not mine.is_open
+    mine.close("too late")
+    assert mine.path.stat().st_size < 1100
+    (trace,) = read_folder(tmp_path)
+    assert trace.end == "the file is full"
+    assert 5 < len(trace.steps) < 99
+    with pytest.raises(ValueError, match="max_mb must be positive"):
+        recorder(tmp_path, max_mb=0)
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from lightning_dsgd.timeline import recorder
+recorder.FLUSH_S = 0.0
+mine = recorder.Recorder(Path(sys.argv[1]), 0, 1, time.monotonic)
+for number in range(1, 1000):
+    mine.end_step(number)
+    if number == 500:
+        mine._file.write('{"step": 501, "sp')
+        mine._file.flush()
+        print("ready", flush=True)
+        sys.stdin.read()
+"""
+
+
+def test_a_killed_run_leaves_what_it_had_written(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=30)
+    process.stdin.close()
+    process.stdout.close()
+    (trace,) = read_folder(tmp_path)
+    assert [step.number for step in trace.steps] == list(range(1, 501))
+    assert trace.end == ""

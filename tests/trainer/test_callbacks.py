@@ -1,0 +1,172 @@
+"""Callbacks of ours: what they log, and where."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+from lightning_dsgd import (
+    CommunicationMonitor,
+    StragglerInjector,
+)
+from lightning_dsgd.replica import flat
+from tests.support.fits import (
+    Plain,
+    fit,
+    run,
+)
+
+# ---- figures ----
+
+
+DELAY_S = 0.4  # which is much beside what a busy machine delays the other rank
+
+
+def fit_with_figures(name: str, folder: str) -> tuple[int, list[list[int]]]:
+    straggler = StragglerInjector(DELAY_S, num_ranks=1, seed=1)
+    model, run = fit(
+        name,
+        val={"num_samples": 16},
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=2,
+        callbacks=[CommunicationMonitor(), straggler],
+    )
+    (weights_of,) = flat.flatten(model.named_parameters())
+    delayed = [straggler.delayed_ranks(step, run.world_size) for step in range(8)]
+    return weights_of.x.nbytes, delayed
+
+
+def read_figures(folder: Path) -> list[dict[str, float]]:
+    with (folder / "metrics.csv").open() as file:
+        return [
+            {key: float(value) for key, value in row.items() if value}
+            for row in csv.DictReader(file)
+            if row.get("dsgd/bytes_sent")
+        ]
+
+
+def fit_accumulating(folder: str) -> int:
+    model, _ = fit(
+        "allreduce",
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=2,
+        accumulate_grad_batches=2,
+        callbacks=[CommunicationMonitor()],
+    )
+    (weights_of,) = flat.flatten(model.named_parameters())
+    return weights_of.x.nbytes
+
+
+def test_figures_count_all_batches_of_an_accumulated_step(tmp_path: Path) -> None:
+    num_bytes, _ = run(2, fit_accumulating, str(tmp_path))
+    rows = read_figures(tmp_path)
+    assert [row["dsgd/bytes_sent"] for row in rows] == [2 * (num_bytes + 8 * (1 + 4))] * len(rows)
+    assert len(rows) == 2
+
+
+def test_figures_in_the_csv_log_are_those_of_the_formula(tmp_path: Path) -> None:
+    (num_bytes, delayed), *_ = run(2, fit_with_figures, "allreduce", str(tmp_path))
+    rows = read_figures(tmp_path)
+    assert [row["step"] for row in rows] == [1, 3, 5, 7]
+    for row in rows:
+        # Two steps, each with 2(P-1)/P |g|, and 8 bytes for this rank and each parameter.
+        assert row["dsgd/bytes_sent"] == 2 * (num_bytes + 8 * (1 + 4))
+        assert row["dsgd/messages_sent"] >= 4
+        assert 0 <= row["dsgd/comm_overlap"] <= 1
+    # Whoever is not delayed waits for who is.
+    assert all(len(ranks) == 1 for ranks in delayed)
+    waits = sum(ranks == [1] for ranks in delayed)
+    assert 0 < waits < 8
+    assert sum(row["dsgd/wait_s"] for row in rows) >= 0.5 * DELAY_S * waits
+    assert all((row["dsgd/wait_share"] > 0) == (row["dsgd/wait_s"] > 0) for row in rows)
+    assert all(row["dsgd/wait_share"] <= 1 for row in rows)
+
+
+def test_the_distance_of_the_ranks_is_logged(tmp_path: Path) -> None:
+    run(2, fit_with_figures, "no_sync", str(tmp_path))
+    rows = read_figures(tmp_path)
+    assert [row["dsgd/bytes_sent"] for row in rows] == [0.0] * 4
+    assert rows[0]["dsgd/consensus_distance"] == 0.0  # of the sanity check
+
+
+def fit_with_wandb(name: str, folder: str) -> str:
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    logger = WandbLogger(save_dir=folder, offline=True, project="tests")
+    monitor = CommunicationMonitor(per_rank=True)
+    fit(name, logger=logger, log_every_n_steps=2, callbacks=[monitor])
+    import wandb
+
+    directory = wandb.run.dir if wandb.run is not None else ""
+    wandb.finish()
+    return directory
+
+
+def test_figures_are_in_an_offline_wandb_run_with_their_step_axis(tmp_path: Path) -> None:
+    ranks = run(2, fit_with_wandb, "local_sgd", str(tmp_path))
+    assert ranks[0]
+    assert not ranks[1]
+    (file,) = tmp_path.rglob("*.wandb")
+    records = file.read_bytes()
+    for key in (b"dsgd/bytes_sent", b"dsgd/messages_sent", b"dsgd/wait_s", b"dsgd/comm_overlap"):
+        assert records.count(key) >= 4  # 8 steps, every second one logged
+    assert b"trainer/global_step" in records[records.index(b"dsgd/*") :][:64]  # the step axis
+    for entry in (b'"name":"local_sgd"', b'"num_ranks":2', b'"sync_period":4'):
+        assert entry in records
+    for rank in range(2):
+        assert f"dsgd/rank_{rank:05d}/wait_s".encode() in records
+
+
+class Bar(L.Callback):
+    """What a progress bar shows after each batch."""
+
+    def __init__(self) -> None:
+        self.shown: list[set[str]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.shown.append({name for name in trainer.progress_bar_metrics if "dsgd" in name})
+
+
+def fit_with_figures_in_the_bar(prog_bar: bool) -> list[set[str]]:
+    bar = Bar()
+    monitor = CommunicationMonitor(prog_bar=prog_bar)
+    options = {"log_every_n_steps": 2, "val_check_interval": 4, "num_sanity_val_steps": 0}
+    fit("wagma", Plain, val={"num_samples": 16}, callbacks=[monitor, bar], **options)
+    return bar.shown
+
+
+def test_the_progress_bar_shows_some_figures_if_asked_to() -> None:
+    """Also between the steps at which they are logged; the distance from the first evaluation."""
+    assert run(2, fit_with_figures_in_the_bar, False)[0] == [set()] * 8
+    shown, _ = run(2, fit_with_figures_in_the_bar, True)
+    waits = {"dsgd/wait_s", "dsgd/wait_share", "dsgd/late_share", "dsgd/staleness"}
+    assert [names - {"dsgd/consensus_distance"} for names in shown[2:]] == [waits] * 6
+    assert shown[-1] == waits | {"dsgd/consensus_distance"}
+
+
+def fit_two_epochs_with_figures_of_every_rank(folder: str) -> int:
+    """The bytes of the weights."""
+    logger = CSVLogger(folder, name="", version="")
+    straggler = StragglerInjector(delay_s=0.01, num_ranks=1)
+    monitor = CommunicationMonitor(per_rank=True)
+    model, _ = fit("dpsgd", max_epochs=2, logger=logger, callbacks=[monitor, straggler])
+    (weights_of,) = flat.flatten(model.named_parameters())
+    return int(weights_of.x.nbytes)
+
+
+def test_every_ranks_figures_are_logged_at_the_end_of_each_epoch(tmp_path: Path) -> None:
+    num_bytes, *_ = run(3, fit_two_epochs_with_figures_of_every_rank, str(tmp_path))
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("dsgd/rank_00000/wait_s")]
+    assert len(rows) == 2
+    for row in rows:
+        for rank in range(3):
+            steps = float(row[f"dsgd/rank_{rank:05d}/bytes_sent"]) / (2 * num_bytes)
+            assert steps == round(steps) > 0  # its two neighbours', of this epoch alone
+            assert float(row[f"dsgd/rank_{rank:05d}/wait_s"]) >= 0
+    first, second = (float(row["dsgd/rank_00002/bytes_sent"]) for row in rows)
+    assert first == second

@@ -1,0 +1,411 @@
+"""Training that ends or saves by the clock: after the same batch on all ranks, and nobody waits.
+
+Clocks are the tests' own: it is time when a rank has made so many batches.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_dsgd import STRATEGIES
+from lightning_dsgd.session.stopping import END, SAVE, STOP, AgreedBatch
+from tests.support.models import Regression, loader, trainer, weights
+from tests.support.worlds import FitWorld, ProcessWorld
+
+EMPTY = torch.empty(0)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+# ---- the agreement ----
+
+
+def do_as_agreed(net: Any, asks: dict[int, list[tuple[int, int, int]]]) -> tuple[int, list[Any]]:
+    """Steps in a ring; at a batch a rank asks for what it has been told to."""
+    agreed = AgreedBatch(net.sub("stop"))
+    done = []
+    batches = 0
+    while agreed.may_begin_batch():
+        batches += 1
+        for at, what, detail in asks.get(net.rank, []):
+            if at == batches:
+                agreed.ask(what, detail)
+        net.send(EMPTY, (net.rank + 1) % net.world_size)
+        net.recv(EMPTY, (net.rank - 1) % net.world_size).wait()
+        done += [(batches, *due) for due in agreed.due()]
+        if any(what == END for _, what, _ in done):
+            break
+    agreed.finish()
+    net.barrier().wait()
+    agreed.close()
+    return batches, done
+
+
+def test_all_ranks_save_end_and_stop_after_the_same_batch_whoever_asks() -> None:
+    """Again and again, two at once, and one for which another has asked already."""
+    asks = {
+        0: [(40, SAVE, 0), (80, SAVE, 1)],
+        1: [(20, SAVE, 0), (80, SAVE, 1), (120, END, 0)],
+        2: [(60, SAVE, 0), (80, SAVE, 0), (120, END, 0)],
+    }
+    first, *others = ProcessWorld().run(3, do_as_agreed, asks)
+    assert others == [first] * 2
+    batches, done = first
+    assert done[-1] == (batches, END, 0)
+    assert batches > 120
+    saves = [(at, detail) for at, what, detail in done if what == SAVE]
+    assert min(at for at, detail in saves if detail == 0) > 20
+    assert len([at for at, detail in saves if detail == 0]) == 4
+    assert min(at for at, detail in saves if detail == 1) > 80
+
+
+def test_a_signal_stops_all_though_one_of_them_has_asked_to_save() -> None:
+    asks = {0: [(30, SAVE, 0)], 1: [(30, STOP, 15)], 2: [(30, SAVE, 0), (31, STOP, 15)]}
+    first, *others = ProcessWorld().run(3, do_as_agreed, asks)
+    assert others == [first] * 2
+    assert {what for _, what, _ in first[1]} <= {SAVE}
+
+
+def ask_and_leave(net: Any) -> None:
+    """All ask at the end, where nobody begins another batch."""
+    agreed = AgreedBatch(net.sub("stop"))
+    assert agreed.may_begin_batch()
+    agreed.ask(SAVE, net.rank)
+    agreed.finish()
+    net.barrier().wait()
+    agreed.close()
+
+
+def test_what_is_asked_at_the_end_does_not_outlive_the_network() -> None:
+    ProcessWorld().run(3, ask_and_leave)
+
+
+# ---- the end ----
+
+
+class Until(Timer):
+    """Whose time is up, on one rank alone, after so many batches of it."""
+
+    def __init__(self, of_rank: int, num_batches: int, **kwargs: Any) -> None:
+        super().__init__(duration=timedelta(hours=1), **kwargs)
+        self.of_rank, self.num_batches, self.seen = of_rank, num_batches, 0
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen += 1
+        super().on_train_batch_end(*args, **kwargs)
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        return 4000.0 if rank() == self.of_rank and self.seen >= self.num_batches else 0.0
+
+
+class Seen(L.Callback):
+    def __init__(self) -> None:
+        self.num_batches = self.num_validated = self.num_ends = 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.num_batches += 1
+
+    def on_validation_end(self, *args: Any) -> None:
+        self.num_validated += 1
+
+    def on_train_end(self, *args: Any) -> None:
+        self.num_ends += 1
+
+
+def fit_by_time(name: str, timer: Timer | None, num_samples: list[int], **options: Any) -> Any:
+    seen = Seen()
+    model = Regression(lr=0.001)  # alone and for long, a rank would diverge with more
+    callbacks = [seen] if timer is None else [seen, timer]
+    fitter = trainer(
+        STRATEGIES[name](timeout_s=20),
+        int(os.environ["WORLD_SIZE"]),
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        **{"max_epochs": -1, **options},
+    )
+    fitter.fit(model, loader(num_samples[rank() % len(num_samples)]), loader(16))
+    assert fitter.state.finished
+    assert seen.num_ends == 1
+    assert "_check_time_remaining" not in vars(timer or fitter)
+    return {
+        "steps": fitter.global_step,
+        "epochs": fitter.current_epoch,
+        "validated": seen.num_validated,
+        "model": weights(model).tolist(),
+    }
+
+
+def fit_each(names: list[str], *args: Any) -> list[Any]:
+    return [fit_by_time(name, Until(1, 5), [8000]) for name in names]
+
+
+def test_a_timer_ends_training_after_the_same_batch_on_all_ranks() -> None:
+    """As it ends by itself: validated, with one model; rank 1's clock alone is that far."""
+    names = ["allreduce", "no_sync", "local_sgd", "wagma", "hpsgd"]
+    first, second = FitWorld().run(2, fit_each, names)
+    for name, one, other in zip(names, first, second, strict=True):
+        assert one == other, name
+        assert 5 < one["steps"] < 1000, name
+        assert one["validated"] == one["epochs"] == 1, name
+
+
+def fit_for_a_second() -> Any:
+    begin = time.monotonic()
+    result = fit_by_time("local_sgd", None, [128], max_time="00:00:00:01", limit_val_batches=0)
+    return result | {"seconds": time.monotonic() - begin}
+
+
+def test_max_time_ends_training() -> None:
+    first, second = FitWorld().run(2, fit_for_a_second)
+    assert first["steps"] == second["steps"] > 0
+    assert first["model"] == second["model"]
+    assert 1.0 < first["seconds"] < 50.0
+
+
+def fit_by_epoch() -> Any:
+    return fit_by_time("local_sgd", Until(0, 20, interval="epoch"), [128])
+
+
+def test_a_timer_that_looks_once_an_epoch_ends_all_after_that_epoch() -> None:
+    """That of rank 0 counts, as in Lightning."""
+    first, second = FitWorld().run(2, fit_by_epoch)
+    assert first == second
+    assert (first["steps"], first["epochs"]) == (32, 2)
+
+
+MEETINGS: dict[str, dict[str, Any]] = {
+    "none": {"limit_val_batches": 0},
+    "validation": {},
+    "two validations an epoch": {"val_check_interval": 0.5},
+    "a checkpoint": {"limit_val_batches": 0, "enable_checkpointing": True},
+}
+
+
+def fit_unevenly(of_rank: int, at: int, where: str, folder: str) -> Any:
+    options = MEETINGS[where] | {"default_root_dir": folder}
+    return fit_by_time("no_sync", Until(of_rank, at), [80, 800, 240], **options)
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "at"),
+    [
+        (2, 35),
+        pytest.param(1, 50, marks=pytest.mark.exhaustive),
+        pytest.param(0, 10, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(each, marks=pytest.mark.exhaustive if each == "none" else ())
+        for each in MEETINGS
+    ],
+)
+def test_ranks_with_uneven_batches_end_after_the_same_epoch(
+    of_rank: int, at: int, where: str, tmp_path: Path
+) -> None:
+    """Rank 0 has 10 batches an epoch, rank 1 100 and rank 2 30: they wait where others go on."""
+    results = FitWorld().run(3, fit_unevenly, of_rank, at, where, str(tmp_path))
+    (epochs,) = {result["epochs"] for result in results}
+    assert [result["steps"] for result in results] == [10 * epochs, 100 * epochs, 30 * epochs]
+    per_epoch = {"validation": 1, "two validations an epoch": 2}.get(where, 0)
+    assert {result["validated"] for result in results} == {epochs * per_epoch}
+    assert results[0]["model"] == results[1]["model"] == results[2]["model"]
+    if where != "none":
+        assert epochs == (2 if (of_rank, at) == (2, 35) else 1)
+
+
+# ---- the checkpoints ----
+
+
+class Stream(IterableDataset[Any]):
+    """Of a length that nobody knows before."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(self.num_batches):
+            x = torch.randn(8, 10, generator=generator)
+            yield x, x.sum(1, keepdim=True)
+
+
+class SaveAt(ModelCheckpoint):
+    """Its time comes, on one rank alone, after each of these batches."""
+
+    def __init__(self, folder: str, of_rank: int, at: list[int], **kwargs: Any) -> None:
+        defaults = {"filename": "{step}", "save_top_k": -1}
+        super().__init__(folder, train_time_interval=timedelta(hours=1), **{**defaults, **kwargs})
+        self.of_rank, self.at, self.seen = of_rank, at, 0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.seen += 1
+        is_time = rank() == self.of_rank and self.seen in self.at
+        if is_time:
+            self._last_time_checked = -1e9
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        training = trainer.strategy.session.training
+        while is_time and (SAVE, 0) in training.clock._asked and not training.agreed._due:
+            time.sleep(0.001)  # between two looks: else this rank may be far ahead of the answer
+
+
+class Paced(Regression):
+    """In these of its batches rank 0 waits until rank 1 has begun others."""
+
+    def __init__(self, folder: str, waits: dict[int, int]) -> None:
+        super().__init__()
+        self.folder, self.waits = Path(folder), waits
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if rank() == 1:
+            (self.folder / f"begun_{batch_idx}").touch()
+        elif batch_idx in self.waits:
+            while not (self.folder / f"begun_{self.waits[batch_idx]}").exists():
+                time.sleep(0.001)  # between two looks
+        return super().training_step(batch, batch_idx)
+
+
+def fit_and_save(
+    name: str,
+    saver: ModelCheckpoint,
+    num_batches: list[int],
+    epochs: int,
+    model: L.LightningModule | None = None,
+) -> int:
+    fitter = trainer(
+        STRATEGIES[name](timeout_s=20),
+        int(os.environ["WORLD_SIZE"]),
+        callbacks=[saver],
+        max_epochs=epochs,
+        enable_checkpointing=True,
+        limit_val_batches=0,
+    )
+    data = Stream(num_batches[rank() % len(num_batches)])
+    fitter.fit(model or Regression(), DataLoader(data, batch_size=None))
+    assert saver._train_time_interval == timedelta(hours=1)
+    assert "on_train_batch_end" not in vars(saver)
+    return fitter.global_step
+
+
+def save_each(names: list[str], folder: str) -> list[int]:
+    results = []
+    for name in names:
+        own = f"{folder}/{name}"
+        os.makedirs(own, exist_ok=True)
+        saver, model = SaveAt(own, 1, [5, 100]), Paced(own, {10: 6, 105: 101})
+        results.append(fit_and_save(name, saver, [200], 1, model))
+    return results
+
+
+def test_a_checkpoint_by_time_is_saved_after_the_same_batch_on_all_ranks(tmp_path: Path) -> None:
+    """And the next when it is time again, with the callback's state under its own name.
+
+    Rank 0 hears of it in the midst of many batches: what it hears after its last one is too late.
+    """
+    names = ["allreduce", "no_sync", "local_sgd", "wagma"]
+    assert FitWorld().run(2, save_each, names, str(tmp_path)) == [[200] * 4] * 2
+    for name in names:
+        steps = sorted(int(file.stem[5:]) for file in (tmp_path / name).glob("*.ckpt"))
+        for step in steps:
+            file = tmp_path / name / f"step={step}.ckpt"
+            shared = torch.load(file, weights_only=True)
+            assert shared["global_step"] == step
+            for own in range(2):
+                replica = torch.load(f"{file}.replicas/rank_{own:05d}.pt", weights_only=True)
+                assert replica["global_step"] == step, name
+            assert any("'train_time_interval': datetime" in key for key in shared["callbacks"])
+        assert len(steps) == 2, name
+        assert 5 < steps[0] <= 100 < steps[1] <= 200, name
+
+
+def save_twice(folder: str) -> int:
+    """Two of them, whose time comes after the same batch of the same rank."""
+    modes = {"one": "min", "other": "max"}  # Lightning knows them apart by such options
+    savers = [SaveAt(f"{folder}/{name}", 1, [5], mode=mode) for name, mode in modes.items()]
+    fitter = trainer(
+        STRATEGIES["wagma"](timeout_s=20),
+        2,
+        callbacks=savers,
+        enable_checkpointing=True,
+        limit_val_batches=0,
+    )
+    fitter.fit(Paced(folder, {10: 6}), DataLoader(Stream(200), batch_size=None))
+    return fitter.global_step
+
+
+def test_two_checkpoints_may_be_due_at_the_same_time(tmp_path: Path) -> None:
+    assert FitWorld().run(2, save_twice, str(tmp_path)) == [200, 200]
+    for name in ("one", "other"):
+        assert len(list((tmp_path / name).glob("*.ckpt"))) == 1, name
+
+
+def fit_with_clocks(folder: str) -> int:
+    callbacks = [
+        Timer(duration=timedelta(hours=1)),
+        ModelCheckpoint(folder, train_time_interval=timedelta(hours=1)),
+    ]
+    fitter = trainer(
+        STRATEGIES["no_sync"](timeout_s=20), 2, callbacks=callbacks, enable_checkpointing=True
+    )
+    fitter.fit(Paced(folder, {2: 20}), loader(400))
+    return fitter.global_step
+
+
+def test_nobody_waits_for_the_clock_of_rank_0(tmp_path: Path) -> None:
+    """Which is in its third batch when the other begins its twentieth."""
+    assert FitWorld().run(2, fit_with_clocks, str(tmp_path)) == [25, 25]
+
+
+def save_a_stream(folder: str) -> tuple[int, int]:
+    """How many steps this rank has made, and how often it has warned."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps = fit_and_save("no_sync", SaveAt(folder, 1, [45, 46, 60, 80]), [20, 50], 2)
+    said = [str(warning.message) for warning in caught]
+    return steps, sum("a checkpoint by train_time_interval is left out" in text for text in said)
+
+
+def test_a_checkpoint_that_a_rank_is_too_short_for_is_left_out_with_a_warning(
+    tmp_path: Path,
+) -> None:
+    """Streams of unknown, different lengths: rank 0 waits at the end of its training."""
+    assert FitWorld().run(2, save_a_stream, str(tmp_path)) == [(40, 1), (100, 0)]
+    for file in tmp_path.glob("*.ckpt"):
+        assert len(list(Path(f"{file}.replicas").iterdir())) == 2
+
+
+def fit_by_hand(folder: str) -> None:
+    class ByHand(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+
+    saver = SaveAt(folder, 0, [3])
+    fitter = trainer(
+        STRATEGIES["no_sync"](timeout_s=20), 1, callbacks=[saver], enable_checkpointing=True
+    )
+    with pytest.warns(UserWarning, match="saves nothing by train_time_interval where optimization"):
+        fitter.fit(ByHand(), loader(64))
+
+
+def test_manual_optimization_is_told_that_nothing_is_saved_by_time(tmp_path: Path) -> None:
+    FitWorld().run(1, fit_by_hand, str(tmp_path))

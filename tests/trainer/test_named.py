@@ -1,0 +1,195 @@
+"""Strategies are made from algorithms; a new one is a file and a row, here or in a package."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_dsgd
+import lightning_dsgd.pytorch_lightning as twins
+from lightning_dsgd import hyperparameters
+from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.trainer.named import STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+
+ALGORITHM = '''
+"""What a page would say."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_dsgd.algorithm import Algorithm, Profile
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.hyperparameters import at_least
+
+
+@dataclass
+class {Name}(LocalSGD):
+    """Averages as often as it is told."""
+
+    name: ClassVar[str] = "{name}"
+    profile: ClassVar[Profile] = Profile("seldom", "all ranks", "little", "none", "a test")
+
+    patience: int = at_least(1, default=3, doc="how patient it is")
+'''
+
+BAD = ALGORITHM.replace("patience: int", "timeout_s: int")  # an option of every strategy
+
+LOOK = """
+import lightning, pytorch_lightning, lightning_dsgd, runpy, sys
+from lightning_dsgd import catalogue
+from lightning_dsgd.cli import main
+for name, title in (("newcomer", "Newcomer"), ("theirs", "Theirs")):
+    for package in (lightning, pytorch_lightning):
+        made = package.Trainer(strategy=name, devices=1, accelerator="cpu", logger=False)
+        assert made.strategy.algorithm.patience == 3
+    assert getattr(lightning_dsgd, title + "Strategy")(patience=5).algorithm.patience == 5
+    assert f"`{name}`" in catalogue.markdown("pages/")
+    main(["strategies", name])
+from tests.algorithms.test_algorithms import TABLE
+assert {"newcomer", "theirs"} <= TABLE.keys()
+hooks = runpy.run_path("docs/hooks.py")
+pages = {name: page for entry in hooks["strategies"]() for name, page in entry.items()}
+assert pages["newcomer"] == "algorithms/newcomer.md"
+assert "how patient it is" in hooks["page_of"](lightning_dsgd.NewcomerStrategy().algorithm)
+tasks = "lightning_dsgd.tasks.digits."
+sys.argv[1:] = ["fit", "--print_config", "--trainer.strategy", "newcomer"]
+sys.argv += ["--trainer.strategy.patience", "7"]
+sys.argv += ["--model", tasks + "DigitsClassifier", "--data", tasks + "DigitsData"]
+main()
+"""
+
+
+def install(folder: Path, package: str, entry_points: str) -> None:
+    """What pip leaves of a package that has algorithms, beside its modules."""
+    info = folder / f"{package}-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[lightning_dsgd.algorithms]\n{entry_points}")
+
+
+@pytest.mark.exhaustive
+def test_a_new_algorithm_is_a_file_and_a_row_or_an_entry_point(tmp_path: Path) -> None:
+    copy, theirs = tmp_path / "copy", tmp_path / "theirs"
+    for folder in ("lightning_dsgd", "tests", "docs"):
+        others = shutil.ignore_patterns("__pycache__")  # other tests write there meanwhile
+        shutil.copytree(ROOT / folder, copy / folder, ignore=others)
+    home = copy / "lightning_dsgd" / "algorithms"
+    (home / "newcomer.py").write_text(ALGORITHM.format(Name="Newcomer", name="newcomer"))
+    registry = (home / "__init__.py").read_text()
+    registry = registry.replace("AllReduce, NoSync,", "AllReduce, NoSync, Newcomer,")
+    row = "from lightning_dsgd.algorithms.newcomer import Newcomer\n"
+    (home / "__init__.py").write_text(registry.replace("\n_GROUP", f"\n{row}\n_GROUP"))
+
+    good, bad = ALGORITHM.format(Name="Theirs", name="theirs"), BAD.format(Name="Bad", name="bad")
+    entries = "theirs = their_module:Theirs\nbad = their_module:Bad\n"
+    install(theirs, "their_package", entries)
+    (theirs / "their_module.py").write_text(good + bad)
+
+    path = os.pathsep.join([str(copy), str(theirs)])
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=copy,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "patience: how patient it is" in done.stdout
+    assert "class_path: lightning_dsgd.NewcomerStrategy" in done.stdout
+    assert "patience: 7" in done.stdout
+    assert "their_module.Bad is left out of the strategies: ValueError: " in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_pip_leaves_what_the_entry_point_needs(tmp_path: Path) -> None:
+    theirs, site = tmp_path / "theirs", tmp_path / "site"
+    theirs.mkdir()
+    (theirs / "their_module.py").write_text(ALGORITHM.format(Name="Theirs", name="theirs"))
+    (theirs / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+        '[project]\nname = "their-package"\nversion = "1"\n'
+        '[project.entry-points."lightning_dsgd.algorithms"]\ntheirs = "their_module:Theirs"\n'
+        '[tool.hatch.build.targets.wheel]\ninclude = ["their_module.py"]\n'
+    )
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    pip += ["--no-build-isolation", "--disable-pip-version-check", "--target", str(site)]
+    subprocess.run([*pip, str(theirs)], check=True)
+    code = "from lightning_dsgd.algorithms import ALGORITHMS; assert 'theirs' in ALGORITHMS"
+    path = os.pathsep.join([str(site), str(ROOT)])
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=True)
+
+
+@pytest.mark.exhaustive
+def test_what_another_package_cannot_give_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    install(tmp_path, "broken", "x = no_such_module:X\n")
+    code = "from lightning_dsgd.algorithms import ALGORITHMS; assert 'wagma' in ALGORITHMS"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no_such_module:X is left out of the strategies: ModuleNotFoundError" in done.stderr
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_strategy_takes_what_its_algorithm_does(name: str) -> None:
+    algorithm = ALGORITHMS[name]
+    for strategy in (STRATEGIES[name], getattr(twins, f"{algorithm.__name__}Strategy")):
+        assert strategy().algorithm == algorithm()
+        signature = inspect.signature(strategy).parameters
+        for field in hyperparameters.names(algorithm):
+            assert signature[field].default == getattr(algorithm(), field)
+            assert f"\n    {field}: " in str(strategy.__doc__)
+        assert signature["timeout_s"].default == 1800.0
+        assert algorithm.profile is not None
+        assert algorithm.profile.memory in " ".join(str(strategy.__doc__).split())
+
+
+def test_hyperparameters_are_given_by_place_or_name() -> None:
+    assert lightning_dsgd.WAGMAStrategy(4, 20).algorithm == lightning_dsgd.WAGMAStrategy(
+        group_size=4, sync_period=20
+    ).algorithm  # fmt: skip
+
+
+def test_every_hyperparameter_has_a_text() -> None:
+    for algorithm in ALGORITHMS.values():
+        for line in hyperparameters.arguments(algorithm).splitlines():
+            assert line.strip().partition(": ")[2] or line.startswith("        ")
+
+
+def test_editors_see_the_strategies_that_there_are() -> None:
+    """`python docs/stub.py` writes them."""
+    for path, text in runpy.run_path(str(ROOT / "docs" / "stub.py"))["stubs"]().items():
+        assert path.read_text() == text, f"run: python docs/stub.py ({path.name} differs)"
+
+
+SCRIPT = """
+import lightning as L
+import lightning_dsgd
+
+strategy = lightning_dsgd.WAGMAStrategy(group_size=4, timeout_s=60.0)
+trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=4)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_users_script_is_checked_by_mypy(tmp_path: Path) -> None:
+    scripts = {"right.py": SCRIPT, "wrong.py": SCRIPT.replace("group_size=4", 'group_size="4"')}
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--config-file=", *scripts]
+    done = subprocess.run(mypy, capture_output=True, text=True, cwd=tmp_path)
+    *errors, _ = done.stdout.splitlines()
+    assert errors, done.stdout + done.stderr
+    assert all(line.startswith("wrong.py:5:") for line in errors), done.stdout

@@ -1,0 +1,227 @@
+"""Training in a notebook and at Python's prompt."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from jupyter_client import KernelManager
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+from nbclient import NotebookClient
+
+from lightning_dsgd import STRATEGIES
+from tests.support.models import Regression, loader, trainer, weights
+from tests.support.mpi import environment
+from tests.support.worlds import ParentWorld
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/notebook.ipynb"
+LIMIT_S = 250
+FORKED = "An interactive session: the ranks are forked from this process."
+FAILING = """
+class Failing(Regression):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 3:
+            raise ValueError("no such luck")
+        return super().training_step(batch, batch_idx)
+
+
+try:
+    new_trainer().fit(Failing(), data)
+except torch.multiprocessing.ProcessRaisedException as error:
+    print("raised:", str(error).strip().splitlines()[-1])
+"""
+REFUSED = """
+for cause in (
+    lambda: trainer.fit(model, data),
+    lambda: L.Trainer(strategy=lightning_dsgd.WAGMAStrategy(start_method="spawn"), devices=2),
+    lambda: L.Trainer(strategy=lightning_dsgd.WAGMAStrategy(start_method="popen"), devices=2),
+):
+    try:
+        cause()
+    except (ValueError, NotImplementedError) as error:
+        print("refused:", error)
+"""
+ENDLESS = """
+class Endless(Regression):
+    def on_train_batch_end(self, *args):
+        if self.global_rank == 0 and self.global_step == 20:
+            print("twenty steps", flush=True)
+
+
+trainer = L.Trainer(
+    strategy="wagma", accelerator="cpu", devices=2, max_epochs=100_000, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False,
+)
+trainer.fit(Endless(), data)
+"""
+LEFT = "import multiprocessing; print('left:', multiprocessing.active_children())"
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(
+        HOME=str(tmp_path), JUPYTER_RUNTIME_DIR=str(tmp_path), IPYTHONDIR=str(tmp_path)
+    ).items():
+        monkeypatch.setenv(name, value)
+
+
+def texts(notebook: Any) -> list[str]:
+    """What each cell has printed."""
+    return [
+        "".join(output.get("text", "") for output in cell.get("outputs", []))
+        for cell in notebook.cells
+    ]
+
+
+def test_the_example_has_no_outputs() -> None:
+    for cell in nbformat.read(EXAMPLE, 4).cells:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+@pytest.mark.exhaustive
+def test_the_example_runs_in_a_notebook(tmp_path: Path) -> None:
+    notebook = nbformat.read(EXAMPLE, 4)
+    notebook.cells += [nbformat.v4.new_code_cell(text) for text in (FAILING, REFUSED, LEFT)]
+    client = NotebookClient(
+        notebook, timeout=LIMIT_S, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    printed = texts(notebook)
+    everything = "".join(printed)
+    print(everything)
+    assert everything.count(FORKED) == 1
+    untrained, trained, more = (
+        float(everything.split(f"{what}: ")[1].split()[0])
+        for what in ("untrained", "\ntrained", "trained on")
+    )
+    assert more < trained < untrained / 10
+    (validated,) = (
+        output["data"]["text/plain"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output["output_type"] == "execute_result"
+    )
+    assert float(validated.split(":")[1].strip(" }]")) == pytest.approx(trained, rel=1e-5)
+    assert "raised: ValueError: no such luck" in printed[-3]
+    again, spawned, popened = printed[-2].strip().split("refused: ")[1:]
+    assert "creating a new Trainer" in again
+    for method, text in (("spawn", spawned), ("popen", popened)):
+        assert f"must be forked, got start_method='{method}'; leave it out" in text
+    assert printed[-1] == "left: []\n"
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Any]:
+    """A client of a kernel that has run the first cells of the example."""
+    manager = KernelManager()
+    manager.start_kernel(cwd=str(tmp_path))
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=LIMIT_S)
+        for cell in nbformat.read(EXAMPLE, 4).cells[:2]:
+            if cell.cell_type == "code":
+                client.execute_interactive(cell.source, timeout=LIMIT_S)
+        yield client
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.exhaustive
+def test_an_interrupted_cell_leaves_the_kernel_and_no_rank(kernel: Any) -> None:
+    heard: list[str] = []
+
+    def hear(message: Any) -> None:
+        text = message["content"].get("text", "")
+        heard.append(text)
+        if "twenty steps" in text:
+            kernel.parent.interrupt_kernel()
+
+    reply = kernel.execute_interactive(ENDLESS, timeout=LIMIT_S, output_hook=hear)
+    assert reply["content"]["status"] == "error"
+    assert reply["content"]["ename"] == "SystemExit"  # as Lightning ends after an interrupt
+    kernel.execute_interactive(LEFT, timeout=LIMIT_S, output_hook=hear)
+    assert "left: []\n" in heard
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_prompt_trains(is_file: bool, tmp_path: Path) -> None:
+    """Python reads statements one after the other, or goes on to them behind a file."""
+    cells = [cell.source for cell in nbformat.read(EXAMPLE, 4).cells if cell.cell_type == "code"]
+    file = tmp_path / "cells.py"
+    file.write_text("\n".join(cells))
+    arguments = ["-i", str(file)] if is_file else ["-i"]
+    typed = "" if is_file else f"exec(open({str(file)!r}).read())\n"
+    job = subprocess.run(
+        [sys.executable, *arguments],
+        input=f"{typed}{LEFT}\n",
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    print(job.stderr)
+    assert "trained on: 0.0" in job.stdout
+    assert "left: []" in job.stdout
+    assert job.stderr.count(FORKED) == 1
+
+
+# What is chosen, and what is refused
+
+
+def strategy_at_a_prompt(environment: Any, options: dict[str, Any]) -> str:
+    sys.ps1 = ">>> "
+    os.environ.update(SLURM_NTASKS="2", SLURM_JOB_NAME="jupyter", SLURM_PROCID="0")
+    strategy = STRATEGIES["dpsgd"](cluster_environment=environment, **options)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    strategy._configure_launcher()
+    return strategy._start_method
+
+
+@pytest.mark.parametrize("options", [{}, {"start_method": "fork"}])
+def test_ranks_are_forked_at_a_prompt(options: dict[str, Any]) -> None:
+    chosen = ParentWorld().run(1, strategy_at_a_prompt, LightningEnvironment(), options)
+    assert chosen == ["fork"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "text"),
+    [
+        (
+            LightningEnvironment(),
+            {"start_method": "spawn"},
+            "must be forked, got start_method='spawn'; leave it out",
+        ),
+        (
+            SLURMEnvironment(),
+            {},
+            "must start its ranks itself, got the environment of SLURMEnvironment",
+        ),
+    ],
+)
+def test_what_is_refused_at_a_prompt(environment: Any, options: dict[str, Any], text: str) -> None:
+    (found,) = ParentWorld().outcomes(1, strategy_at_a_prompt, environment, options)
+    assert found.error.startswith("ValueError")
+    assert text in found.error
+
+
+def fit_at_a_prompt() -> float:
+    sys.ps1 = ">>> "
+    model = Regression()
+    before = weights(model)
+    trainer(STRATEGIES["wagma"](), 2).fit(model, loader())
+    return float((weights(model) - before).norm())
+
+
+def test_a_strategy_left_at_its_default_trains_at_a_prompt() -> None:
+    assert ParentWorld().run(1, fit_at_a_prompt)[0] > 0

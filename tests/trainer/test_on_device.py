@@ -1,0 +1,196 @@
+"""`Trainer.fit` on a device, on one that is none: `tests/support/fake_device.py`.
+
+Forward, backward and the optimizer are queued there as well, and backward from another thread.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dsgd import (
+    ADPSGD,
+    HPSGD,
+    SGP,
+    WAGMA,
+    DecentralizedStrategy,
+    EagerSGD,
+    FabricStrategy,
+    PopSGD,
+    decentralized,
+)
+from lightning_dsgd.devices import PASSED, port_of
+from lightning_dsgd.transport import staging
+from tests.plain.test_training import TIMELESS, loader_of, make
+from tests.support.fake_device import FakeDevice
+from tests.support.fits import Seeded, accelerator_of, buffers
+from tests.support.models import Regression, loader, trainer, weights
+from tests.support.worlds import FakeFitWorld, FitWorld
+from tests.test_frozen import ALGORITHMS
+
+DEPEND_ON_TIME: dict[str, Any] = {
+    "adpsgd": ADPSGD,
+    "eager_sgd": EagerSGD,
+    "hpsgd": HPSGD,
+    "popsgd, not blocking": PopSGD,
+    "sgp, late": lambda: SGP(overlap=1),
+    "wagma": lambda: WAGMA(sync_period=4),
+    "wagma, overlap": lambda: WAGMA(sync_period=4, overlap=True),
+}
+CPU = torch.device("cpu")
+ALL = {name: ALGORITHMS[name] for name in TIMELESS} | DEPEND_ON_TIME
+
+
+class OnDevice(Seeded):
+    """Notes where it was trained and evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.seen |= {x.device.type for x in (*batch, *self.parameters(), *self.buffers())}
+        return super().loss(batch)
+
+
+def train_on(name: str, device: torch.device, num_steps: int) -> tuple[Tensor, float, set[str]]:
+    """The weights and buffers that all agree on, the loss before the last step, and where."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    model, data = OnDevice(), loader(4 * world_size * num_steps, 4)
+    strategy = DecentralizedStrategy(ALL[name](), timeout_s=60.0)
+    options = {"accelerator": accelerator_of(device), "val_check_interval": num_steps // 2}
+    fit = trainer(strategy, world_size, **options)
+    fit.fit(model, data, loader(8, 4))
+    found = torch.cat([weights(model).double(), buffers(model)])
+    return found, float(fit.callback_metrics["val_loss"]), model.seen
+
+
+def train_on_both(fake: FakeDevice, names: list[str], num_steps: int) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        fake.syncs.clear()
+        on_device = train_on(name, fake.device, num_steps)
+        assert not fake.races, f"{name}: {fake.races[0]}"
+        found[name] = on_device, train_on(name, CPU, num_steps)
+    return found
+
+
+def check(names: list[str], world_size: int, num_steps: int, seed: int = 0) -> None:
+    ranks = FakeFitWorld(seed=seed).run(world_size, train_on_both, names, num_steps)
+    for name in names:
+        for (trained, loss, where), (expected, cpu_loss, _) in (rank[name] for rank in ranks):
+            assert where == {"fake"}, name
+            assert trained.equal(ranks[0][name][0][0]), f"{name}: ranks differ"
+            assert trained.isfinite().all(), name
+            assert trained.abs().max() < 1000, f"{name}: poison"
+            if name in TIMELESS:
+                assert trained.equal(expected), name
+                assert loss == cpu_loss, name
+
+
+def test_strategies_fit_on_a_device() -> None:
+    """One that exchanges gradients, one with a lane beside the training, a sparse one."""
+    check(["allreduce", "wagma", "topk_dsa"], world_size=2, num_steps=4)
+
+
+def train_on_accelerator(names: list[str]) -> list[tuple[Tensor, Tensor, set[str]]]:
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    device, rows = port_of(found).device, []
+    for name in names:
+        trained, _, where = train_on(name, device, 4)
+        rows.append((trained, train_on(name, CPU, 4)[0], where))
+    return rows
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_strategies_fit_on_an_accelerator() -> None:
+    """All ranks share one device; what is rounded may be rounded the other way there."""
+    for rows in FitWorld().run(2, train_on_accelerator, ["allreduce", "sgp", "oktopk", "wagma"]):
+        for (trained, expected, where), is_same in zip(
+            rows, (True, True, False, False), strict=True
+        ):
+            assert "cpu" not in where
+            assert trained.isfinite().all()
+            if is_same:
+                torch.testing.assert_close(trained, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ALL)
+def test_every_strategy_fits_on_a_device(name: str) -> None:
+    check([name], world_size=3, num_steps=12, seed=100 * list(ALL).index(name))
+
+
+def train_without_waiting(fake: FakeDevice) -> None:
+    """What is sent is copied to the host whether or not it has been computed."""
+    at_once = property(lambda job: PASSED, lambda job, mark: None)
+    with mock.patch.object(staging._Job, "mark", at_once, create=True):
+        train_on("local_sgd", fake.device, 4)
+
+
+def test_a_fit_that_sends_too_early_is_noticed() -> None:
+    for outcome in FakeFitWorld().outcomes(2, train_without_waiting):
+        assert "is not ordered with" in outcome.error
+
+
+# ---- the other faces ----
+
+
+def batches_on(device: torch.device, rank: int) -> list[tuple[Tensor, Tensor]]:
+    return [(x.to(device), y.to(device)) for x, y in loader_of(rank, 6)]
+
+
+def make_on(device: torch.device) -> tuple[Regression, torch.optim.Optimizer]:
+    """Moved before there is an optimizer: only the devices that torch knows keep parameters."""
+    model = make()[0].to(device)
+    return model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+
+def train_plainly(name: str, device: torch.device) -> Tensor:
+    model, optimizer = make_on(device)
+    with decentralized(model, optimizer, ALL[name](), timeout_s=60.0) as replica:
+        for x, y in replica.batches(batches_on(device, replica.rank)):
+            optimizer.zero_grad()
+            model.loss((x, y)).backward()
+            optimizer.step()
+        with replica.consensus():
+            assert bool(weights(model).isfinite().all())
+    return weights(model).detach().cpu()
+
+
+def train_in_fabric(name: str, device: torch.device) -> Tensor:
+    strategy, world_size = FabricStrategy(ALL[name](), timeout_s=60.0), dist.get_world_size()
+    fabric = L.Fabric(accelerator=accelerator_of(device), devices=world_size, strategy=strategy)
+    fabric.launch()
+    model, optimizer = make_on(device)
+    net, optimizer = fabric.setup(model.net, optimizer)
+    with strategy:
+        for x, y in batches_on(fabric.device, fabric.global_rank):
+            optimizer.zero_grad()
+            fabric.backward(((net(x) - y) ** 2).mean())
+            optimizer.step()
+    return weights(model).detach().cpu()
+
+
+def train_with_both(fake: FakeDevice, name: str) -> list[tuple[Tensor, Tensor]]:
+    return [
+        (train(name, fake.device), train(name, torch.device("cpu")))
+        for train in (train_plainly, train_in_fabric)
+    ]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["allreduce", "local_sgd", "oktopk"])
+def test_the_other_faces_train_on_a_device(name: str) -> None:
+    for faces in FakeFitWorld().run(3, train_with_both, name):
+        for on_device, expected in faces:
+            assert on_device.equal(expected)

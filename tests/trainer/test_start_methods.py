@@ -1,0 +1,314 @@
+"""Ranks that the process of the script forks or spawns: it gets their weights, or their error.
+
+Functions that run in that process come before the tests that run them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lightning_dsgd import STRATEGIES
+from lightning_dsgd.trainer import openmp
+from tests.session.test_ending import SOON_S, run_job
+from tests.support import doomed
+from tests.support.doomed import Plan, num_batches
+from tests.support.models import Regression, loader, trainer, weights
+from tests.support.worlds import ParentWorld
+
+EVERY_METHOD = pytest.mark.parametrize(
+    "method",
+    [
+        "fork",
+        pytest.param("forkserver", marks=pytest.mark.exhaustive),
+        pytest.param("spawn", marks=pytest.mark.exhaustive),
+    ],
+)
+
+
+class Noted(Callback):
+    """Each rank writes the weights that it ends with to a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.save(weights(pl_module), Path(self.folder, f"rank_{trainer.global_rank}.pt"))
+
+
+def ranks_weights(folder: str) -> list[torch.Tensor]:
+    return [torch.load(Path(folder, f"rank_{rank}.pt")) for rank in range(2)]
+
+
+# Weights come back
+
+
+def fit_twice(name: str, method: str, folder: str) -> None:
+    model = Regression()
+    seen = [weights(model)]
+    for _ in range(2):
+        saves = ModelCheckpoint(folder, monitor="val_loss")
+        fitter = trainer(
+            STRATEGIES[name](start_method=method),
+            2,
+            callbacks=[Noted(folder), saves],
+            enable_checkpointing=True,
+        )
+        fitter.fit(model, loader(), loader(32))
+        assert all(torch.equal(weights(model), theirs) for theirs in ranks_weights(folder))
+        seen.append(weights(model))
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+    (validated,) = fitter.validate(model, loader(32))
+    (tested,) = fitter.test(model, loader(32), ckpt_path="best")
+    (batch,) = loader(32, 32)
+    assert validated["val_loss"] == pytest.approx(float(model.eval().loss(batch)), rel=1e-5)
+    saved = fitter.strategy.load_checkpoint(saves.best_model_path)
+    model.load_state_dict(saved["state_dict"])
+    assert tested["val_loss"] == pytest.approx(float(model.loss(batch)), rel=1e-5)
+    fitter.save_checkpoint(Path(folder, "by_hand.ckpt"))
+
+    with pytest.raises(NotImplementedError, match="creating a new Trainer"):
+        fitter.fit(model, loader())
+
+
+@EVERY_METHOD
+def test_weights_of_forked_ranks_come_back_and_are_trained_on(method: str, tmp_path: Path) -> None:
+    (found,) = ParentWorld().outcomes(1, fit_twice, "wagma", method, str(tmp_path))
+    assert not found.error
+    Regression.load_from_checkpoint(tmp_path / "by_hand.ckpt")
+
+
+def fit_after_a_failure(folder: str) -> list[str]:
+    errors = []
+    model = Failing(folder)
+    fitter = trainer(STRATEGIES["local_sgd"](start_method="fork"), 2)
+    for _ in range(3):
+        try:
+            fitter.fit(model, loader())
+        except torch.multiprocessing.ProcessRaisedException as error:
+            errors.append(str(error).strip().splitlines()[-1])
+        assert not active_children()
+    fitter.save_checkpoint(Path(folder, "saved.ckpt"))  # which warns where ranks are lost
+    return errors
+
+
+class Failing(Regression):
+    """Its last rank fails the first two times."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        failures = list(Path(self.folder).glob("failed_*"))
+        if self.global_rank == 1 and batch_idx == 3 and len(failures) < 2:
+            Path(self.folder, f"failed_{len(failures)}").touch()
+            raise ValueError("no such luck")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_trainer_of_forked_ranks_trains_after_it_has_failed(tmp_path: Path) -> None:
+    (errors,) = ParentWorld().run(1, fit_after_a_failure, str(tmp_path))
+    assert errors == ["ValueError: no such luck"] * 2
+
+
+# Threads
+
+
+def fit_after_computing(pauses: bool) -> list[int]:
+    """As in a notebook, where a cell above has computed something."""
+    if not pauses:
+        openmp.end_threads = lambda: False
+    torch.set_num_threads(2)
+    os.environ["OMP_NUM_THREADS"] = "2"
+    model = Multiplying()
+    multiply().sum().backward()
+    for _ in range(2):
+        fitter = trainer(STRATEGIES["dpsgd"](start_method="fork"), 2, limit_train_batches=2)
+        fitter.fit(model, loader())
+        multiply()
+    return [int(fitter.callback_metrics["num_threads"]), torch.get_num_threads()]
+
+
+def multiply() -> torch.Tensor:
+    """On as many threads as there may be."""
+    x = torch.ones(300, 300, requires_grad=True)
+    return (x @ x).exp()
+
+
+class Multiplying(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        multiply().sum().backward()
+        self.log("num_threads", float(torch.get_num_threads()))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("pauses", "num_threads"), [(True, 2), (False, 1)])
+def test_ranks_may_be_forked_from_a_process_that_has_computed(
+    pauses: bool, num_threads: int
+) -> None:
+    assert ParentWorld().run(1, fit_after_computing, pauses) == [[num_threads, 2]]
+
+
+# A rank that fails ends all
+
+
+def fit_doomed(method: str, folder: str, plans: tuple[Plan, ...]) -> None:
+    doomed.fit("wagma", folder, plans, devices=2, options={"start_method": method})
+
+
+@pytest.mark.parametrize(
+    ("method", "rank"),
+    [
+        ("fork", 0),
+        ("fork", 1),
+        pytest.param("forkserver", 0, marks=pytest.mark.exhaustive),
+        pytest.param("spawn", 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_parent_raises_what_its_rank_has_raised(method: str, rank: int, tmp_path: Path) -> None:
+    plans = (Plan(rank, "raise"),)
+    (found,) = ParentWorld().outcomes(1, fit_doomed, method, str(tmp_path), plans)
+    assert found.error.startswith("ProcessRaisedException")
+    assert f"Process {rank} terminated with the following error" in found.error
+    assert found.error.strip().endswith("ValueError: no such luck in training_step")
+
+
+def ended(folder: Path, *plans: Plan, method: str = "fork", **arguments: Any) -> str:
+    """What the script said, which has ended soon, not well, and left no process."""
+    options = {"start_method": method}
+    job = run_job(folder, *plans, name="local_sgd", devices=2, options=options, **arguments)
+    assert job.exitcode == 1
+    assert job.seconds < SOON_S
+    assert "AttributeError" not in job.stderr
+    return job.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_script_raises_what_its_forked_rank_has_raised(tmp_path: Path) -> None:
+    stderr = ended(tmp_path, Plan(1, "raise"))
+    error = stderr[stderr.index("ProcessRaisedException") :]
+    assert error.strip().endswith("ValueError: no such luck in training_step")
+    assert "[rank 0] training ends: rank 1 failed: ValueError: no such luck" in stderr
+
+
+@pytest.mark.exhaustive
+def test_a_script_names_the_signal_that_killed_its_forked_rank(tmp_path: Path) -> None:
+    stderr = ended(tmp_path, Plan(0, "SIGKILL"))
+    assert "ProcessExitedException: process 0 terminated with signal SIGKILL" in stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_a_forked_rank_stops_all(how: str, tmp_path: Path) -> None:
+    stderr = ended(tmp_path, Plan(1, how))
+    assert "ProcessExitedException: process" in stderr
+    assert len(set(num_batches(tmp_path))) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_script_of_forked_ranks_that_is_interrupted_ends_them(
+    method: str, tmp_path: Path
+) -> None:
+    """As by Ctrl-C: the signal goes to all processes of the group."""
+    ended(tmp_path, method=method, interrupt_at=20)
+    assert len(set(num_batches(tmp_path))) == 1
+
+
+def fit_and_end(how: type[BaseException]) -> None:
+    strategy = STRATEGIES["no_sync"](start_method="fork")
+    trainer(strategy, 2).fit(Ending(how), loader())
+
+
+class Ending(Regression):
+    """All of its ranks end as torch takes good ranks to end, which have left their results."""
+
+    def __init__(self, how: type[BaseException]) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_epoch_end(self) -> None:
+        raise self.how
+
+
+@pytest.mark.parametrize("how", [SystemExit, KeyboardInterrupt])
+def test_forked_ranks_that_end_without_a_result_are_not_waited_for(
+    how: type[BaseException],
+) -> None:
+    (found,) = ParentWorld().outcomes(1, fit_and_end, how)
+    assert "ProcessExitedException" in found.error
+    assert "terminated with exit code 1" in found.error
+
+
+def fit_until_interrupted(folder: str) -> None:
+    strategy = STRATEGIES["local_sgd"](start_method="fork")
+    fitter = trainer(strategy, 2, max_epochs=100_000)
+    with pytest.raises(SystemExit):
+        fitter.fit(ParentKiller(folder, signal.SIGINT), loader())
+
+
+def test_an_interrupt_of_the_parent_alone_ends_its_ranks(tmp_path: Path) -> None:
+    ParentWorld().run(1, fit_until_interrupted, str(tmp_path))
+
+
+def fit_until_killed(folder: str) -> None:
+    strategy = STRATEGIES["local_sgd"](start_method="fork")
+    trainer(strategy, 2, max_epochs=100_000).fit(ParentKiller(folder, signal.SIGKILL), loader())
+
+
+class ParentKiller(Regression):
+    """Its rank 0 sends a signal to the process that has forked it."""
+
+    def __init__(self, folder: str, signum: int) -> None:
+        super().__init__()
+        self.folder, self.signum = folder, signum
+
+    def on_train_start(self) -> None:
+        Path(self.folder, f"pid_{self.global_rank}").write_text(str(os.getpid()))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 0 and self.global_step == 20:
+            os.kill(os.getppid(), self.signum)
+
+
+def test_forked_ranks_end_with_the_script_that_is_killed(tmp_path: Path) -> None:
+    (found,) = ParentWorld().outcomes(1, fit_until_killed, str(tmp_path))
+    assert found.exitcode == -signal.SIGKILL
+    for rank in range(2):
+        wait_for_the_end(int(Path(tmp_path, f"pid_{rank}").read_text()))
+
+
+def wait_for_the_end(pid: int) -> None:
+    """Of a process that need not be a child of this one; the test's time is its limit."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([handle], [], [])
+    os.close(handle)
+
+
+# What cannot be
+
+
+def fit_under_a_launcher(method: str) -> None:
+    os.environ.update(LOCAL_RANK="0", WORLD_SIZE="2")
+    trainer(STRATEGIES["dpsgd"](start_method=method), 2)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ranks_are_not_forked_where_a_launcher_has_started_them(method: str) -> None:
+    (found,) = ParentWorld().outcomes(1, fit_under_a_launcher, method)
+    assert "ValueError: start_method must be left out" in found.error
+    assert f"got start_method='{method}' in the environment of Lightning" in found.error

@@ -1,0 +1,159 @@
+"""`StepTrace` in real fits: who waited for whom, with our strategies and with DDP."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import WandbLogger
+
+from lightning_dsgd import StepTrace, StragglerInjector
+from lightning_dsgd.timeline.recorder import ALL
+from lightning_dsgd.timeline.spans import lanes
+from lightning_dsgd.timeline.trace import Trace, read_folder
+from tests.support.models import Regression, loader, trainer, weights
+from tests.support.worlds import FitWorld
+
+DELAY_S = 0.6
+
+
+def fit(strategy: str, folder: Path | None, delayed: bool = True, **options: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = Regression()
+    callbacks: list[L.Callback] = [StragglerInjector(DELAY_S)] if delayed else []
+    skip_steps = options.pop("skip_steps", 0)
+    if folder is not None:
+        callbacks.append(StepTrace(folder, skip_steps=skip_steps))
+    validates = options.pop("validates", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(strategy, 2, callbacks=callbacks, num_sanity_val_steps=0, **options).fit(
+            model, loader(), loader(num_samples=16) if validates else None
+        )
+    return weights(model)
+
+
+def late_rank(step: int) -> int:
+    (rank,) = StragglerInjector(DELAY_S).delayed_ranks(step - 1, 2)
+    return rank
+
+
+def check_waits(traces: list[Trace], src_of: Any) -> None:
+    """Whoever was not delayed has waited for the one that was; a busy machine may add a pause."""
+    for lane, trace in zip(lanes(traces, 1, 100), traces, strict=True):
+        by_lateness: dict[bool, list[float]] = {True: [], False: []}
+        for step in trace.steps:
+            late = late_rank(step.number)
+            longest = max(step.wait, key=lambda wait: wait[1] - wait[0], default=(0.0, 0.0, -2))
+            by_lateness[trace.rank == late].append(longest[1] - longest[0])
+            if trace.rank != late and longest[1] - longest[0] > 0.5 * DELAY_S:
+                assert longest[2] == src_of(late)
+                blamed = [s for s in lane.spans if s.step == step.number and s.kind == "wait"]
+                assert max(blamed, key=lambda span: span.end_s - span.begin_s).who == late
+        assert median(by_lateness[False]) > 0.5 * DELAY_S > median(by_lateness[True])
+
+
+def test_a_wait_is_recorded_with_the_rank_it_was_for(tmp_path: Path) -> None:
+    FitWorld().run(2, fit, "allreduce", tmp_path)
+    traces = read_folder(tmp_path)
+    assert [trace.rank for trace in traces] == [0, 1]
+    for trace in traces:
+        assert [step.number for step in trace.steps] == list(range(1, 9))
+        assert (trace.about["strategy"], trace.about["waits"]) == ("allreduce", "by rank")
+        assert trace.about["parameters"] == 10 * 16 + 16 + 32 + 16 + 1
+        assert trace.end == "training has ended"
+    check_waits(traces, lambda late: late)
+    own = [[step.own_s for step in trace.steps] for trace in traces]
+    for rank, times in enumerate(own):
+        late = [s for i, s in enumerate(times, 1) if late_rank(i) == rank]
+        others = [s for i, s in enumerate(times, 1) if late_rank(i) != rank]
+        assert min(late) > DELAY_S > median(others)
+
+
+def test_with_ddp_a_wait_is_for_all(tmp_path: Path) -> None:
+    FitWorld().run(2, fit, "ddp", tmp_path)
+    traces = read_folder(tmp_path)
+    assert {trace.about["waits"] for trace in traces} == {"of DDP"}
+    check_waits(traces, lambda late: ALL)
+
+
+def test_recording_changes_no_weight_and_knows_batches_from_steps(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 2, "validates": True, "val_check_interval": 4}
+    plain, traced = (FitWorld().run(2, fit_with, folder, options) for folder in (None, tmp_path))
+    assert torch.equal(plain[0], traced[0])
+    for trace in read_folder(tmp_path):
+        assert [step.number for step in trace.steps] == [2, 3, 4]
+        assert [len(step.evaluate) for step in trace.steps] == [0, 1, 0]
+        assert all(step.exchange for step in trace.steps)
+
+
+def fit_with(folder: Path | None, options: dict[str, Any]) -> torch.Tensor:
+    return fit("local_sgd", folder, delayed=False, skip_steps=1, **options)
+
+
+def fit_alone(folder: Path) -> list[str]:
+    model = Regression()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer("auto", 1, callbacks=[StepTrace(folder)]).fit(model, loader())
+    return [str(w.message) for w in caught if "StepTrace" in str(w.message)]
+
+
+def test_one_rank_records_its_steps_and_says_that_waits_are_not_seen(tmp_path: Path) -> None:
+    assert fit_alone(tmp_path) == []
+    (trace,) = read_folder(tmp_path)
+    assert (len(trace.steps), trace.about["waits"]) == (16, "not seen")
+
+
+def test_training_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    (message,) = fit_alone(taken)
+    assert "StepTrace records no more on rank 0, and training goes on" in message
+
+
+class FakeRun:
+    """What WandbLogger does with a run, and what it has been given."""
+
+    def __init__(self) -> None:
+        self.id = "abc"
+        self.config = self.summary = self
+        self.artifacts: list[Any] = []
+        self.pages: list[str] = []
+
+    def update(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def define_metric(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_artifact(self, artifact: Any) -> None:
+        self.artifacts.append(artifact)
+        (entry,) = artifact.manifest.entries.values()
+        self.pages.append(Path(entry.local_path).read_text())
+
+
+def test_a_wandb_run_gets_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun()
+    logger = WandbLogger(save_dir=str(tmp_path), offline=True)
+    monkeypatch.setattr(type(logger), "experiment", run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer("auto", 1, callbacks=[StepTrace(tmp_path / "run")], logger=logger).fit(
+            Regression(), loader()
+        )
+    (artifact,), (page,) = run.artifacts, run.pages
+    assert (artifact.name, artifact.type) == ("timeline-abc", "timeline")
+    assert '"name":"singledevice, 1 rank"' in page
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_mb must be positive, got max_mb=0; try 8"):
+        StepTrace("run", max_mb=0)
+    with pytest.raises(ValueError, match="skip_steps must not be negative, got -1"):
+        StepTrace("run", skip_steps=-1)

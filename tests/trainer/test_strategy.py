@@ -1,0 +1,689 @@
+"""What holds of `Trainer.fit` under every strategy: real processes, joined by gloo.
+
+Functions that run on every rank come before the tests that run them, and return what each rank saw.
+Where a result can be computed on one process in plain torch, it is: the oracle.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from lightning_dsgd import (
+    Algorithm,
+    DecentralizedStrategy,
+)
+from tests.support.fits import (
+    ASYNCHRONOUS,
+    NAMES,
+    Adversaries,
+    Plain,
+    Recorder,
+    Seeded,
+    assert_close,
+    batches_of_all_ranks,
+    every_strategy,
+    fit,
+    fit_weights,
+    oracle,
+    run,
+    same,
+    some_now,
+    strategy,
+)
+from tests.support.models import loader, trainer, weights
+from tests.support.worlds import FitWorld
+
+# ---- one optimizer step ----
+
+
+def test_accumulated_gradients_equal_one_process_on_the_concatenated_batches() -> None:
+    # 6 batches a rank, of which 4 and then the last 2 make a step.
+    kwargs = {"train": {"num_samples": 72, "batch_size": 4}, "accumulate_grad_batches": 4}
+    ranks = run(3, fit_weights, "allreduce", kwargs)
+    assert same(ranks)
+    assert_close(ranks[0], oracle(12, 72, accumulate=4))
+
+
+@dataclass
+class Counting(Algorithm):
+    """Writes down when it is called."""
+
+    name = "counting"
+    calls: list[str] = field(default_factory=list)
+
+    def before_update(self, x: Tensor, g: Tensor) -> None:
+        self.calls.append("before")
+
+    def after_update(self, x: Tensor) -> None:
+        self.calls.append("after")
+
+
+def count_steps(accumulate: int) -> list[str]:
+    algorithm = Counting()
+    run = trainer(DecentralizedStrategy(algorithm), 2, accumulate_grad_batches=accumulate)
+    run.fit(Plain(), loader(48, 4))
+    assert run.global_step == len(algorithm.calls) / 2
+    return algorithm.calls
+
+
+def test_an_algorithm_steps_once_per_optimizer_step_not_per_batch() -> None:
+    for calls in run(2, count_steps, 4):  # 6 batches: one step after 4 and one after the last
+        assert calls == ["before", "after"] * 2
+
+
+CLIPS: dict[str, tuple[float, Callable[[list[Tensor]], Any]]] = {
+    "norm": (0.3, lambda grads: nn.utils.clip_grads_with_norm_(  # type: ignore[attr-defined]
+        [_with_grad(g) for g in grads], 0.3, nn.utils.get_total_norm(grads)
+    )),
+    "value": (0.05, lambda grads: [g.clamp_(-0.05, 0.05) for g in grads]),
+}  # fmt: skip
+
+
+def _with_grad(grad: Tensor) -> Tensor:
+    tensor = torch.zeros_like(grad)
+    tensor.grad = grad
+    return tensor
+
+
+@pytest.mark.parametrize("algorithm", CLIPS)
+def test_clipping_clips_the_reduced_gradient(algorithm: str) -> None:
+    bound, clip = CLIPS[algorithm]
+    kwargs = {"gradient_clip_val": bound, "gradient_clip_algorithm": algorithm}
+    ranks = run(2, fit_weights, "allreduce", kwargs)
+    assert same(ranks)
+    assert_close(ranks[0], oracle(16, clip=clip))
+    # The means of gradients that each rank had clipped would be seen.
+    assert not torch.allclose(oracle(16, clip=clip), oracle(16), atol=1e-3)
+    assert not torch.allclose(ranks[0], oracle_clipped_before(clip), atol=1e-3)
+
+
+def oracle_clipped_before(clip: Callable[[list[Tensor]], Any]) -> Tensor:
+    """What the strategy must not do: the mean of two ranks' clipped gradients."""
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=model.lr, momentum=model.momentum)
+    for x, y in batches_of_all_ranks(128, 16):
+        halves = []
+        for rank in range(2):
+            grads = torch.autograd.grad(
+                model.loss((x[rank::2], y[rank::2])), list(model.parameters())
+            )
+            clip(list(grads))
+            halves.append(grads)
+        for p, first, second in zip(model.parameters(), *halves, strict=True):
+            p.grad = (first + second) / 2
+        optimizer.step()
+    return weights(model)
+
+
+# ---- precision ----
+
+
+class Gentle(Plain):
+    def __init__(self) -> None:
+        super().__init__(lr=0.01, momentum=0.0)
+
+
+def fit_bf16(name: str) -> tuple[Tensor, list[float], set[torch.dtype]]:
+    losses = Recorder("train_loss")
+    model, _ = fit(name, Gentle, precision="bf16-mixed", max_epochs=5, callbacks=[losses])
+    return weights(model), losses.values, {p.dtype for p in model.parameters()}
+
+
+@every_strategy
+def test_bf16_mixed_trains_weights_that_stay_float32(name: str) -> None:
+    ranks = run(2, fit_bf16, name)
+    assert same([x for x, _, _ in ranks])
+    for _, losses, dtypes in ranks:
+        assert dtypes == {torch.float32}
+        assert sum(losses[-8:]) < sum(losses[:8]) / 2
+
+
+def fit_16_mixed_on_cpu() -> tuple[list[str], str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, run = fit("local_sgd", precision="16-mixed")
+    return [str(w.message) for w in caught], run.precision
+
+
+def test_16_mixed_on_cpu_becomes_bf16_with_lightnings_warning() -> None:
+    for texts, precision in run(2, fit_16_mixed_on_cpu):
+        assert precision == "bf16-mixed"
+        assert any("fp16 is not supported on CPU" in text for text in texts)
+
+
+class Overflowing(Plain):
+    """The loss of rank 1 is infinite in one batch; looks at weights and loss scale after each."""
+
+    bad_batch = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[tuple[Tensor, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1 and batch_idx == self.bad_batch:
+            loss = loss * torch.inf
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        scaler = self.trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+        self.history.append((weights(self), scaler.get_scale()))
+
+
+def fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
+
+
+def fit_with_overflow(name: str) -> list[tuple[Tensor, float]]:
+    model, _ = fit(name, Overflowing, plugins=[fp16()])
+    assert isinstance(model, Overflowing)
+    return model.history
+
+
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step_together() -> None:
+    ranks = run(3, fit_with_overflow, "allreduce")
+    bad = Overflowing.bad_batch
+    for after_batch in zip(*ranks, strict=True):
+        assert same([x for x, _ in after_batch])
+        assert len({scale for _, scale in after_batch}) == 1
+    x, scales = [x for x, _ in ranks[0]], [scale for _, scale in ranks[0]]
+    assert torch.equal(x[bad], x[bad - 1])
+    assert not torch.equal(x[bad - 1], x[bad - 2])
+    assert not torch.equal(x[bad + 1], x[bad])
+    assert (scales[bad - 1], scales[bad]) == (256.0, 128.0)
+    assert x[-1].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_where_gradients_stay_local_only_the_rank_that_overflows_skips(name: str) -> None:
+    ranks = run(2, fit_with_overflow, name)
+    assert [history[-1][1] for history in ranks] == [256.0, 128.0]
+    assert all(x.isfinite().all() for history in ranks for x, _ in history)
+
+
+class Fused(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, fused=True)
+
+
+def fit_fused() -> None:
+    fit("allreduce", Fused, plugins=[fp16()])
+
+
+def test_a_fused_optimizer_with_16_mixed_is_refused() -> None:
+    for outcome in FitWorld().outcomes(2, fit_fused):
+        assert outcome.error.startswith("ValueError: ")
+        assert "got a fused SGD; use fused=False" in outcome.error
+
+
+# ---- equal to what is known ----
+
+
+def fit_ten_steps(name: str, options: dict[str, Any], momentum: float) -> Tensor:
+    def make() -> L.LightningModule:
+        return Seeded(momentum=momentum)
+
+    kwargs: dict[str, Any] = {"options": options} if options else {}
+    return weights(fit(name, make, max_steps=10, max_epochs=-1, **kwargs)[0])
+
+
+def test_allreduce_equals_ddp() -> None:
+    ours, ddp = run(2, fit_ten_steps, "allreduce", {}, 0.9), run(2, fit_ten_steps, "ddp", {}, 0.9)
+    assert same(ours)
+    assert_close(ours[0], ddp[0])
+
+
+def test_local_sgd_with_period_one_and_plain_sgd_equals_allreduce() -> None:
+    local = run(3, fit_ten_steps, "local_sgd", {"sync_period": 1}, 0.0)
+    reduced = run(3, fit_ten_steps, "allreduce", {}, 0.0)
+    assert same(local)
+    assert_close(local[0], reduced[0])
+
+
+def fit_alone() -> dict[str, Tensor]:
+    kwargs: dict[str, Any] = {"val": {"num_samples": 32}, "max_epochs": 2}
+    kwargs["use_distributed_sampler"] = False  # which shuffles, as under DDP
+    return {name: weights(fit(name, Seeded, **kwargs)[0]) for name in ("auto", *NAMES)}
+
+
+def test_one_rank_equals_a_single_device_to_the_bit() -> None:
+    (results,) = run(1, fit_alone)
+    single = results.pop("auto")
+    assert set(results) == set(NAMES)
+    for name, x in results.items():
+        assert torch.equal(x, single), name
+
+
+# ---- manual optimization, several optimizers ----
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def fit_both_ways(name: str) -> tuple[Tensor, Tensor]:
+    return weights(fit(name, Plain)[0]), weights(fit(name, Manual)[0])
+
+
+@every_strategy
+def test_manual_optimization_equals_automatic(name: str) -> None:
+    ranks = run(2, fit_both_ways, name)
+    for automatic, manual in ranks:
+        assert torch.equal(automatic, manual)
+    assert same([manual for _, manual in ranks])
+
+
+class States(L.Callback):
+    """What the algorithm of each optimizer has counted when the last batch is over."""
+
+    states: list[dict[str, Any]]
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        self.states = pl_module.algorithm_states()
+
+
+def fit_adversaries(name: str) -> tuple[Tensor, list[dict[str, Any]]]:
+    states = States()
+    model, _ = fit(name, Adversaries, {"num_samples": 80}, callbacks=[states])
+    return weights(model), states.states
+
+
+@every_strategy
+def test_two_optimizers_each_count_their_own_steps_and_all_weights_agree(name: str) -> None:
+    ranks = run(2, fit_adversaries, name)  # 5 batches: 5 steps of one, 10 of the other
+    assert same([x for x, _ in ranks])
+    for _, (generator, discriminator) in ranks:
+        if name == "allreduce":
+            assert (generator["step"], discriminator["step"]) == (5, 10)
+        if name == "local_sgd":
+            assert generator["steps_since_sync"] == 5 % 4
+            assert discriminator["steps_since_sync"] == 10 % 4
+
+
+# ---- learning rates ----
+
+
+class Scheduled(Plain):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        if self.kind == "plateau":
+            scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0, threshold=10.0, threshold_mode="abs"
+            )
+            config = {"scheduler": scheduler, "monitor": "val_loss"}
+        else:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            config = {"scheduler": scheduler, "interval": self.kind}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"] / self.lr)
+
+
+def fit_scheduled(name: str, kind: str) -> list[float]:
+    def make() -> L.LightningModule:
+        return Scheduled(kind)
+
+    model, _ = fit(name, make, {"num_samples": 32}, {"num_samples": 16}, max_epochs=3)
+    assert isinstance(model, Scheduled)
+    return model.rates
+
+
+@some_now("name", ["allreduce", "local_sgd", "wagma"], now=("local_sgd",))
+@pytest.mark.parametrize(
+    ("kind", "rates"),
+    [
+        ("step", [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32]),
+        ("epoch", [1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4]),
+        ("plateau", [1, 1, 1, 1, 1 / 2, 1 / 2]),
+    ],
+)
+def test_learning_rates_follow_their_schedule_on_every_rank(
+    name: str, kind: str, rates: list[float]
+) -> None:
+    assert run(2, fit_scheduled, name, kind) == [rates, rates]
+
+
+class Adaptive(Plain):
+    """Adam, momentum and a schedule: whatever makes W', weights are averaged after it."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        made: dict[str, Callable[[], torch.optim.Optimizer]] = {
+            "adam": lambda: torch.optim.Adam(self.parameters(), 0.01),
+            "adamw": lambda: torch.optim.AdamW(self.parameters(), 0.01, amsgrad=True),
+            "momentum": lambda: torch.optim.SGD(self.parameters(), 0.05, 0.9, weight_decay=0.01),
+            "nesterov": lambda: torch.optim.SGD(self.parameters(), 0.05, 0.9, nesterov=True),
+        }
+        optimizer = made[self.optimizer]()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def fit_adaptive(name: str, options: dict[str, Any], optimizer: str) -> Tensor:
+    model, _ = fit(name, lambda: Adaptive(optimizer), max_steps=10, max_epochs=-1, options=options)
+    return weights(model)
+
+
+@some_now("optimizer", ["adam", "adamw", "momentum", "nesterov"], now=("adam", "nesterov"))
+def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
+    """One group of all ranks, waited for, is model averaging; without waiting all learn alike."""
+    whole = {"group_size": 2, "sync_period": 5, "wait_avoiding": False}
+    synchronous = run(2, fit_adaptive, "wagma", whole, optimizer)
+    averaging = run(2, fit_adaptive, "local_sgd", {"sync_period": 1}, optimizer)
+    assert same(synchronous)
+    assert_close(synchronous[0], averaging[0])
+    for options in ({}, {"overlap": True}):
+        late = run(2, fit_adaptive, "wagma", {"sync_period": 5, **options}, optimizer)
+        assert same(late)
+        start = weights(Adaptive(optimizer))
+        moved = (late[0] - averaging[0]).norm() / (averaging[0] - start).norm()
+        assert moved < 0.6  # it depends on time; ranks that never talk end within 0.2
+
+
+# ---- the Trainer ----
+
+
+def fit_twice(name: str) -> tuple[Tensor, Tensor, int, int]:
+    model, run = Seeded(), trainer(strategy(name), 2)
+    run.fit(model, loader(), loader(32))
+    first, callbacks = weights(model), len(run.callbacks)
+    run.fit_loop.max_epochs = 3
+    run.fit(model, loader(), loader(32))
+    assert len(run.callbacks) == callbacks
+    return first, weights(model), run.global_step, run.current_epoch
+
+
+@every_strategy
+def test_one_trainer_fits_twice(name: str) -> None:
+    ranks = run(2, fit_twice, name)
+    assert same([first for first, *_ in ranks])
+    assert same([second for _, second, *_ in ranks])
+    assert not torch.equal(ranks[0][0], ranks[0][1])
+    assert [rank[2:] for rank in ranks] == [(24, 3)] * 2
+
+
+def fit_max_steps(name: str) -> tuple[int, Tensor]:
+    model, run = fit(name, max_steps=13, max_epochs=-1)
+    return run.global_step, weights(model)
+
+
+@every_strategy
+def test_max_steps_counts_the_steps_of_a_rank(name: str) -> None:
+    ranks = run(2, fit_max_steps, name)
+    assert [steps for steps, _ in ranks] == [13, 13]
+    assert same([x for _, x in ranks])
+
+
+class Skipping(Plain):
+    """Ends every epoch after three batches."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+    def on_train_epoch_end(self) -> None:
+        self.log("rank", float(self.global_rank), sync_dist=True)
+
+
+def fit_skipping(name: str) -> tuple[Tensor, float, int]:
+    model, run = fit(name, Skipping, val={"num_samples": 32}, max_epochs=2)
+    return weights(model), float(run.callback_metrics["rank"]), run.global_step
+
+
+@every_strategy
+def test_an_epoch_that_the_module_ends_is_over(name: str) -> None:
+    ranks = run(2, fit_skipping, name)
+    assert same([x for x, _, _ in ranks])
+    assert [rank[1:] for rank in ranks] == [(0.5, 6)] * 2
+
+
+class Silent(Seeded):
+    """Lightning's `self.log` cannot be traced by torch 2.13, under any strategy."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def fit_compiled(name: str, backend: str) -> tuple[Tensor, Tensor]:
+    model = Silent()
+    run = trainer(strategy(name), 2)
+    run.fit(torch.compile(model, backend=backend), loader())  # type: ignore[arg-type]
+    return weights(model), fit_weights(name, {"make": Silent})
+
+
+def test_a_compiled_model_trains_like_the_plain_one() -> None:
+    ranks = run(2, fit_compiled, "local_sgd", "eager")
+    assert same([compiled for compiled, _ in ranks])
+    assert_close(*ranks[0])
+
+
+def fit_with_inductor(name: str, folder: str) -> tuple[Tensor, Tensor]:
+    """Without what the ranks, or others, have compiled before."""
+    cache = f"{folder}/{os.environ['RANK']}"
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR=cache, TORCHINDUCTOR_COMPILE_THREADS="1")
+    compiled = fit_compiled(name, "inductor")
+    assert list(Path(cache).rglob("*.so"))
+    return compiled
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed: apt-get install g++")
+def test_a_model_compiled_by_inductor_trains_like_the_plain_one(tmp_path: Path) -> None:
+    outcomes = FitWorld().outcomes(2, fit_with_inductor, "local_sgd", str(tmp_path))
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    ranks = [outcome.result for outcome in outcomes]
+    assert same([compiled for compiled, _ in ranks])
+    assert_close(*ranks[0], 1e-5)
+
+
+# ---- which parameters ----
+
+
+class Shared(Plain):
+    """A tied weight, a frozen one, one that only rank 0 uses, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10, bias=False)
+        self.second = nn.Linear(10, 10, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.sometimes = nn.Parameter(torch.zeros(1))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.second(torch.tanh(self.first(batch[0]))) * self.frozen
+        if self.global_rank == 0:
+            hidden = hidden + self.sometimes
+        return ((self.net(hidden) - batch[1]) ** 2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def fit_shared(name: str) -> tuple[Tensor, bool, Tensor, Tensor, float, int]:
+    model, _ = fit(name, Shared)
+    assert isinstance(model, Shared)
+    return (
+        weights(model),
+        model.first.weight is model.second.weight,
+        model.frozen.detach(),
+        model.never.detach(),
+        float(model.sometimes.detach()),
+        len(list(model.parameters())),
+    )
+
+
+@every_strategy
+def test_tied_frozen_and_unused_parameters_are_treated_as_on_one_device(name: str) -> None:
+    ranks = run(2, fit_shared, name)
+    assert same([rank[0] for rank in ranks])
+    for _, tied, frozen, never, sometimes, count in ranks:
+        assert tied
+        assert count == 8
+        assert torch.equal(frozen, torch.ones(1))
+        assert torch.equal(never, torch.ones(3))  # no gradient anywhere: not even decayed
+        assert sometimes != 0.0
+
+
+def test_a_parameter_that_one_rank_uses_gets_the_mean_gradient_on_all() -> None:
+    # In lockstep the weights of all ranks are the same after every step, not at the end alone.
+    for rank in run(2, fit_shared_in_lockstep):
+        assert rank == [True] * 8
+
+
+class Alike(L.Callback):
+    def __init__(self) -> None:
+        self.values: list[bool] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        theirs = trainer.strategy.broadcast(weights(pl_module))
+        self.values.append(torch.equal(theirs, weights(pl_module)))
+
+
+def fit_shared_in_lockstep() -> list[bool]:
+    alike = Alike()
+    fit("allreduce", Shared, callbacks=[alike])
+    return alike.values
+
+
+class Finetuned(Seeded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss((self.backbone(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+class Backbone(L.Callback):
+    """The weights of the backbone after every epoch."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.values.append(pl_module.backbone[0].weight.detach().clone())
+
+
+def fit_finetuning(name: str) -> tuple[list[Tensor], Tensor, int]:
+    backbone = Backbone()
+    tuning = BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_ratio_lr=0.5)
+    model, run = fit(
+        name, Finetuned, val={"num_samples": 32}, max_epochs=3, callbacks=[tuning, backbone]
+    )
+    return backbone.values, weights(model), len(run.optimizers[0].param_groups)
+
+
+@every_strategy
+def test_parameters_that_the_optimizer_gets_later_are_trained_together_from_then_on(
+    name: str,
+) -> None:
+    ranks = run(2, fit_finetuning, name)
+    assert same([x for _, x, _ in ranks])
+    for epochs, _, num_groups in ranks:
+        assert num_groups == 2
+        assert not torch.equal(epochs[0], epochs[1])
+        assert not torch.equal(epochs[1], epochs[2])
+    assert torch.equal(ranks[0][0][0], ranks[1][0][0])
+    if name in ("allreduce", "local_sgd"):  # which has just synchronised
+        assert same([epochs[2] for epochs, _, _ in ranks])
+
+
+# ---- what goes wrong ----
+
+
+class Diverging(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if self.global_rank == 1 and batch_idx == 2 else loss
+
+
+def fit_diverging(name: str) -> None:
+    fit(name, Diverging, options={"check_finite": True})
+
+
+@every_strategy
+def test_check_finite_names_rank_and_step_on_every_rank(name: str) -> None:
+    outcomes = FitWorld().outcomes(3, fit_diverging, name)
+    what = "gradient" if name == "allreduce" else "weight"
+    text = f"check_finite: every {what} must be finite, got NaN or inf on rank 1 at step 3 in net.0"
+    for outcome in outcomes:
+        assert text in outcome.error
+        assert outcome.exitcode == 1
+        assert outcome.seconds < 50  # before the 60 s for which they would wait
+
+
+# ---- both packages, all launchers ----
+
+
+def fit_with_pytorch_lightning() -> Tensor:
+    class Model(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Plain().net
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return ((self.net(batch[0]) - batch[1]) ** 2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    model = Model()
+    pytorch_lightning.Trainer(
+        strategy="local_sgd",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(model, loader())
+    return weights(model)
+
+
+def test_pytorch_lightning_trains_like_lightning() -> None:
+    ranks = run(2, fit_with_pytorch_lightning)
+    assert same(ranks)
+    kwargs = {"options": {"sync_period": 8}}
+    assert torch.equal(ranks[0], run(2, fit_weights, "local_sgd", kwargs)[0])

@@ -1,0 +1,258 @@
+"""Training goes on without a rank that is lost, through the Trainer, on real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from lightning_dsgd import STRATEGIES
+from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.session import record
+from lightning_dsgd.session.meeting import Limits, Meeting
+from lightning_dsgd.trainer import refusals
+from lightning_dsgd.trainer.callbacks import CommunicationMonitor
+from lightning_dsgd.trainer.changes import ChangingTrainerSession
+from lightning_dsgd.trainer.processes import Processes
+from tests.support.doomed import Doomed, Plan
+from tests.support.killed import kill_after, kill_at_random
+from tests.support.models import loader, trainer
+from tests.support.worlds import FitWorld
+
+WORLD = FitWorld(timeout_s=60.0)
+NUM_EPOCHS = 6
+
+
+class Logging(Doomed):
+    """Logs what all ranks find out together."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("one", torch.ones(()), sync_dist=True, reduce_fx="sum")
+        self.log("error", torch.ones(()), sync_dist=True)
+
+
+def fit(
+    name: str, folder: str, plans: tuple[Plan, ...], devices: int, min_ranks: int | None = None
+) -> dict[str, Any]:
+    """Trains, evaluates, saves and logs; what this rank has come to."""
+    torch.set_num_threads(1)
+    period = {"local_sgd": {"sync_period": 4}, "gtopk": {"density": 0.5}}.get(name, {})
+    train = trainer(
+        STRATEGIES[name](
+            timeout_s=60.0,
+            on_loss="continue",
+            min_ranks=min_ranks,
+            heartbeat_timeout_s=8.0,
+            **period,
+        ),
+        devices,
+        max_epochs=NUM_EPOCHS,
+        callbacks=[
+            ModelCheckpoint(folder, "saved", save_last=True),
+            EarlyStopping("error", patience=100),
+            CommunicationMonitor(),
+        ],
+        enable_checkpointing=True,
+        logger=CSVLogger(folder, "logs"),
+        log_every_n_steps=1,
+    )
+    model = Logging(folder, plans)
+    train.fit(model, loader(256), loader(32))
+    if train.strategy.session.has_changed:
+        with pytest.raises(
+            ValueError, match="a Trainer must not be used again once ranks were lost"
+        ):
+            train.validate(model, loader(32), verbose=False)
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return {
+        "weights": weights.tolist(),
+        "epoch": train.current_epoch,
+        "is_first": train.is_global_zero,
+        "num_members": train.strategy.session.world_size,
+        "num_batches": train.num_training_batches,
+        "figures": {k: float(v) for k, v in train.logged_metrics.items()},
+    }
+
+
+def fit_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
+    """The same, where a rank is killed at any time after its first batch."""
+    if int(os.environ["RANK"]) == lost:
+        kill_after(after_s, Path(folder, f"batches_{lost}").exists)
+    return fit(name, folder, (), devices=4)
+
+
+def check_checkpoint(path: Path) -> int:
+    """Of the last epoch, with a replica of every rank that saved it: how many did.
+
+    A rank that is lost when it has said that its replica is written leaves it under the name that
+    a load knows as well.
+    """
+    saved = torch.load(path, weights_only=True)
+    assert saved["epoch"] == NUM_EPOCHS - 1
+    mark = record.save_of(saved)
+    assert mark is not None
+    ranks = range(mark.world_size)
+    files = {rank: sorted(Path(f"{path}.replicas").glob(f"rank_{rank:05d}.pt*")) for rank in ranks}
+    assert sum(map(len, files.values())) == len(list(Path(f"{path}.replicas").iterdir()))
+    for rank in ranks:
+        marks = [record.save_of(torch.load(file, weights_only=True)) for file in files[rank]]
+        assert [m.save_number for m in marks if m is not None][-1] == mark.save_number
+    return mark.world_size
+
+
+def check(outcomes: list[Any], lost: list[int], folder: Path) -> None:
+    """The ranks that are left have trained to the end, together.
+
+    A rank may be lost after the last figures, after the last checkpoint or when all is done: each
+    of these counts it, and what comes after the loss does not.
+    """
+    ranks = [rank for rank in range(len(outcomes)) if rank not in lost]
+    left = [outcomes[rank] for rank in ranks]
+    num_members = left[0].result["num_members"]
+    num_saved = check_checkpoint(folder / "last.ckpt")
+    counts = [left[0].result["figures"]["dsgd/num_members"], num_saved, num_members]
+    assert len(outcomes) >= counts[0] >= counts[1] >= counts[2] >= len(left)
+    for outcome in left:
+        assert outcome.error == ""
+        assert outcome.exitcode == 0
+        assert outcome.result["weights"] == left[0].result["weights"]
+        assert outcome.result["epoch"] == NUM_EPOCHS
+        assert outcome.result["num_members"] == num_members
+    first = ranks[0] if num_members == len(left) else 0
+    assert [o.result["is_first"] for o in left] == [rank == first for rank in ranks]
+    assert all(map(torch.isfinite, torch.tensor(left[0].result["weights"])))
+    assert sum(len(f.read_text().splitlines()) for f in folder.rglob("metrics.csv")) > 5
+
+
+@pytest.mark.parametrize(("name", "lost"), [("local_sgd", 0), ("wagma", 2)])
+def test_a_rank_is_killed_and_the_others_train_to_the_end(name, lost, tmp_path):
+    plan = Plan(lost, "SIGKILL", at=20)
+    outcomes = WORLD.outcomes(3, fit, name, str(tmp_path), (plan,), 3)
+    check(outcomes, [lost], tmp_path)
+    left = outcomes[1 if lost == 0 else 0].result
+    assert left["num_members"] == left["figures"]["dsgd/num_members"] == 2
+    for outcome in outcomes:  # 256 samples in batches of 8, from the epoch after the loss on
+        assert outcome.result is None or outcome.result["num_batches"] == 256 / 8 / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "leaves"),
+    [pytest.param("wagma", 1, marks=pytest.mark.exhaustive), ("local_sgd", 0)],
+)
+def test_a_rank_that_gets_sigterm_leaves_and_the_others_train_to_the_end(name, leaves, tmp_path):
+    plan = Plan(leaves, "SIGTERM", at=20)
+    outcomes = WORLD.outcomes(3, fit, name, str(tmp_path), (plan,), 3)
+    assert outcomes[leaves].error.endswith(
+        f"rank {leaves} received SIGTERM and has left; the others go on"
+    )
+    check(outcomes, [leaves], tmp_path)
+    left = outcomes[2].result
+    assert left["num_members"] == left["figures"]["dsgd/num_members"] == 2
+    assert left["num_batches"] == 256 / 8 / 2
+
+
+@pytest.mark.exhaustive
+def test_sigterm_in_the_last_batch_ends_the_rank_after_it(tmp_path):
+    plan = Plan(1, "SIGTERM", at=NUM_EPOCHS * 11)  # 256 samples in batches of 8, among 3 ranks
+    outcomes = WORLD.outcomes(3, fit, "local_sgd", str(tmp_path), (plan,), 3)
+    assert outcomes[1].error.endswith("rank 1 received SIGTERM")
+    check(outcomes, [1], tmp_path)
+
+
+def test_all_ranks_stop_where_too_few_would_stay(tmp_path):
+    plans = tuple(Plan(rank, "SIGTERM", at=20) for rank in (0, 1))
+    outcomes = WORLD.outcomes(3, fit, "local_sgd", str(tmp_path), plans, 3)
+    errors = [outcome.error for outcome in outcomes]
+    ends = ("; all ranks stopped, as too few would stay", " has left; the others go on")
+    assert all(error.endswith(ends) for error in errors), errors
+    assert errors[2].endswith(ends[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_any_rank_is_killed_at_any_time(name, tmp_path):
+    for fit in kill_at_random(WORLD, fit_until_killed, name, tmp_path, latest_s=2.0):
+        check(*fit)
+
+
+def test_what_cannot_be_honoured_is_refused():
+    with pytest.raises(ValueError, match='max_ranks needs on_loss="continue"'):
+        STRATEGIES["wagma"](max_ranks=2)
+    with pytest.raises(ValueError, match="must not be forked or spawned"):
+        refusals.check_start_method("fork")
+
+
+def changing_session(max_ranks: int | None) -> ChangingTrainerSession:
+    meeting = Meeting("auto", Limits(1, 1, 1), print)
+    return ChangingTrainerSession(Processes(), meeting, None, max_ranks)
+
+
+@pytest.mark.parametrize(
+    ("most", "num_members", "invited"),
+    [(None, 2, ()), (None, 1, (5,)), (4, 2, (5, 7)), (3, 2, (5,))],
+)
+def test_as_many_are_invited_as_there_is_room_for(most, num_members, invited):
+    session = ChangingTrainerSession(
+        Processes(), Meeting("auto", Limits(1, 1, 1), print), None, most
+    )
+    session._num_ranks = 2
+    session._calls = SimpleNamespace(
+        view=SimpleNamespace(world_size=num_members, newcomers=lambda: (5, 7, 8))
+    )
+    assert session._newcomers() == [*invited]
+
+
+def test_a_rank_besides_the_first_reads_what_one_of_these_reads():
+    session = changing_session(5)
+    assert session.share({"num_replicas": 2, "rank": 1}) == {"num_replicas": 2, "rank": 1}
+    assert session.share({"num_replicas": 2, "rank": 4}) == {"num_replicas": 2, "rank": 0}
+
+
+def test_a_trainer_whose_ranks_have_changed_is_refused_with_what_has_happened():
+    strategy = STRATEGIES["local_sgd"](on_loss="continue", max_ranks=3)
+    strategy.session._num_ranks, strategy.session._members = 2, (0, 1, 2)
+    with pytest.raises(ValueError, match=r"lost or have joined, .* got the ranks \(0, 1, 2\) and"):
+        strategy.setup_environment()
+
+
+@pytest.mark.parametrize("ask", ["all_gather", "reduce"])
+def test_a_collective_of_some_ranks_is_refused(ask):
+    strategy = STRATEGIES["local_sgd"](on_loss="continue")
+    strategy.session._net = SimpleNamespace(is_forks=False, check_process=lambda: None)
+    with pytest.raises(ValueError, match=r"a collective must be of all ranks .* got group='some'"):
+        getattr(strategy, ask)(torch.ones(()), group="some")
+
+
+def test_a_process_that_comes_later_needs_a_training():
+    refusals.check_comes_later(2, 2, True)
+    refusals.check_comes_later(1, 2, False)
+    with pytest.raises(ValueError, match="rank 2 was started to join a training of 2 ranks"):
+        refusals.check_comes_later(2, 2, False)
+
+
+def test_a_rank_that_ends_badly_ends_no_other_that_it_has_started():
+    processes, child = Processes(), subprocess.Popen(["sleep", "100"])
+    launcher = SimpleNamespace(procs=[child])
+    try:
+        processes.take_over(launcher, "popen", str)
+        processes.forgive()
+        processes.end_children(within_s=0.0)
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()

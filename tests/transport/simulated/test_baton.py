@@ -1,0 +1,190 @@
+"""The hand-over of the turn: order, standstill and timeouts in virtual time, and many ranks."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.transport import ANY, Deadlock, PeerLost, Timeout
+from lightning_dsgd.transport.simulated import RankFailed, SimulatedTransport, SimulatedWorld
+
+KB = torch.zeros(1000, dtype=torch.uint8)  # 1 s at 1,000 bytes a second
+
+
+def busy(net: SimulatedTransport) -> Any:
+    """Gossip to whoever comes first, beside a lane that sums, with collectives in between."""
+    generator = torch.Generator().manual_seed(net.rank)
+    trace: list[Any] = []
+
+    def lane(lane_net):
+        for _ in range(5):
+            x = torch.randn(33, generator=torch.Generator().manual_seed(net.rank))
+            trace.append((lane_net.all_reduce(x).wait().numpy().tobytes(), lane_net.now()))
+            lane_net.compute(0.003 * (net.rank + 1))
+
+    handle = net.spawn_lane(lane)
+    x = torch.randn(50, generator=generator)
+    for step in range(10):
+        net.compute(float(torch.rand((), generator=generator)) * 0.01)
+        net.send(x, (net.rank + 1 + step % (net.world_size - 1)) % net.world_size)
+        receipt = net.recv(x, ANY)
+        while not receipt.done():
+            net.compute(1e-4)
+        x = (x + receipt.wait()) / 2
+        trace.append((receipt.source, net.now()))
+    net.all_reduce(x).wait()
+    handle.join()
+    return x.numpy().tobytes(), trace, net.now(), net.counters
+
+
+def test_two_runs_are_equal_to_the_bit():
+    world = SimulatedWorld(6, 1e-3, 1e5)
+    world.delay(2, 0.02, 0.05)
+    first, second = world.run(busy), world.run(busy)
+    assert first == second
+    assert len({rank[0] for rank in first}) == 1
+
+
+def test_ties_go_by_rank():
+    def fn(net):
+        for _ in range(3):
+            order.append(net.rank)
+            net.compute(1.0)
+
+    order: list[int] = []
+    SimulatedWorld(4).run(fn)
+    assert order == [0, 1, 2, 3] * 3
+
+
+def test_a_cycle_of_waits_is_reported_with_who_waits_for_what():
+    def fn(net):
+        net.compute(0.5 * net.rank)
+        net.recv(KB, (net.rank + 1) % 3, tag=net.rank).wait()
+
+    begin = time.monotonic()
+    outcomes = SimulatedWorld(3, timeout_s=1e6).outcomes(fn)
+    assert time.monotonic() - begin < 5.0
+    assert [type(error) for error in outcomes] == [Deadlock] * 3
+    assert (
+        str(outcomes[0])
+        == str(outcomes[2])
+        == (
+            "every rank waits for another:\n"
+            "  rank 0 waits since 0 s for a message with tag 0 from rank 1\n"
+            "  rank 1 waits since 0.5 s for a message with tag 1 from rank 2\n"
+            "  rank 2 waits since 1 s for a message with tag 2 from rank 0"
+        )
+    )
+
+
+def test_a_deadlock_report_names_lanes_joins_and_collectives():
+    def lane(net):
+        net.recv(KB, ANY, tag=7).wait()
+
+    def fn(net):
+        if net.rank == 0:
+            net.spawn_lane(lane, "server").join()
+        else:
+            net.all_reduce(torch.ones(8)).wait()
+
+    with pytest.raises(
+        RankFailed, match=r"rank 0 failed at 0 s .and 1 more of 2.: Deadlock"
+    ) as info:
+        SimulatedWorld(2).run(fn)
+    assert isinstance(info.value.__cause__, Deadlock)
+    for line in (
+        "rank 0 waits since 0 s for the end of its lane server-1",
+        "rank 0, lane server-1, waits since 0 s for a message with tag 7 from any rank [server-1]",
+        "rank 1 waits since 0 s for all_reduce number 0 from rank 0",
+    ):
+        assert line in str(info.value)
+
+
+def test_long_tables_are_cut():
+    def fn(net):
+        net.recv(KB, ANY).wait()
+
+    text = str(SimulatedWorld(100).outcomes(fn)[0])
+    assert len(text.splitlines()) == 1 + 40 + 1
+    assert "... and 60 more" in text
+
+
+def test_explicit_timeouts_happen_in_virtual_time():
+    def fn(net):
+        if net.rank == 1:
+            net.compute(100.0)
+            net.send(KB, 0)
+            return None
+        receipt = net.recv(KB, 1)
+        with pytest.raises(Timeout, match=r"rank 0 has waited 2.5 s for a message with tag 0 from"):
+            receipt.wait(timeout_s=2.5)
+        early = net.now()
+        receipt.wait(timeout_s=200.0)
+        return early, net.now()
+
+    assert SimulatedWorld(2).run(fn)[0] == (2.5, 100.0)
+
+
+def test_default_timeout_holds_while_others_go_on():
+    def fn(net):
+        if net.rank == 0:
+            for _ in range(100):
+                net.compute(1.0)
+        else:
+            net.recv(KB, 0).wait()
+
+    none, error = SimulatedWorld(2, timeout_s=30.0).outcomes(fn)
+    assert none is None or isinstance(none, PeerLost)
+    assert str(error) == "rank 1 has waited 30 s for a message with tag 0 from rank 0"
+
+
+def test_default_timeout_does_not_delay_a_deadlock():
+    def fn(net):
+        with pytest.raises(Deadlock):
+            net.recv(KB, 1 - net.rank).wait()
+        return net.now()
+
+    assert SimulatedWorld(2, timeout_s=30.0).run(fn) == [0.0, 0.0]
+
+
+def test_threads_end_also_when_the_run_is_interrupted():
+    def fn(net):
+        if net.rank == 0:
+            net.compute(1.0)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while True:
+            net.compute(1.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        SimulatedWorld(4).run(fn)
+
+
+def gossip(net: SimulatedTransport, num_steps: int) -> tuple[torch.Tensor, float]:
+    """On the exponential graph: to 2^k ranks on, from 2^k ranks back."""
+    x = torch.full((16,), float(net.rank))
+    hops = [1 << k for k in range((net.world_size - 1).bit_length())]
+    for step in range(num_steps):
+        hop = hops[step % len(hops)]
+        net.compute(0.1)
+        net.send(x, (net.rank + hop) % net.world_size)
+        x += net.recv(x, (net.rank - hop) % net.world_size).wait()
+        x /= 2
+    return x, net.now()
+
+
+@pytest.mark.exhaustive
+def test_1024_ranks(capsys):
+    begin = time.process_time()
+    results = SimulatedWorld(1024, latency_s=1e-5, bandwidth_bytes_s=1e9).run(gossip, 100)
+    seconds = time.process_time() - begin
+    with capsys.disabled():
+        print(f" [1,024 ranks x 100 gossip steps: {seconds:.1f} s] ", end="")
+    assert seconds < 60.0
+    for x, now in results:
+        assert torch.equal(x, torch.full((16,), 511.5))
+        assert now == pytest.approx(100 * (0.1 + 1e-5 + 64e-9))

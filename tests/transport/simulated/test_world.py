@@ -1,0 +1,100 @@
+"""Simulated worlds that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
+from lightning_dsgd.transport.view import View
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"world_size": 0}, "world_size must be at least 1, got 0"),
+        ({"world_size": 2, "latency_s": -1.0}, "got latency_s=-1.0"),
+        ({"world_size": 2, "bandwidth_bytes_s": 0.0}, "bandwidth_bytes_s=0.0"),
+    ],
+)
+def test_worlds_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SimulatedWorld(**arguments)
+
+
+def test_faults_that_cannot_be():
+    with pytest.raises(
+        ValueError, match=r"rank of 0 to 1 at 0 s or later, got rank=2 and at_s=1.0"
+    ):
+        SimulatedWorld(2).kill(2, 1.0)
+
+
+def test_ranks_join_a_world_that_goes_on_and_no_other():
+    with pytest.raises(ValueError, match=r"with goes_on=True, got at_s=1.0 and goes_on=False"):
+        SimulatedWorld(2).join(1.0)
+    world = SimulatedWorld(2, goes_on=True, min_ranks=1)
+    assert [world.join(5.0), world.join(1.0)] == [2, 3]
+
+    def fn(net):
+        if net.rank < 2:
+            with pytest.raises(ValueError, match=r"min_ranks=2 with SimulatedWorld.min_ranks=1"):
+                net.survive(2)
+        return net.rank, net.is_newcomer, net.now()
+
+    assert world.run(fn) == [(0, False, 0.0), (1, False, 0.0), (2, True, 5.0), (3, True, 1.0)]
+
+
+def test_a_newcomer_finds_nobody_where_all_have_ended():
+    world = SimulatedWorld(2, goes_on=True)
+    world.join(1.0)
+
+    def fn(net):
+        if net.is_newcomer:
+            net.join(within_s=10.0)
+
+    with pytest.raises(RankFailed, match="a newcomer must reach a rank that trains, but none"):
+        world.run(fn)
+
+
+def test_groups_are_those_of_the_world():
+    def fn(net):
+        net.survive(None, [[0, 1], [2, 3]])
+        with pytest.raises(ValueError, match=r"groups must be those of the world"):
+            net.survive(None, [[0, 2], [1, 3]])
+
+    SimulatedWorld(4, goes_on=True, groups=[(0, 1), (2, 3)]).run(fn)
+
+
+def test_one_rank_has_all_begin_another_view():
+    def fn(net):
+        lost = PeerLost(net.rank, "wants another view")
+        if net.rank == 1:
+            net.renew()
+        else:
+            with pytest.raises(PeerLost, match="the members change"):
+                net.recv(torch.zeros(1), 1).wait()
+        first = net.next_view(lost)
+        View(net, first[1], first[0]).barrier().wait()
+        return first
+
+    assert SimulatedWorld(3, latency_s=0.01, goes_on=True).run(fn) == [(1, (0, 1, 2))] * 3
+
+
+def test_a_rank_that_doubts_another_has_the_others_leave_it_or_its_group_out():
+    def fn(net):
+        net.compute(1.025)  # all have heard of it, and nothing is agreed on
+        with pytest.raises(PeerLost, match="rank 3 "):
+            net.check()
+        is_outside = net.is_outside
+        _, members = net.next_view(PeerLost(3, "is lost"))
+        return is_outside, members
+
+    world = SimulatedWorld(4, latency_s=0.01, goes_on=True, groups=[(0, 1), (2, 3)])
+    world.doubt(1, 3, 1.0)
+    outcomes = world.outcomes(fn)
+    assert outcomes[:2] == [(False, (0, 1))] * 2
+    assert "cannot go on without rank 3" in str(outcomes[2])
+    assert "rank 3 is not in view 1" in str(outcomes[3])
+    with pytest.raises(ValueError, match="goes_on=True"):
+        SimulatedWorld(2).doubt(0, 1, 1.0)

@@ -1,0 +1,148 @@
+"""Strangers do no harm, and an impostor is found out.
+
+Functions that run on every rank come before the tests that run them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.transport import PeerLost, handshake
+from lightning_dsgd.transport.handshake import HELLO, NONCE_BYTES
+from tests.support.worlds import ProcessWorld
+from tests.transport.helpers import until
+
+EMPTY = torch.empty(0)
+
+
+def replayed(secret: Any, rank: int) -> bytes:
+    """What another connection's peer, which knew the secret, has proved who it is with."""
+    nonce = bytes(NONCE_BYTES)
+    return HELLO.pack(0, nonce, secret.proof(nonce, 0, rank))
+
+
+def meet_strangers(net: Any) -> None:
+    """Whoever connects without the secret is turned away, whatever else it says."""
+    connections = net.mesh.connections
+    if net.rank == 0:
+        strangers = []
+        for rank, address in connections._addresses.items():
+            for greeting in (
+                b"",
+                b"GET / HTTP/1.1\r\n\r\n",
+                HELLO.pack(1, bytes(16), bytes(32)),
+                HELLO.pack(1, bytes(16), bytes(32)) + bytes(100),
+                HELLO.pack(77, bytes(16), connections._secret.proof(bytes(16), 77, rank)),
+                replayed(connections._secret, rank),
+                os.urandom(1 << 17),
+            ):
+                stranger = socket.create_connection(address, 5.0)
+                with contextlib.suppress(OSError):
+                    stranger.sendall(greeting)
+                if len(greeting) >= HELLO.size:
+                    assert all_of(stranger) in (0, NONCE_BYTES)  # turned away
+                strangers.append(stranger)
+        for stranger in strangers:
+            stranger.close()
+    for _ in range(3):
+        assert net.all_reduce(torch.ones(1000)).wait().sum() == 1000 * net.world_size
+    net.barrier().wait()
+    assert until(lambda: not connections._strangers)
+    net.check()
+    net.barrier().wait()
+
+
+def all_of(stranger: socket.socket) -> int:
+    """How many bytes come before the connection is closed."""
+    count = 0
+    with contextlib.suppress(ConnectionResetError):
+        while piece := stranger.recv(100):
+            count += len(piece)
+    return count
+
+
+def test_strangers_do_no_harm() -> None:
+    ProcessWorld().run(3, meet_strangers)
+
+
+def flood(net: Any, num_strangers: int, within_s: float) -> tuple[int, int]:
+    """Rank 1 opens many connections to rank 0, which has few descriptors, and says nothing.
+
+    Gives how many descriptors of rank 0 they took at most, and once their time was over.
+    """
+    handshake.HELLO_WITHIN_S = within_s  # type: ignore[misc]
+    connections, strangers, most = net.mesh.connections, [], 0
+    before = len(os.listdir("/proc/self/fd"))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limit = before + 150 if net.rank == 0 else num_strangers + 500
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    net.barrier().wait()
+    for part in range(10):
+        if net.rank == 1:
+            for _ in range(num_strangers // 10):
+                stranger = socket.socket()
+                stranger.setblocking(False)
+                stranger.connect_ex(connections._addresses[0])
+                strangers.append(stranger)
+        if net.rank == 2 and part == 5:
+            connections.kept_until_the_end = connections._connect(0)  # a rank comes through
+        assert net.all_reduce(torch.ones(1000)).wait().sum() == 1000 * net.world_size
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+    assert until(lambda: not connections._strangers)
+    left = len(os.listdir("/proc/self/fd")) - before
+    net.barrier().wait()
+    return most, left
+
+
+@pytest.mark.parametrize(
+    ("num_strangers", "within_s"),
+    [(500, 1.0), pytest.param(5000, 5.0, marks=pytest.mark.exhaustive)],
+)
+def test_silent_strangers_take_few_descriptors_and_not_for_long(
+    num_strangers: int, within_s: float
+) -> None:
+    most, left = ProcessWorld().run(3, flood, num_strangers, within_s)[0]
+    assert 0 < most < 80
+    assert left <= 1  # the rank that has come through
+
+
+def meet_an_impostor(net: Any, is_silent: bool) -> str:
+    """Somebody else listens where rank 2 should, and connects rank 1 to whoever it likes."""
+    net.barrier().wait()
+    if net.rank != 1:
+        with pytest.raises(PeerLost) as info:
+            net.recv(EMPTY, 1).wait()
+        return info.value.reason
+    connections = net.mesh.connections
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        connections._addresses[2] = impostor.getsockname()
+
+        def listen() -> None:
+            peer, _ = impostor.accept()
+            with peer:
+                if not is_silent:
+                    peer.sendall(bytes(NONCE_BYTES + 32))
+                all_of(peer)
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        connections._outgoing.pop(2).sock.detach()  # as if it had not been connected yet
+        with pytest.raises(PeerLost, match=r"rank 2 cannot be reached at 127\.0\.0\.1:") as info:
+            net.send(EMPTY, 2)
+        listener.join()
+    return info.value.reason
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_who_listens_must_prove_who_it_is(is_silent: bool) -> None:
+    reasons = ProcessWorld(heartbeat_timeout_s=5.0).run(3, meet_an_impostor, is_silent)
+    expected = "timed out" if is_silent else "whoever listens there is not rank 2 of this job"
+    assert [expected in reason for reason in reasons] == [True] * 3

@@ -1,0 +1,100 @@
+"""Lanes of real ranks end when they are told to, and with their network.
+
+Functions that run on every rank come before the tests that run them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.transport import ANY, PeerLost
+from tests.support.worlds import ProcessWorld
+from tests.transport.helpers import our_threads, until
+
+EMPTY = torch.empty(0)
+
+
+def close_on_a_queue(net: Any) -> float:
+    """How long a lane takes to end whose message is stuck when its network closes."""
+    other = int(net.broadcast(torch.tensor([os.getpid()]), src=1).wait())
+    if net.rank == 1:
+        net.barrier().wait()
+        os.kill(os.getpid(), signal.SIGSTOP)  # takes nothing any more
+        return 0.0
+    stuck = threading.Event()
+
+    def send(lane_net: Any) -> None:
+        sending = lane_net.send(torch.zeros(50_000_000), 1, copy=False)
+        stuck.set()
+        sending.wait()
+
+    net.barrier().wait()
+    lane = net.spawn_lane(send)
+    assert stuck.wait(10)
+    net.fail("failed: as told to")
+    begin = time.monotonic()
+    with contextlib.suppress(Exception):
+        lane.stop()
+    took = time.monotonic() - begin
+    os.kill(other, signal.SIGKILL)
+    return took
+
+
+def test_a_closed_network_keeps_no_lane_waiting_for_a_message_to_leave() -> None:
+    world = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=60.0)
+    first, _ = world.outcomes(2, close_on_a_queue)
+    assert first.result < 5
+
+
+def stop_a_lane(net: Any) -> None:
+    """In a receive from one rank, from any rank, and in a collective that the other never joins."""
+
+    def starts_waiting(lane_net: Any) -> bool:
+        return lane_net.waiting is not None
+
+    for fn in (
+        lambda lane_net: lane_net.recv(EMPTY, 1 - net.rank).wait(),
+        lambda lane_net: lane_net.recv(EMPTY, ANY).wait(timeout_s=float("inf")),
+        lambda lane_net: net.rank or lane_net.all_reduce(torch.ones(100)).wait(),
+    ):
+        before = our_threads()
+        lane = net.spawn_lane(fn)
+        begin = time.monotonic()
+        lane.stop()
+        lane.check()
+        lane.join()
+        assert time.monotonic() - begin < 10.0
+        assert our_threads() == before
+    net.barrier().wait()
+
+
+def test_a_lane_that_is_blocked_is_stopped() -> None:
+    ProcessWorld().run(2, stop_a_lane)
+
+
+def fail_with_lanes_running(net: Any) -> list[str]:
+    lanes = [net.spawn_lane(lambda lane_net: lane_net.recv(EMPTY, ANY).wait()) for _ in range(3)]
+    net.barrier().wait()
+    if net.rank == 1:
+        net.fail("is out of order")
+    errors = []
+    for lane in lanes:
+        with pytest.raises(PeerLost, match="rank 1 is out of order") as info:
+            lane.join()
+        errors.append(info.value.waited_for)
+    net.close()
+    assert until(lambda: not our_threads())
+    return errors
+
+
+def test_failing_ends_the_lanes_of_every_rank() -> None:
+    for errors in ProcessWorld().run(2, fail_with_lanes_running):
+        assert errors == [f"a message with tag 0 from any rank [lane-{i}]" for i in (1, 2, 3)]

@@ -1,0 +1,628 @@
+"""The agreement on views in random schedules: losses, cuts, false suspicion, slow ranks, joins."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterable
+from itertools import count
+
+import pytest
+
+from lightning_dsgd.transport.membership import (
+    ACCEPT,
+    ACCEPTED,
+    COMMIT,
+    PREPARE,
+    PROMISE,
+    REFUSE,
+    WANT,
+    Ballot,
+    Membership,
+    Message,
+    Ranks,
+)
+from tests.support.thorough import times
+
+PATIENCE_S = 1.0
+WITHIN_S = 120.0
+"""No schedule may take longer to come to rest; its last event is before 20 s."""
+KINDS = (WANT, PREPARE, PROMISE, ACCEPT, ACCEPTED, COMMIT)
+
+
+class World:
+    """Ranks that agree over links that keep the order of messages, each with its own delay."""
+
+    def __init__(
+        self,
+        seed: int,
+        num_ranks: int,
+        min_ranks: int | None = None,
+        *,
+        holds: bool = False,
+        group_size: int = 1,
+    ) -> None:
+        self.holds = holds
+        self.group_size = group_size
+        self.chance = random.Random(seed)
+        self.min_ranks = min_ranks
+        self.now = 0.0
+        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self.numbers = count()
+        self.busy_until: dict[int, float] = {}
+        self.last_arrival: dict[tuple[int, int], float] = {}
+        self.died: set[int] = set()
+        self.sides: list[tuple[float, float, set[int]]] = []
+        self.views = {0: tuple(range(num_ranks))}
+        self.seen: dict[int, int] = {}
+        self.agreed_at = 0.0
+        self.ticks_at: dict[int, float] = {}
+        self.sent: Callable[[int, Message], None] = lambda sender, message: None
+        self.num_heard_late = 0
+        self.leavers: set[int] = set()
+        self.accepted: dict[tuple[int, Ballot, Ranks], set[int]] = {}
+        """Of each view that was proposed in a ballot: who has accepted it."""
+        ranks = tuple(range(num_ranks))
+        self.all_ranks = list(ranks)
+        groups = [ranks[i : i + group_size] for i in range(0, num_ranks, group_size)]
+        options = {"holds_joins": holds, "groups": groups if group_size > 1 else ()}
+        self.ranks = {r: Membership(r, ranks, PATIENCE_S, min_ranks, **options) for r in ranks}
+        self.latency_s = 0.01
+
+    # ---- what happens ----
+
+    def at(self, at_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.agenda, (at_s, next(self.numbers), action))
+
+    def kill(self, rank: int) -> None:
+        """What it has sent still arrives; each of the others notices after a while."""
+        if rank in self.died or rank not in self.ranks:
+            return
+        self.died.add(rank)
+        self.tell_of_end(rank)
+
+    def tell_of_end(self, rank: int, *, in_order: bool = False) -> None:
+        """Of a process, which the others notice; behind its messages, if it has ended by itself."""
+        for other in self.all_ranks:
+            at_s = self.now + self.chance.uniform(0, 0.5)
+            if in_order:
+                at_s = max(at_s, self.last_arrival.get((rank, other), 0.0))
+            self.at(at_s, lambda o=other: self.notice(o, rank))
+
+    def notice(self, rank: int, lost: int) -> None:
+        died = not self.is_cut(rank, lost)  # else it is silence
+        self.do(rank, lambda m: m.suspect(self.now, lost, died=died))
+
+    def is_cut(self, rank: int, other: int) -> bool:
+        return any(
+            begin <= self.now < end and (rank in side) != (other in side)
+            for begin, end, side in self.sides
+        )
+
+    def suspect(self, rank: int, other: int) -> None:
+        self.do(rank, lambda m: m.suspect(self.now, other, died=False))
+
+    def cut(self, side: set[int], seconds: float) -> None:
+        """Nothing passes for so long; each end gives the other up in between, or later."""
+        self.sides.append((self.now, self.now + seconds, side))
+        for rank in self.all_ranks:
+            for other in self.all_ranks:
+                if (rank in side) != (other in side):
+                    after_s = self.chance.uniform(1.0, 3.0)
+                    self.at(self.now + after_s, lambda r=rank, o=other: self.suspect(r, o))
+
+    def join(self, rank: int) -> None:
+        contacts = list(self.all_ranks)
+        self.all_ranks.append(rank)
+        self.ranks[rank] = Membership(
+            rank,
+            contacts,
+            PATIENCE_S,
+            self.min_ranks,
+            self.now,
+            is_newcomer=True,
+            holds_joins=self.holds,
+        )
+        for dead in self.died | {r for r, m in self.ranks.items() if m.ended}:
+            self.at(self.now + self.chance.uniform(0, 0.5), lambda d=dead: self.notice(rank, d))
+        self.do(rank, lambda m: m.tick(self.now))
+        if self.holds:
+            at_s = self.now + self.chance.uniform(0.0, 3.0)
+            self.at(at_s, lambda: self.admit(rank))
+
+    def admit(self, newcomer: int) -> None:
+        """All who know of it let it in, about at the same time; until it is a member."""
+        if newcomer in self.has_ended() or self.ranks[newcomer].number >= 0:
+            return
+        self.at(self.now + 3.0, lambda: self.admit(newcomer))
+        for other in self.all_ranks:
+            if newcomer in getattr(self.ranks[other], "waiting", ()):
+                after_s = self.chance.uniform(0.0, 0.2)
+                self.at(
+                    self.now + after_s,
+                    lambda o=other: self.do(o, lambda m: m.admit(self.now, newcomer)),
+                )
+
+    def come(self, count: int) -> None:
+        """So many newcomers, each with a number that no rank has had."""
+        for _ in range(count):
+            self.join(len(self.all_ranks))
+
+    def replace(self, rank: int, after_s: float) -> None:
+        """It dies, and is started again."""
+        self.kill(rank)
+        self.at(self.now + after_s, lambda: self.come(1))
+
+    def leave(self, rank: int) -> None:
+        self.leavers.add(rank)
+        self.do(rank, lambda m: m.leave(self.now))
+
+    def be_slow(self, rank: int, seconds: float) -> None:
+        self.busy_until[rank] = max(self.busy_until.get(rank, 0.0), self.now + seconds)
+
+    # ---- how it goes on ----
+
+    def do(self, rank: int, action: Callable[[Membership], None]) -> None:
+        if rank in self.died or rank not in self.ranks or self.ranks[rank].ended:
+            return
+        if self.busy_until.get(rank, 0.0) > self.now:
+            self.at(self.busy_until[rank], lambda: self.do(rank, action))
+            return
+        membership = self.ranks[rank]
+        action(membership)
+        for _, message in membership.outbox:
+            self.count_vote(rank, message)
+        self.look(rank, membership)
+        outbox, membership.outbox = membership.outbox, []
+        for dst, message in outbox:
+            self.send(rank, dst, message)
+        if membership.ended:
+            self.tell_of_end(rank, in_order=True)
+            return
+        next_at = max(membership.next_at, self.now + 1e-6)  # or it is late, as it was slow
+        if next_at < self.ticks_at.get(rank, float("inf")):
+            self.ticks_at[rank] = next_at
+            self.at(next_at, lambda: self.tick(rank))
+
+    def tick(self, rank: int) -> None:
+        if self.ticks_at.get(rank) == self.now:
+            del self.ticks_at[rank]
+        self.do(rank, lambda m: m.tick(self.now))
+
+    def send(self, src: int, dst: int, message: Message) -> None:
+        self.sent(src, message)
+        if self.is_cut(src, dst) or src in self.died:
+            return
+        arrival = self.now + self.chance.expovariate(1 / self.latency_s)
+        arrival = max(arrival, self.last_arrival.get((src, dst), 0.0))
+        self.last_arrival[src, dst] = arrival
+        self.at(arrival, lambda: self.do(dst, lambda m: self.hear(m, src, message)))
+
+    def hear(self, membership: Membership, src: int, message: Message) -> None:
+        """What is said of a view that has ended changes nothing of a later one."""
+        before = membership.number, membership.members, membership.is_changing
+        membership.hear(self.now, src, message)
+        is_of_agreement = message.kind in (*KINDS[:-1], REFUSE)
+        if is_of_agreement and 0 <= message.number <= before[0]:
+            self.num_heard_late += 1
+            assert (membership.number, membership.members, membership.is_changing) == before
+
+    def look(self, rank: int, membership: Membership) -> None:
+        """All members of a view agree on it, and its numbers only grow."""
+        if membership.ended or membership.number < 0:
+            return
+        number, members = membership.number, membership.members
+        assert rank in members
+        assert number >= self.seen.get(rank, 0)
+        if number > self.seen.get(rank, 0):
+            self.agreed_at = self.now
+        self.seen[rank] = number
+        assert self.views.setdefault(number, members) == members
+        if number - 1 in self.views:
+            self.check_step(number)
+
+    def count_vote(self, rank: int, message: Message) -> None:
+        """Who proposes a view has accepted it; who accepts one says in which ballot."""
+        if message.kind == ACCEPT:
+            key = message.number, message.ballot, message.members
+            self.accepted.setdefault(key, {rank})
+        elif message.kind == ACCEPTED:
+            for (number, ballot, _), votes in self.accepted.items():
+                if (number, ballot) == (message.number, message.ballot):
+                    votes.add(rank)
+
+    def check_step(self, number: int) -> None:
+        """Nobody has gone on without more than half of the others, or told them so.
+
+        Where ranks are in groups, some vote for a view without themselves.
+        """
+        before, members = self.views[number - 1], self.views[number]
+        if len(before) > 2:
+            ballots = [v for (n, _, m), v in self.accepted.items() if (n, m) == (number, members)]
+            assert any(2 * len(v & {*before}) > len(before) for v in ballots), (before, ballots)
+        if self.min_ranks is not None:
+            assert len(members) >= self.min_ranks, (before, members)
+        if self.group_size > 1:
+            groups = {rank // self.group_size for rank in members}
+            assert len(members) == len(groups) * self.group_size, members
+            return
+        stayed = set(members) & set(before)
+        lost = set(before) - stayed - self.leavers
+        is_alone = len(before) == 2 and lost <= self.has_ended()
+        assert 2 * len(lost) < len(before) or is_alone, (before, members)
+
+    def has_ended(self) -> set[int]:
+        return self.died | {r for r, m in self.ranks.items() if m.ended}
+
+    def run(self) -> None:
+        while self.agenda:
+            self.now, _, action = heapq.heappop(self.agenda)
+            assert self.now < WITHIN_S, self.describe()
+            action()
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Who is in a view is in it with all its members, and they are all there is."""
+        alive = {r: m for r, m in self.ranks.items() if r not in self.died and not m.ended}
+        assert not any(m.is_changing for m in alive.values()), self.describe()
+        assert len({m.number for m in alive.values()}) <= 1, self.describe()
+        for m in alive.values():
+            assert set(m.members) == alive.keys(), self.describe()
+        if self.min_ranks is not None and alive:
+            assert len(alive) >= self.min_ranks, self.describe()
+
+    def describe(self) -> str:
+        return "\n".join(
+            f"rank {r}: {'dead' if r in self.died else m.ended or 'alive'}, view {m.number} "
+            f"{m.members}{', changing' * m.is_changing}"
+            for r, m in self.ranks.items()
+        )
+
+
+def schedule(seed: int) -> World:
+    """A random one."""
+    chance = random.Random(f"schedule/{seed}")
+    num_ranks = chance.choice([2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 12, 16])
+    world = World(seed, num_ranks, chance.choice([None, None, 1, 2]), holds=seed % 2 == 1)
+    world.latency_s = chance.choice([0.001, 0.05, 0.3])
+    at_s = 0.0
+    for _ in range(chance.randrange(1, 7)):
+        at_s += chance.choice([0.0, 0.0, 0.01, 0.1, 0.5, 2.0, 3.0])
+        rank, other = chance.randrange(num_ranks), chance.randrange(num_ranks)
+        event = chance.choice(
+            ["kill", "kill", "replace", "suspect", "cut", "slow", "slow", "join", "join", "leave"]
+        )
+        if event == "kill":
+            world.at(at_s, lambda r=rank: world.kill(r))
+        elif event == "suspect" and rank != other:
+            world.at(at_s, lambda r=rank, o=other: world.suspect(r, o))
+        elif event == "cut":
+            side = set(chance.sample(range(num_ranks + 3), chance.randrange(1, num_ranks + 1)))
+            length = chance.choice([0.5, 3.0, 1000.0])
+            world.at(at_s, lambda s=side, t=length: world.cut(s, t))
+        elif event == "slow":
+            seconds = chance.choice([0.3, 1.5, 4.0])
+            world.at(at_s, lambda r=rank, t=seconds: world.be_slow(r, t))
+        elif event == "join":
+            num_newcomers = chance.choice([1, 1, 2])
+            world.at(at_s, lambda n=num_newcomers: world.come(n))
+        elif event == "replace":
+            after_s = chance.choice([0.0, 0.05, 1.0, 3.0])
+            world.at(at_s, lambda r=rank, t=after_s: world.replace(r, t))
+        elif event == "leave":
+            world.at(at_s, lambda r=rank: world.leave(r))
+    if chance.random() < 0.5:
+        strike_within(world, chance)
+    return world
+
+
+def strike_within(world: World, chance: random.Random) -> None:
+    """As one of the first messages of a kind is sent, ranks come, and its sender may die."""
+    kind, left = chance.choice(KINDS), [chance.randrange(8)]
+    num_newcomers, dies = chance.choice([0, 1, 2]), chance.random() < 0.5
+
+    def strike(sender: int, message: Message) -> None:
+        if message.kind == kind:
+            left[0] -= 1
+            if left[0] == -1:
+                world.at(world.now, lambda: world.come(num_newcomers))
+                if dies:
+                    world.kill(sender)
+
+    world.sent = strike
+
+
+def run_schedule(seed: int) -> World:
+    world = schedule(seed)
+    try:
+        world.run()
+    except AssertionError as error:
+        raise AssertionError(f"schedule {seed}: {error}\n{world.describe()}") from error
+    return world
+
+
+def test_all_agree_in_some_hundred_schedules():
+    num_grown, num_heard_late = 0, 0
+    for seed in range(800):
+        world = run_schedule(seed)
+        num_first = len(world.views[0])
+        num_grown += any(max(view) >= num_first for view in world.views.values())
+        num_heard_late += world.num_heard_late
+    assert num_grown > 200  # schedules in which a newcomer became a member
+    assert num_heard_late > 200  # messages of an agreement that was over
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_all_agree_in_thousands_of_schedules():
+    """A hundred thousand with TIMES=5."""
+    for seed in times(20_000):
+        run_schedule(10_000 + seed)
+
+
+def alive(world: World) -> list[int]:
+    return [r for r, m in world.ranks.items() if r not in world.died and not m.ended]
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4, 5, 8, 16])
+def test_all_survivors_of_a_loss_go_on(num_ranks):
+    for seed in range(20):
+        for lost in {0, 1, num_ranks - 1}:
+            world = World(seed, num_ranks)
+            world.at(1.0, lambda w=world, r=lost: w.kill(r))
+            world.run()
+            assert alive(world) == [r for r in range(num_ranks) if r != lost]
+            assert world.agreed_at < 1.0 + 4 * PATIENCE_S
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [5, 7])
+def test_who_is_lost_in_the_midst_of_an_agreement_does_not_stop_it(kind, num_ranks):
+    """The proposer, or another one, dies at its first message of each kind, or after some."""
+    for seed in range(30):
+        world = World(seed, num_ranks)
+        left = [seed % num_ranks]
+
+        def die(
+            sender: int, message: Message, world: World = world, left: list[int] = left
+        ) -> None:
+            if message.kind == kind and not world.died - {num_ranks - 1}:
+                left[0] -= 1
+                if left[0] < 0:
+                    world.kill(sender)
+
+        world.sent = die
+        world.at(1.0, lambda w=world: w.kill(num_ranks - 1))
+        world.run()
+        assert len(alive(world)) == num_ranks - len(world.died) >= num_ranks - 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("holds", [False, True])
+def test_two_come_at_once_while_the_proposer_of_their_view_dies(kind, holds):
+    """At its first message of each kind, or after some; rank 0 proposes, as the lowest."""
+    for seed in range(20):
+        world = World(seed, 5, holds=holds)
+        left = [seed % 4]
+
+        def die(
+            sender: int, message: Message, world: World = world, left: list[int] = left
+        ) -> None:
+            if message.kind == kind and not world.died:
+                left[0] -= 1
+                if left[0] < 0:
+                    world.kill(sender)
+
+        world.sent = die
+        world.at(1.0, lambda w=world: w.come(2))
+        world.run()
+        assert alive(world) == [r for r in range(7) if r not in world.died]
+        assert len(world.died) == 1
+
+
+def test_half_of_the_ranks_do_not_go_on():
+    for seed in range(20):
+        world = World(seed, 4)
+        world.at(1.0, lambda w=world: w.cut({0, 2}, 1000.0))
+        world.run()
+        assert alive(world) == []
+        for membership in world.ranks.values():
+            assert membership.ended.startswith("must go on with more than half")
+
+
+def test_a_side_of_a_network_that_is_cut_goes_on_with_more_than_half():
+    for seed in range(20):
+        world = World(seed, 5)
+        world.at(1.0, lambda w=world: w.cut({0, 3}, 1000.0))
+        world.run()
+        assert alive(world) == [1, 2, 4]
+        assert world.ranks[0].ended.startswith("must go on with more than half of view 0, which")
+
+
+def test_a_rank_that_was_only_slow_finds_itself_outside_and_may_come_again():
+    for seed in range(20):
+        world = World(seed, 4)
+        world.at(1.0, lambda w=world: w.be_slow(2, 6.0))
+        world.at(2.0, lambda w=world: w.suspect(1, 2))
+        world.at(9.0, lambda w=world: w.join(4))
+        world.run()
+        assert world.ranks[2].ended == "is not in view 1, taken for lost"
+        assert alive(world) == [0, 1, 3, 4]
+        assert world.ranks[4].members == (0, 1, 3, 4)
+
+
+@pytest.mark.parametrize(("min_ranks", "survivors"), [(None, []), (1, [1])])
+def test_one_of_two_goes_on_alone_if_it_may_and_the_other_has_died(min_ranks, survivors):
+    for seed in range(20):
+        world = World(seed, 2, min_ranks)
+        world.at(1.0, lambda w=world: w.kill(0))
+        world.run()
+        assert alive(world) == survivors
+
+
+def group_schedule(seed: int) -> World:
+    """A random one, of ranks in groups."""
+    chance = random.Random(f"groups/{seed}")
+    size, num_groups = chance.choice([2, 2, 3, 4]), chance.choice([2, 2, 3, 4, 5])
+    num_ranks = size * num_groups
+    world = World(seed, num_ranks, chance.choice([None, None, 1, size]), group_size=size)
+    world.latency_s = chance.choice([0.001, 0.05, 0.3])
+    at_s = 0.0
+    for _ in range(chance.randrange(1, 5)):
+        at_s += chance.choice([0.0, 0.0, 0.01, 0.1, 0.5, 2.0, 3.0])
+        rank, other = chance.sample(range(num_ranks), 2)
+        event = chance.choice(["kill", "kill", "kill", "suspect", "cut", "slow"])
+        if event == "kill":
+            world.at(at_s, lambda r=rank: world.kill(r))
+        elif event == "suspect":
+            world.at(at_s, lambda r=rank, o=other: world.suspect(r, o))
+        elif event == "cut":
+            side = set(chance.sample(range(num_ranks), chance.randrange(1, num_ranks + 1)))
+            length = chance.choice([0.5, 3.0, 1000.0])
+            world.at(at_s, lambda s=side, t=length: world.cut(s, t))
+        else:
+            world.at(at_s, lambda r=rank: world.be_slow(r, 1.5))
+    return world
+
+
+def run_group_schedules(seeds: Iterable[int]) -> int:
+    """How many of them had a view without a whole group."""
+    num_shrunk = 0
+    for seed in seeds:
+        world = group_schedule(seed)
+        try:
+            world.run()
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}\n{world.describe()}") from error
+        num_shrunk += len(world.views) > 1
+    return num_shrunk
+
+
+def test_a_view_holds_whole_groups_only():
+    assert run_group_schedules(range(200)) > 80
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_a_view_holds_whole_groups_only_in_thousands_of_schedules():
+    run_group_schedules(10_000 + seed for seed in times(20_000))
+
+
+@pytest.mark.parametrize(("num_groups", "size"), [(2, 2), (3, 2), (2, 8), (4, 3)])
+def test_one_dead_rank_takes_its_group_out_of_the_view_at_once(num_groups, size):
+    num_ranks = num_groups * size
+    for seed in range(20):
+        for lost in (0, 1, num_ranks - 1):
+            world = World(seed, num_ranks, group_size=size)
+            world.at(1.0, lambda w=world, r=lost: w.kill(r))
+            world.run()
+            group = range(lost // size * size, (lost // size + 1) * size)
+            left = [r for r in range(num_ranks) if r not in group]
+            assert alive(world) == left
+            assert world.views == {0: tuple(range(num_ranks)), 1: tuple(left)}
+            for rank in set(group) - {lost}:
+                assert world.ranks[rank].ended == (
+                    f"cannot go on without rank {lost}, which held shards of its replica"
+                )
+                assert world.ranks[rank].missing == lost
+
+
+def test_a_rank_names_whom_of_its_group_others_have_lost():
+    """Or who has not answered it, where it leads: then it has heard of no loss."""
+    for seed in range(20):
+        world = World(seed, 6, group_size=2)
+        world.at(1.0, lambda w=world: w.suspect(1, 5))
+        world.run()
+        assert alive(world) == [0, 1, 2, 3]
+        assert world.ranks[4].missing == 5
+        assert world.ranks[4].ended.startswith("cannot go on without rank 5, which held shards")
+        assert world.ranks[5].ended.startswith("is not in view 1, taken for lost")
+        world = World(seed, 6, group_size=2)
+        world.at(1.0, lambda w=world: w.be_slow(1, 30.0))
+        world.at(1.5, lambda w=world: w.suspect(0, 5))
+        world.run()
+        assert world.ranks[0].missing == 1
+
+
+def test_the_last_group_ends_with_its_first_rank_that_is_lost():
+    world = World(0, 4, min_ranks=1, group_size=2)
+    world.at(1.0, lambda: world.kill(3))
+    world.at(5.0, lambda: world.kill(0))
+    world.run()
+    assert alive(world) == []
+    assert world.ranks[1].ended.endswith("replicas that have lost none of their ranks, got none")
+
+
+def test_too_few_whole_groups_do_not_go_on():
+    world = World(0, 6, min_ranks=4, group_size=2)
+    world.at(1.0, lambda: world.kill(5))
+    world.at(5.0, lambda: world.kill(0))
+    world.run()
+    assert alive(world) == []
+    assert "min_ranks=4, in replicas that have lost none" in world.ranks[2].ended
+
+
+def test_neither_of_two_goes_on_alone_if_the_link_is_cut():
+    for seed in range(20):
+        world = World(seed, 2, min_ranks=1)
+        world.at(1.0, lambda w=world: w.cut({0}, 1000.0))
+        world.run()
+        assert alive(world) == []
+
+
+def test_ranks_are_lost_one_by_one_down_to_min_ranks():
+    for seed in range(20):
+        world = World(seed, 5, min_ranks=2)
+        for rank in range(4):
+            world.at(1.0 + 5 * rank, lambda w=world, r=rank: w.kill(r))
+        world.run()
+        assert [len(members) for members in world.views.values()] == [5, 4, 3, 2]
+        assert world.ranks[4].ended.endswith("got 4")
+        assert "min_ranks=2" in world.ranks[4].ended
+
+
+def test_a_rank_that_says_goodbye_is_not_taken_for_lost():
+    for seed in range(20):
+        world = World(seed, 4)
+        world.at(1.0, lambda w=world: w.leave(0))
+        world.run()
+        assert world.ranks[0].ended == "left"
+        assert alive(world) == [1, 2, 3]
+
+
+def test_a_newcomer_waits_until_it_is_admitted():
+    for seed in range(20):
+        world = World(seed, 3, holds=True)
+        world.at(1.0, lambda w=world: w.join(3))
+        world.run()
+        assert alive(world) == [0, 1, 2, 3]
+        assert list(world.views.values())[-1] == (0, 1, 2, 3)
+        assert not any(m.waiting for m in world.ranks.values())
+
+
+def test_a_newcomer_that_nobody_admits_ends_and_disturbs_nobody():
+    world = World(0, 3, holds=True)
+    world.admit = lambda newcomer: None
+    world.at(1.0, lambda: world.join(3))
+    world.run()
+    assert alive(world) == [0, 1, 2]
+    assert list(world.views) == [0]
+    assert world.ranks[3].ended == "could not join within 20 s: nobody has let it in"
+
+
+def test_a_newcomer_whose_contacts_have_all_gone_ends_at_once():
+    world = World(0, 2, min_ranks=1, holds=True)
+    world.at(1.0, lambda: world.join(2))
+    world.at(1.001, lambda: world.kill(0))
+    world.at(1.001, lambda: world.kill(1))
+    world.run()
+    assert world.ranks[2].ended == "could not join, as none of those that it knows is left"
+
+
+def test_newcomers_join_and_outnumber_the_first():
+    world = World(0, 2, min_ranks=1)
+    for rank in range(2, 7):
+        world.at(float(rank), lambda r=rank: world.join(r))
+    world.at(20.0, lambda: world.kill(0))
+    world.run()
+    assert alive(world) == [1, 2, 3, 4, 5, 6]

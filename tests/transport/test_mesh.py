@@ -1,0 +1,235 @@
+"""A rank that is gone is noticed by all, and named; one that leaves in order leaves nothing behind.
+
+Functions that run on every rank come before the tests that run them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.transport import ANY, PeerLost
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from tests.support.worlds import ProcessWorld
+from tests.transport.helpers import BIG, died, our_threads, stopped, until
+
+EMPTY = torch.empty(0)
+
+
+def raised(rank: int) -> None:
+    raise ValueError("no such luck")
+
+
+def open_files() -> set[str]:
+    """The sockets, pipes and polls that this process holds."""
+    found = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(f"{file.name} {os.readlink(file)}")
+    return {text for text in found if "socket" in text or "eventpoll" in text}
+
+
+def wait_for_message(net: Any, lost: int) -> None:
+    net.recv(EMPTY, lost).wait()
+
+
+def wait_for_third_rank(net: Any, lost: int) -> None:
+    third = next(rank for rank in range(net.world_size) if rank not in (lost, net.rank))
+    net.recv(EMPTY, third, tag=5).wait()
+
+
+def wait_for_any(net: Any, lost: int) -> None:
+    net.recv(EMPTY, ANY, tag=6).wait()
+
+
+def wait_in_all_reduce(net: Any, lost: int) -> None:
+    net.all_reduce(torch.ones(1000)).wait()
+
+
+def wait_in_group(net: Any, lost: int) -> None:
+    """In a group that the lost rank is no member of, for a member that does not come."""
+    third = next(rank for rank in range(net.world_size) if rank not in (lost, net.rank))
+    net.all_reduce(torch.ones(1000), sorted((net.rank, third))).wait()
+
+
+def wait_in_barrier(net: Any, lost: int) -> None:
+    net.barrier().wait()
+
+
+def wait_in_lane(net: Any, lost: int) -> None:
+    net.spawn_lane(lambda lane_net: lane_net.recv(EMPTY, ANY).wait() and None).join()
+
+
+WAITS = (
+    wait_for_message,
+    wait_for_third_rank,
+    wait_for_any,
+    wait_in_all_reduce,
+    wait_in_group,
+    wait_in_barrier,
+    wait_in_lane,
+)
+
+
+def wait_each_in_its_way(
+    net: Any, lost: int, how: Callable[[int], None], folder: str
+) -> tuple[int, str, float]:
+    """Who was lost, why, and how many seconds it took to notice."""
+    pids = [int(pid) for pid in net.all_gather(torch.tensor([os.getpid()])).wait()]
+    survivors = [rank for rank in range(net.world_size) if rank != lost]
+    clock = Path(folder, "clock")
+    if net.rank == lost:
+        for rank in survivors:
+            net.recv(EMPTY, rank, tag=4).wait()
+        clock.write_text(str(time.monotonic()))
+        how(lost)
+    net.send(EMPTY, lost, tag=4)
+    try:
+        WAITS[survivors.index(net.rank)](net, lost)
+    except PeerLost as error:
+        verdict = error.rank, error.reason, time.monotonic() - float(clock.read_text())
+    if how is stopped:
+        Path(folder, f"noticed-{net.rank}").touch()
+        if net.rank == survivors[0]:  # once all have noticed, nobody needs it any more
+            until(lambda: len(list(Path(folder).glob("noticed-*"))) == len(survivors), 60.0)
+            os.kill(pids[lost], signal.SIGKILL)
+    return verdict
+
+
+@pytest.mark.parametrize("lost", [0, 7])
+@pytest.mark.parametrize(
+    ("how", "reason", "within_s"),
+    [
+        (died, "died (its connection ended without a farewell)", 10.0),
+        (raised, "failed: ValueError: no such luck", 10.0),
+        (stopped, "has not answered for", 30.0),
+    ],
+)
+def test_every_wait_ends_soon_and_names_the_rank_that_is_lost(
+    lost: int, how: Callable[[int], None], reason: str, within_s: float, tmp_path: Path
+) -> None:
+    world = ProcessWorld(heartbeat_timeout_s=5.0 if how is stopped else 40.0)
+    outcomes = world.outcomes(8, wait_each_in_its_way, lost, how, str(tmp_path))
+    gone = outcomes.pop(lost)
+    assert gone.exitcode == (1 if how is raised else -signal.SIGKILL)
+    for wait, outcome in zip(WAITS, outcomes, strict=True):
+        assert outcome.error == "", wait.__name__
+        rank, why, seconds = outcome.result
+        assert rank == lost, wait.__name__
+        assert why.startswith(reason), wait.__name__
+        assert seconds < within_s, wait.__name__
+
+
+def fail_because_another_failed(net: Any) -> None:
+    if net.rank == 1:
+        net.recv(EMPTY, 2).wait()
+        raise ValueError("the first cause")
+    if net.rank == 2:
+        net.send(EMPTY, 1)
+        try:
+            net.recv(EMPTY, 1).wait()
+        except PeerLost as error:
+            raise RuntimeError("the second cause") from error
+    net.recv(EMPTY, 2).wait()
+
+
+def test_the_first_cause_is_what_all_are_told() -> None:
+    for _ in range(3):
+        outcomes = ProcessWorld().outcomes(4, fail_because_another_failed)
+        assert outcomes[1].error == "ValueError: the first cause"
+        assert outcomes[2].error == "RuntimeError: the second cause"
+        for rank in (0, 3):
+            expected = "PeerLost: rank 1 failed: ValueError: the first cause"
+            assert outcomes[rank].error.startswith(expected)
+
+
+def send_to_the_dead(net: Any) -> None:
+    if net.rank == 1:
+        died(1)
+    with pytest.raises(PeerLost, match="rank 1 died"):
+        net.recv(EMPTY, 1).wait()
+    for rank in (1, 2 - net.rank):
+        with pytest.raises(PeerLost, match=r"rank 1 died .*; noticed in: sending to rank"):
+            net.send(torch.ones(3), rank)
+    with pytest.raises(PeerLost, match="rank 1 died"):
+        net.barrier().wait()
+
+
+def test_nothing_can_be_sent_once_a_rank_is_dead() -> None:
+    outcomes = ProcessWorld().outcomes(3, send_to_the_dead)
+    assert [outcomes[rank].error for rank in (0, 2)] == ["", ""]
+
+
+def die_with_a_child_alive(net: Any, folder: str) -> float:
+    """As a rank with DataLoader workers does: they are forked, and outlive it."""
+    pid_file = Path(folder, "pid")
+    net.barrier().wait()
+    if net.rank == 1:
+        if not (child := os.fork()):
+            signal.pause()
+        pid_file.write_text(str(child))
+        died(1)
+    begin = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 1 died"):
+        net.recv(EMPTY, 2 - net.rank).wait()
+    seconds = time.monotonic() - begin
+    if net.rank == 0:
+        child = int(pid_file.read_text())
+        os.kill(child, 0)  # still there
+        os.kill(child, signal.SIGKILL)
+    return seconds
+
+
+def test_a_dead_ranks_child_does_not_keep_its_connections_open(tmp_path: Path) -> None:
+    outcomes = ProcessWorld().outcomes(3, die_with_a_child_alive, str(tmp_path))
+    for rank in (0, 2):
+        assert outcomes[rank].error == ""
+        assert outcomes[rank].result < 10.0
+
+
+def leave_at_once(net: Any, size: int) -> tuple[list[int], str]:
+    """Rank 1 leaves right after it has sent; rank 0 is told of that on another connection."""
+    if net.rank == 1:
+        for _ in range(4):
+            net.send(torch.full((size,), 7.0), 0)
+        return [], ""
+    heard = [int((net.recv(EMPTY, 1).wait() == 7).sum()) for _ in range(4)]
+    with pytest.raises(PeerLost) as info:
+        net.recv(EMPTY, 1).wait()
+    return heard, info.value.reason
+
+
+@pytest.mark.parametrize("size", [1, BIG])
+def test_what_a_rank_sent_before_it_left_arrives(size: int) -> None:
+    for _ in range(3):
+        heard, reason = ProcessWorld().run(2, leave_at_once, size)[0]
+        assert heard == [size] * 4
+        assert reason == "has left (its training is over)"
+
+
+def open_and_close(net: Any) -> None:
+    for cycle in range(20):
+        files, threads = open_files(), our_threads()
+        inner = ProcessGroupTransport(timeout_s=20.0)
+        lane = inner.spawn_lane(lambda lane_net: lane_net.recv(EMPTY, ANY).wait() and None)
+        x = inner.all_reduce(torch.full((cycle,), 1.0)).wait()
+        assert x.sum() == cycle * net.world_size
+        assert len(our_threads()) == len(threads) + 2
+        lane.stop()
+        inner.barrier().wait()
+        inner.close()
+        inner.close()
+        assert our_threads() == threads
+        assert not (left := open_files() - files), left
+
+
+def test_closing_leaves_no_thread_and_no_socket() -> None:
+    ProcessWorld().run(2, open_and_close)

@@ -1,0 +1,283 @@
+"""Sums by NCCL of tensors on a device: on one that is none, with an NCCL that is none, and on GPUs.
+
+The emulated NCCL sums over gloo, on a stream of its own, behind what is queued on the stream of who
+calls it.  As NCCL does, it mixes sums up unless all ranks call it in one order.
+
+Functions that run on every rank come before the tests that run them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dsgd.devices import PASSED, port_of
+from lightning_dsgd.transport import PeerLost, Timeout, native, process_group
+from lightning_dsgd.transport.mailboxes import Mailboxes
+from lightning_dsgd.transport.native import NativeSum, NativeSums, make_group
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from tests.algorithms.test_on_device import NAMES, check
+from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
+from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
+from tests.transport.contract.test_in_order import run_in_order
+from tests.transport.test_staging import hung
+
+LARGE = 100_000
+
+
+@dataclass
+class FakeWork:
+    """A sum of the emulated NCCL."""
+
+    ended: FakeEvent
+
+    def wait(self) -> None:
+        self.ended.hold()
+
+
+@dataclass
+class FakeNCCL:
+    """Calls of it return at once."""
+
+    fake: FakeDevice
+    by_gloo: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        self.stream = self.fake.new()
+
+    def all_reduce(self, x: Tensor, group: Any, async_op: bool) -> FakeWork:
+        host = self.fake.pinned(len(x), x.dtype)
+        begun = self.fake.mark()
+        with self.fake.using(self.stream):
+            begun.hold()
+            self.fake.copy(host, x)
+            self.stream.queue.put(lambda: self.by_gloo(host, group=group))
+            self.fake.copy(x, host)
+            return FakeWork(self.fake.mark())
+
+
+@dataclass
+class FakeNCCLWorld(FakeWorld):
+    """P processes, each with an accelerator and an NCCL that are none."""
+
+    def _open(self) -> ProcessGroupTransport:
+        fake: Any = port_of(self._device)
+        nccl = FakeNCCL(fake, dist.all_reduce)
+        dist.all_reduce = nccl.all_reduce  # type: ignore[assignment]
+        process_group.group_device = lambda: "fake"  # type: ignore[attr-defined]
+        process_group.make_group = lambda *_: dist.new_group()  # type: ignore[attr-defined]
+        return ProcessGroupTransport(
+            self.timeout_s, self.heartbeat_timeout_s, ("fake",), device=self._device
+        )
+
+
+def contract(net: Any, fake: FakeDevice) -> None:
+    assert net._sums is not None
+    run_in_order(OnDevice(net, fake.device))  # type: ignore[arg-type]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_contract_holds_on_a_device(world_size: int) -> None:
+    FakeNCCLWorld().run(world_size, contract)
+
+
+@pytest.mark.parametrize(
+    "names", [["allreduce", "hpsgd"], pytest.param(NAMES, marks=pytest.mark.exhaustive)]
+)
+def test_algorithms_train_on_a_device(names: list[str]) -> None:
+    """With two ranks, to the bit as with messages."""
+    check(FakeNCCLWorld(), names, 2, to_the_bit=True)
+
+
+# ---- each wait is needed ----
+
+
+def sum_up(net: Any, fake: FakeDevice) -> bool:
+    """Sums of what has just been made, read at once, by two threads; whether they are right."""
+    right = []
+
+    def run(end: Any) -> None:
+        for number, dtype in enumerate((torch.float32, torch.bfloat16) * 3):
+            x = torch.zeros(LARGE, dtype=dtype, device=fake.device)
+            for _ in range(5):
+                x.add_(1)
+            end.all_reduce(x.add_(net.rank + number)).wait()
+            expected = net.world_size * (5 + number) + sum(range(net.world_size))
+            right.append(bool((x.clone().cpu() == expected).all()))
+
+    lane = net.spawn_lane(run, "sums")
+    run(net.sub("own"))
+    lane.join()
+    return all(right)
+
+
+def without_its_mark(launch: Any) -> Any:
+    def launched(self: NativeSum, *args: Any) -> None:
+        with mock.patch.object(FakeWork, "wait"):
+            launch(self, *args)
+
+    return launched
+
+
+def without_mark(deliver: Any) -> Any:
+    return lambda self, source, key, kind, payload, mark=PASSED: deliver(
+        self, source, key, kind, payload
+    )
+
+
+WAITS = {
+    "launcher: until the argument is made": (Mailboxes, "deliver", without_mark),
+    "launcher: its mark is behind NCCL's kernel": (NativeSum, "launch", without_its_mark),
+    "caller: until the sum is on the device": (NativeSum, "has_passed", lambda _: lambda _: True),
+}
+
+
+def leave_each_out(net: Any, fake: FakeDevice) -> list[str]:
+    unnoticed = []
+    assert sum_up(net.sub("whole"), fake)
+    assert not fake.races
+    for wait, (owner, name, leave_out) in WAITS.items():
+        part = net.sub(wait)
+        with mock.patch.object(owner, name, leave_out(getattr(owner, name))):
+            wrong = not sum_up(part, fake) or bool(fake.races)
+        part.barrier().wait()
+        fake.finish()
+        fake.races.clear()
+        if not part.all_gather(torch.tensor([int(wrong)])).wait()[0]:
+            unnoticed.append(wait)
+    return unnoticed
+
+
+def test_each_wait_is_needed() -> None:
+    assert FakeNCCLWorld(finds_races=False).run(2, leave_each_out) == [[], []]
+
+
+# ---- a device that does not come to it ----
+
+
+def sum_on_a_hung_device(net: Any, fake: FakeDevice) -> float:
+    x, begin = torch.zeros(10, device=fake.device), time.monotonic()
+
+    def serve(end: Any) -> None:
+        end.all_reduce(torch.ones(10, device=fake.device)).wait()
+
+    with hung(fake):
+        work = net.all_reduce(x.add_(1))
+        assert work.arrived.wait(60), "the sum is not launched"
+        with pytest.raises(Timeout, match=r"0.5 s for all_reduce number 0 .* to end on fake:0"):
+            work.wait(0.5)
+        assert not work.done()
+        lane = net.spawn_lane(serve)
+        net.sub("both").barrier().wait()
+        lane.stop(20)
+    work.wait()
+    assert x.tolist() == [2.0] * 10
+    net.sub("end").barrier().wait()
+    return time.monotonic() - begin
+
+
+def test_a_hung_device_ends_in_a_timeout_and_holds_up_no_lanes_end() -> None:
+    FakeNCCLWorld().run(2, sum_on_a_hung_device)
+
+
+def fail_while_others_sum(net: Any, fake: FakeDevice) -> None:
+    x = torch.ones(10, device=fake.device)
+    with hung(fake):
+        work = net.all_reduce(x.add_(1))
+        if net.rank:
+            assert work.arrived.wait(60), "the sum is not launched"
+            raise ValueError("no such luck")
+        with pytest.raises(PeerLost, match="rank 1 failed: ValueError: no such luck"):
+            work.wait()
+
+
+def test_a_lost_rank_ends_the_wait_for_a_hung_device() -> None:
+    zero, one = FakeNCCLWorld().outcomes(2, fail_while_others_sum)
+    assert (zero.error, one.error) == ("", "ValueError: no such luck")
+
+
+# ---- NCCL itself ----
+
+
+def on_one_gpu(net: Any, device: torch.device) -> list[float]:
+    """Sums of one rank, of every dtype; the group is aborted when nothing is under way."""
+    dist.destroy_process_group()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    sums = NativeSums(net, make_group(device, 60.0))
+    found = []
+    for dtype in sorted(native.SUMMED, key=str):
+        x = torch.ones(LARGE, dtype=dtype, device=device)
+        for _ in range(20):
+            x.add_(1)
+        x.sub_(20)
+        found.append(float(sums.begin(net, x, net._call(None, "all_reduce")).wait()[-1]))
+    sums.abandon()
+    sums.close()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nccl_sums_one_ranks_tensors() -> None:
+    [found] = AcceleratorWorld().run(1, on_one_gpu)
+    assert found == [1.0] * len(native.SUMMED)
+
+
+class NCCLWorld(ProcessWorld):
+    """P processes, each with a GPU of its own and NCCL."""
+
+    def _join(self, rank: int, world_size: int, store: str) -> None:
+        self._device = torch.device("cuda", rank)
+        torch.cuda.set_device(self._device)
+        met = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "nccl", store=met, rank=rank, world_size=world_size, device_id=self._device
+        )
+
+
+def sum_for_ever(net: Any, x: Tensor) -> None:
+    while True:
+        net.all_reduce(x).wait()
+
+
+def sum_on_gpus(net: Any, kills: bool) -> str:
+    device = net.mesh.port.device
+    assert net._sums is not None
+    x = torch.full((LARGE,), net.rank + 1.0, device=device)
+
+    def serve(end: Any) -> None:
+        for _ in range(20):
+            end.all_reduce(torch.ones(LARGE, device=device)).wait()
+
+    lane = net.spawn_lane(serve)
+    for _ in range(20):
+        y = net.all_reduce(x.clone()).wait()
+        assert float(y[-1]) == sum(range(1, net.world_size + 1))
+    lane.join()
+    if kills:
+        if net.rank == 1:
+            threading.Timer(0.5, os.kill, [os.getpid(), 9]).start()
+        with pytest.raises(PeerLost, match="rank 1"):
+            sum_for_ever(net, x)
+    return "through"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kills", [False, True])
+def test_nccl_sums_in_one_order_and_ends_with_a_rank(kills: bool) -> None:
+    outcomes = NCCLWorld().outcomes(torch.cuda.device_count(), sum_on_gpus, kills)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error == ("died" if kills and rank == 1 else ""), rank

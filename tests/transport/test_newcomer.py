@@ -1,0 +1,121 @@
+"""Processes come to ranks that have been summing for a while, and become members."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dsgd.replica.calls import Calls
+from lightning_dsgd.transport import TransportError
+from lightning_dsgd.transport.newcomer import NewcomerTransport
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from tests.support.doomed import write_whole
+from tests.support.worlds import StartWorld
+
+WORLD = StartWorld()
+WITHIN_S = 60.0
+
+
+def until(file: Path) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not file.exists():
+        assert time.monotonic() < deadline, file
+        time.sleep(0.02)  # between two looks
+
+
+def sum_ones(calls: Calls, num_all: int, folder: Path, dies_at: int = -1) -> list[int]:
+    """How many ranks took part in each sum; between two, all let in whom the first one knows."""
+    counts: list[int] = []
+    is_over = False
+
+    def add() -> list[int]:
+        x = torch.zeros(20_000)
+        x[0] = 1
+        if calls.view.rank == 0:
+            x[1] = sum(1 << n for n in calls.view.newcomers())
+            x[2] = len(counts) >= 300 and counts[-1] == num_all
+        total = calls.view.all_reduce(x).wait()
+        return [int(total[0]), int(total[1]), int(total[2])]
+
+    while not is_over:
+        if len(counts) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count, newcomers, is_over = calls.together(add)
+        counts.append(count)
+        if newcomers:
+            calls.admit([n for n in range(32) if newcomers >> n & 1])
+        if len(counts) == 20:
+            write_whole(Path(folder, "begun"), "")
+    calls.leave()
+    return counts
+
+
+def begin(view: Any) -> None:
+    view.sub("begin").barrier().wait()
+
+
+def member(num_members: int, num_all: int, folder: str, dies: bool) -> Any:
+    rank = int(os.environ["RANK"])
+    if rank >= num_members:
+        return newcomer(rank, num_all, folder)
+    store = dist.FileStore(str(Path(folder, "store")), num_members)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_members)
+    net = ProcessGroupTransport(timeout_s=40.0, heartbeat_timeout_s=8.0)
+    net.survive(None)
+    net.barrier().wait()
+    write_whole(Path(folder, f"card_{rank}"), json.dumps(net.card()))
+    calls = Calls(net, begin)
+    dies_at = 10 if dies and rank == num_members - 1 else -1
+    counts = sum_ones(calls, num_all, Path(folder), dies_at)
+    net.close()
+    return counts, calls.view.members
+
+
+def newcomer(rank: int, num_all: int, folder: str) -> Any:
+    until(Path(folder, "begun"))
+    cards = {}
+    net = NewcomerTransport(rank, timeout_s=40.0, heartbeat_timeout_s=8.0)
+    for file in Path(folder).glob("card_*"):
+        host, port, secret = json.loads(file.read_text())
+        cards[int(file.name.removeprefix("card_"))] = host, port
+    net.listen()
+    net.join(cards, bytes.fromhex(secret), None, WITHIN_S)
+    calls = Calls(net, begin, is_newcomer=True)
+    calls.join()
+    counts = sum_ones(calls, num_all, Path(folder))
+    net.close()
+    return counts, calls.view.members
+
+
+def test_a_newcomer_becomes_a_member(tmp_path):
+    outcomes = WORLD.outcomes(4, member, 3, 4, str(tmp_path), False, limit_s=WITHIN_S)
+    assert [o.error for o in outcomes] == [""] * 4
+    for outcome in outcomes:
+        counts, members = outcome.result
+        assert members == (0, 1, 2, 3)
+        assert counts == sorted(counts)
+        assert counts[-1] == 4
+
+
+def test_a_newcomer_takes_the_place_of_a_rank_that_was_lost(tmp_path):
+    outcomes = WORLD.outcomes(4, member, 3, 3, str(tmp_path), True, limit_s=WITHIN_S)
+    assert [o.error for o in outcomes] == ["", "", "died", ""]
+    for rank in (0, 1, 3):
+        counts, members = outcomes[rank].result
+        assert members == (0, 1, 3)
+        assert counts[-1] == 3
+
+
+def test_nobody_can_be_joined_where_nobody_listens():
+    net = NewcomerTransport(3, timeout_s=5.0, heartbeat_timeout_s=1.0)
+    net.listen()
+    with pytest.raises(TransportError, match=r"none of \[0\] answers"):
+        net.join({0: ("127.0.0.1", 1)}, b"secret", None, 5.0)

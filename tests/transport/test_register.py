@@ -1,0 +1,68 @@
+"""What is written where the ranks meet outlives ranks, and its end is an error that says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_dsgd.transport import PeerLost, TransportError
+from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport.register import Register
+
+
+def two_registers() -> tuple[Register, Register]:
+    keeper = Register("127.0.0.1", 0, 10.0, serves=True)
+    return keeper, Register("127.0.0.1", keeper.port, 10.0)
+
+
+def test_ranks_that_start_again_from_a_checkpoint_find_no_training_of_before(monkeypatch) -> None:
+    keeper, other = two_registers()
+    keeper.say("survives")
+    assert keeper.survives()  # once it is asked again, the store has taken it
+    assert other.survives()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not Register("127.0.0.1", keeper.port, 10.0).survives()
+    keeper.say("survives", "")
+    assert not keeper.survives()
+    assert not other.survives()
+
+
+def test_newcomers_do_not_look_for_a_rank_that_is_forgotten() -> None:
+    keeper, other = two_registers()
+    for rank in range(3):
+        keeper.write_card(rank, ("127.0.0.1", 1000 + rank, "secret"))
+    keeper.forget(1)
+    assert not keeper.read("card/1")
+    assert other.cards(other.new_number(3), 3) == {0: ("127.0.0.1", 1000), 2: ("127.0.0.1", 1002)}
+
+
+def test_ranks_that_are_started_later_are_counted_behind_the_first() -> None:
+    keeper, other = two_registers()
+    assert not other.await_training(0.05, lambda: False)
+    looks = iter([False, False, True])
+    assert not other.await_training(600.0, lambda: next(looks))  # a signal has come
+    with pytest.raises(TransportError, match="must have been started by `lightning-dsgd launch`"):
+        other.size()
+    keeper.write_size(2, 4)
+    keeper.say("survives")
+    assert other.await_training(10.0, lambda: False)
+    assert other.size() == (2, 4)
+    assert [*other.more_ranks(2, 8), *keeper.more_ranks(1, 8)] == [8, 9, 10]
+    assert [other.more_supervisors(1), other.more_supervisors(0)] == [1, 1]
+
+
+def test_a_store_that_has_ended_is_an_error() -> None:
+    keeper, other = two_registers()
+    keeper.say("survives")
+    assert keeper.survives()
+    del keeper
+    with pytest.raises(TransportError, match="the store where the ranks meet has ended"):
+        other.survives()
+
+
+def test_a_rank_that_hears_of_a_change_of_members_has_not_failed_itself() -> None:
+    mesh = Mesh(0, 3, timeout_s=1.0, heartbeat_timeout_s=1.0)
+    mesh._begin_to_survive(None, ())
+    mesh.mailboxes.break_off(PeerLost(0, "was told that the members change"))
+    assert not mesh.has_failed
+    mesh.lose(0, "failed: of its own")
+    assert mesh.has_failed

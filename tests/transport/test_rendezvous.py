@@ -1,0 +1,178 @@
+"""A rank that does not start, or dies while all connect: the others end in time, and name it.
+
+Functions that run on every rank come before the tests that run them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_dsgd import STRATEGIES
+from lightning_dsgd.transport import TransportError, processes, rendezvous
+from tests.support.models import Regression, loader, trainer
+from tests.support.mpi import ROOT, environment
+from tests.support.ports import free_port
+from tests.support.worlds import Outcome, StartWorld
+
+
+def fail_at(where: str) -> None:
+    """What a rank does in place of going on."""
+    if where.startswith("stops"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if where.startswith("raises"):
+        raise TransportError("no such luck")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(who: int, where: str, startup_timeout_s: float) -> tuple[float, str]:
+    """How long this rank took, and how that ended."""
+    rank = int(os.environ["RANK"])
+    if rank == who and where == "never comes":
+        os._exit(0)
+    if rank == who and where.endswith("the process group"):
+        dist.init_process_group = lambda *args, **kwargs: fail_at(where)  # type: ignore[assignment]
+    if rank == who and where.endswith("the first exchange"):
+        processes._gather_json = lambda *args: fail_at(where)  # type: ignore[assignment]
+    strategy = STRATEGIES["dpsgd"](timeout_s=20.0, startup_timeout_s=startup_timeout_s)
+    begin = time.monotonic()
+    try:
+        trainer(strategy, int(os.environ["WORLD_SIZE"]), max_steps=2).fit(Regression(), loader())
+    except TransportError as error:
+        return time.monotonic() - begin, f"{type(error).__name__}: {error}"
+    return time.monotonic() - begin, "trained"
+
+
+def outcomes(who: int, where: str, startup_timeout_s: float = 60.0) -> list[Outcome]:
+    found = StartWorld(port=free_port()).outcomes(3, fit, who, where, startup_timeout_s)
+    for rank, outcome in enumerate(found):
+        print(rank, outcome)
+    return found
+
+
+def survivors(found: list[Outcome], who: int) -> list[Any]:
+    results = [outcome.result for rank, outcome in enumerate(found) if rank != who]
+    assert None not in results
+    return results
+
+
+def train_and_validate(who: int) -> tuple[str, str]:
+    """How a training ends, and the validation after it, which one rank does not come to."""
+    ours = trainer("dpsgd", int(os.environ["WORLD_SIZE"]), max_steps=2)
+    ours.fit(Regression(), loader())
+    if int(os.environ["RANK"]) == who:
+        processes._gather_json = lambda *args: fail_at("dies")  # type: ignore[assignment]
+    with pytest.raises(TransportError) as info:
+        ours.validate(Regression(), loader(), verbose=False)
+    return "trained", str(info.value)
+
+
+def test_all_start_and_who_dies_before_the_next_call_is_named_too() -> None:
+    found = StartWorld(port=free_port()).outcomes(3, train_and_validate, 2)
+    for trained, end in survivors(found, 2):
+        assert trained == "trained"
+        assert end == "rank 2 died, or is stopped; noticed in: open the network"
+
+
+def test_to_wait_for_a_rank_that_comes_late_prints_nothing(capfd) -> None:
+    port = free_port()
+    first, late = (rendezvous.Rendezvous(rank, 2, "127.0.0.1", port, 30.0) for rank in range(2))
+    waiting = rendezvous._Task(first.join)
+    assert not waiting.wait(0.7)  # longer than between two looks
+    late.join()
+    assert waiting.wait(30.0)
+    waiting.result()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_who_does_not_start_is_named() -> None:
+    for seconds, end in survivors(outcomes(2, "never comes", 6.0), 2):
+        assert end.startswith(
+            "Timeout: all 3 ranks must start within startup_timeout_s=6, but rank 2 did not come"
+        )
+        assert seconds < 6.0 + 25.0
+
+
+def test_where_rank_0_does_not_start_its_address_is_named() -> None:
+    for seconds, end in survivors(outcomes(0, "never comes", 2.0), 0):
+        assert "must reach rank 0 at 127.0.0.1:" in end
+        assert end.startswith("Timeout: rank ")
+        assert seconds < 2.0 + 25.0
+
+
+@pytest.mark.parametrize("where", ["the process group", "the first exchange"])
+@pytest.mark.parametrize("who", [0, 2])
+def test_who_dies_while_all_connect_is_named(who: int, where: str) -> None:
+    limit = 6.0 if where == "the process group" else 60.0  # torch notices the latter by itself
+    for seconds, end in survivors(outcomes(who, f"dies in {where}", limit), who):
+        if who == 0:
+            assert end.startswith("PeerLost: rank 0 ended at 127.0.0.1:")
+        else:
+            assert end.startswith("PeerLost: rank 2 died, or is stopped; noticed in: ")
+        assert seconds < 50.0
+
+
+def test_a_stranger_at_the_port_is_no_rendezvous() -> None:
+    """It lets everyone connect, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        world = StartWorld(port=int(stranger.getsockname()[1]))
+        found = world.outcomes(2, fit, -1, "", 2.0)
+    (_, first), (seconds, second) = survivors(found, -1)
+    assert first.startswith("TransportError: rank 0 must be able to listen at 127.0.0.1:")
+    assert second.startswith("Timeout: rank 1 must reach rank 0 at 127.0.0.1:")
+    assert seconds < 2.0 + 25.0
+
+
+def fit_beside_one_that_stops(who: int, folder: str) -> tuple[float, str]:
+    pid = Path(folder, "pid")
+    if int(os.environ["RANK"]) == who:
+        pid.write_text(str(os.getpid()))
+    ended = fit(who, "stops in the first exchange", 6.0)
+    with contextlib.suppress(ProcessLookupError):  # nobody else ends what does not run
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    return ended
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("who", [0, 2])
+def test_who_is_stopped_while_all_connect_is_named(who: int, tmp_path: Path) -> None:
+    """Also where it is rank 0, of which torch's store would wait for ever for an answer."""
+    world = StartWorld(port=free_port())
+    found = world.outcomes(3, fit_beside_one_that_stops, who, str(tmp_path))
+    for seconds, end in survivors(found, who):
+        assert end.startswith(f"PeerLost: rank {who} "), end
+        assert seconds < 6.0 + 40.0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("who", [0, 2])
+def test_who_raises_while_all_connect_is_named_with_its_reason(who: int) -> None:
+    found = outcomes(who, "raises in the process group")
+    assert "TransportError: no such luck" in found[who].result[1]
+    for seconds, end in survivors(found, who):
+        assert end.startswith(f"PeerLost: rank {who} failed: TransportError: no such luck;")
+        assert seconds < 40.0
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_torchrun_starts_again_do_not_meet_those_of_before() -> None:
+    """Whose addresses are still in the store, which is torchrun's."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    options = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    script = str(ROOT / "tests/support/scripts/restarted.py")
+    job = subprocess.run(
+        [*torchrun, *options, script], env=environment(), capture_output=True, text=True
+    )
+    assert job.returncode == 0, job.stderr
+    for rank in range(2):
+        assert f"trained as rank {rank}" in job.stdout

@@ -1,0 +1,474 @@
+"""Messages of tensors on a device, on one that is none: `tests/support/fake_device.py`.
+
+Functions that run on every rank come before the tests that run them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.cuda import _sanitizer
+
+from lightning_dsgd.devices import PASSED, StreamLock, until
+from lightning_dsgd.primitives.published import Published
+from lightning_dsgd.transport import PeerLost, Timeout, staging
+from lightning_dsgd.transport.connection import Connection
+from lightning_dsgd.transport.lanes import Lane
+from lightning_dsgd.transport.mailboxes import Mailboxes
+from lightning_dsgd.transport.staging import CHUNK_BYTES, Landing, Staging
+from lightning_dsgd.transport.works import Done
+from tests.support.fake_device import FakeDevice, FakeTensor, OnDevice
+from tests.support.mpi import FakeMPIWorld, MPIJob, every_mpi
+from tests.support.worlds import FakeWorld
+from tests.transport.contract.test_in_order import run_in_order
+
+LARGE = 10 * CHUNK_BYTES // 4
+"""Elements that do not fit into the pinned memory for one rank."""
+
+
+def contract(net: Any, fake: FakeDevice) -> None:
+    run_in_order(OnDevice(net, fake.device))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_the_contract_holds_for_tensors_on_a_device(world_size: int) -> None:
+    FakeWorld().run(world_size, contract)
+
+
+@pytest.mark.exhaustive
+@every_mpi
+def test_the_contract_holds_over_mpi(python: str, mpi_jobs: Callable[[str], MPIJob]) -> None:
+    FakeMPIWorld(job=mpi_jobs(python)).run(3, contract)
+
+
+def send_from_device_memory(net: Any, fake: FakeDevice) -> None:
+    """To what takes the addresses of a device's memory, once what is there is complete."""
+    taken: list[tuple[bytes, Tensor]] = []
+
+    class Outlet:
+        def begin(self, header: bytes) -> None:
+            self.header = header
+
+        def add(self, chunk: Tensor, *, is_last: bool) -> Done[None]:
+            assert is_last
+            assert isinstance(chunk, FakeTensor)
+            taken.append((self.header, chunk.inner.view(torch.float32).clone()))
+            return Done(None)
+
+    stager = Staging(net.mesh, lambda dst: Outlet(), whole=True, direct=True)
+    x = busy(torch.zeros(LARGE, device=fake.device)).fill_(7)
+    stager.send(0, b"h" * 26, x, copy=True)
+    x.zero_()
+    stager.send(0, b"h" * 26, x, copy=False).wait()
+    stager.close()
+    assert [header for header, _ in taken] == [b"h" * 26] * 2
+    assert [bool((chunk == value).all()) for (_, chunk), value in zip(taken, (7, 0), strict=True)]
+
+
+def test_an_outlet_may_take_a_devices_memory() -> None:
+    FakeWorld().run(1, send_from_device_memory)
+
+
+def mix_devices(net: Any, fake: FakeDevice) -> None:
+    x, host = torch.ones(4, device=fake.device), torch.ones(4)
+    for work in (
+        lambda: x + host,
+        lambda: torch.cat([x, host]),
+        lambda: x.index_put_((x > 0,), host),
+    ):
+        with pytest.raises(RuntimeError, match="all tensors must be on fake:0, got one on cpu"):
+            work()
+    x.add_(torch.tensor(1.0)).copy_(host)
+    assert x[torch.tensor([0, 1])].tolist() == [1, 1]
+
+
+def test_a_kernel_takes_no_memory_of_the_host() -> None:
+    FakeWorld().run(1, mix_devices)
+
+
+def collect_in_the_midst(net: Any, fake: FakeDevice) -> None:
+    """As the collector does, which runs at any allocation; the sanitizer allocates."""
+    gone = [torch.ones(1, device=fake.device) for _ in range(9)]
+
+    def take_stack(*_: Any, **__: Any) -> list[Any]:
+        if gone:
+            del gone[-1]
+        return []
+
+    x, source = torch.ones(4, device=fake.device), torch.ones(4)
+    with mock.patch.object(_sanitizer.traceback.StackSummary, "extract", take_stack):
+        landing = Landing(fake, source, None, PASSED)
+        assert until(landing.has_landed, 30, lambda: None)
+        x.add_(landing.take())
+    assert x.cpu().eq(2).all()
+
+
+def test_memory_that_is_gone_in_the_midst_of_a_call_is_no_race() -> None:
+    FakeWorld().run(1, collect_in_the_midst)
+
+
+# ---- what each wait is for ----
+
+
+def busy(x: Tensor) -> Tensor:
+    """Has the current stream be late with what comes next."""
+    for _ in range(8):
+        x += 0
+    return x
+
+
+def is_full_of(x: Tensor, value: float) -> bool:
+    return bool((x.cpu() == value).all())
+
+
+def exchange_messages(net: Any, fake: FakeDevice) -> bool:
+    """Messages that are just made, overwritten as soon as that is allowed, and freed."""
+    other = 1 - net.rank
+    x, like = torch.zeros(LARGE, device=fake.device), torch.zeros(0, device=fake.device)
+    total = torch.zeros(LARGE, device=fake.device)
+    ramp = torch.arange(LARGE).float().to(fake.device)  # no chunk is like another
+    for copy in (True, False):
+        torch.add(ramp, net.rank, out=busy(x))
+        sent = net.send(x, other, copy=copy)
+        sent.wait()
+        x.zero_()
+        receipt = net.recv(like, other)
+        receipt.wait()
+        busy(total)
+        total.add_(receipt.wait())
+        del receipt
+    return is_full_of(total - 2 * ramp, 2 * other)
+
+
+class Held:
+    """A chunk that a wire has, and has sent nothing of."""
+
+    def __init__(self, begin: Callable[[], Any], others: list[Held]) -> None:
+        self._begin, self._others = begin, others
+        self.sent: Any = None
+        others.append(self)
+
+    def done(self) -> bool:
+        self.let_all_go(self._others)
+        return bool(self.sent.done())
+
+    @staticmethod
+    def let_all_go(held: list[Held]) -> None:
+        for chunk in held:
+            chunk.sent = chunk._begin()
+        held.clear()
+
+
+def exchange_over_a_slow_wire(net: Any, fake: FakeDevice) -> bool:
+    """A chunk begins to leave when it is asked whether it has left, and with the last one."""
+    held: list[Held] = []
+    add = Connection.add
+
+    def add_late(connection: Connection, chunk: Tensor, *, is_last: bool) -> Held:
+        late = Held(lambda: add(connection, chunk, is_last=is_last), held)
+        if is_last:
+            late.let_all_go(held)
+        return late
+
+    with mock.patch.object(Connection, "add", add_late):
+        return exchange_messages(net, fake)
+
+
+def sum_up(net: Any, fake: FakeDevice) -> bool:
+    """A sum in place, of what is just made, into what is still read."""
+    x = busy(torch.zeros(700_000, device=fake.device))
+    before = torch.zeros_like(x)
+    for _ in range(3):
+        busy(x)
+        before.copy_(x.fill_(net.rank + 1))
+        net.all_reduce(x).wait()
+    return is_full_of(x, 3) and is_full_of(before, net.rank + 1)
+
+
+def overwrite(net: Any, fake: FakeDevice) -> bool:
+    """What comes is written over what is still read."""
+    x, before = torch.zeros(LARGE, device=fake.device), torch.zeros(LARGE, device=fake.device)
+    right = True
+    for _ in range(3):
+        x.fill_(net.rank + 1)
+        net.barrier().wait()
+        if net.rank:
+            busy(before)
+        before.copy_(x)
+        net.broadcast(x, src=0).wait()
+        right &= is_full_of(before, net.rank + 1) and is_full_of(x, 1)
+    return right
+
+
+def use_lanes(net: Any, fake: FakeDevice) -> bool:
+    """A lane that corrects what the training thread publishes, as it is told by messages."""
+    made, found = busy(torch.zeros(1000, device=fake.device)).fill_(3), []
+    x = torch.zeros(1000, device=fake.device)
+    published = Published(x)
+
+    def fn(lane_net: Any) -> None:
+        answer = made + 1  # made before the lane was started
+        for _ in range(8):
+            d = lane_net.recv(x[:0], net.rank).wait()
+            published.correct(d)
+            busy(answer)
+            answer += d
+            lane_net.send(answer, net.rank, tag=1)
+            del d
+        busy(answer)
+        found.append(answer.add_(1))
+
+    lane, total = net.spawn_lane(fn), torch.zeros_like(x)
+    home = lane.net
+    for k in range(8):
+        d = busy(torch.zeros_like(x)).fill_(k)
+        home.send(d, net.rank)
+        d.zero_()
+        x += 1
+        published.publish(x)
+    lane.join()
+    total += found[0]
+    published.publish(x)
+    return is_full_of(x, 8 + 28) and is_full_of(total, 4 + 28 + 1)
+
+
+def hand_over(net: Any, fake: FakeDevice) -> bool:
+    """What a lane makes is used, and freed, by the training thread."""
+    like, total = torch.zeros(0, device=fake.device), torch.zeros(1000, device=fake.device)
+    home = net.sub("home")
+
+    def fn(lane_net: Any) -> None:
+        for k in range(8):
+            home.send(busy(torch.zeros(1000, device=fake.device)).add_(k), net.rank)
+
+    lane = net.spawn_lane(fn)
+    for _ in range(8):
+        receipt = home.recv(like, net.rank)
+        busy(total).add_(receipt.wait())
+        del receipt
+    lane.join()
+    return is_full_of(total, 28)
+
+
+def no_mark(original: Callable[..., Any], at: str) -> Callable[..., Any]:
+    """The function, called with a mark that has passed."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        place = {"job": 4, "landing": 4, "deliver": 5}[at]
+        return original(*args[:place], PASSED, *args[place + 1 :], **kwargs)
+
+    return call
+
+
+def copies_count_as_done(original: Callable[..., Any]) -> Callable[..., Any]:
+    def copy(self: Staging, job: Any, way: Any) -> bool:
+        moved = original(self, job, way)
+        for place, (slot, count, _) in enumerate(job.copied):
+            job.copied[place] = slot, count, PASSED
+        return bool(moved)
+
+    return copy
+
+
+def lands_at_once(original: Callable[[Landing], bool]) -> Callable[[Landing], bool]:
+    return lambda landing: original(landing) or landing._copied is not None
+
+
+def slots_are_free_at_once(way: Any) -> bool:
+    way.free += [slot for slot, _ in way.leaving if slot is not None]
+    way.leaving = []
+    return False
+
+
+def never_passes(name: str) -> Any:
+    """A field of a lane that is a mark which has passed, whatever it is set to."""
+    return mock.patch.object(
+        Lane, name, property(lambda _: PASSED, lambda _, value: None), create=True
+    )
+
+
+def forget(device: FakeDevice, x: Tensor) -> None:
+    """Not a mock, which would keep x."""
+
+
+def without_lock_mark(lock: StreamLock) -> None:
+    lock._lock.acquire()
+
+
+Use = Callable[[Any, FakeDevice], bool]
+Patch = Callable[[], Any]
+
+
+def waits() -> dict[str, tuple[Use, Patch]]:
+    """For each wait of the package: what goes wrong without it, and how to leave it out."""
+    job, patch = staging._Job, mock.patch.object
+    return {
+        "stager: until x is made": (
+            exchange_messages,
+            lambda: patch(staging, "_Job", lambda *args: job(*args[:4], PASSED, *args[5:])),
+        ),
+        "stager: until a chunk is in host memory": (
+            exchange_messages,
+            lambda: patch(Staging, "_copy", copies_count_as_done(Staging._copy)),
+        ),
+        "stager: until a chunk has left": (
+            exchange_over_a_slow_wire,
+            lambda: patch(staging, "_take_back", slots_are_free_at_once),
+        ),
+        "landing: until the target is not read any more": (
+            overwrite,
+            lambda: patch(Landing, "__init__", no_mark(Landing.__init__, "landing")),
+        ),
+        "landing: until it is on the device": (
+            exchange_messages,
+            lambda: patch(Landing, "has_landed", lands_at_once(Landing.has_landed)),
+        ),
+        "memory: until another stream has used it": (
+            hand_over,
+            lambda: patch(FakeDevice, "keep", forget),
+        ),
+        "own message: until it is made": (
+            hand_over,
+            lambda: patch(Mailboxes, "deliver", no_mark(Mailboxes.deliver, "deliver")),
+        ),
+        "lock: until its last holder is done": (
+            use_lanes,
+            lambda: patch(StreamLock, "__enter__", without_lock_mark),
+        ),
+        "lane: until what is before it is done": (use_lanes, lambda: never_passes("_begun")),
+        "lane: until what it has done is done": (use_lanes, lambda: never_passes("_ended")),
+    }
+
+
+def is_wrong(net: Any, fake: FakeDevice, use: Use) -> bool:
+    """Whether a use has gone wrong on any rank, or the sanitizer has seen what is not ordered."""
+    wrong = not use(net, fake) or bool(fake.races)
+    fake.races.clear()
+    return bool(net.all_reduce(torch.tensor([int(wrong)])).wait())
+
+
+def leave_each_out(net: Any, fake: FakeDevice) -> list[str]:
+    """The waits that nobody has noticed the lack of."""
+    uses = (
+        exchange_messages,
+        exchange_over_a_slow_wire,
+        sum_up,
+        overwrite,
+        use_lanes,
+        hand_over,
+    )
+    for use in uses:
+        assert not is_wrong(net.sub(f"whole {use.__name__}"), fake, use), use.__name__
+    unnoticed = []
+    for wait, (use, leaving_out) in waits().items():
+        part = net.sub(wait)
+        with leaving_out():
+            if not is_wrong(part, fake, use):
+                unnoticed.append(wait)
+        net.barrier().wait()
+    return unnoticed
+
+
+def test_each_wait_is_needed() -> None:
+    """Without one of them a value is wrong, or the sanitizer sees an access that nothing orders."""
+    assert FakeWorld(finds_races=False).run(2, leave_each_out) == [[], []]
+
+
+# ---- a device that does not come to it ----
+
+
+@contextlib.contextmanager
+def hung(fake: FakeDevice) -> Iterator[None]:
+    """The current stream does nothing within."""
+    gate = threading.Event()
+    fake.current().queue.put(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def wait_for_a_hung_device(net: Any, fake: FakeDevice) -> float:
+    other, x = 1 - net.rank, torch.zeros(10, device=fake.device)
+    syncs = len(fake.syncs)
+    begin = time.monotonic()
+    with hung(fake):
+        x += 1
+        sent = net.send(x, other, tag=1, copy=False)
+        net.send(x, other, tag=1)
+        assert not sent.done()
+        with pytest.raises(Timeout, match=r"0.2 s for rank . to take a message"):
+            sent.wait(0.2)
+        assert len(fake.syncs) == syncs, "the caller waits for the device"
+
+        net.send(torch.ones(3), other, tag=2)  # what has another tag is not held up
+        assert net.recv(torch.empty(0), other, tag=2).wait(20).tolist() == [1, 1, 1]
+
+        work = net.broadcast(x, src=0)
+        if net.rank:
+            text = r"0.2 s for broadcast.* to be copied to fake:0"
+            with pytest.raises(Timeout, match=text):
+                work.wait(0.2)
+            assert not work.done()
+    for _ in range(2):
+        assert net.recv(x, other, tag=1).wait().tolist() == [1] * 10
+    work.wait()
+    assert x.tolist() == [1] * 10
+    net.barrier().wait()
+    return time.monotonic() - begin
+
+
+def test_a_hung_device_ends_in_a_timeout_and_holds_up_nothing_else() -> None:
+    FakeWorld().run(2, wait_for_a_hung_device)
+
+
+def stop_while_the_device_hangs(net: Any, fake: FakeDevice) -> None:
+    other, x = 1 - net.rank, torch.zeros(10, device=fake.device)
+
+    def fn(lane_net: Any) -> None:
+        with hung(fake):
+            begun.set()
+            y = torch.zeros(10, device=fake.device)
+            lane_net.broadcast(y, src=other).wait()
+            raise AssertionError("it came through")
+
+    begun = threading.Event()
+    lane = net.spawn_lane(fn)
+    lane.net.broadcast(x, src=net.rank)
+    assert begun.wait(20)
+    lane.stop(20)
+    net.barrier().wait()
+
+
+def fail_while_the_device_hangs(net: Any, fake: FakeDevice) -> float:
+    x = torch.zeros(10, device=fake.device)
+    begin = time.monotonic()
+    with hung(fake):
+        x += 1
+        if net.rank:
+            net.send(x, 0)
+            raise ValueError("no such luck")
+        sent = net.send(x, 1, copy=False)
+        with pytest.raises(PeerLost, match="rank 1 failed: ValueError: no such luck"):
+            net.recv(x, 1).wait()
+        with pytest.raises(PeerLost, match="rank 1 failed: ValueError: no such luck"):
+            sent.wait()
+    return time.monotonic() - begin
+
+
+def test_a_lane_is_stopped_while_the_device_hangs() -> None:
+    FakeWorld().run(2, stop_while_the_device_hangs)
+
+
+def test_a_lost_rank_ends_waits_for_a_hung_device() -> None:
+    zero, one = FakeWorld().outcomes(2, fail_while_the_device_hangs)
+    assert (zero.error, one.error) == ("", "ValueError: no such luck")
+    assert zero.result < 20

@@ -1,0 +1,259 @@
+"""The order that all ranks' sums get, over random schedules in the simulated world."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd.transport import PeerLost, Timeout
+from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.transport.tickets import Form, Sum, Tickets, children_of, parent_of
+from tests.support.thorough import tries
+
+BLOCK = 15
+"""So many schedules."""
+BLOCKS = tries(12, fast=1)
+_NOTHING = torch.empty(0)
+
+
+def test_the_ranks_form_a_tree() -> None:
+    for world_size in range(1, 70):
+        children = [children_of(rank, world_size) for rank in range(world_size)]
+        assert sorted(child for of in children for child in of) == list(range(1, world_size))
+        assert all(parent_of(c) == rank for rank, of in enumerate(children) for c in of)
+        assert max(map(len, children)) <= math.ceil(math.log2(world_size or 1))
+
+
+class InOrder:
+    """A backend that, like NCCL, mixes sums up unless all ranks launch them in one order.
+
+    The launcher waits for the end of each, which NCCL's does not: so it is blocked more often.
+    """
+
+    def __init__(self, net: Any) -> None:
+        self.launched: list[Sum] = []
+        self.abandoned = 0
+        self.failure: Exception | None = None
+        self._sums = net.sub("one-order")
+        self._arguments: dict[Sum, tuple[Tensor, Any]] = {}
+        self.tickets = Tickets(net.sub("tickets"), self)
+
+    def all_reduce(self, net: Any, key: Sum, x: Tensor) -> Any:
+        """Begins a sum; its result is a message to the thread that has called it."""
+        self._arguments[key] = x, net
+        receipt = net.recv(x, net.rank, tag=_tag(key))
+        self.tickets.ask(key, 0, len(x))
+        return receipt
+
+    def launch(self, key: Sum) -> None:
+        x, net = self._arguments.pop(key)
+        self.launched.append(key)
+        total = self._sums.all_reduce(x.clone()).wait(math.inf)
+        net.send(total, net.rank, tag=_tag(key))
+
+    def refuse(self, key: Sum, least: Form, greatest: Form) -> None:
+        x, net = self._arguments.pop(key)
+        net.send(torch.full_like(x, math.nan), net.rank, tag=_tag(key))
+
+    def abandon(self, failure: Exception | None = None) -> None:
+        self.abandoned += 1
+        self.failure = failure
+
+
+def _tag(key: Sum) -> int:
+    channel, number = key
+    return 1000 * channel + number
+
+
+def contribution(rank: int, channel: int, number: int) -> float:
+    return float((rank + 1) * (1 + channel) + 1000 * number)
+
+
+def total(world_size: int, channel: int, number: int) -> float:
+    return sum(contribution(rank, channel, number) for rank in range(world_size))
+
+
+def carry_out(
+    plan: list[list[int]],
+    begin: Callable[[Sum], Any],
+    pause: Callable[[], None],
+    chance: random.Random,
+    world_size: int,
+) -> None:
+    """Begins the sums of a plan, as many at a time as it says, and waits for them in any order."""
+    numbers = Counter[int]()
+    for channels in plan:
+        under_way = []
+        for channel in channels:
+            pause()
+            key = channel, numbers[channel]
+            numbers[channel] += 1
+            under_way.append((key, begin(key)))
+        chance.shuffle(under_way)
+        for key, work in under_way:
+            assert (work.wait() == total(world_size, *key)).all(), key
+
+
+def sum_in_threads(net: Any, seed: int, plans: list[list[list[int]]]) -> list[Sum]:
+    """A thread for each plan, which says how many sums of which channels it calls at a time."""
+    backend = InOrder(net)
+    chance = random.Random(f"{seed} {net.rank}")
+
+    def run(end: Any, plan: list[list[int]]) -> None:
+        def pause() -> None:
+            end.compute(chance.choice((0.0, 0.001, 0.05)) * chance.random())
+
+        def begin(key: Sum) -> Any:
+            return backend.all_reduce(end, key, torch.full((3,), contribution(net.rank, *key)))
+
+        carry_out(plan, begin, pause, chance, net.world_size)
+
+    with contextlib.ExitStack() as ending:
+        ending.callback(backend.tickets.stop)
+        with contextlib.ExitStack() as joining:
+            for place, plan in enumerate(plans[1:]):
+                lane = net.spawn_lane(partial(run, plan=plan), f"plan-{place}")
+                joining.callback(lane.join)
+            run(net.sub("own"), plans[0])
+        net.barrier().wait()
+    assert not backend.abandoned
+    return backend.launched
+
+
+def fail_to_launch(net: Any) -> Exception | None:
+    backend = InOrder(net)
+    backend.tickets.ask((0, 0), 0, 1)  # of a sum that the backend does not know
+    net.compute(1.0)
+    with pytest.raises(KeyError):
+        backend.tickets.stop()
+    return backend.failure
+
+
+def test_a_backend_is_told_what_the_launcher_failed_with() -> None:
+    """Before it is: so it can tell the others first."""
+    outcomes = SimulatedWorld(1, strict=False).outcomes(fail_to_launch)
+    assert isinstance(outcomes[0], KeyError), outcomes
+
+
+def draw_plans(chance: random.Random) -> list[list[list[int]]]:
+    """For each thread its channels, in the order in which they are called at a time."""
+    plans, channel = [], 0
+    for _ in range(chance.randint(1, 4)):
+        own = list(range(channel, channel + chance.randint(1, 3)))
+        channel = own[-1] + 1
+        plans.append([chance.choices(own, k=chance.randint(1, 4)) for _ in range(4)])
+    return plans
+
+
+def reordered(plans: list[list[list[int]]], chance: random.Random) -> list[list[list[int]]]:
+    """The same sums, each thread's of one time in another order."""
+    return [[chance.sample(channels, len(channels)) for channels in plan] for plan in plans]
+
+
+def sum_reordered(net: Any, seed: int) -> list[Sum]:
+    plans = draw_plans(random.Random(seed))
+    return sum_in_threads(net, seed, reordered(plans, random.Random(f"{seed}, {net.rank}")))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_schedule_ends_with_the_right_sums_in_one_order(block: int) -> None:
+    for seed in range(BLOCK * block, BLOCK * block + BLOCK):
+        world_size = 1 + seed % 9
+        world = SimulatedWorld(world_size, latency_s=0.002 * (seed % 3), timeout_s=100.0)
+        launched = world.run(sum_reordered, seed)
+        assert launched == [launched[0]] * world_size, seed
+        assert len(set(launched[0])) == len(launched[0])
+
+
+def sum_until_lost(net: Any, seed: int) -> tuple[str, float]:
+    try:
+        sum_reordered(net, seed)
+    except PeerLost as lost:
+        return f"rank {lost.rank}", net.now()
+    return "through", net.now()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_rank_killed_at_any_moment_is_named_by_all_others(block: int) -> None:
+    num_struck = 0
+    for seed in range(BLOCK * block, BLOCK * block + BLOCK):
+        chance = random.Random(seed)
+        world_size = 2 + seed % 8
+        lost, at_s = chance.randrange(world_size), 0.3 * chance.random()
+        world = SimulatedWorld(world_size, latency_s=0.002, timeout_s=100.0, strict=False)
+        world.kill(lost, at_s)
+        outcomes = world.outcomes(sum_until_lost, seed)
+        for rank, outcome in enumerate(outcomes):
+            if rank != lost:
+                assert not isinstance(outcome, BaseException), (seed, outcome)
+                what, ended_s = outcome
+                assert what in (f"rank {lost}", "through"), (seed, what)
+                assert what == "through" or ended_s < at_s + 0.5, (seed, ended_s)
+                num_struck += what != "through"
+    assert num_struck > BLOCK
+
+
+def wait_for_b_before_calling_a(net: Any) -> list[Sum]:
+    """What would not end if the first rank that asks got a ticket."""
+    backend = InOrder(net)
+    if net.rank == 0:
+        a = backend.all_reduce(net.sub("a"), (1, 0), torch.ones(1))
+        net.send(_NOTHING, 1)
+        backend.all_reduce(net.sub("b"), (2, 0), torch.ones(1)).wait()
+    else:
+        net.recv(_NOTHING, 0).wait()
+        backend.all_reduce(net.sub("b"), (2, 0), torch.ones(1)).wait()
+        a = backend.all_reduce(net.sub("a"), (1, 0), torch.ones(1))
+    assert a.wait().item() == 2
+    backend.tickets.stop()
+    return backend.launched
+
+
+def test_a_sum_holds_up_no_other() -> None:
+    assert SimulatedWorld(2).run(wait_for_b_before_calling_a) == [[(2, 0), (1, 0)]] * 2
+
+
+def disagree(net: Any) -> list[float]:
+    backend = InOrder(net)
+    work = backend.all_reduce(net.sub("a"), (1, 0), torch.ones(4 if net.rank == 2 else 3))
+    refused = work.wait()
+    agreed = backend.all_reduce(net.sub("a"), (1, 1), torch.ones(1)).wait()
+    net.barrier().wait()
+    backend.tickets.stop()
+    assert backend.launched == [(1, 1)]
+    return [*refused[:1].tolist(), *agreed.tolist()]
+
+
+def test_a_sum_of_different_lengths_is_refused_everywhere_and_the_next_is_made() -> None:
+    for refused, agreed in SimulatedWorld(5).run(disagree):
+        assert math.isnan(refused)
+        assert agreed == 5
+
+
+def call_what_rank_5_does_not(net: Any) -> list[int]:
+    backend = InOrder(net)
+    known = []
+    if net.rank != 5:
+        with pytest.raises(Timeout):
+            backend.all_reduce(net.sub("a"), (1, 0), torch.ones(1)).wait(1.0)
+        known = backend.tickets.known_callers((1, 0))
+    net.barrier().wait()
+    backend.tickets.stop()
+    return known
+
+
+def test_who_has_not_called_can_be_told_as_far_as_it_is_known() -> None:
+    known = SimulatedWorld(8, strict=False).run(call_what_rank_5_does_not)
+    assert known[0] == [0, 1, 2, 3]  # 4 has not passed it on
+    assert known[4] == [4, 6, 7]
+    assert known[6] == [6, 7]
+    assert known[7] == [7]

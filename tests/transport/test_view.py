@@ -1,0 +1,99 @@
+"""A view keeps all promises of a transport, among its members, whatever their numbers below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.transport.view import View, bits_of, number_of
+from tests.support.worlds import ProcessWorld
+from tests.transport.contract.counting import traffic
+from tests.transport.contract.helpers import EMPTY, PATIENCE_S, Simulated, others, same
+from tests.transport.contract.test_in_order import TRAFFIC, run_in_order
+
+
+class Timed(View):
+    """One of a simulated network, whose time passes."""
+
+    def compute(self, seconds: float) -> None:
+        below: Any = self.below
+        below.compute(seconds)
+
+
+def as_member(net: Any, fn: Callable[..., Any], *args: Any) -> Any:
+    """Calls `fn` on a view of all ranks but 1, in another order; rank 1 is no member."""
+    members = tuple(rank for rank in reversed(range(net.world_size)) if rank != 1)
+    kind = Timed if hasattr(net, "compute") else View
+    return fn(kind(net, members, number=3), *args) if net.rank != 1 else None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_view_keeps_the_contract(world_size):
+    Simulated().run(world_size + 1, as_member, run_in_order)
+
+
+def test_a_view_of_processes_keeps_the_contract():
+    ProcessWorld(PATIENCE_S, PATIENCE_S).run(4, as_member, run_in_order)
+
+
+@pytest.mark.parametrize("world_size", TRAFFIC)
+def test_a_view_sends_what_a_network_of_its_members_would(world_size):
+    ranks = Simulated().run(world_size + 1, as_member, traffic)
+    ranks = [rank for rank in reversed(ranks) if rank is not None]
+    assert {name: [rank[name] for rank in ranks] for name in ranks[0]} == TRAFFIC[world_size]
+
+
+def talk_in_two_views(net: Any) -> None:
+    """The message of the older view is there first, and is not taken."""
+    old, new = View(net, range(net.world_size), 1), View(net, range(net.world_size), 2)
+    for dst in others(net):
+        old.send(torch.ones(1), dst)
+        new.send(torch.full((1,), 2.0), dst)
+    for src in others(net):
+        same(new.recv(EMPTY, src).wait(), torch.full((1,), 2.0))
+    for src in others(net):
+        same(old.recv(EMPTY, src).wait(), torch.ones(1))
+
+
+def test_no_view_takes_a_message_of_another():
+    SimulatedWorld(3).run(talk_in_two_views)
+
+
+def sum_in_two_parts(net: Any) -> list[float]:
+    half = [rank for rank in range(net.world_size) if rank % 2 == net.rank % 2]
+    view = View(net, half)
+    sums = []
+    for part in (view, view.sub("again")):
+        x = torch.tensor([float(net.rank)])
+        part.all_reduce(x).wait()
+        sums.append(x.item())
+    lane = view.spawn_lane(lambda lane_net: lane_net.barrier().wait())
+    lane.join()
+    return sums
+
+
+def test_views_divide_the_ranks_of_a_network():
+    assert SimulatedWorld(5).run(sum_in_two_parts) == [[6.0] * 2, [4.0] * 2] * 2 + [[6.0] * 2]
+
+
+def test_a_view_must_hold_the_rank_that_makes_it():
+    def make(net: Any, members: list[int]) -> None:
+        with pytest.raises(ValueError, match=r"must hold this rank, and none twice, got .* rank 0"):
+            View(net, members)
+
+    for members in ([], [1], [0, 0]):
+        SimulatedWorld(1).run(make, members)
+
+
+def test_a_channel_tells_the_number_of_its_view():
+    for number in (0, 1, 77, 40_000):
+        view = object.__new__(View)
+        view.number = number
+        for channel in (-(1 << 63), -5, 0, 7, (1 << 63) - 1):
+            marked = view._mark(channel)
+            assert number_of(marked) == bits_of(number)
+            assert -(1 << 63) <= marked < 1 << 63
