@@ -448,6 +448,9 @@ def stop_while_the_device_hangs(net: Any, fake: FakeDevice) -> None:
     net.barrier().wait()
 
 
+HAS_SENT = 7  # the tag of what overtakes a message that the hung device holds
+
+
 def fail_while_the_device_hangs(net: Any, fake: FakeDevice) -> float:
     x = torch.zeros(10, device=fake.device)
     begin = time.monotonic()
@@ -455,8 +458,10 @@ def fail_while_the_device_hangs(net: Any, fake: FakeDevice) -> float:
         x += 1
         if net.rank:
             net.send(x, 0)
+            net.recv(torch.zeros(1), 0, tag=HAS_SENT).wait()
             raise ValueError("no such luck")
         sent = net.send(x, 1, copy=False)
+        net.send(torch.zeros(1), 1, tag=HAS_SENT)
         with pytest.raises(PeerLost, match="rank 1 failed: ValueError: no such luck"):
             net.recv(x, 1).wait()
         with pytest.raises(PeerLost, match="rank 1 failed: ValueError: no such luck"):
