@@ -459,25 +459,13 @@ MAY_IMPORT = {
     "bench.plots": {"matplotlib"},
     "bench.report": {"bench.convergence", "bench.plots", "bench.target", "bench.throughput"},
     "bench.tracking": {"wandb", "bench.plots", "hyperparameters"},
+    "bench.peer": {"lightning", "trainer", "trainer.seams"},
     "bench.torchft_peers": {
-        "lightning",
-        "torch",
-        "torch.distributed",
-        "torchft",
-        "trainer",
-        "trainer.seams",
-        "transport.connections",
+        *("torch", "torch.distributed", "torchft", "bench.peer", "transport.connections")
     },
-    "bench.decent_dp_peer": {
-        *("lightning", "torch", "decent_dp", "loguru", "trainer", "trainer.seams")
-    },
+    "bench.decent_dp_peer": {"torch", "decent_dp", "loguru", "bench.peer"},
     "bench.hivemind_peer": {
-        "lightning",
-        "torch.distributed",
-        "hivemind",
-        "trainer",
-        "trainer.seams",
-        "transport.connections",
+        *("torch.distributed", "hivemind", "bench.peer", "transport.connections")
     },
     "bench.contestants": {
         "lightning",

@@ -12,25 +12,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_dsgd.trainer import seams
+from lightning_dsgd.bench.peer import Peer
 
 
-class DecentDPStrategy(DDPStrategy):
-    """Lightning's launcher and process group; Decent-DP's wrapper, optimizer steps and averages."""
+class DecentDPStrategy(Peer):
+    """With Decent-DP's wrapper, once there are optimizers, its optimizer steps and averages."""
 
     def __init__(self, topology: str = "ring") -> None:
         super().__init__()
         self.topology = topology
         self._buckets: list[torch.optim.Optimizer] = []  # the wrapper's, from the second step on
 
-    def configure_ddp(self) -> None:
-        """The wrapper is made in `setup`, when there are optimizers."""
-
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        seams.ask_nobody_for_sigterm(trainer)  # Lightning's, for which all wait for rank 0
         # An extra, which only this strategy needs, so it is not imported with this module.
         from decent_dp.ddp import DecentralizedDataParallel
         from loguru import logger

@@ -14,14 +14,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_dsgd.trainer import seams
+from lightning_dsgd.bench.peer import Peer
 from lightning_dsgd.transport.connections import own_address
 
 
-class HivemindStrategy(DDPStrategy):
-    """Lightning's launcher and process group; hivemind's processes for all that ranks exchange.
+class HivemindStrategy(Peer):
+    """With hivemind's processes for all that ranks exchange.
 
     Threads: the averager's own thread changes the weights, under `_weights`; all else belongs to
     the training thread.
@@ -38,12 +37,8 @@ class HivemindStrategy(DDPStrategy):
         self._dht: Any = None
         self._averager: Any = None
 
-    def configure_ddp(self) -> None:
-        """Does not wrap the model: gradients stay local."""
-
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        seams.ask_nobody_for_sigterm(trainer)  # Lightning's, for which all wait for rank 0
         # An extra, which only this strategy needs, so it is not imported with this module.
         import hivemind
         from hivemind.optim.training_averager import TrainingAverager

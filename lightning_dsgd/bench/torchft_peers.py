@@ -13,28 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_dsgd.trainer import seams
+from lightning_dsgd.bench.peer import Peer
 from lightning_dsgd.transport.connections import own_address
 
 _TIMEOUT = timedelta(seconds=300)
 
 
-class TorchFTStrategy(DDPStrategy):
-    """Lightning's launcher and process group; torchft's synchronisation, and no wrapper."""
+class TorchFTStrategy(Peer):
+    """With torchft's synchronisation."""
 
     def __init__(self, period: int = 8) -> None:
         super().__init__()
         self.period = period
         self._open: list[Any] = []
 
-    def configure_ddp(self) -> None:
-        """Does not wrap the model: gradients stay local."""
-
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        seams.ask_nobody_for_sigterm(trainer)  # Lightning's, for which all wait for rank 0
         # An extra, which only these strategies need, so it is not imported with this module.
         from torchft.coordination import LighthouseServer
         from torchft.manager import Manager
