@@ -198,10 +198,13 @@ def step_times(folder: Path) -> dict[tuple[int, int], list[float]]:
     return found
 
 
-def newest(folder: Path, rank: int) -> int:
-    """The process of a rank that has made a step last."""
-    ours = {pid: times for (r, pid), times in step_times(folder).items() if r == rank and times}
-    return max(ours, key=lambda pid: ours[pid][-1])
+def newest(folder: Path, ranks: int) -> list[int]:
+    """The process of each rank that has made a step last."""
+    last = {who: times[-1] for who, times in step_times(folder).items() if times}
+    return [
+        max((pid for r, pid in last if r == rank), key=lambda pid: last[rank, pid])
+        for rank in range(ranks)
+    ]
 
 
 def run(args: argparse.Namespace, every_s: float | None) -> dict[str, Any]:
@@ -222,8 +225,10 @@ def run(args: argparse.Namespace, every_s: float | None) -> dict[str, Any]:
             end = begin + 60 * (args.minutes if every_s else args.undisturbed_minutes)
             while every_s and time.monotonic() + 1.5 * every_s < end:
                 look_until(time.monotonic() + every_s)
-                running = [newest(folder, rank) for rank in range(args.ranks)]
-                pid = chance.choice([pid for pid in running if Path(f"/proc/{pid}").exists()])
+                running = [
+                    pid for pid in newest(folder, args.ranks) if Path(f"/proc/{pid}").exists()
+                ]
+                pid = chance.choice(running)
                 kills.append((time.monotonic(), pid))
                 os.kill(pid, signal.SIGKILL)
             look_until(end)

@@ -77,14 +77,29 @@ def main() -> None:
     write_result(provenance() | result, args.output)
 
 
-def run(rank: int, folder: str, args: argparse.Namespace) -> None:
-    """All cases on one rank, one after the other."""
+def join(rank: int, folder: str) -> Any:
+    """The mesh of replicas and shards, once all ranks are there."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", RANKS)
     limit = timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     shape = (REPLICAS, RANKS // REPLICAS)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+
+
+def sharded_model(mesh: Any, args: argparse.Namespace) -> nn.Module:
+    """Some layers, sharded by FSDP2; the same weights each time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(args.width, args.width) for _ in range(args.depth)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    return model
+
+
+def run(rank: int, folder: str, args: argparse.Namespace) -> None:
+    """All cases on one rank, one after the other."""
+    mesh = join(rank, folder)
     grown: dict[str, int] = {}
     # The first two, of which nothing is kept, load all that is needed.
     for name in ["plain", "wagma", "plain", *ALGORITHMS]:
@@ -100,11 +115,7 @@ def run(rank: int, folder: str, args: argparse.Namespace) -> None:
 def case(name: str, mesh: Any, args: argparse.Namespace) -> tuple[int, int]:
     """By how many bytes the memory grows, and how many a shard has."""
     before = resident("VmRSS")
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(args.width, args.width) for _ in range(args.depth)))
-    for layer in model:
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+    model = sharded_model(mesh, args)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     training: Any = contextlib.nullcontext()
     is_as_tested = sharded._is_as_tested

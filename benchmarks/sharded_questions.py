@@ -15,20 +15,17 @@ import os
 import statistics
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from sharded_memory import RANKS, join, sharded_model
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.results import provenance, write_result
 
-RANKS, REPLICAS, WARM_UP = 4, 2, 5
+WARM_UP = 5
 WAYS = ("end", "continue")
 
 
@@ -53,12 +50,7 @@ def main() -> None:
 
 def run(rank: int, folder: str, args: argparse.Namespace) -> None:
     """All runs on one rank: milliseconds of a step in each."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    limit = timedelta(seconds=300)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
-    shape = (REPLICAS, RANKS // REPLICAS)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
+    mesh = join(rank, folder)
     steps: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(args.rounds):
         for way in WAYS if number % 2 else reversed(WAYS):
@@ -70,11 +62,7 @@ def run(rank: int, folder: str, args: argparse.Namespace) -> None:
 
 def measure(on_loss: str, mesh: Any, args: argparse.Namespace) -> float:
     """The median of a run's steps."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(args.width, args.width) for _ in range(args.depth)))
-    for layer in model:
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
+    model = sharded_model(mesh, args)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x, times = torch.randn(64, args.width), []
     with dsgd.decentralized(
