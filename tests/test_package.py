@@ -232,7 +232,7 @@ MAY_IMPORT = {
         "transport.mesh",
         "transport.works",
     },
-    "transport.rendezvous": {"torch.distributed", "transport.contract"},
+    "transport.rendezvous": {"torch.distributed", "transport.contract", "transport.register"},
     "transport.newcomer": {
         "transport.contract",
         "transport.endpoint",
@@ -290,7 +290,8 @@ MAY_IMPORT = {
     "plain.launch": {"torch.distributed", "transport.mpi_job"},
     "launch": set(),
     "launch.command": {"launch.supervisor", "transport"},
-    "launch.supervisor": {"transport", "transport.register"},
+    "launch.supervisor": {"launch.rank", "transport", "transport.register"},
+    "launch.rank": set(),
     "plain.training": {
         *("torch", "agreement", "algorithm", "devices", "plain", "replica", "session", "transport")
     },

@@ -15,7 +15,6 @@ training goes on.
 
 Every rank has a session of its own, with the processes that it starts: a Ctrl-C at the terminal
 reaches the supervisor alone, and no process of a rank is left when that one is ended by force.
-Each start writes a file of its own, `rank_3.0.log`; that of the node's first rank is shown, too.
 
 **Why nobody waits for ever.**  The ranks are looked at every `_LOOK_EVERY_S`, and no look waits.
 Once ranks are to end, they have `grace_s`, then `_TERM_S` after SIGTERM; nobody survives SIGKILL.
@@ -26,17 +25,16 @@ Once ranks are to end, they have `grace_s`, then `_TERM_S` after SIGTERM; nobody
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
+from lightning_dsgd.launch.rank import Rank
 from lightning_dsgd.transport import TransportError
 from lightning_dsgd.transport.register import Register
 
@@ -50,8 +48,6 @@ _OTHER_NODES_S: Final = 60.0
 _SILENTLY_S: Final = 2.0
 """How long it does so without a word."""
 _STORE_S: Final = 300.0
-_PR_SET_PDEATHSIG: Final = 1
-_libc: Final = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -99,75 +95,6 @@ class Place:
             )
 
 
-class _Rank:
-    """One rank of this node: its newest process, and what it writes."""
-
-    def __init__(self, local: int) -> None:
-        self.local = local
-        self.num_starts = 0
-        self.process: subprocess.Popen[bytes] | None = None
-        self.status: int | None = None
-        """What its newest process has ended with."""
-        self.again_at: float | None = None
-        """When it is to be started again."""
-        self.log = Path()
-        self._shown: IO[bytes] | None = None
-
-    def start(self, command: Sequence[str], variables: dict[str, str], logs: Path) -> None:
-        """Starts its next process."""
-        self.log = logs / f"rank_{variables['RANK']}.{self.num_starts}.log"
-        self.num_starts += 1
-        self.status, self.again_at = None, None
-        self.show()  # the rest of the last one
-        if self._shown is not None:
-            self._shown.close()
-            self._shown = None
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-
-    def look(self) -> bool:
-        """Whether it has ended since the last look."""
-        if self.process is None:
-            return False
-        status = self.process.poll()
-        if status is None:
-            return False
-        if status:
-            self.signal(signal.SIGKILL)  # what it has started and left behind
-        self.process, self.status = None, status
-        return True
-
-    def signal(self, signum: int) -> None:
-        """Sends a signal: SIGKILL to all of its processes, others to the rank itself."""
-        if self.process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if signum == signal.SIGKILL:
-                os.killpg(self.process.pid, signum)
-            elif self.process.returncode is None:
-                self.process.send_signal(signum)
-
-    def show(self) -> None:
-        """Copies what it has written since the last time, if it is the first rank of the node."""
-        if self.local:
-            return
-        if self._shown is None:
-            if not self.num_starts or not self.log.is_file():
-                return
-            self._shown = self.log.open("rb")
-        while piece := self._shown.read(1 << 16):
-            sys.stdout.buffer.write(piece)
-        sys.stdout.flush()
-
-
 class Supervisor:
     """See the head of the file.
 
@@ -190,7 +117,7 @@ class Supervisor:
             raise ValueError(f"--grace-s must be a number of seconds, got {grace_s}; try 30")
         self._command, self._place, self._logs, self._grace_s = command, place, logs, grace_s
         self._max_restarts = max_restarts
-        self._ranks = [_Rank(local) for local in range(place.ranks)]
+        self._ranks = [Rank(local) for local in range(place.ranks)]
         self._node, self._nodes, self._size = place.node, place.nodes, place.ranks
         """This node, all at the start, and the ranks of each of these."""
         begin = place.node * place.ranks
@@ -259,18 +186,18 @@ class Supervisor:
     def _say_ended(self) -> None:
         assert self._register is not None
         with contextlib.suppress(TransportError):  # of a store that has ended
-            self._register.say(f"ended/{self._node}")
+            self._register.say_ended(self._node)
 
     def _await_nodes(self) -> None:
         """The store stays until the ranks of all nodes have ended, or a signal comes."""
         register = self._register
         assert register is not None
         others = self._nodes - 1 + register.more_supervisors(0) if self._node == 0 else 0
-        keys = [f"ended/{node}" for node in range(1, others + 1)]
-        if not keys or register.wait(keys, _SILENTLY_S, self._is_told_to_end):
+        nodes = range(1, others + 1)
+        if not nodes or register.await_ended(nodes, _SILENTLY_S, self._is_told_to_end):
             return
         _say(f"waits up to {_OTHER_NODES_S:g} s for the ranks of {others} other supervisors to end")
-        if not register.wait(keys, _OTHER_NODES_S, self._is_told_to_end):
+        if not register.await_ended(nodes, _OTHER_NODES_S, self._is_told_to_end):
             _say("they have not said that they have; the store where they meet ends")
 
     def _is_told_to_end(self) -> bool:
@@ -324,7 +251,7 @@ class Supervisor:
             _, signum = self._kill_at.pop(0)
             self._send(signum)
 
-    def _ended(self, rank: _Rank) -> None:
+    def _ended(self, rank: Rank) -> None:
         if not rank.status:
             for other in self._ranks:
                 other.again_at = None  # training is over
@@ -332,21 +259,19 @@ class Supervisor:
         _say(f"rank {self._number(rank)} ended with {rank.status}: {rank.log}")
         if not self._survives():
             self._end_within(self._grace_s)
-        elif self._has_left(rank):
+        elif self._asked(lambda register: register.has_left(self._number(rank))):
             _say(f"rank {self._number(rank)} has left, as it was told to")
         elif not self._kill_at and all(other.status != 0 for other in self._ranks):
             self._plan_restart(rank)
 
-    def _has_left(self, rank: _Rank) -> bool:
-        return bool(self._read(f"left/{self._number(rank)}"))
-
-    def _number(self, rank: _Rank) -> int:
+    def _number(self, rank: Rank) -> int:
         return self._numbers[rank.local]
 
-    def _plan_restart(self, rank: _Rank) -> None:
+    def _plan_restart(self, rank: Rank) -> None:
+        can_be_joined = self._asked(Register.can_be_joined)
         if not self._has_store:
             return  # it could not find the others
-        if not self._can_be_joined():
+        if not can_be_joined:
             _say(
                 f"rank {self._number(rank)} is not replaced: a rank can join a training of "
                 "Lightning's Trainer only, one that makes the process group itself, of models that "
@@ -362,7 +287,7 @@ class Supervisor:
         backoff_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (rank.num_starts - 1))
         rank.again_at = time.monotonic() + backoff_s
 
-    def _start_again(self, rank: _Rank) -> None:
+    def _start_again(self, rank: Rank) -> None:
         rank.start(self._command, self._variables(rank.local), self._logs)
         _say(f"rank {self._number(rank)} started again: {rank.log}")
 
@@ -389,29 +314,21 @@ class Supervisor:
 
     def _survives(self) -> bool:
         """Whether the ranks that are left go on without the others."""
-        said = self._read("survives")
+        survives = self._asked(Register.survives)
         if self._has_store:
-            self._has_survived = bool(said)
+            self._has_survived = survives
         return self._has_survived
 
-    def _can_be_joined(self) -> bool:
+    def _asked(self, question: Callable[[Register], bool]) -> bool:
+        """What the store says; no once it has ended, with node 0."""
         assert self._register is not None
-        try:
-            return self._register.can_be_joined()
-        except TransportError:
-            return False
-
-    def _read(self, key: str) -> str:
-        """What the store says; empty once it has ended, with node 0."""
-        assert self._register is not None
-        if not self._has_store:
-            return ""
-        try:
-            return self._register.read(key)
-        except TransportError as err:
-            self._has_store = False
-            _say(f"{err}; the ranks of this node go on, and none is started again")
-            return ""
+        if self._has_store:
+            try:
+                return question(self._register)
+            except TransportError as err:
+                self._has_store = False
+                _say(f"{err}; the ranks of this node go on, and none is started again")
+        return False
 
     def _bury(self) -> None:
         """Nothing is left running, whatever has happened."""
@@ -425,12 +342,6 @@ class Supervisor:
         if not any(statuses):
             return 0
         return 0 if 0 in statuses and self._survives() else 1
-
-
-def _die_with_parent() -> None:
-    """In the child, before it becomes the rank."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts what is in its background without
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _say(text: str) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -200,7 +199,7 @@ class ChangingSession(SurvivingSession[TrainingT]):
 
     def _say_has_left(self) -> None:
         """For the launcher, which else starts this rank again."""
-        self._tell_register(lambda register: register.say(f"left/{os.environ.get('RANK', '')}"))
+        self._tell_register(Register.say_left)
 
     def _tell_register(self, tell: Callable[[Register], None]) -> None:
         """Those who come later, if any can; nobody does to a store that has ended."""
@@ -232,7 +231,7 @@ class ChangingSession(SurvivingSession[TrainingT]):
 
     def _end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
         # All stop: who came later would find nobody.
-        self._tell_register(lambda register: register.say("survives", ""))
+        self._tell_register(Register.say_stopped)
         super()._end_by(signum, begin, end)
 
     def request_end(self, signum: int) -> None:

@@ -21,7 +21,7 @@ from lightning_dsgd.transport.newcomer import NewcomerTransport
 from lightning_dsgd.transport.nixl import NIXLTransport
 from lightning_dsgd.transport.nixl_agent import installed
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
-from lightning_dsgd.transport.register import Register
+from lightning_dsgd.transport.register import Register, outlives_ranks
 from lightning_dsgd.transport.rendezvous import Rendezvous
 
 TRANSPORTS: Final = ("auto", "process_group", "nixl", "mpi")
@@ -100,8 +100,8 @@ class Meeting:
     def register(self) -> Register | None:
         """What is written where the ranks meet, if a launcher keeps that, which outlives them."""
         variables = os.environ
-        is_kept = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._register is None and is_kept and {"MASTER_ADDR", "MASTER_PORT"} <= {*variables}:
+        are_known = {"MASTER_ADDR", "MASTER_PORT"} <= {*variables}
+        if self._register is None and outlives_ranks() and are_known:
             host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
             self._register = Register(host, port, self._limits.startup_timeout_s)
         return self._register
@@ -120,7 +120,7 @@ class Meeting:
         Raises:
             RuntimeError: if they train without a way to join them
         """
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if not outlives_ranks():
             return None
         register = Register(*address, self._limits.startup_timeout_s)
         if not register.survives():
@@ -145,9 +145,9 @@ class Meeting:
         register = self._register
         assert register is not None
         host, port = net.listen()
-        secret = register.read("secret")
+        secret = register.secret()
         register.write_card(net.rank, (host, port, secret))
-        register.say(f"left/{os.environ.get('RANK', '')}", "")  # if it did, it has come back
+        register.say_left(has_left=False)  # if it did, it has come back
         cards = register.cards(net.rank, world_size)
         net.join(cards, bytes.fromhex(secret), min_ranks, self._limits.timeout_s)
 

@@ -38,6 +38,16 @@ _JOINED: Final = "yes"
 _ALONE: Final = "alone"
 
 
+def outlives_ranks() -> bool:
+    """Whether the store where the ranks meet is kept by their launcher, not by rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def num_restarts() -> str:
+    """How often torchrun has started the ranks again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 class Register:
     """What this process reads and writes there.
 
@@ -67,9 +77,7 @@ class Register:
 
         self._store.set_timeout(timedelta(seconds=min(timeout_s, _ANSWER_WITHIN_S)))
         # torchrun keeps its store when it starts the ranks again, from a checkpoint.
-        self._prefix = (
-            f"lightning_dsgd/members/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
-        )
+        self._prefix = f"lightning_dsgd/members/{num_restarts()}/"
 
     @property
     def port(self) -> int:
@@ -129,6 +137,30 @@ class Register:
         """Training has begun, and goes on where a rank is lost."""
         self.say("survives", _JOINED if can_be_joined else _ALONE)
 
+    def say_stopped(self) -> None:
+        """All have stopped: who came later would find nobody."""
+        self.say("survives", "")
+
+    # ---- who has left, and where all have ended ----
+
+    def say_left(self, *, has_left: bool = True) -> None:
+        """This process has left, as it was told to; or stands in for one that has."""
+        self.say(f"left/{os.environ.get('RANK', '')}", "yes" if has_left else "")
+
+    def has_left(self, rank: int) -> bool:
+        """Whether the newest process of that rank has said so."""
+        return bool(self.read(f"left/{rank}"))
+
+    def say_ended(self, node: int) -> None:
+        """The ranks of this node have ended."""
+        self.say(f"ended/{node}")
+
+    def await_ended(
+        self, nodes: Sequence[int], within_s: float, is_over: Callable[[], bool]
+    ) -> bool:
+        """Waits until the ranks of these nodes have ended; whether they have."""
+        return self.wait([f"ended/{node}" for node in nodes], within_s, is_over)
+
     # ---- who is there ----
 
     def write_card(self, number: int, card: tuple[str, int, str]) -> None:
@@ -136,6 +168,10 @@ class Register:
         host, port, secret = card
         self.say("secret", secret)
         self.say(f"card/{number}", json.dumps([host, port]))
+
+    def secret(self) -> str:
+        """By which the ranks know each other."""
+        return self.read("secret")
 
     def forget(self, number: int) -> None:
         """Nobody is to look for this rank any more."""

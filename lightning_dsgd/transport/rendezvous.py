@@ -41,6 +41,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch.distributed as dist
 
 from lightning_dsgd.transport.contract import PeerLost, Timeout, TransportError
+from lightning_dsgd.transport.register import num_restarts, outlives_ranks
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ class Rendezvous:
         self._rank, self._world_size = rank, world_size
         self._host, self._port = host, port
         self._timeout_s = timeout_s
-        self._is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._is_agents = outlives_ranks()
         self._keeper = "torchrun's agent" if self._is_agents else "rank 0"
         self._session = 1
         self._store: Any = None
@@ -93,7 +94,7 @@ class Rendezvous:
                 f"{self._where()}; look at what {_listed(missing)} printed, or set it higher"
             )
         # Else torch would find the addresses of before, where an agent starts the ranks again.
-        return dist.PrefixStore(f"default_pg/{_num_restarts()}", store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"default_pg/{num_restarts()}", store)  # type: ignore[attr-defined]
 
     def watch(self, work: Callable[[], T], what: str, timeout_s: float | None = None) -> T:
         """What `work` gives, which needs all ranks; raises `PeerLost` if one of them fails.
@@ -179,7 +180,7 @@ class Rendezvous:
 
     def _key(self, name: str) -> str:
         """A key of this session; an agent keeps its store when it starts the ranks again."""
-        return f"lightning_dsgd/{_num_restarts()}/{self._session}/{name}"
+        return f"lightning_dsgd/{num_restarts()}/{self._session}/{name}"
 
     def _has(self, key: str) -> bool:
         return bool(self._store.check([self._key(key)]))
@@ -319,11 +320,6 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     if not task.wait(seconds):
         raise Timeout(f"no answer within {seconds:g} s")
     return task.result()
-
-
-def _num_restarts() -> str:
-    """How often torchrun has started the ranks again."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -1,0 +1,94 @@
+"""One rank of a node: its newest process, which ends with its parent, and what it writes.
+
+Each start writes a file of its own, `rank_3.0.log`; that of the node's first rank is shown, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Final
+
+_PR_SET_PDEATHSIG: Final = 1
+_libc: Final = ctypes.CDLL(None)
+
+
+class Rank:
+    """See the head of the file."""
+
+    def __init__(self, local: int) -> None:
+        self.local = local
+        self.num_starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.status: int | None = None
+        """What its newest process has ended with."""
+        self.again_at: float | None = None
+        """When it is to be started again."""
+        self.log = Path()
+        self._shown: IO[bytes] | None = None
+
+    def start(self, command: Sequence[str], variables: dict[str, str], logs: Path) -> None:
+        """Starts its next process."""
+        self.log = logs / f"rank_{variables['RANK']}.{self.num_starts}.log"
+        self.num_starts += 1
+        self.status, self.again_at = None, None
+        self.show()  # the rest of the last one
+        if self._shown is not None:
+            self._shown.close()
+            self._shown = None
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def look(self) -> bool:
+        """Whether it has ended since the last look."""
+        if self.process is None:
+            return False
+        status = self.process.poll()
+        if status is None:
+            return False
+        if status:
+            self.signal(signal.SIGKILL)  # what it has started and left behind
+        self.process, self.status = None, status
+        return True
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal: SIGKILL to all of its processes, others to the rank itself."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if signum == signal.SIGKILL:
+                os.killpg(self.process.pid, signum)
+            elif self.process.returncode is None:
+                self.process.send_signal(signum)
+
+    def show(self) -> None:
+        """Copies what it has written since the last time, if it is the first rank of the node."""
+        if self.local:
+            return
+        if self._shown is None:
+            if not self.num_starts or not self.log.is_file():
+                return
+            self._shown = self.log.open("rb")
+        while piece := self._shown.read(1 << 16):
+            sys.stdout.buffer.write(piece)
+        sys.stdout.flush()
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the rank."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts what is in its background without
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
