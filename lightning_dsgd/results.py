@@ -18,6 +18,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +46,11 @@ def provenance(command: str | None = None) -> dict[str, Any]:
             "lightning_dsgd": __version__,
         },
     }
+
+
+def typed(command: str, argv: Sequence[str] | None) -> str:
+    """What was typed: a command with its arguments; None for those of this process."""
+    return shlex.join([*command.split(), *(sys.argv[1:] if argv is None else argv)])
 
 
 def write_result(result: dict[str, Any], path: Path) -> None:

@@ -415,7 +415,8 @@ MAY_IMPORT = {
     "bench.options": {"bench.contestants", "bench.job", "bench.network"},
     "bench.workloads": set(),
     "bench.throughput": {
-        *("bench.cells", "bench.network", "bench.options", "devices", "simulate.machines")
+        *("bench.cells", "bench.network", "bench.options", "devices", "results"),
+        "simulate.machines",
     },
     "bench.convergence": {
         "bench.cells",
@@ -423,6 +424,7 @@ MAY_IMPORT = {
         "bench.options",
         "bench.tracking",
         "bench.workloads",
+        "results",
     },
     "bench.situations": {"stragglers"},
     # `target` loads those that know torch and Lightning when it measures.

@@ -12,14 +12,12 @@ the step times that were recorded.  --verify then runs the first three here, for
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning_dsgd.probe.cluster import Cluster
-from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.results import provenance, typed, write_result
 from lightning_dsgd.simulate.machines import Machine, probed
 from lightning_dsgd.simulate.recorded import Recorded
 
@@ -44,14 +42,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--network", help="of --verify: emulated links, such as 1gbit")
     parser.add_argument("--output", type=Path, help="a result file (JSON)")
     args = parser.parse_args(argv)
-    given = sys.argv[2:] if argv is None else argv
     try:
         report = _advise(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.output:
-        command = shlex.join(["lightning-dsgd", "advise", *given])
-        write_result(provenance(command) | report, args.output)
+        write_result(provenance(typed("lightning-dsgd advise", argv)) | report, args.output)
 
 
 def _advise(args: argparse.Namespace) -> dict[str, Any]:

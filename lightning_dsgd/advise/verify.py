@@ -18,7 +18,7 @@ from lightning_dsgd.advise.candidates import BASELINE, BOUND
 from lightning_dsgd.advise.ranking import Ranking
 from lightning_dsgd.bench.cells import in_turn
 from lightning_dsgd.bench.job import Job
-from lightning_dsgd.bench.network import Link, why_not
+from lightning_dsgd.bench.network import Link, demanded
 from lightning_dsgd.simulate.machines import Machine
 from lightning_dsgd.simulate.model import run
 
@@ -38,9 +38,7 @@ def verify(
     ranking: Ranking, machine: Machine, num_ranks: int, network: str | None
 ) -> list[dict[str, Any]]:
     """Measured and predicted steps per second, until the slowest rank has done its steps."""
-    link = Link.parse(network) if network else None
-    if link is not None and why_not():
-        raise ValueError(f"--network cannot be had here: {why_not()}; leave it out")
+    link = demanded(network)
     specs = specs_of(ranking)
     measured = measure(specs, machine, num_ranks, link)
     return compare(specs, machine, num_ranks, measured)

@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 from lightning_dsgd.bench import options
 from lightning_dsgd.bench.cells import Cell, finish, in_turn
 from lightning_dsgd.bench.workloads import WORKLOADS
+from lightning_dsgd.results import typed
 
 
 def flatten(result: Cell) -> dict[str, Any]:
@@ -167,8 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     results = job.run(in_turn(specs, "seed", args.seeds), args.output)
     cells = [flatten(result) for result in results]
     cells.sort(key=lambda cell: (specs.index(cell["strategy"]), cell["seed"]))
-    given = sys.argv[1:] if argv is None else argv
-    report = job.provenance(f"lightning-dsgd bench convergence {shlex.join(given)}")
+    report = job.provenance(typed("lightning-dsgd bench convergence", argv))
     report |= {"network": network, "monitor": workload.monitor, "target": args.target}
     report["higher_is_better"] = workload.higher_is_better
     report["summary"] = summarize(

@@ -83,6 +83,14 @@ def why_not() -> str:
     return f"this machine makes no network namespaces: {made}" if made else ""
 
 
+def demanded(text: str | None) -> Link | None:
+    """The links of `--network`; raises `ValueError` if this machine cannot make them."""
+    link = Link.parse(text) if text else None
+    if link is not None and why_not():
+        raise ValueError(f"--network cannot be had here: {why_not()}; leave it out")
+    return link
+
+
 class Network:
     """Nodes behind links, while the `with` block lasts.
 

@@ -35,13 +35,9 @@ cores.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import os
-import shlex
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -53,7 +49,7 @@ from lightning_dsgd.bench.cells import Cell, finish, measured
 from lightning_dsgd.bench.job import Job
 from lightning_dsgd.bench.network import why_not
 from lightning_dsgd.bench.situations import SITUATIONS
-from lightning_dsgd.results import provenance
+from lightning_dsgd.results import provenance, typed
 
 BASELINE: Final = "allreduce"
 STRATEGIES: Final = (
@@ -322,9 +318,8 @@ def _measure(cells: Sequence[Cell], settings: dict[str, Any]) -> Iterator[Cell]:
         return
     from lightning_dsgd.bench import target_cell  # loads torch and Lightning
 
-    with _on_one_core():
-        for cell in cells:
-            yield {**cell, **target_cell.run(cell, settings)}
+    for cell in cells:
+        yield {**cell, **target_cell.run(cell, settings)}
 
 
 def _measure_real(cells: Sequence[Cell], settings: dict[str, Any]) -> Iterator[Cell]:
@@ -339,20 +334,6 @@ def _measure_real(cells: Sequence[Cell], settings: dict[str, Any]) -> Iterator[C
             ranks = result.pop("ranks")
             rates = [rank["steps_per_s"] for rank in ranks]
             yield {**result, **ranks[0], "steps_per_s": statistics.mean(rates)}
-
-
-@contextlib.contextmanager
-def _on_one_core() -> Iterator[None]:
-    """Ranks are threads that take turns: on several cores each turn wakes another core up."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -392,9 +373,8 @@ def main(argv: list[str] | None = None) -> None:
 
     higher_is_better = TASKS[args.task].higher_is_better
     summary, curves = summarize(cells, higher_is_better=higher_is_better)
-    given = sys.argv[1:] if argv is None else argv
     choices = {"lrs": args.lrs, "stretch": args.stretch, "seeds": args.seeds}
-    report = provenance(f"lightning-dsgd bench target {shlex.join(given)}") | {
+    report = provenance(typed("lightning-dsgd bench target", argv)) | {
         "settings": settings | choices | {"situations": situations},
         "higher_is_better": higher_is_better,
         "summary": summary,

@@ -15,15 +15,14 @@ with_finish   steps / (time until the slowest rank has the final model)
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.bench import options
 from lightning_dsgd.bench.cells import Cell, finish, in_turn
 from lightning_dsgd.bench.network import Link
+from lightning_dsgd.results import typed
 from lightning_dsgd.simulate.machines import EMULATED
 
 STATISTICS: Final = (
@@ -139,8 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     plan: list[Cell] = [{"strategy": LINK_CHECK, "round": 0}] if args.ranks > 1 else []
     plan += in_turn(specs, "round", args.rounds)
     results = job.run(plan, args.output)
-    given = sys.argv[1:] if argv is None else argv
-    report = job.provenance(f"lightning-dsgd bench throughput {shlex.join(given)}")
+    report = job.provenance(typed("lightning-dsgd bench throughput", argv))
     report["network"] = network
     if args.ranks > 1:
         report["link_check"] = check_link(results.pop(0), link)

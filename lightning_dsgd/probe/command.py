@@ -13,14 +13,12 @@ all at once; an all-reduce by size; and what sending, adding and selecting take 
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from lightning_dsgd.probe import cluster
-from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.results import provenance, typed, write_result
 
 _TIMEOUT_S = 300.0
 
@@ -37,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--network", help="of these, such as 1gbit: emulated links (needs root)")
     parser.add_argument("--accelerator", default="auto", help="where ranks compute, as in Trainer")
     args = parser.parse_args(argv)
-    command = shlex.join(["lightning-dsgd", "probe", *(sys.argv[2:] if argv is None else argv)])
+    command = typed("lightning-dsgd probe", argv)
     from lightning_dsgd.probe import ranks  # loads torch and Lightning
 
     num_ranks = ranks.launched()
@@ -69,7 +67,7 @@ def _launched(num_ranks: int, accelerator: str) -> list[dict[str, Any]]:
 def _started_here(args: argparse.Namespace) -> list[dict[str, Any]]:
     """What ranks have found that are processes of this machine."""
     from lightning_dsgd.bench.job import Job
-    from lightning_dsgd.bench.network import Link, why_not
+    from lightning_dsgd.bench.network import demanded
 
     num_ranks = 2 if args.ranks is None else args.ranks
     if num_ranks < 2:
@@ -79,11 +77,9 @@ def _started_here(args: argparse.Namespace) -> list[dict[str, Any]]:
             f"--accelerator must be cpu with --ranks, got {args.accelerator!r}; start ranks on "
             "GPUs by torchrun, srun or mpiexec"
         )
-    link = Link.parse(args.network) if args.network else None
-    if link is not None and why_not():
-        raise ValueError(f"--network cannot be had here: {why_not()}; leave it out")
     settings = {"ranks": num_ranks}
     function = "lightning_dsgd.probe.ranks:run"
+    link = demanded(args.network)
     job = Job(function, settings, num_ranks, link, cell_timeout_s=_TIMEOUT_S)
     with tempfile.TemporaryDirectory() as folder:
         (result,) = job.run([{"probe": "all"}], Path(folder, "probe.json"))

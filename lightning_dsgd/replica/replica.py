@@ -32,7 +32,14 @@ from torch.optim import Optimizer
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.replica import alike, flat
-from lightning_dsgd.replica.consensus import average, counterpart, differing, distance, exchanged
+from lightning_dsgd.replica.consensus import (
+    average,
+    counterpart,
+    differing,
+    distance,
+    exchanged,
+    give,
+)
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.watch import exchanging
 
@@ -181,10 +188,8 @@ class Replica:
         """Gives every rank the weights and buffers of rank 0, as a fresh start needs."""
         for part in self.parts:
             self.net.broadcast(part.x, src=0).wait()
-        for tensor in self._untrained():
-            _take_from_rank_0(self.net, tensor)
-        for tensor in self.module.buffers():
-            _take_from_rank_0(self._everyone, tensor)
+        give(self.net, self._untrained(), 0)
+        give(self._everyone, self.module.buffers(), 0)
         self._publish(self.parts)
         self.settle()  # so that every algorithm begins from there
 
@@ -461,12 +466,6 @@ def _settle_together(parts: Sequence[Part], *, wait: bool = False) -> None:
             settled.result()
     finally:
         threads.shutdown(wait=wait)
-
-
-def _take_from_rank_0(net: Transport, tensor: Tensor) -> None:
-    mine = tensor.detach().reshape(-1).contiguous()
-    net.broadcast(mine.view(torch.uint8), src=0).wait()
-    tensor.copy_(mine.view(tensor.shape))
 
 
 def _some(names: Sequence[str]) -> str:

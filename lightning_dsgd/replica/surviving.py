@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica import alike
-from lightning_dsgd.replica.consensus import average
+from lightning_dsgd.replica.consensus import average, give
 from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.transport import Transport, TransportError
@@ -119,7 +119,7 @@ class SurvivingReplica(Replica):
         if not gets:
             self._share_all(members or net)
         if giver >= 0:
-            _give(net, [*self._weights(), *self.module.buffers()], giver)
+            give(net, [*self._weights(), *self.module.buffers()], giver)
         self._publish(self.parts)
         self._copy()
         was_new, self._is_new = self._is_new, False
@@ -162,7 +162,7 @@ class SurvivingReplica(Replica):
         flags = net.all_gather(torch.tensor([int(self._is_finished)])).wait()
         done = [rank for rank, flag in enumerate(flags) if flag]
         if done:
-            _give(net, tensors, done[0])
+            give(net, tensors, done[0])
             return
         for live, mean in zip(tensors, average(net, tensors), strict=True):
             live.copy_(mean)
@@ -179,11 +179,3 @@ class SurvivingReplica(Replica):
         """What `finish` does, where all ranks hold the consensus already."""
         self._is_finished = True
         self.stop()
-
-
-def _give(net: Transport, tensors: Sequence[Tensor], giver: int) -> None:
-    """Gives every rank what one has."""
-    for live in tensors:
-        flat_copy = live.detach().reshape(-1).contiguous()
-        net.broadcast(flat_copy.view(torch.uint8), src=giver).wait()
-        live.copy_(flat_copy.view(live.shape))

@@ -122,12 +122,6 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
 
 
-def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether it was saved after an epoch had begun and before it was over."""
-    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
-    return bool(epochs["processed"] < epochs["started"])
-
-
 def random_states() -> dict[str, Any]:
     """The states of all generators that training draws from, as plain values and tensors."""
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

@@ -44,7 +44,7 @@ from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import end_fork, say
 from lightning_dsgd.session.stopping import ENDS, STOP, AgreedBatch
-from lightning_dsgd.transport import PeerLost, Transport, TransportError
+from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 
 if TYPE_CHECKING:
     from lightning_dsgd.session.sharding import Sharding
@@ -483,7 +483,7 @@ class Session(Generic[TrainingT]):
         text = str(exception)
         if isinstance(exception, SystemExit) and "received SIGTERM" in text:
             return text.removeprefix(f"rank {self.rank} ")
-        return f"failed: {type(exception).__name__}: {text}".removesuffix(": ")
+        return failed(exception)
 
     def _await_notice(self, lost: PeerLost) -> None:
         """The last resort: the training thread may hang in a library that cannot know of it."""

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_dsgd.probe.cluster import Cluster
-from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.results import provenance, typed, write_result
 from lightning_dsgd.simulate.machines import MACHINES, Machine, probed
 from lightning_dsgd.simulate.recorded import Recorded
 
@@ -53,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.check and args.trace:
         parser.error("--trace must be left out with --check, which runs each strategy many times")
-    command = f"lightning-dsgd simulate {shlex.join(sys.argv[2:] if argv is None else argv)}"
+    command = typed("lightning-dsgd simulate", argv)
     try:
         report = _check(args.check) if args.check else _simulate(args)
     except (ValueError, OSError) as err:

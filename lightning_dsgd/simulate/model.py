@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +40,13 @@ from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.primitives.sparse import HEADER_BYTES
 from lightning_dsgd.simulate.machines import Machine
 from lightning_dsgd.timeline.recorder import Recorder
-from lightning_dsgd.transport.simulated import Costs, Nodes, SimulatedTransport, SimulatedWorld
+from lightning_dsgd.transport.simulated import (
+    Costs,
+    Nodes,
+    SimulatedTransport,
+    SimulatedWorld,
+    on_one_core,
+)
 from lightning_dsgd.transport.watch import exchanging
 
 LEAST_ELEMENTS: Final = 256
@@ -135,7 +139,7 @@ def run(
     )
     select_s = selection_s(algorithm, machine, world_size)
     record = None if trace is None else partial(_recorder, trace, algorithm, _of_this_run())
-    with _on_one_core():
+    with on_one_core():
         work = algorithm, num_elements, compute_s, select_s, record, on_step
         ranks = world.run(_run_rank, *work)
     return Run(
@@ -144,20 +148,6 @@ def run(
         torch.tensor([done_s for done_s, _ in ranks], dtype=torch.float64),
         statistics.mean(num_bytes for _, num_bytes in ranks) / num_steps,
     )
-
-
-@contextmanager
-def _on_one_core() -> Iterator[None]:
-    """Only one rank runs at a time, and the baton passes faster within one core."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(before)[os.getpid() % len(before)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def _run_rank(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -102,6 +102,12 @@ def position(trainer: Any) -> list[int]:
         if index % every == 0:
             return []
     return [int(trainer.current_epoch), int(loop.batch_idx)]
+
+
+def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether it was saved after an epoch had begun and before it was over."""
+    epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+    return bool(epochs["processed"] < epochs["started"])
 
 
 def state_before_batch(trainer: Any) -> dict[str, Any]:

@@ -287,7 +287,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
             training.replica.synchronize()
             return
         states = record.restore(own, training.replica)
-        if record.is_within_epoch(own):
+        if seams.is_within_epoch(own):
             self._random_states = states
 
 

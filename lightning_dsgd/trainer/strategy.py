@@ -446,7 +446,7 @@ class DecentralizedMixin(CollectivesMixin):
         super().load_optimizer_state_dict(checkpoint)
         if self._resumes_own and self.session.training is not None:
             states = record.restore(checkpoint, self.session.training.replica)
-            if record.is_within_epoch(checkpoint):
+            if seams.is_within_epoch(checkpoint):
                 self._random_states = states
 
     # ---- figures ----

@@ -32,6 +32,7 @@ from lightning_dsgd.transport.contract import (
     Transport,
     TransportError,
     Work,
+    failed,
 )
 
 __all__ = [
@@ -46,4 +47,5 @@ __all__ = [
     "Transport",
     "TransportError",
     "Work",
+    "failed",
 ]

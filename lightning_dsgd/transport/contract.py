@@ -80,6 +80,11 @@ class PeerLost(TransportError):
         )
 
 
+def failed(error: BaseException) -> str:
+    """What became of a rank that met this error: a reason of `PeerLost`."""
+    return f"failed: {type(error).__name__}: {error}".removesuffix(": ")
+
+
 class Deadlock(TransportError):
     """Every rank waits for another: only the simulated world can tell, and it tells at once."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_dsgd.devices import PASSED
-from lightning_dsgd.transport.contract import LaneStopped, PeerLost, Timeout
+from lightning_dsgd.transport.contract import LaneStopped, PeerLost, Timeout, failed
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import Mesh
@@ -63,7 +63,7 @@ class Lane:
             self._failure = failure
             if isinstance(failure, PeerLost) and self._mesh.survives:
                 return  # the training thread goes on without this lane
-            self._mesh.lose(self.net.rank, f"failed: {type(failure).__name__}: {failure}")
+            self._mesh.lose(self.net.rank, failed(failure))
 
     def begin_waiting(self, expected: Expected) -> None:
         """It is about to wait; raises `LaneStopped` if it is to stop."""

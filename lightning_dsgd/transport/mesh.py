@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_dsgd.devices import HOST, Port
 from lightning_dsgd.transport.connection import EMPTY, Connection
 from lightning_dsgd.transport.connections import Connections
-from lightning_dsgd.transport.contract import PeerLost, TransportError
+from lightning_dsgd.transport.contract import PeerLost, TransportError, failed
 from lightning_dsgd.transport.frames import (
     AGREEMENT,
     FAREWELL,
@@ -389,7 +389,7 @@ class Mesh:
                     until = min(until, self._survival.next_at)
                 self.connections.serve(until)
         except Exception as error:
-            self.lose(self.rank, f"failed: {type(error).__name__}: {error}")
+            self.lose(self.rank, failed(error))
             raise
         finally:
             self.connections.end()

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lightning_dsgd.devices import is_on_host
 from lightning_dsgd.transport.buffers import buffer, copy_of
-from lightning_dsgd.transport.contract import Timeout, TransportError, Work
+from lightning_dsgd.transport.contract import Timeout, TransportError, Work, failed
 from lightning_dsgd.transport.frames import (
     DTYPES,
     FAREWELL,
@@ -286,7 +286,7 @@ class MPIWire:
             with port.using(port.new()):  # for memory that nothing queued elsewhere reads
                 self._serve_all()
         except Exception as error:
-            self._mesh.lose(self._mesh.rank, f"failed: {type(error).__name__}: {error}")
+            self._mesh.lose(self._mesh.rank, failed(error))
             raise
         finally:
             self._end()

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lightning_dsgd.devices import PASSED, Port, is_on_host, port_of, until
 from lightning_dsgd.transport.collectives import Call
-from lightning_dsgd.transport.contract import Counters, PeerLost, Timeout, TransportError
+from lightning_dsgd.transport.contract import Counters, PeerLost, Timeout, TransportError, failed
 from lightning_dsgd.transport.frames import CODES, DTYPES
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.processes import ProcessTransport
@@ -172,7 +172,7 @@ class NativeSums:
         So who finds that its kernel has ended, as it was aborted, knows of the loss.
         """
         if failure is not None:
-            self._net.mesh.lose(self._net.rank, f"failed: {type(failure).__name__}: {failure}")
+            self._net.mesh.lose(self._net.rank, failed(failure))
         if not self._is_aborted:
             self._is_aborted = True
             self._group.abort()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Mapping
 
-from lightning_dsgd.transport.contract import Counters
+from lightning_dsgd.transport.contract import Counters, failed
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.processes import ProcessTransport
 from lightning_dsgd.transport.tcp import TCPWire
@@ -56,5 +56,5 @@ class NewcomerTransport(ProcessTransport):
         try:
             self.mesh.join(min_ranks, within_s)
         except BaseException as exception:
-            self.fail(f"failed: {type(exception).__name__}: {exception}")
+            self.fail(failed(exception))
             raise

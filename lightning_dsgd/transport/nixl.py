@@ -47,7 +47,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from lightning_dsgd.transport.connection import Connection
-from lightning_dsgd.transport.contract import TransportError, Work
+from lightning_dsgd.transport.contract import TransportError, Work, failed
 from lightning_dsgd.transport.frames import EXPOSED, HEADER, OFFER, REFUSED
 from lightning_dsgd.transport.mailboxes import Key
 from lightning_dsgd.transport.mesh import Mesh
@@ -263,7 +263,7 @@ class NIXLWire:
                         self._woken.clear()
                         num_idle = 0
         except Exception as error:
-            self._mesh.lose(self._mesh.rank, f"failed: {type(error).__name__}: {error}")
+            self._mesh.lose(self._mesh.rank, failed(error))
             raise
         finally:
             self._end()

@@ -36,6 +36,7 @@ from lightning_dsgd.transport.contract import (
     Timeout,
     TransportError,
     Work,
+    failed,
 )
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.frames import CODES, HEADER
@@ -77,7 +78,7 @@ class ProcessTransport(Endpoint):
                 self._open()
             self.sub("opening").barrier().wait()  # nobody leaves before all have found each other
         except BaseException as exception:
-            self.fail(f"failed: {type(exception).__name__}: {exception}")
+            self.fail(failed(exception))
             raise
 
     def _begin(

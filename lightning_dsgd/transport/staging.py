@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightning_dsgd.devices import PASSED, Mark, Port, is_on_host, port_of
 from lightning_dsgd.transport.buffers import copy_of
-from lightning_dsgd.transport.contract import Work
+from lightning_dsgd.transport.contract import Work, failed
 from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.works import Done, Sending
 
@@ -178,7 +178,7 @@ class Staging:
                     time.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE_S)
         except Exception as error:
-            self._mesh.lose(self._mesh.rank, f"failed: {type(error).__name__}: {error}")
+            self._mesh.lose(self._mesh.rank, failed(error))
             raise
         finally:
             self._end()

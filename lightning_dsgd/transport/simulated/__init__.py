@@ -22,8 +22,9 @@ from lightning_dsgd.transport.simulated.baton import Killed
 from lightning_dsgd.transport.simulated.endpoint import POLL_S, SimulatedTransport
 from lightning_dsgd.transport.simulated.links import Nodes
 from lightning_dsgd.transport.simulated.processors import Costs
-from lightning_dsgd.transport.simulated.world import RankFailed, SimulatedWorld
+from lightning_dsgd.transport.simulated.world import RankFailed, SimulatedWorld, on_one_core
 
 __all__ = [
     "POLL_S", "Costs", "Killed", "Nodes", "RankFailed", "SimulatedTransport", "SimulatedWorld",
+    "on_one_core",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_dsgd.transport.contract import PeerLost
+from lightning_dsgd.transport.contract import PeerLost, failed
 from lightning_dsgd.transport.simulated.baton import Baton, Thread
 from lightning_dsgd.transport.simulated.views import Views
 
@@ -121,7 +121,7 @@ class Faults:
             self._baton.plan(at_s, partial(views.leave, rank))
         elif rank not in self._killed_at:
             at_s = max(at_s, views.all_arrive_at(self._baton.running.clock))
-            self.lose(rank, f"failed: {type(failure).__name__}: {failure}", at_s, failure)
+            self.lose(rank, failed(failure), at_s, failure)
 
     def on_lost(self, rank: int, callback: Callable[[PeerLost], None]) -> None:
         """Has `callback` called when this rank loses another."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_dsgd.transport.contract import LaneStopped, TransportError
+from lightning_dsgd.transport.contract import LaneStopped, TransportError, failed
 from lightning_dsgd.transport.simulated.baton import Baton, Killed, Thread
 from lightning_dsgd.transport.simulated.faults import Faults
 from lightning_dsgd.transport.simulated.links import Links
@@ -92,7 +92,7 @@ class Simulation:
             for lane in self.baton.threads[thread.rank]:
                 self.baton.stop(lane)
         if not self.faults.has_lost(thread.rank) and not isinstance(error, Killed):
-            reason = f"failed: {type(error).__name__}: {error}"
+            reason = failed(error)
             at_s = thread.clock + self.faults.detect_s
             self.faults.lose(thread.rank, reason, at_s, error)
 
