@@ -85,7 +85,6 @@ def rank(
     machine: Machine,
     num_ranks: int,
     num_steps: int,
-    seed: int = 0,
     shown: Callable[[Iterable[Candidate]], Iterable[Candidate]] = iter,
 ) -> Ranking:
     """Simulates every candidate.
@@ -95,7 +94,6 @@ def rank(
         machine: on what, with recorded step times
         num_ranks: P
         num_steps: of each rank; fewer of a sparse strategy on many ranks
-        seed: where in the record the steps begin
         shown: goes through the candidates, and shows how far it is
     """
     assert machine.recorded is not None
@@ -107,7 +105,7 @@ def rank(
         if candidate.is_sparse:
             steps = min(num_steps, max(_LEAST_STEPS, _SPARSE_WORK // num_ranks**2))
         try:
-            done = run(candidate.spec, num_ranks, machine, steps, seed)
+            done = run(candidate.spec, num_ranks, machine, steps)
         except ValueError as error:
             refused[candidate.spec] = str(error)
             continue
@@ -117,7 +115,7 @@ def rank(
             bound = done.slowest_steps_per_s
         rates[candidate.spec] = candidate, share, done.bytes_sent
     allreduce_s = 1 / (rates[BASELINE][1] * bound) - 1 / bound
-    late_s = _lateness(machine.recorded, num_ranks, num_steps, seed, bound)
+    late_s = _lateness(machine.recorded, num_ranks, num_steps, bound)
     situation = accuracy.most_like(machine.recorded, allreduce_s - late_s, num_ranks)
     baseline = rates[BASELINE][1]
     rows = [
@@ -135,8 +133,8 @@ def rank(
     return Ranking(sorted(rows, key=lambda row: -row.steps_per_s), situation, refused)
 
 
-def _lateness(recorded: Recorded, num_ranks: int, num_steps: int, seed: int, bound: float) -> float:
+def _lateness(recorded: Recorded, num_ranks: int, num_steps: int, bound: float) -> float:
     """What a step takes longer if everyone waits for the slowest in every step."""
-    times = recorded.step_times(num_ranks, num_steps, seed)
+    times = recorded.step_times(num_ranks, num_steps, seed=0)
     slowest = math.fsum(max(of_step) for of_step in zip(*times, strict=True))
     return max(0.0, slowest / num_steps - 1 / bound)

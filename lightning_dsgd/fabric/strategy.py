@@ -228,7 +228,10 @@ class FabricMixin(CollectivesMixin):
         self._loop.reduce_gradients(optimizer)
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The batches of a loader; with SIGTERM or Ctrl-C all ranks stop after the same one."""
+        """The batches of a loader; with SIGTERM or Ctrl-C all ranks stop after the same one.
+
+        With on_loss="continue" a rank that gets SIGTERM leaves alone.
+        """
         return self._loop.batches(loader)
 
     @contextlib.contextmanager

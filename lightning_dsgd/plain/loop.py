@@ -193,6 +193,7 @@ class Loop:
         """The batches of a loader; with SIGTERM or Ctrl-C all ranks stop after the same one.
 
         They raise SystemExit or KeyboardInterrupt there: catch it to `save`, and raise it again.
+        With on_loss="continue" a rank that gets SIGTERM leaves alone: it ends with SystemExit.
         """
         self._session.check_stays()
         self._signals.take()
@@ -274,8 +275,8 @@ class Loop:
             session.meetings,
             what,
             "what the ranks meet for",
-            "call consensus, mean, barrier, save and load on all ranks in the same order, and "
-            "not once a batch where ranks have different numbers of batches",
+            "call whatever ranks meet in, such as consensus, barrier, save and load, on all ranks "
+            "in the same order, and not once a batch where ranks have different numbers of batches",
         )
 
     # ---- leaving ----

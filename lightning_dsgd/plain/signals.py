@@ -1,6 +1,6 @@
 """What a rank of a plain loop does when it gets SIGTERM or Ctrl-C: see `session.signals`.
 
-Ranks stop after the same batch of `replica.batches(...)`.
+Ranks stop, or one leaves, after a batch of `replica.batches(...)`.
 """
 
 from __future__ import annotations

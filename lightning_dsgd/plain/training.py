@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,6 @@ from lightning_dsgd.session.changes import ChangingSession
 from lightning_dsgd.session.meeting import TRANSPORTS, Limits, Meeting
 from lightning_dsgd.session.session import Phase, Session, Training
 from lightning_dsgd.transport import PeerLost
-
-T = TypeVar("T")
 
 
 class decentralized(Loop):
@@ -148,10 +146,10 @@ class decentralized(Loop):
             num_replicas, num_shards = session.world_size, 1
         else:
             # It loads much of torch's.
-            from lightning_dsgd.session.sharding import Sharding
+            from lightning_dsgd.session.sharding import Sharding, check_algorithm
 
             sharding = Sharding.of_mesh(self._replicas, session.world_size)
-            sharding.check_algorithm(self._algorithm)
+            check_algorithm(self._algorithm)
             session.hold_shards(sharding)
             num_replicas, num_shards = sharding.num_replicas, sharding.num_shards
             ranks_on_node = None

@@ -248,7 +248,8 @@ class Replica:
             ]
             raise FloatingPointError(
                 f"check_finite: every {what} must be finite, got NaN or inf on rank "
-                f"{self.net.rank} at step {self._num_steps} in {_some(bad)}"
+                f"{self.net.rank} at step {self._num_steps} in {_some(bad)}; look at the learning "
+                "rate and the loss"
             )
 
     # ---- standing still ----

@@ -43,13 +43,12 @@ class Shards(Whole):
 
     Args:
         module: all of it; its parallelism has been applied
-        may_alias: whether x may alias them; else it is a copy
     """
 
-    def __init__(self, module: nn.Module, *, may_alias: bool = True) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._sharding = [child for child in module.modules() if isinstance(child, FSDPModule)]
         self.reshard()
-        found = _fsdp_params(self._sharding) if may_alias else None
+        found = _fsdp_params(self._sharding)
         self._fsdp_params: dict[Parameter, Any] = found or {}
         self._in_fsdp = {p for child in self._sharding for p in child.parameters()}
         self.is_alias = found is not None

@@ -60,7 +60,10 @@ class ChangingSession(SurvivingSession[TrainingT]):
     def _enter_view(self, view: View) -> None:
         training = self.training
         if training is None:
-            raise TransportError("a rank must not be lost before training begins, or after its end")
+            raise TransportError(
+                "ranks can go on without one while they train, got the loss of one before or after "
+                "that; start the job again"
+            )
         self._net, self._meetings = view, view.sub("meetings")
         self.world_size = view.world_size
         lost = [] if self.is_alone else [r for r in self._members if r not in view.members]

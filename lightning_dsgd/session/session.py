@@ -15,10 +15,10 @@ A rank that is TRAINING or READY may be asked by ranks that still train, and ser
 waits: `meet`.  A rank that is IN_BATCH asks nobody but through its algorithm.
 
 Threads: the training thread owns a session.  Signal handlers run in that thread, between any two of
-its instructions: they read the phase and the training, and `AgreedBatch.request` is all that they
-call.  The mesh's thread calls `_await_notice`, which starts a timer; the timer's thread reads the
-phase, and ends the process if the training thread has not noticed a loss by then.  A read of one
-attribute is whole, which the interpreter's lock sees to.
+its instructions: they read the phase and the training, set a flag of their session, or call
+`AgreedBatch.request` or `interrupt`.  The mesh's thread calls `_await_notice`, which starts a
+timer; the timer's thread reads the phase, and ends the process if the training thread has not
+noticed a loss by then.  A read of one attribute is whole, which the interpreter's lock sees to.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import end_fork, say
-from lightning_dsgd.session.stopping import ENDS, STOP, AgreedBatch
+from lightning_dsgd.session.stopping import ENDS, MEET, STOP, AgreedBatch
 from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 
 if TYPE_CHECKING:
@@ -87,8 +87,21 @@ T = TypeVar("T")
 def opened(part: T | None) -> T:
     """What there is as long as a network is open."""
     if part is None:
-        raise RuntimeError("there is no network: no training or evaluation is under way")
+        raise RuntimeError(
+            "a training or an evaluation must be under way, got none: there is no network; call "
+            "this while one is"
+        )
     return part
+
+
+def trained(training: T | None) -> T:
+    """What there is as long as something is trained."""
+    if training is None:
+        raise RuntimeError(
+            "a training must be under way, got none: there is no consensus to save; save while one "
+            "is"
+        )
+    return training
 
 
 class Session(Generic[TrainingT]):
@@ -331,7 +344,7 @@ class Session(Generic[TrainingT]):
             training.replica.settle()
             if training.replica.shows_consensus:
                 return False
-            votes = torch.zeros(5, dtype=torch.int64)
+            votes = torch.zeros(MEET + 1, dtype=torch.int64)
             votes[what] = 1
             self.meetings.all_reduce(votes).wait()
             if votes[STOP]:
@@ -405,9 +418,7 @@ class Session(Generic[TrainingT]):
             storage_options: for `io`
             has_replicas: whether training is to go on from it
         """
-        training = self.training
-        if training is None:
-            raise RuntimeError("nothing is trained: there is no consensus to save")
+        training = trained(self.training)
         # Ranks with other numbers of steps have other names for it.
         path = self.text_of_rank_0(path)
         algorithm, replica = training.algorithm, training.replica

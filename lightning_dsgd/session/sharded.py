@@ -25,7 +25,7 @@ from lightning_dsgd.replica.sharded import local
 from lightning_dsgd.replica.surviving import SurvivingReplica
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
-from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.session import Session, trained
 from lightning_dsgd.session.sharding import SHARD
 from lightning_dsgd.transport import PeerLost, TransportError
 
@@ -72,8 +72,7 @@ def save(
         checkpoint: makes one, its tensors in shards, from the weights that the model has then
         has_replicas: whether training is to go on from it
     """
-    if session.training is None:
-        raise RuntimeError("nothing is trained: there is no consensus to save")
+    trained(session.training)
     path = session.text_of_rank_0(path)
     is_saved = False
     while not is_saved:

@@ -31,6 +31,17 @@ SHARD: Final = "lightning_dsgd.shard"
 _TIMELESS: Final = "local_sgd, diloco, dpsgd or sgp with overlap=0"
 
 
+def check_algorithm(algorithm: Algorithm) -> None:
+    """Raises unless it exchanges weights."""
+    if algorithm.uses_gradient:
+        raise ValueError(
+            "between sharded replicas an algorithm must exchange weights, got "
+            f"{algorithm.name!r} with {algorithm.hyperparameters()}, which exchanges "
+            "gradients, as FSDP does by itself: call fully_shard with a mesh of both "
+            "dimensions and leave the algorithm out, or use for example LocalSGD or WAGMA"
+        )
+
+
 @dataclass(frozen=True)
 class Sharding:
     """Which ranks hold the same shard.
@@ -88,16 +99,6 @@ class Sharding:
         return View(net, self.members)
 
     # ---- what cannot work ----
-
-    def check_algorithm(self, algorithm: Algorithm) -> None:
-        """Raises unless it exchanges weights."""
-        if algorithm.uses_gradient:
-            raise ValueError(
-                "between sharded replicas an algorithm must exchange weights, got "
-                f"{algorithm.name!r} with {algorithm.hyperparameters()}, which exchanges "
-                "gradients, as FSDP does by itself: call fully_shard with a mesh of both "
-                "dimensions and leave the algorithm out, or use for example LocalSGD or WAGMA"
-            )
 
     def check_ranks(self, net: Transport) -> None:
         """Raises, on every rank, unless every rank is in one column, and all are as long."""

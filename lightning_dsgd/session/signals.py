@@ -1,7 +1,8 @@
 """What SIGTERM and Ctrl-C do to a rank, whatever the face.
 
-SIGTERM                all ranks stop after the same batch
-the first Ctrl-C       the same; the second interrupts at once
+SIGTERM                all ranks stop after the same batch; where the others can go on without
+                       this one, it leaves
+the first Ctrl-C       all ranks stop after the same batch; the second interrupts at once
 where nobody trains    as in evaluation: this rank ends at once, and the others are told
 in a forked process    it ends alone
 

@@ -65,7 +65,6 @@ class SurvivingSession(Session[TrainingT], ABC):
         self._num_ranks = 1
         self._members: tuple[int, ...] = (0,)
         self._changes_s = 0.0
-        self.survives = False
         self._at_first: Sharding | None = None
         self._rows: list[tuple[int, ...]] = []
         """The ranks of each replica, where several hold one."""

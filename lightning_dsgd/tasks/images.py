@@ -31,6 +31,7 @@ class ImageClassifier(Classifier):
             "vgg16_bn", "mobilenet_v2", "densenet121" or "googlenet".
         image_shape: channels, height and width of the images; (1, 8, 8) are the digits.
         num_classes: how many there are.
+        label_smoothing: what of the target all classes share.
         **kwargs: of `Classifier` and `Task`.
     """
 

@@ -33,7 +33,7 @@ LEGEND: Final = {
     "serve": "serves others, while it computes",
     "late": "is late: others wait for it",
 }
-_ROW, _GAP, _LEFT, _HEAD = 18, 4, 64, 34
+_WIDTH, _ROW, _GAP, _LEFT, _HEAD = 960, 18, 4, 64, 34
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,14 @@ def sentence(run: Run) -> str:
     return text + (f" ({run.note})" if run.note else "")
 
 
-def svg(runs: Sequence[Run], width: int = 960) -> str:
+def svg(runs: Sequence[Run]) -> str:
     """A still picture of the runs, one above the other, with one scale of time."""
     whole_s = max(run.seconds for run in runs) or 1.0
-    scale = (width - _LEFT - 20) / whole_s
+    scale = (_WIDTH - _LEFT - 20) / whole_s
     parts, y = [], 8
     for run in runs:
         parts.append(_text(12, y + 14, run.name, "b"))
-        parts.append(_text(width - 12, y + 14, sentence(run), "e"))
+        parts.append(_text(_WIDTH - 12, y + 14, sentence(run), "e"))
         y += _HEAD - 10
         row = _ROW if len(run.lanes) <= 16 else max(4, 288 // len(run.lanes))
         gap = _GAP if row > 8 else 1
@@ -194,7 +194,7 @@ def svg(runs: Sequence[Run], width: int = 960) -> str:
     for key, words in LEGEND.items():
         if key not in used:
             continue
-        if x + 28 + 6.9 * len(words) > width:
+        if x + 28 + 6.9 * len(words) > _WIDTH:
             x, y = 12, y + 20
         parts.append(f'<rect x="{x}" y="{y}" width="14" height="12" fill="{COLOURS[key]}"/>')
         parts.append(_text(x + 19, y + 10.5, words, ""))
@@ -205,9 +205,9 @@ def svg(runs: Sequence[Run], width: int = 960) -> str:
         ".e{text-anchor:end}.m{text-anchor:middle;fill:#57606a}"
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" role="img">\n<style>{style}</style>\n'
-        f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}" role="img">\n<style>{style}</style>\n'
+        f'<rect width="{_WIDTH}" height="{height}" rx="6" fill="#ffffff"/>\n'
         + "\n".join(parts)
         + "\n</svg>\n"
     )

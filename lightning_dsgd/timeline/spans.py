@@ -28,6 +28,8 @@ class Span:
 
     Args:
         kind: one of KINDS
+        begin_s: since the training's beginning
+        end_s: since the training's beginning
         who: of a wait: the rank that was late, or NOBODY; of a service: who had asked
         step: in which it was
     """

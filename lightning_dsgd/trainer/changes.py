@@ -40,7 +40,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
@@ -54,6 +54,18 @@ from lightning_dsgd.transport import Transport, TransportError
 from lightning_dsgd.transport.newcomer import NewcomerTransport
 from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View
+
+
+class _Told(NamedTuple):
+    """What a member says of itself when a view begins; as JSON on the wire."""
+
+    is_new: bool
+    alike: list[str]
+    """What must be the same on all."""
+    started_as: str
+    divided_for: int
+    divides_for: list[int]
+    """The epochs for which it divides the data."""
 
 
 class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
@@ -80,7 +92,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         self._options = ""
         self._num_unread = 0
         self._versions: list[Any] = []
-        self._told: list[Any] = []
+        self._told: list[_Told] = []
         self._divided_for = 0
         """The last epoch for which this rank has divided the data, or left them as they were."""
         self._divides_for: set[int] = set()
@@ -110,19 +122,19 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
 
     def _begin_anew(self, view: View, lost: list[int]) -> None:
         self._told = told = self._told_of(view)
-        new = [rank for rank, each in enumerate(told) if each[0]]
-        old = [rank for rank, each in enumerate(told) if not each[0]]
+        new = [rank for rank, each in enumerate(told) if each.is_new]
+        old = [rank for rank, each in enumerate(told) if not each.is_new]
         if view.rank == 0:
             self._forget(lost)
-        open_epoch = 1 + max(told[rank][3] for rank in old)
-        self._divides_for = {epoch for each in told for epoch in each[4]} | {open_epoch}
+        open_epoch = 1 + max(told[rank].divided_for for rank in old)
+        self._divides_for = {epoch for each in told for epoch in each.divides_for} | {open_epoch}
         among = View(view.sub("old"), old, view.number) if new and view.rank in old else None
         self._change_replica(view, among, old[0] if new else -1)
 
     def _begun_anew(self, view: View, lost: list[int]) -> None:
         assert self.training is not None
         trainer, told = self.training.trainer, self._told
-        new = [rank for rank, each in enumerate(told) if each[0]]
+        new = [rank for rank, each in enumerate(told) if each.is_new]
         if new:
             self._hand_over(view.sub("state"), self._first_of_old(), new)
         if not self.is_alone:
@@ -132,18 +144,20 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
 
     def _first_of_old(self) -> int:
         """Of the view's ranks, the first that is no newcomer."""
-        return next(rank for rank, each in enumerate(self._told) if not each[0])
+        return next(rank for rank, each in enumerate(self._told) if not each.is_new)
 
     def _changes(self, lost: list[int]) -> str:
         view = self.calls.view
         if view.rank != self._first_of_old():
             return ""
-        new = [rank for rank, each in enumerate(self._told) if each[0]]
-        joined = [f"rank {view.members[r]} joined (started as {self._told[r][2]})" for r in new]
+        new = [rank for rank, each in enumerate(self._told) if each.is_new]
+        joined = [
+            f"rank {view.members[r]} joined (started as {self._told[r].started_as})" for r in new
+        ]
         return ", ".join([*self._in_words(lost), *joined]) or "the same ranks"
 
-    def _told_of(self, view: View) -> list[Any]:
-        """Of each member: is it new, what must be alike, started as, for which epochs it divides.
+    def _told_of(self, view: View) -> list[_Told]:
+        """What each member says of itself.
 
         Raises:
             ValueError: on a newcomer that has another model or other options
@@ -151,12 +165,15 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         assert self.training is not None
         mine = [self._options, self.replica.description()]
         started_as, epochs = os.environ.get("RANK", ""), sorted(self._divides_for)
-        text = json.dumps([self.is_newcomer, mine, started_as, self._divided_for, epochs])
-        told = [json.loads(theirs) for theirs in everyones(view.sub("newcomers"), text)]
-        first = next((each for each in told if not each[0]), None)
+        own = _Told(self.is_newcomer, mine, started_as, self._divided_for, epochs)
+        told = [
+            _Told(*json.loads(theirs))
+            for theirs in everyones(view.sub("newcomers"), json.dumps(own))
+        ]
+        first = next((each for each in told if not each.is_new), None)
         if first is None:
             raise TransportError("a rank that has trained must be left, got newcomers only")
-        for here, there in zip(mine, first[1], strict=True):
+        for here, there in zip(mine, first.alike, strict=True):
             if self.is_newcomer and here != there:
                 raise ValueError(
                     f"a newcomer must have the strategy and the model of the others, got {here} "

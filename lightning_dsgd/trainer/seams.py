@@ -1,4 +1,4 @@
-"""Every private name of Lightning's that this package uses, and nothing else.
+"""Every private name of Lightning's that this package uses, but for those of its base classes.
 
 A private name may change in any release.  So each stands here once, in a function that says what it
 is for, and a test looks all of them up in both of Lightning's packages.

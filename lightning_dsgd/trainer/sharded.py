@@ -31,7 +31,7 @@ from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
 from lightning_dsgd.session.session import Phase
 from lightning_dsgd.session.sharded import blaming, gathered, lost_behind, save
-from lightning_dsgd.session.sharding import Sharding
+from lightning_dsgd.session.sharding import Sharding, check_algorithm
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.strategy import DecentralizedMixin, own_options
 from lightning_dsgd.transport import Transport
@@ -114,7 +114,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
                 "no rank can join the training of sharded models, as it would hold a part of a "
                 f"replica, got max_ranks={options['max_ranks']!r}; leave it out"
             )
-        Sharding((0,), 1).check_algorithm(algorithm)
+        check_algorithm(algorithm)
         super().__init__(algorithm, **options)
         self._start_method = "popen"
         self._num_replicas = num_replicas
@@ -141,7 +141,10 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
     @property
     def _mesh(self) -> DeviceMesh:
         if self.whole_mesh is None:
-            raise RuntimeError("there is no mesh before the ranks have met")
+            raise RuntimeError(
+                "the mesh is made when the ranks meet, got a question before that; ask it in "
+                "configure_model or later"
+            )
         return self.whole_mesh
 
     @property
@@ -310,4 +313,6 @@ ShardedStrategy.__init__.__signature__ = _signature()  # type: ignore[attr-defin
 
 def _check_size(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a number of ranks, at least 1, got {name}={value!r}")
+        raise ValueError(
+            f"{name} must be a number of ranks, at least 1, got {name}={value!r}; try 2"
+        )

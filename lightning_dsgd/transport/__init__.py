@@ -6,7 +6,7 @@
     membership        how ranks agree on who goes on after a loss; `survival`, on the mesh
     simulated/        P ranks in one process, on a virtual clock
     processes         real ranks: a transport that is given a wire; its `lanes`
-    mailboxes         where messages and receives meet
+    mailboxes         where messages and receives meet; `staging`: tensors on a device, on their way
     wire              what carries messages between processes: `tcp`, `nixl` or `mpi`
     mesh              who is alive, over `connections`, each a `connection` after its `handshake`
     frames, buffers   a message as bytes, and the memory for it
@@ -15,7 +15,9 @@
     nixl              the same, but that ranks read large messages from each other's memory:
                       `nixl_ranks` says which ranks, `nixl_agent` how, `nixl_reads` when
     mpi, mpi_job      real ranks that mpiexec or srun has started
-    rendezvous        how real ranks meet, before there is a transport
+    rendezvous        how real ranks meet, before there is a transport; `register`: what is written
+                      there about a training that goes on without a rank; `newcomer`: who joins it
+    watch             what the network tells who records a training's waits
 
 Whoever uses a transport imports the names below; they are those of the contract.
 """

@@ -176,13 +176,13 @@ class Mesh:
             self._world_size,
             self.connections,
             self.mailboxes,
-            self.heartbeat_timeout_s / 2,
-            min_ranks,
-            self._send_agreement,
-            contacts,
-            join_within_s,
-            groups,
-            self._hear_of_own_end,
+            patience_s=self.heartbeat_timeout_s / 2,
+            min_ranks=min_ranks,
+            send=self._send_agreement,
+            contacts=contacts,
+            join_within_s=join_within_s,
+            groups=groups,
+            on_end=self._hear_of_own_end,
         )
 
     def _hear_of_own_end(self, lost: PeerLost) -> None:
@@ -345,7 +345,6 @@ class Mesh:
                     self.lose(connection.rank, str(reason), died=True)
             except (ValueError, TypeError, IndexError):
                 self.lose(connection.rank, "told of the loss of a rank in an unknown form")
-
         elif kind == AGREEMENT and self._survival is not None:
             try:
                 self._survival.hear(connection.rank, text)
@@ -437,8 +436,8 @@ def _leave_to_parent() -> None:
     `Published`) lie behind its hooks, which begin the same way.  The one lock that no mesh guards,
     that of `buffers`, is held by the thread that forks, so that it is free in the child.
 
-    What other libraries would wait for at the end of the child is left out by the strategy, which
-    ends it as soon as an exception comes out of its step: see `_end_fork` there.
+    What other libraries would wait for at the end of the child is left out by whoever trains, who
+    ends it as soon as an exception comes out of its step: see `session.ending.end_fork`.
     """
     for mesh in list(_meshes):
         mesh.connections.close_files()

@@ -40,6 +40,7 @@ _SMALLEST_PIECE: Final = 1 << 20
 _SMALLEST_HELD: Final = 1 << 20
 _MOST_HELD: Final = 16
 _MOST_SEEN: Final = 256
+_TRIAL_S: Final = 30.0
 
 
 def installed() -> str:
@@ -268,7 +269,7 @@ class Memory:
         return Region(number, address, nbytes, self._agent.introduce(registered), memory)
 
 
-def trial(limit_s: float = 30.0) -> bool:
+def trial() -> bool:
     """Whether a process of this machine reads another's memory by a copy; raises if not at all.
 
     For a process that does nothing else: it is forked, and ends the child.
@@ -277,7 +278,7 @@ def trial(limit_s: float = 30.0) -> bool:
     child = os.fork()
     if not child:
         try:
-            _lend(tell, limit_s)
+            _lend(tell, _TRIAL_S)
         finally:
             os._exit(1)  # once the parent has what it needs, it ends the child
     os.close(tell)
@@ -285,13 +286,13 @@ def trial(limit_s: float = 30.0) -> bool:
         address, introduction = os.read(ready, 1 << 16).split(b" ", 1)
         agent, target = Agent(f"trial-{os.getpid()}"), torch.zeros(1 << 16)
         agent.register_to_write(target.data_ptr(), target.nbytes)
-        name, deadline = agent.meet(introduction), time.monotonic() + limit_s
+        name, deadline = agent.meet(introduction), time.monotonic() + _TRIAL_S
         is_copy = False
         for _ in range(3):  # the first one makes the connection
             read = agent.read(name, int(address), target.data_ptr(), target.nbytes)
             while not read.done():
                 if time.monotonic() > deadline:
-                    raise OSError(f"a process could not be read within {limit_s:g} s")
+                    raise OSError(f"a process could not be read within {_TRIAL_S:g} s")
             is_copy = read.was_immediate
         if not torch.equal(target, torch.ones_like(target)):
             raise OSError("what was read of a process was not what was there")

@@ -58,6 +58,7 @@ class Survival:
 
     Args:
         rank: this one
+        world_size: how many there are at the start
         connections: to all others
         mailboxes: whose waits end
         patience_s: how long an agreement waits for an answer
