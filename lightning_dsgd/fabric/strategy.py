@@ -337,15 +337,13 @@ class FabricMixin(CollectivesMixin):
         with failing(self.session):
             path = self.session.text_of_rank_0(str(path))
             shared = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            record.check_algorithm(shared, path, self.algorithm.name)
-            own, reason = files.load_replica(
-                self.checkpoint_io, self.session.meetings, path, shared, weights_only
+            own = files.load_replica(
+                *(self.checkpoint_io, self.session.meetings, path, shared),
+                *(self.algorithm.name, rank_zero_info, weights_only),
             )
         content = shared if own is None else own
         with self._reading(dict(content)):
             rest = super().load_checkpoint(path, state, strict, weights_only=weights_only)
-        if own is None:
-            rank_zero_info(f"All ranks start from the one model in {path}: {reason}.")
         self._build(own)
         return record.without_record(rest)
 

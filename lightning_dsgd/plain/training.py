@@ -34,7 +34,7 @@ from lightning_dsgd.plain.launch import Launch, find_launch
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import options, record
+from lightning_dsgd.session import options
 from lightning_dsgd.session.changes import ChangingSession
 from lightning_dsgd.session.meeting import TRANSPORTS, Limits, Meeting
 from lightning_dsgd.session.session import Phase, Session, Training
@@ -236,9 +236,11 @@ class decentralized(Loop):
         session, sharding = self._session, self._sharding
         io = files.TorchFiles() if sharding is None else files.MappedFiles()
         shared = io.load_checkpoint(path)
-        record.check_algorithm(shared, path, self._algorithm.name)
         num_shards = 1 if sharding is None else sharding.num_shards
-        own, reason = files.load_replica(io, session.meetings, path, shared, num_shards=num_shards)
+        own = files.load_replica(
+            *(io, session.meetings, path, shared, self._algorithm.name, self._announce),
+            num_shards=num_shards,
+        )
         checkpoint = shared if own is None else own
         if sharding is None:
             self._model.load_state_dict(checkpoint["state_dict"])
@@ -258,8 +260,6 @@ class decentralized(Loop):
         if self._scaler is not None and "scaler" in checkpoint:
             self._scaler.load_state_dict(checkpoint["scaler"])
         self.build(self._model, self._optimizers, self._scaler, own)
-        if own is None:
-            self._announce(f"All ranks start from the one model in {path}: {reason}.")
         extras: dict[str, Any] = checkpoint.get("extras", {})
         return extras
 

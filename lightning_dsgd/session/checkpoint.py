@@ -261,14 +261,43 @@ def load_replica(
     net: Transport,
     path: str | Path,
     shared: dict[str, Any],
+    algorithm: str,
+    announce: Callable[[str], None],
     weights_only: bool | None = None,
     num_shards: int = 1,
-) -> tuple[dict[str, Any] | None, str]:
-    """This rank's replica; or None, and why training starts from the consensus.  All ranks agree.
+) -> dict[str, Any] | None:
+    """This rank's replica; None where all ranks start from the consensus.  All ranks agree.
+
+    Args:
+        io: reads a file
+        net: the network
+        path: of the consensus file
+        shared: its content
+        algorithm: the name of the one that goes on
+        announce: is told why they start from the consensus
+        weights_only: for `io`
+        num_shards: how many ranks hold a replica of the model together
 
     Raises:
-        ValueError: on every rank, if a replica is damaged, or of another save or rank.
+        ValueError: on every rank, if a replica is damaged, or of another save or rank, or if the
+            checkpoint is of another algorithm
     """
+    record.check_algorithm(shared, path, algorithm)
+    own, reason = _own_replica(io, net, path, shared, weights_only, num_shards)
+    if own is None:
+        announce(f"All ranks start from the one model in {path}: {reason}.")
+    return own
+
+
+def _own_replica(
+    io: FileIO,
+    net: Transport,
+    path: str | Path,
+    shared: dict[str, Any],
+    weights_only: bool | None,
+    num_shards: int,
+) -> tuple[dict[str, Any] | None, str]:
+    """This rank's replica; or None, and why there is none to go on from."""
     mark = record.save_of(shared)
     if mark is None:
         return None, "it was saved by another strategy or after training, with one model for all"

@@ -28,7 +28,6 @@ from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import record
 from lightning_dsgd.session.session import Phase
 from lightning_dsgd.session.sharded import blaming, gathered, lost_behind, save
 from lightning_dsgd.session.sharding import Sharding, check_algorithm
@@ -261,12 +260,10 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         shared = io.load_checkpoint(path)
         own = None
         if self._trainer_state() == "fit":
-            record.check_algorithm(shared, path, self.algorithm.name)
-            own, reason = files.load_replica(
-                *(io, session.meetings, path, shared), num_shards=sharding.num_shards
+            own = files.load_replica(
+                *(io, session.meetings, path, shared, self.algorithm.name, rank_zero_info),
+                num_shards=sharding.num_shards,
             )
-            if own is None:
-                rank_zero_info(f"All replicas start from the one model in {path}: {reason}.")
         checkpoint = shared if own is None else own
         module = self.lightning_module
         assert module is not None
@@ -288,10 +285,8 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         training.replica = self._make_replica(self._trainer, *laid_out)
         if own is None:
             training.replica.synchronize()
-            return
-        states = record.restore(own, training.replica)
-        if seams.is_within_epoch(own):
-            self._random_states = states
+        else:
+            self._restore(own)
 
 
 def _signature() -> inspect.Signature:

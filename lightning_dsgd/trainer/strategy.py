@@ -25,13 +25,13 @@ samplers and devices are Lightning's.  What it takes away, and why:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -39,7 +39,6 @@ from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.replica.surviving import SurvivingReplica
-from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.meeting import TRANSPORTS, Limits, Meeting
 from lightning_dsgd.session.scaling import agree_on_overflow
@@ -47,6 +46,7 @@ from lightning_dsgd.session.session import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import refusals, seams
 from lightning_dsgd.trainer.changes import ChangingTrainerSession
+from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
 from lightning_dsgd.trainer.hooks import Hooks
@@ -58,7 +58,7 @@ from lightning_dsgd.transport.mpi_job import check_launch
 from lightning_dsgd.transport.register import Register
 
 
-class DecentralizedMixin(CollectivesMixin):
+class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     """Trains with an algorithm that does not wait for everyone at every step.
 
     Args:
@@ -125,10 +125,9 @@ class DecentralizedMixin(CollectivesMixin):
         self._trainer: Any = None
         self._hooks = Hooks(self)
         self._signals: Signals | None = None
-        self._resumes_own = False  # from this rank's replica, not from the consensus
-        self._random_states: dict[str, Any] | None = None
+        self._resumes_own, self._random_states = False, None
         self._trains_already: Register | None = None
-        self._handed_over: dict[str, Any] | None = None
+        self._handed_over = None
 
     # ---- set-up ----
 
@@ -389,65 +388,6 @@ class DecentralizedMixin(CollectivesMixin):
             return ""
         reason = self.session.fail(exception)
         return f"[rank {self.global_rank}] {reason}"
-
-    # ---- checkpoints ----
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        session = self.session
-        session.check_process()
-        is_broken = session.phase is Phase.BROKEN
-        if session.training is None or is_broken:
-            if is_broken and self.is_global_zero:
-                rank_zero_warn(
-                    f"saving the weights of rank 0 alone to {filepath}: the other ranks are gone"
-                )
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        session.save(
-            self.checkpoint_io,
-            str(filepath),
-            checkpoint,
-            storage_options,
-            has_replicas="optimizer_states" in checkpoint,
-        )
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        self.session.check_process()
-        if self.is_global_zero:
-            files.remove(self.checkpoint_io, filepath)
-
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        if not self.session.is_open:  # in the process that forks the ranks
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        if self._handed_over is not None and self._trainer_state() == "fit":
-            return self._handed_over
-        path = self.session.text_of_rank_0(str(checkpoint_path))  # as it was when it was saved
-        shared: dict[str, Any] = super().load_checkpoint(path, weights_only)
-        if self._trainer_state() != "fit":
-            return shared
-        record.check_algorithm(shared, path, self.algorithm.name)
-        own, reason = files.load_replica(
-            self.checkpoint_io, self.session.meetings, path, shared, weights_only
-        )
-        self._resumes_own = own is not None
-        if own is None:
-            rank_zero_info(f"All ranks start from the one model in {path}: {reason}.")
-            return shared
-        return own
-
-    def _trainer_state(self) -> str | None:
-        return None if self.lightning_module is None else self.lightning_module.trainer.state.fn
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self._resumes_own and self.session.training is not None:
-            states = record.restore(checkpoint, self.session.training.replica)
-            if seams.is_within_epoch(checkpoint):
-                self._random_states = states
 
     # ---- figures ----
 

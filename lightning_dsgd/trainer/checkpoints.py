@@ -1,0 +1,94 @@
+"""Lightning's hooks for checkpoints: ranks save together, and each goes on from its own replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.session import checkpoint as files
+from lightning_dsgd.session import record
+from lightning_dsgd.session.session import Phase
+from lightning_dsgd.trainer import seams
+from lightning_dsgd.trainer.training import TrainerSession
+
+if TYPE_CHECKING:
+    _Base = DDPStrategy
+else:
+    _Base = object
+
+
+class CheckpointsMixin(_Base):
+    """See the head of the file."""
+
+    algorithm: Algorithm
+    session: TrainerSession
+    _resumes_own: bool
+    """Whether from this rank's replica, not from the consensus."""
+    _handed_over: dict[str, Any] | None
+    """What a newcomer got from the others."""
+    _random_states: dict[str, Any] | None
+    """With which the next batch begins."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        session = self.session
+        session.check_process()
+        is_broken = session.phase is Phase.BROKEN
+        if session.training is None or is_broken:
+            if is_broken and self.is_global_zero:
+                rank_zero_warn(
+                    f"saving the weights of rank 0 alone to {filepath}: the other ranks are gone"
+                )
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        session.save(
+            self.checkpoint_io,
+            str(filepath),
+            checkpoint,
+            storage_options,
+            has_replicas="optimizer_states" in checkpoint,
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.session.check_process()
+        if self.is_global_zero:
+            files.remove(self.checkpoint_io, filepath)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if not self.session.is_open:  # in the process that forks the ranks
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if self._handed_over is not None and self._trainer_state() == "fit":
+            return self._handed_over
+        path = self.session.text_of_rank_0(str(checkpoint_path))  # as it was when it was saved
+        shared: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        if self._trainer_state() != "fit":
+            return shared
+        own = files.load_replica(
+            *(self.checkpoint_io, self.session.meetings, path, shared),
+            *(self.algorithm.name, rank_zero_info, weights_only),
+        )
+        self._resumes_own = own is not None
+        return shared if own is None else own
+
+    def _trainer_state(self) -> str | None:
+        return None if self.lightning_module is None else self.lightning_module.trainer.state.fn
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._resumes_own and self.session.training is not None:
+            self._restore(checkpoint)
+
+    def _restore(self, own: Mapping[str, Any]) -> None:
+        """Goes on from this rank's replica."""
+        training = self.session.training
+        assert training is not None
+        states = record.restore(own, training.replica)
+        if seams.is_within_epoch(own):
+            self._random_states = states
