@@ -182,7 +182,7 @@ class NativeSum(Expected):
     """A sum under way: waits in the mailboxes, as a receive does, until it is launched.
 
     The launcher writes `_work` and `_mark` before it sets `arrived`; whoever has called
-    the sum reads them after that.
+    the sum reads them after that.  The mesh's thread reads `_is_launching` at any time.
 
     Args:
         net: the endpoint on which it was called
@@ -198,11 +198,12 @@ class NativeSum(Expected):
         self._begin = time.monotonic()
         self._work: Any = None
         self._mark = PASSED
-        self._is_taken = False
+        self._is_launching = self._is_taken = False
 
     def missing(self, left: set[int]) -> int | None:
-        # Of an empty one a rank may have come back, and left, before its ticket is here.
-        return min(left, default=None) if len(self._y) else None
+        # Of an empty one a rank may have come back, and left, before its ticket is here; of any
+        # other once all have called it, before this rank's launcher goes on.
+        return min(left, default=None) if len(self._y) and not self._is_launching else None
 
     def describe(self) -> str:
         """What it is."""
@@ -219,6 +220,7 @@ class NativeSum(Expected):
     def launch(self, group: Any, port: Port) -> None:
         """Calls torch's collective, which goes on behind all that has made the argument."""
         if len(self._y):
+            self._is_launching = True  # no other rank has the sum, and so leaves, before this
             self._work = dist.all_reduce(self._y, group=group, async_op=True)
             if not is_on_host(self._y):
                 self._work.wait()  # holds up the launcher's stream, and not the launcher

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dsgd.devices import until
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.native import SUMMED
 from lightning_dsgd.transport.tickets import Sum
@@ -145,7 +146,7 @@ def die_in_a_sum(net: Any, how: Any) -> list[str]:
     [(died, "died"), pytest.param(stopped, "has not", marks=pytest.mark.exhaustive)],
 )
 def test_a_lost_rank_ends_all_waits(how: Any, what: str) -> None:
-    world = NativeWorld(timeout_s=100.0, heartbeat_timeout_s=60.0 if how is died else 8.0)
+    world = NativeWorld(timeout_s=100.0, heartbeat_timeout_s=60.0 if how is died else 15.0)
     outcomes = world.outcomes(3, die_in_a_sum, how, stopped=[1] if how is stopped else [])
     for rank in (0, 2):
         first, begun, *_ = outcomes[rank].result
@@ -203,6 +204,23 @@ def test_a_rank_that_has_left_is_named_at_once() -> None:
     assert all(re.fullmatch(left % r"\d", errors[rank]) for rank in (0, 2))
 
 
+def sum_and_leave(net: Any) -> float:
+    """Rank 1 has its sum and has left before rank 0's launcher comes back from torch."""
+    real = dist.all_reduce
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        work = real(*args, **kwargs)
+        assert until(lambda: 1 in net.mesh.mailboxes.left, 60.0, lambda: None)
+        return work
+
+    with mock.patch.object(dist, "all_reduce", late if net.rank == 0 else real):
+        return float(net.all_reduce(torch.ones(2)).wait().sum())
+
+
+def test_a_rank_may_leave_once_it_has_the_sum() -> None:
+    assert WORLD.run(2, sum_and_leave) == [4.0, 4.0]
+
+
 def fail_to_launch(net: Any) -> tuple[str, list[str]]:
     """On rank 1 torch's collective raises."""
     fails = mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("no such luck"))
@@ -213,7 +231,7 @@ def fail_to_launch(net: Any) -> tuple[str, list[str]]:
 
 
 def test_a_failed_launch_ends_all_and_leaves_nothing() -> None:
-    world = NativeWorld(timeout_s=60.0, heartbeat_timeout_s=6.0)  # for so long another is blamed
+    world = NativeWorld(timeout_s=60.0, heartbeat_timeout_s=20.0)  # for so long another is blamed
     for text, threads in world.run(3, fail_to_launch):
         assert text.startswith("rank 1 failed: RuntimeError: no such luck")
         assert threads == []
