@@ -801,4 +801,4 @@ def test_a_rank_killed_in_the_middle_is_named_by_all_others(name: str) -> None:
     for rank, outcome in enumerate(FitWorld().outcomes(world_size, fit_and_die, name)):
         if rank != 1:
             assert outcome.error.startswith("PeerLost: rank 1 died"), outcome.error
-            assert outcome.seconds < 30
+            assert outcome.seconds < 100

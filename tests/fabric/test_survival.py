@@ -21,6 +21,7 @@ from lightning_dsgd.session import record
 from tests.fabric.test_fabric import steps
 from tests.plain.test_survival import NUM_EPOCHS, SURVIVES, Begun, Places, algorithm_of
 from tests.plain.test_training import loader_of, make, same
+from tests.support.doomed import await_leave
 from tests.support.killed import kill_at_random
 from tests.support.models import weights
 from tests.support.worlds import FitWorld
@@ -43,6 +44,7 @@ def loop(name: str, folder: str, places: Places) -> dict[str, Any]:
         for epoch in range(NUM_EPOCHS):
             for batch in fabric.strategy.batches(loader_of(rank, 12 + 2 * rank)):
                 places.at("batch")
+                await_leave(fabric.strategy.session)
                 steps(fabric, net, optimizer, [batch])
             with fabric.strategy.consensus():
                 places.at("evaluation")

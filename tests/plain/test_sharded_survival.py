@@ -28,7 +28,7 @@ exhaustive = pytest.mark.exhaustive
 WORLD = FitWorld(timeout_s=60.0)
 NUM_EPOCHS = 4
 NUM_BATCHES = 8
-SURVIVES = {"timeout_s": 60.0, "heartbeat_timeout_s": 8.0, "on_loss": "continue"}
+SURVIVES = {"timeout_s": 60.0, "heartbeat_timeout_s": 20.0, "on_loss": "continue"}
 # With its default group of two, it cannot go on in one replica.
 NAMES = [name for name in ALGORITHMS if name != "wagma"]
 
@@ -197,7 +197,7 @@ def test_a_rank_is_killed_and_the_other_replica_trains_to_the_end(
     partner = lost ^ 1
     if doomed != "end 1":
         killed, ended = (tmp_path / name for name in ("killed", f"ended_{partner}"))
-        assert ended.stat().st_mtime - killed.stat().st_mtime < 15.0
+        assert ended.stat().st_mtime - killed.stat().st_mtime < 40.0
         assert outcomes[partner].error.startswith(f"PeerLost: rank {lost} ")
 
 

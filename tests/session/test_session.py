@@ -239,7 +239,7 @@ def fit_unevenly(case: str, folder: str) -> str:
                 {"num_samples": samples},
                 None if case in ("saves", "looks at the time") else {"num_samples": 32},
                 use_distributed_sampler=False,
-                options={"timeout_s": 5},
+                options={"timeout_s": 60},
                 **options,
             )
     except (ValueError, PeerLost) as error:  # PeerLost: another rank was first to notice

@@ -26,6 +26,12 @@ def write_whole(file: Path, text: str) -> None:
     part.rename(file)
 
 
+def await_leave(session: Any) -> None:
+    """On a rank that is to leave: until it is agreed when, for training might be over before."""
+    while session._leaves and session.training.agreed._unanswered:
+        time.sleep(0.001)  # between two looks
+
+
 @dataclass
 class Plan:
     """What a rank does to itself, and where.

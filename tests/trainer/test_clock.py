@@ -33,8 +33,13 @@ def rank() -> int:
 # ---- the agreement ----
 
 
-def do_as_agreed(net: Any, asks: dict[int, list[tuple[int, int, int]]]) -> tuple[int, list[Any]]:
-    """Steps in a ring; at a batch a rank asks for what it has been told to."""
+def do_as_agreed(
+    net: Any, asks: dict[int, list[tuple[int, int, int]]], apart_until: int = 0
+) -> tuple[int, list[Any]]:
+    """Steps in a ring; at a batch a rank asks for what it has been told to.
+
+    Until some batch it waits for the answer, as else two wishes may become one.
+    """
     agreed = AgreedBatch(net.sub("stop"))
     done = []
     batches = 0
@@ -43,6 +48,8 @@ def do_as_agreed(net: Any, asks: dict[int, list[tuple[int, int, int]]]) -> tuple
         for at, what, detail in asks.get(net.rank, []):
             if at == batches:
                 agreed.ask(what, detail)
+                if at < apart_until:
+                    agreed.finish()
         net.send(EMPTY, (net.rank + 1) % net.world_size)
         net.recv(EMPTY, (net.rank - 1) % net.world_size).wait()
         done += [(batches, *due) for due in agreed.due()]
@@ -61,7 +68,7 @@ def test_all_ranks_save_end_and_stop_after_the_same_batch_whoever_asks() -> None
         1: [(20, SAVE, 0), (80, SAVE, 1), (120, END, 0)],
         2: [(60, SAVE, 0), (80, SAVE, 0), (120, END, 0)],
     }
-    first, *others = ProcessWorld().run(3, do_as_agreed, asks)
+    first, *others = ProcessWorld().run(3, do_as_agreed, asks, 80)
     assert others == [first] * 2
     batches, done = first
     assert done[-1] == (batches, END, 0)
@@ -96,16 +103,39 @@ def test_what_is_asked_at_the_end_does_not_outlive_the_network() -> None:
 # ---- the end ----
 
 
-class Until(Timer):
-    """Whose time is up, on one rank alone, after so many batches of it."""
+def await_answer(trainer: Any) -> None:
+    """Until it is agreed after which batch all do what this rank has asked for."""
+    while trainer.strategy.session.training.agreed._unanswered:
+        time.sleep(0.001)  # between two looks
 
-    def __init__(self, of_rank: int, num_batches: int, **kwargs: Any) -> None:
+
+class Until(Timer):
+    """Whose time is up, on one rank alone, after so many batches of it.
+
+    The others wait for the agreement in these of their batches, as else they may be far ahead.
+    """
+
+    def __init__(
+        self,
+        of_rank: int,
+        num_batches: int,
+        waits: dict[int, int] | None = None,
+        folder: str = "",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(duration=timedelta(hours=1), **kwargs)
         self.of_rank, self.num_batches, self.seen = of_rank, num_batches, 0
+        self.asker_waits = waits is not None
+        self.waits, self.agreed = waits or {}, Path(folder, "agreed")
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         self.seen += 1
-        super().on_train_batch_end(*args, **kwargs)
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        if self.asker_waits and rank() == self.of_rank and self.seen == self.num_batches:
+            await_answer(trainer)
+            self.agreed.touch()
+        while self.seen == self.waits.get(rank()) and not self.agreed.exists():
+            time.sleep(0.001)  # between two looks
 
     def time_elapsed(self, stage: str = "train") -> float:
         return 4000.0 if rank() == self.of_rank and self.seen >= self.num_batches else 0.0
@@ -149,14 +179,18 @@ def fit_by_time(name: str, timer: Timer | None, num_samples: list[int], **option
     }
 
 
-def fit_each(names: list[str], *args: Any) -> list[Any]:
-    return [fit_by_time(name, Until(1, 5), [8000]) for name in names]
+def fit_each(names: list[str], folder: str) -> list[Any]:
+    results = []
+    for name in names:
+        os.makedirs(own := f"{folder}/{name}", exist_ok=True)
+        results.append(fit_by_time(name, Until(1, 5, {0: 500}, own), [8000]))
+    return results
 
 
-def test_a_timer_ends_training_after_the_same_batch_on_all_ranks() -> None:
+def test_a_timer_ends_training_after_the_same_batch_on_all_ranks(tmp_path: Path) -> None:
     """As it ends by itself: validated, with one model; rank 1's clock alone is that far."""
     names = ["allreduce", "no_sync", "local_sgd", "wagma", "hpsgd"]
-    first, second = FitWorld().run(2, fit_each, names)
+    first, second = FitWorld().run(2, fit_each, names, str(tmp_path))
     for name, one, other in zip(names, first, second, strict=True):
         assert one == other, name
         assert 5 < one["steps"] < 1000, name
@@ -197,7 +231,9 @@ MEETINGS: dict[str, dict[str, Any]] = {
 
 def fit_unevenly(of_rank: int, at: int, where: str, folder: str) -> Any:
     options = MEETINGS[where] | {"default_root_dir": folder}
-    return fit_by_time("no_sync", Until(of_rank, at), [80, 800, 240], **options)
+    # Rank 1 is ahead of all others, in the epoch in which the rank asks.
+    waits = {} if of_rank == 1 else {1: 190 if of_rank == 2 else 90}
+    return fit_by_time("no_sync", Until(of_rank, at, waits, folder), [80, 800, 240], **options)
 
 
 @pytest.mark.parametrize(
@@ -259,9 +295,8 @@ class SaveAt(ModelCheckpoint):
         if is_time:
             self._last_time_checked = -1e9
         super().on_train_batch_end(trainer, *args, **kwargs)
-        training = trainer.strategy.session.training
-        while is_time and (SAVE, 0) in training.clock._asked and not training.agreed._due:
-            time.sleep(0.001)  # between two looks: else this rank may be far ahead of the answer
+        if is_time:  # else this rank may be far ahead of the answer
+            await_answer(trainer)
 
 
 class Paced(Regression):

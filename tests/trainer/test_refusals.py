@@ -544,7 +544,7 @@ def test_ranks_may_be_forked() -> None:
     """Also from a process that ends soon after: nothing fails at its exit."""
     process = worlds.preloaded.Process(target=train_forked)
     process.start()
-    process.join(60)
+    process.join(250)
     if process.is_alive():
         process.kill()
     assert process.exitcode == 0

@@ -94,7 +94,7 @@ def fit(
         num_replicas=2,
         tensor_parallel_size=1 if parallel == "fsdp" else 2,
         timeout_s=60.0,
-        heartbeat_timeout_s=8.0,
+        heartbeat_timeout_s=20.0,
         on_loss="continue",
     )
     saver = ModelCheckpoint(folder, "saved", save_last=True)

@@ -20,12 +20,13 @@ from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
 
 DELAY_S = 0.6
+SEED = 10  # each of two ranks is late in four of eight steps
 
 
 def fit(strategy: str, folder: Path | None, delayed: bool = True, **options: Any) -> torch.Tensor:
     torch.manual_seed(0)
     model = Regression()
-    callbacks: list[L.Callback] = [StragglerInjector(DELAY_S)] if delayed else []
+    callbacks: list[L.Callback] = [StragglerInjector(DELAY_S, seed=SEED)] if delayed else []
     skip_steps = options.pop("skip_steps", 0)
     if folder is not None:
         callbacks.append(StepTrace(folder, skip_steps=skip_steps))
@@ -39,7 +40,7 @@ def fit(strategy: str, folder: Path | None, delayed: bool = True, **options: Any
 
 
 def late_rank(step: int) -> int:
-    (rank,) = StragglerInjector(DELAY_S).delayed_ranks(step - 1, 2)
+    (rank,) = StragglerInjector(DELAY_S, seed=SEED).delayed_ranks(step - 1, 2)
     return rank
 
 

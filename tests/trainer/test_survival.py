@@ -22,7 +22,7 @@ from lightning_dsgd.trainer import refusals
 from lightning_dsgd.trainer.callbacks import CommunicationMonitor
 from lightning_dsgd.trainer.changes import ChangingTrainerSession
 from lightning_dsgd.trainer.processes import Processes
-from tests.support.doomed import Doomed, Plan
+from tests.support.doomed import Doomed, Plan, await_leave
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import loader, trainer
 from tests.support.worlds import FitWorld
@@ -35,6 +35,7 @@ class Logging(Doomed):
     """Logs what all ranks find out together."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        await_leave(self.trainer.strategy.session)
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
@@ -56,7 +57,7 @@ def fit(
             timeout_s=60.0,
             on_loss="continue",
             min_ranks=min_ranks,
-            heartbeat_timeout_s=8.0,
+            heartbeat_timeout_s=20.0,
             **period,
         ),
         devices,

@@ -37,9 +37,9 @@ def send_a_lot_to_the_dying(net: Any) -> float:
 
 
 def test_a_message_that_is_half_sent_ends_with_its_reader() -> None:
-    outcomes = ProcessWorld(heartbeat_timeout_s=5.0).outcomes(2, send_a_lot_to_the_dying)
+    outcomes = ProcessWorld(heartbeat_timeout_s=12.0).outcomes(2, send_a_lot_to_the_dying)
     assert outcomes[0].error == ""
-    assert outcomes[0].result < 30.0
+    assert outcomes[0].result < 50.0
 
 
 def cut_off(
@@ -48,14 +48,14 @@ def cut_off(
     """Who is lost, why, and how many seconds after the cut between two ranks."""
     clock = Path(folder, "clock")
     other = sum(pair) - net.rank if net.rank in pair else ANY
-    if net.rank == 0:
-        nodes.cut(*pair)
-        clock.write_text(str(time.monotonic()))
-        for rank in range(1, net.world_size):
-            net.send(EMPTY, rank)
-    else:
-        net.recv(EMPTY, 0).wait()
     try:
+        if net.rank == 0:
+            nodes.cut(*pair)
+            clock.write_text(str(time.monotonic()))
+            for rank in range(1, net.world_size):
+                net.send(EMPTY, rank)
+        else:
+            net.recv(EMPTY, 0).wait()
         if other != ANY and not is_idle:
             net.send(torch.ones(BIG), other)
         net.recv(EMPTY, other, tag=7).wait()
@@ -70,14 +70,14 @@ def test_a_cut_between_two_ranks_is_noticed_by_all_within_the_heartbeat(
     is_idle: bool, tmp_path: Path
 ) -> None:
     with Network(3, Link(1e9)) as nodes:
-        world = NodeWorld(timeout_s=60.0, heartbeat_timeout_s=5.0, nodes=nodes)
+        world = NodeWorld(timeout_s=60.0, heartbeat_timeout_s=12.0, nodes=nodes)
         results = world.run(3, cut_off, (1, 2), is_idle, str(tmp_path))
     for lost, reason, seconds in results:
         assert lost in (1, 2)
-        assert reason.startswith("has not answered for 5 s on the link between rank ")
+        assert reason.startswith("has not answered for 12 s on the link between rank ")
         assert f"rank 1 at {nodes.address(1)}:" in reason
         assert f"rank 2 at {nodes.address(2)}:" in reason
-        assert seconds < 25.0
+        assert seconds < 45.0
 
 
 @shaped
@@ -85,13 +85,13 @@ def test_a_cut_between_two_ranks_is_noticed_by_all_within_the_heartbeat(
 def test_a_rank_that_cannot_be_reached_is_noticed_within_the_heartbeat(tmp_path: Path) -> None:
     """Ranks 1 and 4 of six have not been connected yet: no message of the barrier goes there."""
     with Network(6, Link(1e9)) as nodes:
-        world = NodeWorld(timeout_s=60.0, heartbeat_timeout_s=5.0, nodes=nodes)
+        world = NodeWorld(timeout_s=60.0, heartbeat_timeout_s=12.0, nodes=nodes)
         results = world.run(6, cut_off, (1, 4), False, str(tmp_path))
     for lost, reason, seconds in results:
         assert lost in (1, 4)
         assert reason.startswith(f"cannot be reached at {nodes.address(lost)}:")
         assert f"from rank {5 - lost} at {nodes.address(5 - lost)}" in reason
-        assert seconds < 25.0
+        assert seconds < 45.0
 
 
 def bear_a_short_cut(net: Any, nodes: Network, seconds: float) -> int:
@@ -114,7 +114,7 @@ def bear_a_short_cut(net: Any, nodes: Network, seconds: float) -> int:
 @pytest.mark.exhaustive
 def test_a_cut_of_three_seconds_is_borne() -> None:
     with Network(3, Link(1e9)) as nodes:
-        world = NodeWorld(timeout_s=60.0, heartbeat_timeout_s=8.0, nodes=nodes)
+        world = NodeWorld(timeout_s=60.0, heartbeat_timeout_s=20.0, nodes=nodes)
         assert min(world.run(3, bear_a_short_cut, 3.0)[1:]) >= 1
 
 
@@ -141,7 +141,7 @@ def hold_up(net: Any, how: str, seconds: float) -> float:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["SIGSTOP", "holds the interpreter"])
 def test_a_rank_that_is_held_up_for_less_than_the_heartbeat_is_not_lost(how: str) -> None:
-    assert ProcessWorld(heartbeat_timeout_s=12.0).run(3, hold_up, how, 4.0)[1] == 16 * BIG
+    assert ProcessWorld(heartbeat_timeout_s=20.0).run(3, hold_up, how, 4.0)[1] == 16 * BIG
 
 
 def exchange_much(net: Any) -> None:

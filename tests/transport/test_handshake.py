@@ -44,7 +44,7 @@ def meet_strangers(net: Any) -> None:
                 replayed(connections._secret, rank),
                 os.urandom(1 << 17),
             ):
-                stranger = socket.create_connection(address, 5.0)
+                stranger = socket.create_connection(address, 60.0)
                 with contextlib.suppress(OSError):
                     stranger.sendall(greeting)
                 if len(greeting) >= HELLO.size:
@@ -118,9 +118,12 @@ def meet_an_impostor(net: Any, is_silent: bool) -> str:
     """Somebody else listens where rank 2 should, and connects rank 1 to whoever it likes."""
     net.barrier().wait()
     if net.rank != 1:
+        net.send(EMPTY, 1)
         with pytest.raises(PeerLost) as info:
             net.recv(EMPTY, 1).wait()
         return info.value.reason
+    for rank in (0, 2):
+        net.recv(EMPTY, rank).wait()  # it has left the barrier
     connections = net.mesh.connections
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         connections._addresses[2] = impostor.getsockname()
@@ -143,6 +146,7 @@ def meet_an_impostor(net: Any, is_silent: bool) -> str:
 
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_who_listens_must_prove_who_it_is(is_silent: bool) -> None:
-    reasons = ProcessWorld(heartbeat_timeout_s=5.0).run(3, meet_an_impostor, is_silent)
+    world = ProcessWorld(heartbeat_timeout_s=12.0 if is_silent else 60.0)
+    reasons = world.run(3, meet_an_impostor, is_silent)
     expected = "timed out" if is_silent else "whoever listens there is not rank 2 of this job"
     assert [expected in reason for reason in reasons] == [True] * 3

@@ -266,14 +266,14 @@ def test_what_cannot_be_read_is_sent_by_tcp_in_order() -> None:
 @pytest.mark.parametrize(
     ("how", "reason", "within_s"),
     [
-        (died, "died (its connection ended without a farewell)", 10.0),
-        (stopped, "has not answered for", 30.0),
+        (died, "died (its connection ended without a farewell)", 30.0),
+        (stopped, "has not answered for", 60.0),
     ],
 )
 def test_every_wait_ends_soon_and_names_the_rank_that_is_lost(
     how: Callable[[int], None], reason: str, within_s: float, tmp_path: Path
 ) -> None:
-    world = NIXLWorld(heartbeat_timeout_s=5.0 if how is stopped else 40.0)
+    world = NIXLWorld(heartbeat_timeout_s=12.0 if how is stopped else 40.0)
     outcomes = world.outcomes(4, test_mesh.wait_each_in_its_way, 1, how, str(tmp_path))
     gone = outcomes.pop(1)
     assert gone.exitcode == -signal.SIGKILL
@@ -308,10 +308,10 @@ def offer_to_one_that_stops(net: Transport) -> float:
 
 @has_nixl
 def test_a_sender_does_not_wait_for_ever_for_one_that_has_stopped() -> None:
-    world = NIXLWorld(heartbeat_timeout_s=5.0)
+    world = NIXLWorld(heartbeat_timeout_s=12.0)
     zero = world.outcomes(2, offer_to_one_that_stops)[0]
     assert zero.error == ""
-    assert zero.result < 30.0
+    assert zero.result < 50.0
 
 
 @has_nixl

@@ -415,6 +415,7 @@ def wait_for_a_hung_device(net: Any, fake: FakeDevice) -> float:
         work = net.broadcast(x, src=0)
         if net.rank:
             text = r"0.2 s for broadcast.* to be copied to fake:0"
+            assert until(work._pending.arrived.is_set, 60, lambda: None)
             with pytest.raises(Timeout, match=text):
                 work.wait(0.2)
             assert not work.done()
@@ -459,6 +460,7 @@ def fail_while_the_device_hangs(net: Any, fake: FakeDevice) -> float:
         if net.rank:
             net.send(x, 0)
             net.recv(torch.zeros(1), 0, tag=HAS_SENT).wait()
+            net.fail("failed: ValueError: no such luck")  # before the device goes on
             raise ValueError("no such luck")
         sent = net.send(x, 1, copy=False)
         net.send(torch.zeros(1), 1, tag=HAS_SENT)

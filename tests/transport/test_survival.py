@@ -14,7 +14,8 @@ from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.view import View
 from tests.support.worlds import ProcessWorld
 
-WORLD = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=8.0)
+WORLD = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=20.0)
+EMPTY = torch.empty(0)
 NUM_ROUNDS = 400
 
 
@@ -94,7 +95,10 @@ def wait_for_more(net: Any, groups: tuple[tuple[int, ...], ...]) -> str:
     net.on_lost(ended.append)
     net.barrier().wait()
     if net.rank == 3:
+        for rank in range(3):
+            net.recv(EMPTY, rank).wait()  # it has left the barrier
         os.kill(os.getpid(), signal.SIGKILL)
+    net.send(EMPTY, 3)
     try:
         with net.blaming("a collective"):
             raise RuntimeError("connection closed")
@@ -105,8 +109,7 @@ def wait_for_more(net: Any, groups: tuple[tuple[int, ...], ...]) -> str:
 
 
 def test_an_error_is_blamed_on_a_rank_of_the_same_group_alone():
-    world = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=8.0)
-    outcomes = world.outcomes(4, wait_for_more, ((0, 1), (2, 3)))
+    outcomes = WORLD.outcomes(4, wait_for_more, ((0, 1), (2, 3)))
     assert [outcomes[rank].result for rank in (0, 1)] == ["connection closed"] * 2
     assert "rank 2 cannot go on without rank 3" in outcomes[2].result
     assert outcomes[2].result.endswith("noticed in: a collective 1")

@@ -70,7 +70,7 @@ def main(
     train = trainer(
         STRATEGIES[name](
             timeout_s=60.0,
-            heartbeat_timeout_s=10.0,
+            heartbeat_timeout_s=20.0,
             on_loss="continue",
             min_ranks=1,
             max_ranks=max_ranks,

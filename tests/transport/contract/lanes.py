@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_dsgd.transport import ANY, LaneStopped, Transport
-from tests.transport.contract.helpers import EMPTY, pause, same
+from tests.transport.contract.helpers import EMPTY, PATIENCE_S, pause, same
 
 
 def rounds_of_everything(net: Transport, base: float, results: list[float]) -> None:
@@ -97,7 +97,7 @@ def lanes_that_wait_or_poll_can_be_stopped(net: Transport) -> None:
     for lane in lanes:
         lane.check()
         lane.stop()
-    assert net.now() - begin < 5.0
+    assert net.now() - begin < PATIENCE_S
     same(sorted(ended), sorted(["receive", "polling", "receive" if net.rank else "collective"]))
 
 

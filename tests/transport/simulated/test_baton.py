@@ -68,7 +68,7 @@ def test_a_cycle_of_waits_is_reported_with_who_waits_for_what():
 
     begin = time.monotonic()
     outcomes = SimulatedWorld(3, timeout_s=1e6).outcomes(fn)
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < 60.0
     assert [type(error) for error in outcomes] == [Deadlock] * 3
     assert (
         str(outcomes[0])
