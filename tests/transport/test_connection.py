@@ -48,6 +48,11 @@ def cut_off(
     """Who is lost, why, and how many seconds after the cut between two ranks."""
     clock = Path(folder, "clock")
     other = sum(pair) - net.rank if net.rank in pair else ANY
+    if net.rank == 0:
+        for rank in range(1, net.world_size):
+            net.recv(EMPTY, rank).wait()  # it is open there
+    else:
+        net.send(EMPTY, 0)
     try:
         if net.rank == 0:
             nodes.cut(*pair)
