@@ -67,7 +67,10 @@ MAY_IMPORT = {
     "replica.replica": {
         *("torch", "agreement", "algorithm", "devices", "replica", "transport", "transport.watch")
     },
-    "replica.calls": {"torch", "agreement", "transport", "transport.endpoint", "transport.view"},
+    "replica.calls": {
+        *("torch", "agreement", "transport", "transport.endpoint", "transport.membership"),
+        "transport.view",
+    },
     "transport": {"transport.contract"},
     "transport.watch": set(),
     "transport.contract": {"torch", "transport.watch"},

@@ -54,6 +54,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.membership import JOINS, LEAVES
 from lightning_dsgd.transport.view import View
 
 T = TypeVar("T")
@@ -139,16 +140,21 @@ class Calls:
 
     def _try(self, call: Callable[[], Any]) -> PeerLost | None:
         """Makes a call of all ranks; for what the view is to change then, if it is."""
-        lost = None
+        result, lost = self._made(call)
+        if lost is None:
+            self._result = result
+            self._num_done += 1
+        return self._lost_to_any(lost)
+
+    def _made(self, call: Callable[[], T]) -> tuple[T | None, PeerLost | None]:
+        """What a call gives, and the loss that it ends with, if it does."""
         self._is_within = True
         try:
-            self._result = call()
-            self._num_done += 1
+            return call(), None
         except PeerLost as failure:
-            lost = failure
+            return None, failure
         finally:
             self._is_within = False
-        return self._lost_to_any(lost)
 
     def _lost_to_any(self, lost: PeerLost | None) -> PeerLost | None:
         """For what all ranks of this replica change the view now; None: for nothing."""
@@ -169,14 +175,7 @@ class Calls:
 
     def once(self, call: Callable[[], T]) -> T | None:
         """The same, but a change of the view ends the call, on all ranks: None then."""
-        result, lost = None, None
-        self._is_within = True
-        try:
-            result = call()
-        except PeerLost as failure:
-            lost = failure
-        finally:
-            self._is_within = False
+        result, lost = self._made(call)
         lost = self._lost_to_any(lost)
         if lost is None:
             return result
@@ -199,12 +198,12 @@ class Calls:
         Raises:
             PeerLost: if nobody lets it in
         """
-        self.change_view(PeerLost(self.net.rank, "joins"))
+        self.change_view(PeerLost(self.net.rank, JOINS))
 
     def admit(self, newcomers: Sequence[int]) -> None:
         """Goes on in a view with these newcomers; all members call it, with the same ones."""
         if not {*newcomers} <= {*self.view.members} and self.net.admit(newcomers):
-            self.change_view(PeerLost(newcomers[0], "joins"))
+            self.change_view(PeerLost(newcomers[0], JOINS))
 
     def part(self, leavers: Sequence[int]) -> None:
         """Goes on in a view without these; all members call it, with the same ones.
@@ -213,7 +212,7 @@ class Calls:
             PeerLost: on those that leave
         """
         if {*leavers} & {*self.view.members} and self.net.part(leavers):
-            self.change_view(PeerLost(leavers[0], "has left, as it was told to"))
+            self.change_view(PeerLost(leavers[0], LEAVES))
 
     def step(self, call: Callable[[], None], *, again: bool) -> None:
         """A step of this rank alone.

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -68,6 +69,14 @@ class Expected:
         """Its message will not come, or is not waited for any more."""
         self.failure = failure
         self.arrived.set()
+
+    def raise_failure(self, waited_for: str) -> NoReturn:
+        """Raises what it was broken off with."""
+        failure = self.failure
+        assert failure is not None
+        if isinstance(failure, PeerLost):
+            raise PeerLost(failure.rank, failure.reason, waited_for)
+        raise failure
 
 
 class Mailboxes:

@@ -84,6 +84,11 @@ WANT, PREPARE, PROMISE, REFUSE, ACCEPT, ACCEPTED, COMMIT, JOIN, GONE = (
 _LIMIT: Final = 20
 """How often its patience a rank has for a view to be agreed on."""
 
+# Why the waits of a rank end, where nobody is lost.
+JOINS: Final = "joins"
+LEAVES: Final = "has left, as it was told to"
+RENEWS: Final = "goes on with the others of its replica, which know of a loss"
+
 
 @dataclass(frozen=True)
 class Message:

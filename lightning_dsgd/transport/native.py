@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dsgd.devices import PASSED, Port, is_on_host, port_of, until
+from lightning_dsgd.devices import PASSED, Port, is_on_host, port_of
 from lightning_dsgd.transport.collectives import Call
-from lightning_dsgd.transport.contract import Counters, PeerLost, Timeout, TransportError, failed
+from lightning_dsgd.transport.contract import Counters, Timeout, TransportError, failed
 from lightning_dsgd.transport.frames import CODES, DTYPES
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.processes import ProcessTransport
@@ -279,21 +279,12 @@ class NativeSum(Expected):
                 f"rank {self._net.rank} has waited {limit:g} s for all ranks to call "
                 f"{self.describe()}; it knows of calls of ranks {callers}"
             )
-        if isinstance(self.failure, PeerLost):
-            raise PeerLost(self.failure.rank, self.failure.reason, self.describe())
         if self.failure is not None:
-            raise self.failure
+            self.raise_failure(self.describe())
 
     def _await_end(self, limit: float, left: float) -> None:
         what = f"{self.describe()}, which all have called, to end on {self._x.device}"
-
-        def check() -> None:
-            if self._net.lane is not None:
-                self._net.lane.check_stop()
-            self._net.mesh.check(what)
-
-        if not until(self.has_passed, left, check):
-            raise Timeout(f"rank {self._net.rank} has waited {limit:g} s for {what}")
+        self._net.await_device(self.has_passed, limit, left, what)
         if is_on_host(self._x) and self._work is not None:
             with self._net.blaming(what):
                 self._work.wait()  # returns at once; raises what it has failed with

@@ -156,6 +156,26 @@ class ProcessTransport(Endpoint):
             self.mesh.blame(what)
             raise
 
+    def await_device(
+        self, has_passed: Callable[[], bool], limit: float, left: float, what: str
+    ) -> None:
+        """Waits for something on a device; raises `Timeout`, or if a rank is lost.
+
+        Args:
+            has_passed: whether it is there
+            limit: how long a wait may take
+            left: how much of that is left
+            what: what is waited for
+        """
+
+        def check() -> None:
+            if self.lane is not None:
+                self.lane.check_stop()
+            self.mesh.check(what)
+
+        if not until(has_passed, left, check):
+            raise Timeout(f"rank {self.rank} has waited {limit:g} s for {what}")
+
     def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
         self.mesh.survive(min_ranks, groups)
 
@@ -287,24 +307,11 @@ class _Receipt(Expected):
                 raise Timeout(f"rank {net.rank} has waited {limit:g} s for {self.describe()}")
         if self.failure is not None:
             net.mesh.mailboxes.withdraw(self)
-            if isinstance(self.failure, PeerLost):
-                raise PeerLost(self.failure.rank, self.failure.reason, self.describe())
-            raise self.failure
+            self.raise_failure(self.describe())
         if not self._has_landed():
-            self._land(limit)
+            what = f"{self.describe()} to be copied to {self._like.device}"
+            net.await_device(self._has_landed, limit, limit, what)
         return self._take()
-
-    def _land(self, limit: float) -> None:
-        """Waits until the message is where `like` is."""
-        net, what = self._net, f"{self.describe()} to be copied to {self._like.device}"
-
-        def check() -> None:
-            if net.lane is not None:
-                net.lane.check_stop()
-            net.mesh.check(what)
-
-        if not until(self._has_landed, limit, check):
-            raise Timeout(f"rank {net.rank} has waited {limit:g} s for {what}")
 
     def _has_landed(self) -> bool:
         """Whether the message is where `like` is; never blocks."""

@@ -43,14 +43,11 @@ from typing import Any, Final
 from lightning_dsgd.transport.connections import Connections
 from lightning_dsgd.transport.contract import PeerLost
 from lightning_dsgd.transport.mailboxes import Mailboxes
-from lightning_dsgd.transport.membership import Membership, Message
+from lightning_dsgd.transport.membership import JOINS, LEAVES, RENEWS, Membership, Message
 from lightning_dsgd.transport.view import bits_of, number_of
 
 _LOOK_EVERY_S: Final = 0.5
 _HALF: Final = 1 << 14
-_JOINS: Final = "joins"
-_LEAVES: Final = "has left, as it was told to"
-_RENEWS: Final = "goes on with the others of its replica, which know of a loss"
 
 
 class Survival:
@@ -101,7 +98,7 @@ class Survival:
         self._on_end, self._has_groups, self._has_told_end = on_end, bool(groups), False
         self._mine = {other for group in groups if rank in group for other in group}
         if is_newcomer:
-            mailboxes.break_off(PeerLost(rank, _JOINS))
+            mailboxes.break_off(PeerLost(rank, JOINS))
         self._notes: deque[tuple[int, str, bool]] = deque()
         self._changed = threading.Condition()
         self._admits: deque[tuple[int, int]] = deque()
@@ -181,7 +178,7 @@ class Survival:
             if self._agreed[0] > self._entered:
                 return
             if self._mailboxes.failure is None:
-                self._mailboxes.break_off(PeerLost(self._rank, _RENEWS))
+                self._mailboxes.break_off(PeerLost(self._rank, RENEWS))
             self._renewals.append(self._entered)
         self._connections.wake()
 
@@ -207,7 +204,7 @@ class Survival:
             if not new:
                 return False
             if self._mailboxes.failure is None:
-                self._mailboxes.break_off(PeerLost(new[0], _JOINS))
+                self._mailboxes.break_off(PeerLost(new[0], JOINS))
             self._admits.extend((self._entered, newcomer) for newcomer in new)
         self._connections.wake()
         return True
@@ -219,7 +216,7 @@ class Survival:
             if not going:
                 return False
             if self._mailboxes.failure is None:
-                self._mailboxes.break_off(PeerLost(going[0], _LEAVES))
+                self._mailboxes.break_off(PeerLost(going[0], LEAVES))
         self._departs = self._rank in going
         self._connections.wake()
         return True

@@ -20,12 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from lightning_dsgd.transport.contract import PeerLost, TransportError
-from lightning_dsgd.transport.membership import Membership, Message
+from lightning_dsgd.transport.membership import JOINS, LEAVES, RENEWS, Membership, Message
 from lightning_dsgd.transport.simulated.baton import Awaited, Baton
-
-JOINS = "joins"
-_LEAVES = "has left, as it was told to"
-_RENEWS = "goes on with the others of its group, which know of a loss"
 
 
 class _NextView(Awaited):
@@ -136,7 +132,7 @@ class Views:
         me = self._members[rank]
         if me.agreed[0] > me.entered:
             return
-        self._break(rank, PeerLost(rank, _RENEWS))
+        self._break(rank, PeerLost(rank, RENEWS))
         if me.entered == me.membership.number:
             self._do(rank, lambda membership, now: membership.renew(now))
 
@@ -167,7 +163,7 @@ class Views:
         going = [n for n in leavers if n in me.agreed[1] and n not in me.noted]
         if not going:
             return False
-        self._break(rank, PeerLost(going[0], _LEAVES))
+        self._break(rank, PeerLost(going[0], LEAVES))
         if rank in going:
             self._do(rank, lambda membership, now: membership.leave(now))
         return True
