@@ -28,7 +28,8 @@ from lightning_dsgd.stragglers import delayed_ranks
 
 SPECS = (
     "no_sync", "allreduce", "local_sgd", "sgp:overlap=1", "popsgd", "adpsgd",
-    "hpsgd", "wagma", "wagma:overlap=true", "oktopk",
+    "hpsgd", "wagma", "wagma:overlap=true", "oktopk", "topk_allgather", "topk_dsa", "gtopk",
+    "gaussian_topk",
 )  # fmt: skip
 KINDS = ("even", "random", "slow rank")
 RECORDED_STEPS = 60

@@ -26,7 +26,7 @@ class Replayer(Sleeper):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         time.sleep(self.times[batch_idx])
-        return (self.weight * self.slope).sum()
+        return self.loss()
 
 
 def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:

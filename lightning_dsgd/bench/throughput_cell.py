@@ -48,21 +48,31 @@ def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class Sleeper(L.LightningModule):
-    """So many parameters, and a step that takes so long and computes next to nothing."""
+    """So many parameters, and a step that takes so long and computes next to nothing.
+
+    Gradients are noise, other entries of which are large in each step and on each rank.
+    """
 
     def __init__(self, params: int, compute_s: float) -> None:
         super().__init__()
         side = int(params**0.5)  # a matrix, as PowerSGD compresses only those
         self.weight = nn.Parameter(torch.zeros(side, side))
-        self.slope = torch.randn(side, side)  # the gradient, some entries of which are large
+        self.source, self.noise = torch.Generator(), torch.randn(2 * side * side)
         self.compute_s = compute_s
 
     def on_fit_start(self) -> None:
-        self.slope = self.slope.to(self.device)
+        self.source.manual_seed(self.global_rank)
+        self.noise = self.noise.to(self.device)
+
+    def loss(self) -> Tensor:
+        """Its gradient is a piece of the noise."""
+        n = self.weight.numel()
+        begin = int(torch.randint(n, (1,), generator=self.source))
+        return (self.weight * self.noise[begin : begin + n].view_as(self.weight)).sum()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         time.sleep(self.compute_s)
-        return (self.weight * self.slope).sum()
+        return self.loss()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-6)

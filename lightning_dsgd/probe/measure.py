@@ -7,13 +7,14 @@ processor.  Each stage takes seconds: sizes follow from what the first small mes
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from lightning_dsgd.primitives import sparse
 from lightning_dsgd.probe.cluster import Cluster, Link, Processor
 from lightning_dsgd.timeline.clocks import boot_id
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.transport.simulated import SimulatedWorld
 
 MOST_PAIRS: Final = 6
 """Of each kind: inside a node, and between nodes."""
@@ -35,17 +35,26 @@ _MESSAGE_S: Final = 0.25
 _LARGEST: Final = 64 << 20
 _LEAST: Final = 256 << 10
 _BURST: Final = 200
+_SUMS: Final = 50
 _ELEMENTS: Final = 4_000_000
 _DENSITY: Final = 0.01
 ALL_REDUCED: Final = (4_000, 100_000, 1_000_000, 16_000_000)
 _LONGEST_ALL_REDUCE_S: Final = 4.0
 _SPARSE: Final = ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussian_topk")
-_SPARSE_ELEMENTS: Final = (100_000, 1_000_000)
-_SPARSE_RANKS: Final = 4
+SPARSE_ELEMENTS: Final = (100_000, 1_000_000)
 _SPARSE_STEPS: Final = 8
+_PAUSE_S: Final = 0.05
 _WARM_UP: Final = 3
 
 Found = dict[str, Any]
+
+
+class Spent(NamedTuple):
+    """What a rank has spent: seconds of a core, messages and bytes that it has sent."""
+
+    seconds: float
+    messages: float
+    num_bytes: float
 
 
 def places(net: Transport, device: torch.device) -> Found:
@@ -161,20 +170,25 @@ def all_reduce(net: Transport, device: torch.device) -> Found:
 
 
 def processor(net: Transport) -> Found:
-    """What rank 0 takes of its cores to send to rank 1, and rank 1 to receive, in seconds."""
-    found = {}
+    """What sending and receiving take of a core, of all threads of a rank, in seconds.
+
+    A message that follows on another costs little.  One that is waited for wakes the thread that
+    reads it and the one that waits, and finds their memory cold where ranks share cores.  So what
+    a message costs is taken from small sums, in which all ranks wait for each other.
+    """
+    found: Found = {}
     if net.world_size > 1:
         short, long = torch.zeros(2), torch.zeros(1 << 20)
-        messages_s = _processor_s(net, short, _BURST)
         bytes_s = [s / long.nbytes for s in _processor_s(net, long, 24)]
         for name, rank in (("send", 0), ("receive", 1)):
-            found[f"{name}_s"] = max(1e-7, messages_s[rank])
             found[f"{name}_s_per_byte"] = max(1e-12, bytes_s[rank])
+        found["send_s"] = max(1e-7, _processor_s(net, short, _BURST)[0])
+        found["receive_s"] = max(1e-7, _awaited_s(net) - found["send_s"])
     return found
 
 
 def _processor_s(net: Transport, x: Tensor, count: int) -> list[float]:
-    """Of all threads of rank 0 and of rank 1, for each of so many messages."""
+    """Of rank 0 and of rank 1, for each of so many messages, while the others are quiet."""
     net.barrier().wait()
     begin, own_s = time.process_time(), 0.0
     if net.rank < 2:
@@ -188,6 +202,31 @@ def _processor_s(net: Transport, x: Tensor, count: int) -> list[float]:
     return [float(text) for text in everyones(net, json.dumps(own_s))]
 
 
+def _awaited_s(net: Transport) -> float:
+    """Of a rank, to send a message and to wait for one, while all ranks do."""
+    x = torch.zeros(net.world_size)  # so each rank sends and receives in every exchange
+
+    def add_up() -> None:
+        for _ in range(_SUMS):
+            net.all_reduce(x).wait()
+
+    add_up()
+    spent = _spent(net, add_up)
+    return spent.seconds / spent.messages
+
+
+def _spent(net: Transport, work: Callable[[], object]) -> Spent:
+    """What a rank spends on it, the mean of all."""
+    net.barrier().wait()
+    sent, begin_s = copy.copy(net.counters), time.process_time()
+    work()
+    own_s = time.process_time() - begin_s
+    messages = net.counters.messages_sent - sent.messages_sent
+    own = [own_s, messages, net.counters.bytes_sent - sent.bytes_sent]
+    of_all = [json.loads(text) for text in everyones(net, json.dumps(own))]
+    return Spent(*(statistics.mean(of_each) for of_each in zip(*of_all, strict=True)))
+
+
 def selection(net: Transport, device: torch.device) -> Found:
     """What adding, copying and selecting take on rank 0, while the others are quiet."""
     net.barrier().wait()
@@ -199,55 +238,52 @@ def selection(net: Transport, device: torch.device) -> Found:
 
 
 def sparse_steps(net: Transport, device: torch.device) -> Found:
-    """What the sparse strategies' own code takes of a core in a step, on rank 0.
+    """What a rank spends in a step of each sparse strategy, while all ranks make it.
 
-    They run in the simulated world, on tensors of the full length: sending costs next to nothing
-    there, and what unpacking costs is counted for each message where a run is simulated.
+    For each of `SPARSE_ELEMENTS`; nothing where ranks do not compute on processors.  Between two
+    steps ranks pause, after which all start together with cold memory, as in a training.
     """
-    net.barrier().wait()
-    found: Found = {"sparse_s": {}}
-    if net.rank == 0 and device.type == "cpu":
-        unpack_s = _selection(device)["unpack_s_per_byte"]
-        bare_s = [_step_of("no_sync", n)[0] for n in _SPARSE_ELEMENTS]
-        few, many = _SPARSE_ELEMENTS
-        for name in _SPARSE:
-            steps = [_step_of(name, n) for n in _SPARSE_ELEMENTS]
-            for_few, for_many = (
-                max(0.0, took_s - bare - num_bytes * unpack_s)
-                for (took_s, num_bytes), bare in zip(steps, bare_s, strict=True)
-            )
-            each_s = max(0.0, for_many - for_few) / (many - few)
-            found["sparse_s"][name] = max(0.0, for_few - few * each_s), each_s
-    net.barrier().wait()
-    return found
+    if device.type != "cpu" or net.world_size == 1:
+        return {"sparse": {}}
+    return {"sparse": {name: [_step_of(net, name, n) for n in SPARSE_ELEMENTS] for name in _SPARSE}}
 
 
-def _step_of(spec: str, n: int) -> tuple[float, float]:
-    """Processor time, and bytes received, of a rank in a step."""
-    begin_s = 0.0
-    world = SimulatedWorld(_SPARSE_RANKS, latency_s=1e-4, bandwidth_bytes_s=1e9, strict=False)
+def _step_of(net: Transport, name: str, n: int) -> Spent:
+    algorithm, x = make_algorithm(name), torch.zeros(n)
+    source = torch.Generator().manual_seed(net.rank)
+    noise = torch.randn(2 * n, generator=source)
+    net = net.sub(f"{name}/{n}")
+    algorithm.start(net, x)
 
-    def train(net: Any) -> int:
-        nonlocal begin_s
-        algorithm, x = make_algorithm(spec), torch.zeros(n)
-        source = torch.Generator().manual_seed(net.rank)
-        slope, before = torch.randn(n, generator=source), 0
-        algorithm.start(net, x)
-        for step in range(_WARM_UP + _SPARSE_STEPS):
-            if step == _WARM_UP:
-                before = net.counters.bytes_sent
-                if net.rank == 0:
-                    begin_s = time.process_time()
-            g = slope.clone()
-            algorithm.before_update(x, g if algorithm.uses_gradient else x[:0])
+    def make_steps(num_steps: int) -> None:
+        for _ in range(num_steps):
+            time.sleep(_PAUSE_S)
+            begin = int(torch.randint(n, (1,), generator=source))
+            algorithm.before_update(x, noise[begin : begin + n].clone())
             algorithm.after_update(x)
-        net.sub("end").barrier().wait()
-        algorithm.stop()
-        return int(net.counters.bytes_sent) - before
 
-    sent = world.run(train)
-    steps = _SPARSE_RANKS * _SPARSE_STEPS
-    return (time.process_time() - begin_s) / steps, sum(sent) / steps
+    make_steps(_WARM_UP)
+    spent = _spent(net, lambda: make_steps(_SPARSE_STEPS))
+    algorithm.stop()
+    return Spent(*(each / _SPARSE_STEPS for each in spent))
+
+
+def own_code_s(steps: Sequence[Spent], costs: Found) -> tuple[float, float]:
+    """Of such steps, what does not go into messages: whatever the length, and for each element.
+
+    What messages take is counted for each of them where a run is simulated.  The copy of the
+    gradient is not part of a step.
+    """
+    message_s = costs["send_s"] + costs["receive_s"]
+    byte_s = sum(costs[f"{what}_s_per_byte"] for what in ("send", "receive", "unpack"))
+    for_few, for_many = (
+        max(0.0, step.seconds - step.messages * message_s - step.num_bytes * byte_s)
+        for step in steps
+    )
+    few, many = SPARSE_ELEMENTS
+    each_s = max(0.0, for_many - for_few) / (many - few)
+    copied_s = 4 * costs["copy_s_per_byte"]
+    return max(0.0, for_few - few * each_s), max(0.0, each_s - copied_s)
 
 
 def _selection(device: torch.device) -> Found:
@@ -306,9 +342,10 @@ def cluster(found: Sequence[Found]) -> Cluster:
         at_once = shifts.get(1 if is_inside else shift_between(spots), alone)
         return Link(statistics.median(p["latency_s"] for p in alike), alone, at_once)
 
-    names = Processor.__dataclass_fields__
+    sparse = {name: [Spent(*s) for s in steps] for name, steps in everything["sparse"].items()}
+    names = set(Processor.__dataclass_fields__) - {"sparse_s"}
     costs = {name: everything[name] for name in names}
-    costs["sparse_s"] = {name: tuple(pair) for name, pair in costs["sparse_s"].items()}
+    costs["sparse_s"] = {name: own_code_s(steps, costs) for name, steps in sparse.items()}
     return Cluster(
         ranks=len(spots),
         ranks_per_node=max(nodes.count(node) for node in nodes),

@@ -71,10 +71,10 @@ def stages(num_ranks: int, accelerator: str) -> Iterator[tuple[str, measure.Foun
     spots = found["places"]
     yield "adding and selecting", found
     found = measure.selection(net, device)
-    yield "sparse strategies", found
-    found = measure.sparse_steps(net, device)
     yield "processor", found
     found = measure.processor(net)
+    yield "sparse strategies", found
+    found = measure.sparse_steps(net, device)
     pairs = []
     for a, b in measure.pairs_of(spots):
         yield f"ranks {a} and {b}", found

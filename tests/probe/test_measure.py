@@ -59,7 +59,8 @@ def test_pairs_are_taken_inside_nodes_and_between_them() -> None:
 
 def everything(nodes: str) -> list[dict[str, Any]]:
     costs: dict[str, Any] = dict.fromkeys(measure.Processor.__dataclass_fields__, 1e-9)
-    costs["sparse_s"] = {"oktopk": (1e-3, 2e-9)}
+    del costs["sparse_s"]
+    costs["sparse"] = {"oktopk": [(1e-3, 10, 1e3), (2e-3, 10, 1e4)]}
     found: list[dict[str, Any]] = [{"places": spots(nodes), "transport": "process_group"}, costs]
     for a, b in measure.pairs_of(spots(nodes)):
         is_inside = nodes[a] == nodes[b]
@@ -68,6 +69,20 @@ def everything(nodes: str) -> list[dict[str, Any]]:
     found.append({"shift": 1, "bytes_s": 1e9})
     found.append({"shift": measure.shift_between(spots(nodes)), "bytes_s": 2.5e7})
     return [*found, {"all_reduce": [[4000, 1e-3]]}]
+
+
+def test_what_messages_take_is_no_part_of_a_strategys_own_code() -> None:
+    costs = dict.fromkeys(("send_s", "receive_s"), 1e-4)
+    costs |= dict.fromkeys(("send_s_per_byte", "receive_s_per_byte", "unpack_s_per_byte"), 1e-9)
+    costs["copy_s_per_byte"] = 1e-10
+    few, many = measure.SPARSE_ELEMENTS
+    own_s = {n: 3e-3 + n * 5e-9 for n in (few, many)}
+    steps = [
+        measure.Spent(own_s[n] + 20 * 2e-4 + n / 50 * 3e-9 + 4 * n * 1e-10, 20, n / 50)
+        for n in (few, many)
+    ]
+    assert measure.own_code_s(steps, costs) == pytest.approx((3e-3, 5e-9))
+    assert measure.own_code_s([measure.Spent(0.0, 20, 0), steps[1]], costs)[0] == 0.0
 
 
 def test_what_was_found_is_one_cluster_and_survives_a_file(tmp_path: Path) -> None:
