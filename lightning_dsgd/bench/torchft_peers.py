@@ -2,6 +2,8 @@
 
     torchft_local_sgd:period=8                      weights averaged every `period` steps
     torchft_diloco:period=8:lr=0.7:momentum=0.9     progress averaged and given to Nesterov's SGD
+    torchft_diloco:period=8:fragments=2:delay=2     streaming: every 4 steps one half of the model,
+                                                    summed during the next 2 steps
 
 Every rank is a replica group of its own, and waits for all others at a synchronisation.
 """
@@ -9,10 +11,12 @@ Every rank is a replica group of its own, and waits for all others at a synchron
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_dsgd.bench.peer import Peer
 from lightning_dsgd.transport.connections import own_address
@@ -90,15 +94,50 @@ class TorchFTStrategy(Peer):
 class DiLoCoStrategy(TorchFTStrategy):
     """With Nesterov's SGD as the outer optimizer."""
 
-    def __init__(self, lr: float = 0.7, momentum: float = 0.9, **local: Any) -> None:
+    def __init__(
+        self,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+        **local: Any,
+    ) -> None:
         super().__init__(**local)
         self.lr = lr
         self.momentum = momentum
+        self.fragments = fragments
+        self.delay = delay
 
     def synchronisation(self, manager: Any, model: Any, optimizer: Any) -> Any:
         from torchft.local_sgd import DiLoCo
 
-        outer = torch.optim.SGD(
-            model.parameters(), lr=self.lr, momentum=self.momentum, nesterov=True
+        fragments = fragments_of(model, self.fragments)
+        outer = [
+            torch.optim.SGD(
+                fragment.parameters(), self.lr, self.momentum, nesterov=self.momentum > 0
+            )
+            for fragment in fragments
+        ]
+        return DiLoCo(
+            manager,
+            fragments,
+            optimizer,
+            outer,
+            self.period,
+            pin_memory=False,
+            fragment_sync_delay=self.delay,
         )
-        return DiLoCo(manager, [model], optimizer, outer, self.period, pin_memory=False)
+
+
+def fragments_of(model: nn.Module, count: int) -> list[nn.Module]:
+    """So many parts of the model, of equally many consecutive layers."""
+    layers = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    if count == 1:
+        return [model]
+    if not 1 <= count <= len(layers):
+        raise ValueError(
+            f"fragments must be from 1 to the number of layers with parameters, {len(layers)}, "
+            f"got {count}"
+        )
+    bounds = [len(layers) * i // count for i in range(count + 1)]
+    return [nn.ModuleList(layers[first:last]) for first, last in pairwise(bounds)]
