@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
@@ -192,10 +193,11 @@ def train(
 
 def measure(name: str, kills: int, epochs: int, lr: float) -> dict[str, Any]:
     chance = random.Random(name)
-    alone = [train(name, seed, epochs, lr, None) for seed in range(kills)]
+    undisturbed = tqdm(range(kills), f"{name}, undisturbed", leave=False)
+    alone = [train(name, seed, epochs, lr, None) for seed in undisturbed]
     took_s = statistics.median(run["trained_s"] for run in alone)
     lost: list[dict[str, Any]] = []
-    for seed in range(kills):
+    for seed in tqdm(range(kills), f"{name}, with a loss", leave=False):
         while len([run for run in lost if run["killed"]]) == seed:  # till a kill has struck
             kill = (seed % RANKS, chance.uniform(0.0, took_s))
             lost.append(train(name, seed, epochs, lr, kill))
@@ -233,6 +235,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # without a thread, as ranks are forked
     rows = []
     print("| strategy | ended | accuracy | after a loss | difference | pause | left |")
     print("|---" * 7 + "|")

@@ -5,8 +5,8 @@
 Ranks in the simulated world train a causal language model (AdamW) or a classifier of digits (SGD
 with momentum) for the same number of steps: a linear warm-up of the learning rate, then a cosine
 to zero.  Every algorithm tries the learning rates of its task with the first seed; the other seeds
-run at the one with the lowest loss.  The loss is that of the consensus on the validation split,
-the bytes are the mean over the ranks.
+run at the one with the lowest loss.  The loss is that of the consensus on the validation split, of
+the digits the accuracy too; the bytes are the mean over the ranks.
 
 Each run is written to the file at once, and a run that is there already is not made again: the
 command can be interrupted, and given a part of the algorithms.
@@ -52,6 +52,7 @@ class Task:
 
     make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
     loss: Callable[[nn.Module, str, Tensor], Tensor]
+    accuracy: Callable[[nn.Module], float] | None
     num_samples: Callable[[str], int]
     batch_size: int
     learning_rates: list[float]
@@ -73,7 +74,12 @@ def digits() -> Task:
         images, labels = splits[split]
         return nn.functional.cross_entropy(model(images[picked]), labels[picked])
 
-    return Task(make, loss, lambda split: len(splits[split][0]), 16, [0.01, 0.02, 0.04])
+    def accuracy(model: nn.Module) -> float:
+        images, labels = splits["val"]
+        return float((model(images).argmax(1) == labels).float().mean())
+
+    rates = [0.01, 0.02, 0.04, 0.08]
+    return Task(make, loss, accuracy, lambda split: len(splits[split][0]), 16, rates)
 
 
 def language() -> Task:
@@ -88,7 +94,8 @@ def language() -> Task:
     def loss(model: nn.Module, split: str, picked: Tensor) -> Tensor:
         return nn.functional.cross_entropy(*model.logits_and_targets(splits[split][picked], None))  # type: ignore[operator]
 
-    return Task(make, loss, lambda split: len(splits[split]), 8, [0.005, 0.01, 0.02])
+    rates = [0.01, 0.02, 0.04]
+    return Task(make, loss, None, lambda split: len(splits[split]), 8, rates)
 
 
 TASKS = {"language": language, "digits": digits}
@@ -131,7 +138,10 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
         model.eval()
         everything = torch.arange(task.num_samples("val"))
         loss = task.loss(model, "val", everything).item() if net.rank == 0 else 0.0
-    return {"loss": loss, "bytes": sent}
+        found = {"loss": loss, "bytes": sent}
+        if task.accuracy is not None:
+            found["accuracy"] = task.accuracy(model)
+    return found
 
 
 class Runs:
@@ -157,7 +167,8 @@ class Runs:
         world = SimulatedWorld(self.settings["ranks"])
         ranks = world.run(train, task, spec, lr, seed, self.settings["steps"])
         sent = statistics.mean(rank["bytes"] for rank in ranks)
-        cell = key | {"loss": round(ranks[0]["loss"], 5), "mb": round(sent / 1e6, 4)}
+        quality = {k: round(v, 5) for k, v in ranks[0].items() if k != "bytes"}
+        cell = key | quality | {"mb": round(sent / 1e6, 4)}
         print(cell, flush=True)
         self.cells.append(cell)
         command = " ".join(f"--{name} {value}" for name, value in self.settings.items())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from tqdm import tqdm
 
 from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.simulate.comparison import compare, plot
@@ -241,7 +242,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "paper_figures.json"
     figures = json.loads(path.read_text())["figures"] if path.exists() else {}
-    for name in options.figures:
+    for name in tqdm(options.figures, unit="figure"):
         begin = time.perf_counter()
         figure = FIGURES[name](options.shrink)
         figures[name] = {

@@ -12,6 +12,10 @@ started again, and joins.  Counted are the steps of all ranks, from the moment w
     away               from the kill to the first step of the rank that was started again
     pause              from the kill, the longest time without a step of any other rank
 
+With `--stop-s 60` a rank is stopped for a minute (SIGSTOP, SIGCONT) in place of being killed.  The
+others go on once it has not answered for 10 s, `heartbeat_timeout_s`; when it goes on it finds
+itself outside, ends, is started again, and joins.
+
 `--strategy torchft` has torchft's fault-tolerant data parallelism in the place of `Trainer.fit`:
 with gloo, a lighthouse in this process, and each rank started again after a second.  Steps that it
 does not commit do not count.
@@ -230,7 +234,10 @@ def run(args: argparse.Namespace, every_s: float | None) -> dict[str, Any]:
                 ]
                 pid = chance.choice(running)
                 kills.append((time.monotonic(), pid))
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGSTOP if args.stop_s else signal.SIGKILL)
+                if args.stop_s:
+                    look_until(time.monotonic() + args.stop_s)
+                    os.kill(pid, signal.SIGCONT)
             look_until(end)
         finally:
             job.end()
@@ -270,6 +277,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--step-s", type=float, default=0.4)
     parser.add_argument("--every-s", type=float, default=30.0)
+    parser.add_argument("--stop-s", type=float, default=0.0, help="stop, in place of killing")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--undisturbed-minutes", type=float, default=2.0)
     parser.add_argument(

@@ -1,9 +1,10 @@
-"""What a strategy adds to a training step, against Lightning's own.
+"""What a strategy adds to a training step, against Lightning's own; and what surviving adds.
 
     python benchmarks/step_time.py --output docs/results/benchmarks/step_time.json
 
 1. two gloo ranks, about 10M parameters, balanced work: `allreduce` against `ddp`;
-2. one rank, a step of about 50 ms: `no_sync` against `SingleDeviceStrategy`.
+2. one rank, a step of about 50 ms: `no_sync` against `SingleDeviceStrategy`;
+3. two ranks without a loss: `allreduce` with `on_loss="continue"` against `on_loss="end"`.
 
 Short fits of both alternate within one job; a sample is the ratio of the two medians of a round,
 and the result is the median of the ratios.  One torch thread a rank.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,12 @@ from lightning_dsgd.bench import contestants
 from lightning_dsgd.bench.cells import Cell, finish
 from lightning_dsgd.bench.job import Job
 
-CASES = {2: ("ddp", "allreduce"), 1: ("single_device", "no_sync")}
-"""By the number of ranks: Lightning's own, and ours."""
+CASES = (
+    (2, "ddp", "allreduce"),
+    (1, "single_device", "no_sync"),
+    (2, "allreduce", "allreduce:on_loss=continue"),
+)
+"""The number of ranks, what is compared with, and what is measured."""
 
 
 class Network(L.LightningModule):
@@ -75,8 +81,9 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     return {"step_s": clock.median_s(), "parameters": sum(p.numel() for p in model.parameters())}
 
 
-def run_case(ranks: int, args: argparse.Namespace) -> tuple[dict[str, Any], Job]:
-    names = CASES[ranks]
+def run_case(
+    ranks: int, names: tuple[str, str], args: argparse.Namespace
+) -> tuple[dict[str, Any], Job]:
     settings = {key: getattr(args, key) for key in ("steps", "width", "depth", "batch_size")}
     job = Job(f"{__file__}:run_cell", {**settings, "world_size": ranks}, ranks)
     plan = [
@@ -84,8 +91,8 @@ def run_case(ranks: int, args: argparse.Namespace) -> tuple[dict[str, Any], Job]
         for turn in range(args.rounds + 1)
         for name in (names if turn % 2 else names[::-1])
     ]
-    results = job.run(plan, args.output.with_suffix(f".{ranks}.json"))
-    args.output.with_suffix(f".{ranks}.json.cells").unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        results = job.run(plan, Path(folder, "cells.json"))
     samples: dict[int, dict[str, float]] = {}
     for result in results[2:]:  # the first round warms up
         step_s = statistics.mean(rank["step_s"] for rank in result["ranks"])
@@ -121,7 +128,8 @@ def main() -> None:
         "--output", type=Path, default=Path("docs/results/benchmarks/step_time.json")
     )
     args = parser.parse_args()
-    cases, jobs = zip(*(run_case(ranks, args) for ranks in CASES), strict=True)
+    found = (run_case(ranks, (theirs, ours), args) for ranks, theirs, ours in CASES)
+    cases, jobs = zip(*found, strict=True)
     report = jobs[0].provenance()
     finish(report | {"cases": list(cases)}, args.output)
 

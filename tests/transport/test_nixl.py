@@ -40,7 +40,7 @@ from tests.support.nixl import NIXLFitWorld, NIXLNodeWorld, NIXLWorld, has_nixl
 from tests.support.worlds import FitWorld, ProcessWorld, shaped
 from tests.trainer import test_survival
 from tests.transport import test_mesh
-from tests.transport.helpers import BIG, died, our_threads, send_and_check, stopped
+from tests.transport.helpers import BIG, died, our_threads, send_and_check, stopped, until
 
 EMPTY = torch.empty(0)
 NAMES = tuple(STRATEGIES)
@@ -312,6 +312,35 @@ def test_a_sender_does_not_wait_for_ever_for_one_that_has_stopped() -> None:
     zero = world.outcomes(2, offer_to_one_that_stops)[0]
     assert zero.error == ""
     assert zero.result < 50.0
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def offer_and_stop(net: Any) -> float:
+    """Rank 1 begins to read once rank 0, which has offered, is stopped."""
+    pids = [int(pid) for pid in net.all_gather(torch.tensor([os.getpid()])).wait()]
+    x, word = torch.full((BIG,), 1.0 + net.rank), torch.zeros(1)
+    net.all_reduce(x.clone()).wait()  # both have a connection
+    if net.rank == 0:
+        net.recv(word, 1).wait()
+        sending = net.send(x, 1, copy=False)
+        stopped(0)
+        sending.wait()
+        return 0.0
+    with net.wire._agent._lock:  # nothing is read
+        net.send(word, 0)
+        assert until(lambda: is_stopped(pids[0]))
+    try:
+        return float(net.recv(x, 0).wait().mean())
+    finally:
+        os.kill(pids[0], signal.SIGCONT)
+
+
+@has_nixl
+def test_what_a_rank_has_offered_is_read_without_its_help() -> None:
+    assert NIXLWorld().run(2, offer_and_stop)[1] == 1.0
 
 
 @has_nixl
