@@ -9,7 +9,8 @@ run at the one with the lowest loss.  The loss is that of the consensus on the v
 the digits the accuracy too; the bytes are the mean over the ranks.
 
 Each run is written to the file at once, and a run that is there already is not made again: the
-command can be interrupted, and given a part of the algorithms.
+command can be interrupted, and given a part of the algorithms.  At the end the mean loss of the
+seeds is drawn against the bytes, beside the file.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib import pyplot as plt
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms import make_algorithm
@@ -176,6 +178,25 @@ class Runs:
         write_result(made | {"settings": self.settings, "cells": self.cells}, self.file)
         return float(cell["loss"])
 
+    def mb(self, name: str, spec: str, lr: float) -> float:
+        """The mean of all seeds."""
+        key = {"task": name, "strategy": spec, "lr": lr}
+        return statistics.mean(cell["mb"] for cell in self.cells if key.items() <= cell.items())
+
+
+def draw(best: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
+    """MB and loss of each algorithm, one picture for each task."""
+    figure, every = plt.subplots(1, len(best), figsize=(6 * len(best), 4), squeeze=False)
+    for axes, (task, points) in zip(every[0], best.items(), strict=True):
+        for spec, (mb, loss) in points.items():
+            axes.semilogx(mb, loss, "o", label=spec)
+        axes.set_title(task)
+        axes.set_xlabel("MB that a rank sent")
+        axes.set_ylabel("validation loss")
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -184,21 +205,25 @@ def main() -> None:
     parser.add_argument("--lrs", type=float, nargs="+", help="by default those of the task")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
         "--output", type=Path, default=Path("docs/results/oktopk/oktopk_local_steps.json")
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = Runs(args.output, {"ranks": args.ranks, "steps": args.steps})
+    found: dict[str, dict[str, tuple[float, float]]] = {}
     for name in args.tasks:
-        task = TASKS[name]()
+        task, found[name] = TASKS[name](), {}
         for spec in args.strategies:
             lrs = args.lrs or task.learning_rates
             first = {lr: runs.loss(name, task, spec, lr, args.seeds[0]) for lr in lrs}
             best = min(first, key=first.__getitem__)
             losses = [runs.loss(name, task, spec, best, seed) for seed in args.seeds]
-            print(f"{name}, {spec}: {statistics.mean(losses):.4f} at a learning rate of {best}")
+            mean, mb = statistics.mean(losses), runs.mb(name, spec, best)
+            found[name][spec] = mb, mean
+            print(f"{name}, {spec}: {mean:.4f}, {mb:.1f} MB, at a learning rate of {best}")
+    draw(found, args.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":
