@@ -5,11 +5,14 @@
 On a fast and on a slow link (network namespaces, which are probed first): all ranks equally fast,
 a random rank in four late in each step, one rank that always takes twice as long.  In each, all of
 the strategies below take turns, every step a sleep; then all are simulated, and one is advised.
+With `--measured FILE` the situations and rates are those of an earlier run, for which all is probed
+and predicted anew; of the strategies only `no_sync` runs again, for what a step takes of a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import tempfile
 from pathlib import Path
@@ -60,8 +63,10 @@ def check(network: str, cluster: Cluster, kind: str, args: argparse.Namespace) -
     chosen = [candidate for candidate in CANDIDATES if candidate.spec in args.specs]
     advised = rank(chosen, machine, args.ranks, verify.STEPS).advised.candidate.spec
     link = Link.parse(network)
-    measured = verify.measure(args.specs, machine, args.ranks, link, args.rounds)
-    rows = verify.compare(args.specs, machine, args.ranks, measured)
+    known = earlier(args.measured, network, kind)
+    specs = [BOUND] if known else args.specs
+    measured, core_s = verify.measure(specs, machine, args.ranks, link, args.rounds)
+    rows = verify.compare(args.specs, machine, args.ranks, known or measured, core_s)
     rates = {row["strategy"]: row["measured"] for row in rows}
     best = max((spec for spec in rates if spec != BOUND), key=lambda spec: rates[spec])
     of_best = rates[advised] / rates[best]
@@ -69,6 +74,17 @@ def check(network: str, cluster: Cluster, kind: str, args: argparse.Namespace) -
     print(verify.table(rows), flush=True)
     said = {"network": network, "kind": kind, "advised": advised, "best": best}
     return {**said, "of_best": of_best, "rows": rows}
+
+
+def earlier(file: Path | None, network: str, kind: str) -> dict[str, list[float]]:
+    """The rates of an earlier run: by strategy and round."""
+    situations = json.loads(file.read_text())["situations"] if file else []
+    return {
+        row["strategy"]: row["rounds"]
+        for situation in situations
+        if (situation["network"], situation["kind"]) == (network, kind)
+        for row in situation["rows"]
+    }
 
 
 def main() -> None:
@@ -79,6 +95,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--networks", default="1gbit,100mbit", help="the fast and the slow one")
     parser.add_argument("--specs", type=lambda text: text.split(","), default=list(SPECS))
+    parser.add_argument("--measured", type=Path, help="the result file of an earlier run")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     folder = Path("docs/results/know_before_you_choose")
@@ -88,6 +105,8 @@ def main() -> None:
         clusters[network] = cluster = probed_link(network, args.ranks)
         print(table(cluster))
         for kind in KINDS:
+            if args.measured and not earlier(args.measured, network, kind):
+                continue
             situations.append(check(network, cluster, kind, args))
             names = ("ranks", "params", "step_s", "rounds")
             settings = {name: getattr(args, name) for name in names} | {"steps": verify.STEPS}

@@ -1,8 +1,9 @@
 """Runs what was advised, here, beside what is predicted for just that.
 
 Each step is a sleep as long as the recorded one, so that many ranks fit on few cores, and every
-strategy meets the same steps; all of them take turns.  What a step takes here besides the sleep and
-communication is what `no_sync` takes longer than its sleeps; it is added to every prediction.
+strategy meets the same steps; all of them take turns.  A step takes more than its sleep and its
+communication, as `no_sync` shows.  What it takes of a core is part of every prediction, so that
+ranks and their lanes compete for cores; the rest of what `no_sync` takes longer is added.
 """
 
 from __future__ import annotations
@@ -40,31 +41,38 @@ def verify(
     """Measured and predicted steps per second, until the slowest rank has done its steps."""
     link = demanded(network)
     specs = specs_of(ranking)
-    measured = measure(specs, machine, num_ranks, link)
-    return compare(specs, machine, num_ranks, measured)
+    measured, core_s = measure(specs, machine, num_ranks, link)
+    return compare(specs, machine, num_ranks, measured, core_s)
 
 
 def measure(
     specs: Sequence[str], machine: Machine, num_ranks: int, link: Link | None, rounds: int = ROUNDS
-) -> dict[str, list[float]]:
-    """Steps per second of each strategy, by round."""
+) -> tuple[dict[str, list[float]], float]:
+    """Steps per second of each strategy, by round; and what a step of `BOUND` takes of a core."""
     assert machine.recorded is not None
     times = [machine.recorded.step_times(num_ranks, STEPS, seed) for seed in range(rounds)]
     settings = {"ranks": num_ranks, "params": machine.num_params, "steps": STEPS, "times": times}
     job = Job("lightning_dsgd.advise.verify_cell:run", settings, num_ranks, link)
     measured: dict[str, list[float]] = {}
+    core_s = []
     with tempfile.TemporaryDirectory() as folder:
         for result in job.run(in_turn(specs, "round", rounds), Path(folder, "verify.json")):
             slowest_s = max(rank["seconds"] for rank in result["ranks"])
             measured.setdefault(result["strategy"], []).append(STEPS / slowest_s)
-    return measured
+            if result["strategy"] == BOUND:
+                core_s += [rank["core_s"] / STEPS for rank in result["ranks"]]
+    return measured, statistics.mean(core_s)
 
 
 def compare(
-    specs: Sequence[str], machine: Machine, num_ranks: int, measured: dict[str, list[float]]
+    specs: Sequence[str],
+    machine: Machine,
+    num_ranks: int,
+    measured: dict[str, list[float]],
+    core_s: float,
 ) -> list[dict[str, Any]]:
     """One row for each strategy: medians over the rounds."""
-    here = replace(machine, machine_size=max(machine.machine_size, num_ranks))
+    here = replace(machine, machine_size=max(machine.machine_size, num_ranks), step_core_s=core_s)
     rounds = range(len(measured[BOUND]))
 
     def predicted(spec: str, besides_s: float) -> float:
@@ -85,6 +93,7 @@ def compare(
                 "predicted": expected,
                 "ratio": expected / rate,
                 "besides_s": besides_s,
+                "step_core_s": core_s,
                 "rounds": measured[spec],
             }
         )
@@ -100,6 +109,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['strategy']:{width}}{row['measured']:>17.3f}{row['predicted']:>11.3f}"
             f"{row['ratio']:>7.2f}"
         )
-    besides_ms = 1e3 * rows[0]["besides_s"]
-    lines.append(f"added to every predicted step, as {BOUND} shows it: {besides_ms:.1f} ms")
+    core_ms, besides_ms = (1e3 * rows[0][name] for name in ("step_core_s", "besides_s"))
+    lines.append(
+        f"in every predicted step, as {BOUND} shows it: {core_ms:.1f} ms of a core, and "
+        f"{besides_ms:.1f} ms"
+    )
     return "\n".join(lines)

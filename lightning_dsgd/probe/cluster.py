@@ -43,6 +43,8 @@ class Processor:
         sparse_s: by the name of a sparse strategy: what its own code takes in a step, besides
             sending and unpacking, whatever the length of the gradient, and for each element of it;
             empty where ranks do not compute on processors
+        dense_s_per_byte: by the name of another strategy: what it does with the numbers that it
+            receives, besides receiving, for each byte of them
     """
 
     send_s: float
@@ -55,6 +57,7 @@ class Processor:
     threshold_s: float
     unpack_s_per_byte: float
     sparse_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    dense_s_per_byte: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,8 @@ def table(cluster: Cluster) -> str:
     ]
     for name, (least_s, each_s) in cpu.sparse_s.items():
         rows.append((name, f"{_time(least_s)} a step, {1e9 * each_s:.1f} ns for each element"))
+    for name, byte_s in cpu.dense_s_per_byte.items():
+        rows.append((name, f"{1e9 * byte_s:.2f} ns for each byte received"))
     return in_columns(rows)
 
 

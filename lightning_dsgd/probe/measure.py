@@ -42,7 +42,14 @@ ALL_REDUCED: Final = (4_000, 100_000, 1_000_000, 16_000_000)
 _LONGEST_ALL_REDUCE_S: Final = 4.0
 _SPARSE: Final = ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussian_topk")
 SPARSE_ELEMENTS: Final = (100_000, 1_000_000)
-_SPARSE_STEPS: Final = 8
+_DENSE: Final = (
+    "allreduce", "local_sgd", "dpsgd", "sgp", "adpsgd", "popsgd", "hpsgd", "eager_sgd", "wagma",
+)  # fmt: skip
+_LEAST_DENSE: Final = 10_000
+_MOST_DENSE: Final = 1_000_000
+_DENSE_S: Final = 0.05
+"""How long a message of theirs may take."""
+_STEPS: Final = 10
 _PAUSE_S: Final = 0.05
 _WARM_UP: Final = 3
 
@@ -237,15 +244,20 @@ def selection(net: Transport, device: torch.device) -> Found:
     return found
 
 
-def sparse_steps(net: Transport, device: torch.device) -> Found:
-    """What a rank spends in a step of each sparse strategy, while all ranks make it.
+def steps(net: Transport, device: torch.device, bandwidth_bytes_s: float) -> Found:
+    """What a rank spends in a step of each strategy, while all ranks make it.
 
-    For each of `SPARSE_ELEMENTS`; nothing where ranks do not compute on processors.  Between two
-    steps ranks pause, after which all start together with cold memory, as in a training.
+    Of the sparse ones for each of `SPARSE_ELEMENTS`, of the others for so many elements that their
+    messages do not take long; nothing where ranks do not compute on processors.  Between two steps
+    ranks pause, after which all start together with cold memory, as in a training.
     """
     if device.type != "cpu" or net.world_size == 1:
-        return {"sparse": {}}
-    return {"sparse": {name: [_step_of(net, name, n) for n in SPARSE_ELEMENTS] for name in _SPARSE}}
+        return {"sparse": {}, "dense": {}}
+    n = max(_LEAST_DENSE, min(_MOST_DENSE, int(bandwidth_bytes_s * _DENSE_S / 4)))
+    return {
+        "sparse": {name: [_step_of(net, name, n) for n in SPARSE_ELEMENTS] for name in _SPARSE},
+        "dense": {name: _step_of(net, name, n) for name in _DENSE},
+    }
 
 
 def _step_of(net: Transport, name: str, n: int) -> Spent:
@@ -255,29 +267,35 @@ def _step_of(net: Transport, name: str, n: int) -> Spent:
     net = net.sub(f"{name}/{n}")
     algorithm.start(net, x)
 
-    def make_steps(num_steps: int) -> None:
-        for _ in range(num_steps):
+    def make_steps() -> None:
+        for _ in range(_STEPS):
             time.sleep(_PAUSE_S)
             begin = int(torch.randint(n, (1,), generator=source))
-            algorithm.before_update(x, noise[begin : begin + n].clone())
+            g = noise[begin : begin + n].clone()
+            algorithm.before_update(x, g if algorithm.uses_gradient else x[:0])
             algorithm.after_update(x)
 
-    make_steps(_WARM_UP)
-    spent = _spent(net, lambda: make_steps(_SPARSE_STEPS))
+    make_steps()
+    spent = _spent(net, make_steps)
+    algorithm.settle(x)  # serves those that still make steps
     algorithm.stop()
-    return Spent(*(each / _SPARSE_STEPS for each in spent))
+    return Spent(*(each / _STEPS for each in spent))
+
+
+def besides_messages_s(step: Spent, costs: Found) -> float:
+    """What a step takes besides the part of it that is counted where a run is simulated."""
+    message_s: float = costs["send_s"] + costs["receive_s"]
+    byte_s: float = costs["send_s_per_byte"] + costs["receive_s_per_byte"]
+    return max(0.0, step.seconds - step.messages * message_s - step.num_bytes * byte_s)
 
 
 def own_code_s(steps: Sequence[Spent], costs: Found) -> tuple[float, float]:
-    """Of such steps, what does not go into messages: whatever the length, and for each element.
+    """Of steps of a sparse strategy: what its own code takes at least, and for each element.
 
-    What messages take is counted for each of them where a run is simulated.  The copy of the
-    gradient is not part of a step.
+    Unpacking is counted for each message; the copy of the gradient is not part of a step.
     """
-    message_s = costs["send_s"] + costs["receive_s"]
-    byte_s = sum(costs[f"{what}_s_per_byte"] for what in ("send", "receive", "unpack"))
     for_few, for_many = (
-        max(0.0, step.seconds - step.messages * message_s - step.num_bytes * byte_s)
+        max(0.0, besides_messages_s(step, costs) - step.num_bytes * costs["unpack_s_per_byte"])
         for step in steps
     )
     few, many = SPARSE_ELEMENTS
@@ -343,9 +361,15 @@ def cluster(found: Sequence[Found]) -> Cluster:
         return Link(statistics.median(p["latency_s"] for p in alike), alone, at_once)
 
     sparse = {name: [Spent(*s) for s in steps] for name, steps in everything["sparse"].items()}
-    names = set(Processor.__dataclass_fields__) - {"sparse_s"}
+    names = set(Processor.__dataclass_fields__) - {"sparse_s", "dense_s_per_byte"}
     costs = {name: everything[name] for name in names}
     costs["sparse_s"] = {name: own_code_s(steps, costs) for name, steps in sparse.items()}
+    dense = {name: Spent(*step) for name, step in everything["dense"].items()}
+    costs["dense_s_per_byte"] = {
+        name: besides_messages_s(step, costs) / step.num_bytes
+        for name, step in dense.items()
+        if step.num_bytes
+    }
     return Cluster(
         ranks=len(spots),
         ranks_per_node=max(nodes.count(node) for node in nodes),

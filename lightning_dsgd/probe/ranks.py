@@ -73,8 +73,6 @@ def stages(num_ranks: int, accelerator: str) -> Iterator[tuple[str, measure.Foun
     found = measure.selection(net, device)
     yield "processor", found
     found = measure.processor(net)
-    yield "sparse strategies", found
-    found = measure.sparse_steps(net, device)
     pairs = []
     for a, b in measure.pairs_of(spots):
         yield f"ranks {a} and {b}", found
@@ -86,6 +84,8 @@ def stages(num_ranks: int, accelerator: str) -> Iterator[tuple[str, measure.Foun
             found = measure.together(net, shift, min(p["bandwidth_bytes_s"] for p in pairs))
     yield "all-reduce", found
     found = measure.all_reduce(net, device)
+    yield "strategies", found
+    found = measure.steps(net, device, min((p["bandwidth_bytes_s"] for p in pairs), default=0.0))
     yield "", found
     strategy.session.leave()
 

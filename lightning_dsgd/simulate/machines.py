@@ -52,6 +52,7 @@ class Machine:
         inside_latency_s: of a message inside a node
         inside_bandwidth_bytes_s: of each rank's link inside a node
         uplink_bytes_s: of what the ranks of a node send to others, all together
+        step_core_s: what a step takes of a core besides `compute_s` and communication
         processor: what communication takes of a core; None: nothing
         cores: of each machine
         machine_size: so many ranks share the cores of a machine
@@ -73,6 +74,7 @@ class Machine:
     inside_latency_s: float = 0.0
     inside_bandwidth_bytes_s: float = math.inf
     uplink_bytes_s: float = math.inf
+    step_core_s: float = 0.0
     processor: Processor | None = None
     cores: int = 1
     machine_size: int = 1

@@ -135,12 +135,13 @@ def run(
         message_bytes=message_bytes(machine.num_params / num_elements),
         strict=False,  # nobody receives what is under way when all have made their steps
         nodes=_nodes(machine),
-        costs=_costs(machine),
+        costs=_costs(machine, algorithm),
     )
-    select_s = selection_s(algorithm, machine, world_size)
+    own_s = selection_s(algorithm, machine, world_size)
+    core_s = own_s / 2, own_s / 2 + machine.step_core_s
     record = None if trace is None else partial(_recorder, trace, algorithm, _of_this_run())
     with on_one_core():
-        work = algorithm, num_elements, compute_s, select_s, record, on_step
+        work = algorithm, num_elements, compute_s, core_s, record, on_step
         ranks = world.run(_run_rank, *work)
     return Run(
         spec,
@@ -155,7 +156,7 @@ def _run_rank(
     pattern: Algorithm,
     num_elements: int,
     compute_s: list[list[float]],
-    select_s: float,
+    core_s: tuple[float, float],
     record: Callable[[SimulatedTransport], Recorder] | None,
     on_step: Callable[[], object],
 ) -> tuple[list[float], float]:
@@ -176,8 +177,11 @@ def _run_rank(
             g = torch.zeros(num_elements)
         net.compute(seconds)
         with exchanging(recorder, net.now):
-            net.work(select_s)
+            # A gradient is selected before its exchange, and put in its place behind it, where the
+            # optimizer works too.
+            net.work(core_s[0])
             algorithm.before_update(x, g if algorithm.uses_gradient else x[:0])
+            net.work(core_s[1])
             if len(g) and not algorithm.uses_gradient:  # it looks at what local steps have changed
                 x -= g
             algorithm.after_update(x)
@@ -205,10 +209,11 @@ def _nodes(machine: Machine) -> Nodes | None:
     )
 
 
-def _costs(machine: Machine) -> Costs | None:
+def _costs(machine: Machine, algorithm: Algorithm) -> Costs | None:
     cpu = machine.processor
     if cpu is None:
         return None
+    own = cpu.dense_s_per_byte.get(algorithm.name)
     return Costs(
         machine.cores,
         machine.machine_size,
@@ -216,8 +221,9 @@ def _costs(machine: Machine) -> Costs | None:
         cpu.send_s_per_byte,
         cpu.receive_s,
         cpu.receive_s_per_byte,
-        cpu.add_s_per_byte,
+        cpu.add_s_per_byte if own is None else own,
         cpu.unpack_s_per_byte,
+        own or 0.0,
     )
 
 

@@ -59,8 +59,9 @@ def test_pairs_are_taken_inside_nodes_and_between_them() -> None:
 
 def everything(nodes: str) -> list[dict[str, Any]]:
     costs: dict[str, Any] = dict.fromkeys(measure.Processor.__dataclass_fields__, 1e-9)
-    del costs["sparse_s"]
+    del costs["sparse_s"], costs["dense_s_per_byte"]
     costs["sparse"] = {"oktopk": [(1e-3, 10, 1e3), (2e-3, 10, 1e4)]}
+    costs["dense"] = {"popsgd": (3e-3, 10, 1e6), "hpsgd": (1e-3, 0, 0)}
     found: list[dict[str, Any]] = [{"places": spots(nodes), "transport": "process_group"}, costs]
     for a, b in measure.pairs_of(spots(nodes)):
         is_inside = nodes[a] == nodes[b]
@@ -93,6 +94,8 @@ def test_what_was_found_is_one_cluster_and_survives_a_file(tmp_path: Path) -> No
     path = tmp_path / "cluster.json"
     write_result(cluster.to_json(), path)
     assert Cluster.read(path) == cluster
+    of_popsgd_s = 3e-3 - 20e-9 - 2e-3  # messages, and their bytes
+    assert cluster.processor.dense_s_per_byte == {"popsgd": pytest.approx(of_popsgd_s / 1e6)}
     text = table(cluster)
     assert "4, 2 on each of 2 nodes" in text
     assert "25 MB/s for each rank, 0.25" in text
@@ -112,8 +115,8 @@ def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path) -> None:
 def all_of_it(net: Any) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     found = [measure.places(net, CPU) | {"transport": net.wire.name}]
-    found += [measure.selection(net, CPU), measure.sparse_steps(net, CPU), measure.processor(net)]
-    found.append(measure.pair(net, 0, 1))
+    found += [measure.selection(net, CPU), measure.processor(net), measure.pair(net, 0, 1)]
+    found.append(measure.steps(net, CPU, 1e8))
     return [*found, measure.together(net, 1, 1e8), measure.all_reduce(net, CPU)]
 
 
@@ -135,3 +138,6 @@ def test_processes_measure_all_of_it() -> None:
     whole = [least + 1e6 * each for least, each in costs]
     assert all(0 <= seconds < 10 for seconds in whole)
     assert max(whole) > 1e-4
+    dense = cluster.processor.dense_s_per_byte
+    assert {"allreduce", "local_sgd", "popsgd", "wagma"} <= set(dense)
+    assert all(0 <= seconds < 1e-6 for seconds in dense.values())

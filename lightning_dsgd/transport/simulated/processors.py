@@ -34,6 +34,7 @@ class Costs:
         add_s_per_byte: for each byte that is added to something, as numbers that are not received
             into a place of their own are
         unpack_s_per_byte: for each byte of selected entries, which come packed in bytes
+        placed_s_per_byte: for each byte that is received into a place of its own
     """
 
     cores: int
@@ -44,6 +45,7 @@ class Costs:
     receive_s_per_byte: float = 0.0
     add_s_per_byte: float = 0.0
     unpack_s_per_byte: float = 0.0
+    placed_s_per_byte: float = 0.0
 
     def to_send(self, num_bytes: float) -> float:
         """What a message takes that leaves."""
@@ -57,8 +59,8 @@ class Costs:
         """What is done with a message that has arrived."""
         if x.dtype == torch.uint8:
             return num_bytes * self.unpack_s_per_byte
-        if x.is_floating_point() and not is_placed:
-            return num_bytes * self.add_s_per_byte
+        if x.is_floating_point():
+            return num_bytes * (self.placed_s_per_byte if is_placed else self.add_s_per_byte)
         return 0.0
 
 

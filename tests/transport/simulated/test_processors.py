@@ -38,6 +38,18 @@ def test_what_arrives_is_added_or_unpacked() -> None:
     assert world.run(to_the_next, MB.view(torch.int64)[:10])[1] == pytest.approx(8e-5)
 
 
+def test_what_is_received_into_its_place_is_worked_on_too() -> None:
+    def to_all(net: Any) -> float:
+        net.broadcast(FLOATS.clone(), 0).wait()
+        return float(net.now())
+
+    costs = replace(FREE, add_s_per_byte=3e-6)
+    for placed_s_per_byte, expected in ((0.0, 1.0), (1e-6, 2.0)):
+        placed = replace(costs, placed_s_per_byte=placed_s_per_byte)
+        world = SimulatedWorld(2, bandwidth_bytes_s=1e6, costs=placed)
+        assert world.run(to_all)[1] == pytest.approx(expected)
+
+
 def test_ranks_of_a_machine_wait_for_a_core() -> None:
     def select(net: Any) -> float:
         net.work(1.0)
