@@ -1,4 +1,4 @@
-"""What a message, a sum and a selection cost on this cluster, in less than a minute.
+"""What a message, a sum and a selection cost on this cluster, in about a minute.
 
     torchrun --nproc-per-node 8 -m lightning_dsgd probe --output cluster.json
     srun python -m lightning_dsgd probe --output cluster.json

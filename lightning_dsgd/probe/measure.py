@@ -49,7 +49,8 @@ _LEAST_DENSE: Final = 10_000
 _MOST_DENSE: Final = 1_000_000
 _DENSE_S: Final = 0.05
 """How long a message of theirs may take."""
-_STEPS: Final = 10
+_STEPS: Final = 8
+"""As many as `local_sgd` makes from one average to the next."""
 _PAUSE_S: Final = 0.05
 _WARM_UP: Final = 3
 
@@ -267,15 +268,15 @@ def _step_of(net: Transport, name: str, n: int) -> Spent:
     net = net.sub(f"{name}/{n}")
     algorithm.start(net, x)
 
-    def make_steps() -> None:
-        for _ in range(_STEPS):
+    def make_steps(num_steps: int = _STEPS) -> None:
+        for _ in range(num_steps):
             time.sleep(_PAUSE_S)
             begin = int(torch.randint(n, (1,), generator=source))
             g = noise[begin : begin + n].clone()
             algorithm.before_update(x, g if algorithm.uses_gradient else x[:0])
             algorithm.after_update(x)
 
-    make_steps()
+    make_steps(_WARM_UP)
     spent = _spent(net, make_steps)
     algorithm.settle(x)  # serves those that still make steps
     algorithm.stop()
