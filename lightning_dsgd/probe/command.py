@@ -44,6 +44,11 @@ def main(argv: list[str] | None = None) -> None:
             "--ranks and --network must be left out under a launcher, which has started "
             f"{num_ranks} ranks"
         )
+    if num_ranks == 1:
+        parser.error(
+            "a probe needs at least 2 ranks, got 1 from the launcher; try torchrun "
+            "--nproc-per-node 2, or `lightning-dsgd probe --ranks 2` without a launcher"
+        )
     try:
         found = _launched(num_ranks, args.accelerator) if num_ranks else _started_here(args)
     except ValueError as error:

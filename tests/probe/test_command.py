@@ -42,6 +42,15 @@ def test_a_launcher_has_started_the_ranks(
     assert "must be left out under a launcher, which has started 4" in capsys.readouterr().err
 
 
+def test_one_rank_of_a_launcher_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit):
+        main([])
+    assert "needs at least 2 ranks, got 1 from the launcher" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "start",
