@@ -57,13 +57,18 @@ def probed_link(network: str, ranks: int) -> Cluster:
         return Cluster.read(output)
 
 
-def check(network: str, cluster: Cluster, kind: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One situation: what was advised, measured and predicted."""
+def check(
+    network: str,
+    cluster: Cluster,
+    kind: str,
+    known: dict[str, list[float]],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """One situation: what was advised, measured (unless it is `known`) and predicted."""
     machine = probed(cluster, args.params, 0.0, recorded(kind, args.ranks, args.step_s))
     chosen = [candidate for candidate in CANDIDATES if candidate.spec in args.specs]
     advised = rank(chosen, machine, args.ranks, verify.STEPS).advised.candidate.spec
     link = Link.parse(network)
-    known = earlier(args.measured, network, kind)
     specs = [BOUND] if known else args.specs
     measured, core_s = verify.measure(specs, machine, args.ranks, link, args.rounds)
     rows = verify.compare(args.specs, machine, args.ranks, known or measured, core_s)
@@ -105,9 +110,10 @@ def main() -> None:
         clusters[network] = cluster = probed_link(network, args.ranks)
         print(table(cluster))
         for kind in KINDS:
-            if args.measured and not earlier(args.measured, network, kind):
+            known = earlier(args.measured, network, kind)
+            if args.measured and not known:
                 continue
-            situations.append(check(network, cluster, kind, args))
+            situations.append(check(network, cluster, kind, known, args))
             names = ("ranks", "params", "step_s", "rounds")
             settings = {name: getattr(args, name) for name in names} | {"steps": verify.STEPS}
             found = {network: cluster.to_json() for network, cluster in clusters.items()}

@@ -45,12 +45,14 @@ from tqdm import tqdm
 
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.digits import DigitsData
 
 RANKS = 4
-SPARSE = ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussian_topk")
-SETTINGS: dict[str, dict[str, Any]] = {name: {"density": 0.1} for name in SPARSE}
+SETTINGS: dict[str, dict[str, Any]] = {
+    name: {"density": 0.1} for name, kind in ALGORITHMS.items() if issubclass(kind, ErrorFeedback)
+}
 FOLDERS = (Path("/tmp"), Path("/dev/shm"))
 
 

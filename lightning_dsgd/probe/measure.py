@@ -21,8 +21,9 @@ from torch import Tensor
 
 from lightning_dsgd import devices
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.primitives import sparse
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.probe.cluster import Cluster, Link, Processor
 from lightning_dsgd.timeline.clocks import boot_id
 from lightning_dsgd.transport import Transport
@@ -40,7 +41,7 @@ _ELEMENTS: Final = 4_000_000
 _DENSITY: Final = 0.01
 ALL_REDUCED: Final = (4_000, 100_000, 1_000_000, 16_000_000)
 _LONGEST_ALL_REDUCE_S: Final = 4.0
-_SPARSE: Final = ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussian_topk")
+_SPARSE: Final = [name for name, kind in ALGORITHMS.items() if issubclass(kind, ErrorFeedback)]
 SPARSE_ELEMENTS: Final = (100_000, 1_000_000)
 _DENSE: Final = (
     "allreduce", "local_sgd", "dpsgd", "sgp", "adpsgd", "popsgd", "hpsgd", "eager_sgd", "wagma",

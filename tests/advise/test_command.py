@@ -67,6 +67,7 @@ def test_predictions_are_compared_with_what_no_sync_shows_besides() -> None:
         rows = verify.compare(["no_sync", "allreduce"], machine, 2, rates, core_s)
         assert [row["predicted"] for row in rows] == pytest.approx([4.0, 4.0])
         assert rows[0]["besides_s"] == pytest.approx(0.05 - core_s)
+    assert "besides" not in verify.table(rows)
     assert "20.0 ms of a core, and 30.0 ms" in verify.table(rows)
 
 
