@@ -92,7 +92,9 @@ MAY_IMPORT = {
         "transport.view",
     },
     "transport.tickets": {"torch", "transport.contract"},
-    "transport.view": {"torch", "transport.contract", "transport.endpoint"},
+    "transport.view": {
+        *("torch", "transport.collectives", "transport.contract", "transport.endpoint")
+    },
     "transport.simulated": {"transport.simulated"},
     "transport.simulated.views": {
         "transport.contract",
@@ -172,6 +174,7 @@ MAY_IMPORT = {
     "transport.process_group": {
         "torch",
         "torch.distributed",
+        "transport.collectives",
         "transport.contract",
         "transport.native",
         "transport.processes",

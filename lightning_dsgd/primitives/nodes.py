@@ -67,6 +67,8 @@ class Node:
     def __init__(self, net: Transport, size: int) -> None:
         self.net = net.sub("node")
         self.size = size
+        firsts = range(0, net.world_size, size)
+        net.fix_groups([range(first, first + size) for first in firsts])
         self.leader = net.rank // size * size
         self.members = range(self.leader, self.leader + size)
         self.is_leader = net.rank == self.leader
@@ -101,12 +103,13 @@ class Node:
     def across(self, net: Transport) -> View:
         """The network of the ranks that have this rank's place on their nodes."""
         assert isinstance(net, Endpoint)
+        net.fix_groups([range(i, net.world_size, self.size) for i in range(self.size)])
         place = net.rank % self.size
         return View(net.sub(f"place-{place}"), range(place, net.world_size, self.size))
 
-    def shard(self, x: Tensor) -> Tensor:
-        """This rank's part of x, in the same memory."""
-        place, n = self.net.rank % self.size, len(x)
+    def shard(self, x: Tensor, place: int | None = None) -> Tensor:
+        """This rank's part of x, or that of another place, in the same memory."""
+        place, n = self.net.rank % self.size if place is None else place, len(x)
         return x[place * n // self.size : (place + 1) * n // self.size]
 
     def give_to_idle(self, x: Tensor, num_active: int) -> None:
@@ -116,6 +119,9 @@ class Node:
 
     def gather(self, x: Tensor) -> None:
         """Puts every rank's shard into x."""
-        if self.size > 1:
-            shards = self.net.all_gather(self.shard(x), self.members).wait()
-            torch.cat(shards, out=x)
+        works = [
+            self.net.broadcast(self.shard(x, place), rank, self.members)
+            for place, rank in enumerate(self.members)
+        ]
+        for work in works:
+            work.wait()

@@ -16,10 +16,11 @@ elements bounds[i]:bounds[i + 1].
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+import copy
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,6 +98,12 @@ class Call:
         self._kind = KINDS.index(kind)
         self.channel, self.number = group.channel, group.calls
         group.calls += 1
+
+    def among(self, members: Sequence[int]) -> Self:
+        """The same call, of the group that has these numbers in another network."""
+        twin = copy.copy(self)
+        twin.members = tuple(members)
+        return twin
 
     def others(self) -> list[int]:
         """The other members, each starting from a different one, so that no member is overrun."""
@@ -221,6 +228,12 @@ def broadcast(x: Tensor, call: Call, root: int) -> Steps[Tensor]:
         distance *= 2
     yield from _each(sent)
     return x
+
+
+def num_children(place: int, size: int) -> int:
+    """How many members get a broadcast from the one that is so far from its source."""
+    distances = [1 << i for i in range(size.bit_length())]
+    return sum(place < distance and place + distance < size for distance in distances)
 
 
 def barrier(call: Call) -> Steps[None]:

@@ -190,6 +190,14 @@ class Transport(Protocol):
         """Done once every member has called it."""
         ...
 
+    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        """Tells that these groups sum and broadcast again and again; nothing else follows of it.
+
+        All ranks call it together, in the training thread, with the same groups, also those that
+        they are not in.  A network may make communicators for them.
+        """
+        ...
+
     def sub(self, name: str) -> Transport:
         """The same network with channels of its own, for the same thread."""
         ...

@@ -184,7 +184,8 @@ class Endpoint(ABC):
 
     def all_reduce(self, x: Tensor, group: Sequence[int] | None = None) -> Work[Tensor]:
         self._check_tensor(x)
-        return Collective(collectives.all_reduce(x, self._call(group, "all_reduce")))
+        call = self._call(group, "all_reduce")
+        return self.begin_natively(x, call) or Collective(collectives.all_reduce(x, call))
 
     def all_gather(self, x: Tensor, group: Sequence[int] | None = None) -> Work[list[Tensor]]:
         self._check_tensor(x)
@@ -195,10 +196,27 @@ class Endpoint(ABC):
         call = self._call(group, "broadcast")
         if src not in call.members:
             raise ValueError(f"src must be in the group, got src={src} and group={call.members}")
-        return Collective(collectives.broadcast(x, call, call.members.index(src)))
+        place = call.members.index(src)
+        work = self.begin_natively(x, call, place)
+        return work or Collective(collectives.broadcast(x, call, place))
 
     def barrier(self, group: Sequence[int] | None = None) -> Work[None]:
         return Collective(collectives.barrier(self._call(group, "barrier")))
+
+    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """See `Transport`; does nothing where sums are made of messages."""
+
+    def begin_natively(
+        self, x: Tensor, call: Call, place: int | None = None
+    ) -> Work[Tensor] | None:
+        """Begins a collective without messages of this network; None where it needs them.
+
+        Args:
+            x: the argument, which will hold the result
+            call: who takes part, and which call it is
+            place: in the group, of the source of a broadcast; None: a sum
+        """
+        return None
 
     def _call(self, ranks: Sequence[int] | None, kind: str) -> Call:
         return Call(self, self._group(ranks), kind)

@@ -1,24 +1,27 @@
-"""Sums of all ranks by torch's own collectives, which must be called in one order: NCCL's.
+"""Sums and broadcasts by torch's own collectives, which must be called in one order: NCCL's.
 
-    thread      all_reduce: asks for a ticket, gives a `NativeSum`
+    thread      all_reduce, broadcast: asks for a ticket, gives a `NativeCollective`
     launcher    once all ranks have asked: calls torch's collective, on a stream of its own
-    thread      wait: until that is called, then until the sum is on the device
+    thread      wait: until that is called, then until the result is on the device
 
-`tickets` says in which order sums are begun, and why nobody waits for ever.
+Among all ranks, and in groups that are fixed at the start, such as the nodes of a hierarchical
+strategy; each has a communicator.  `tickets` says in which order collectives are begun, and why
+nobody waits for ever.
 
 **On a device.**  The ask is a message to the own rank, so the launcher's stream waits for what has
-made the argument.  Whoever waits for a sum asks again and again whether it is there, as for a
+made the argument.  Whoever waits for a result asks again and again whether it is there, as for a
 message: the stream that trains never waits for a rank.  So a lost rank, `timeout_s` and the end of
 a lane end that wait, and not torch's watchdog, which would end the process.
 
-**After a loss.**  The launcher aborts the communicator, which ends the kernels that wait for the
+**After a loss.**  The launcher aborts the communicators, which ends the kernels that wait for the
 lost rank.  No thread can be inside NCCL then, as no other one calls it.  A launcher that is itself
-held up there is left behind, and the communicator with it; the waits of the other threads end all
+held up there is left behind, and the communicators with it; the waits of the other threads end all
 the same.
 
-**Threads.**  `begin` is called by any thread, which puts the sum into `_asked`; the launcher takes
-it out.  All other fields are the launcher's, whose methods are `launch`, `refuse` and `abandon`,
-and once it has ended those of the thread that closes the network.
+**Threads.**  `begin` is called by any thread, which puts the collective into `_asked`; the launcher
+takes it out.  `fix` is called by the training thread.  All other fields are the launcher's, whose
+methods are `launch`, `refuse` and `abandon`, and once it has ended those of the thread that closes
+the network.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -36,38 +39,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dsgd.devices import PASSED, Port, is_on_host, port_of
-from lightning_dsgd.transport.collectives import Call
+from lightning_dsgd.transport.collectives import Call, num_children
 from lightning_dsgd.transport.contract import Counters, Timeout, TransportError, failed
 from lightning_dsgd.transport.frames import CODES, DTYPES
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.processes import ProcessTransport
-from lightning_dsgd.transport.tickets import Form, Sum, Tickets
+from lightning_dsgd.transport.tickets import ALL, SUM, Form, Key, Tickets
 
-SUMMED: Final = frozenset(
+TAKEN: Final = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16}
     | {torch.int64, torch.int32, torch.int8, torch.uint8}
 )
-"""What NCCL and gloo can sum."""
+"""What NCCL and gloo can sum and broadcast."""
 _HALVES: Final = (torch.bfloat16, torch.float16)
 _CLOSE_TIMEOUT_S: Final = 5.0
 _LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 """What ends waits, and that calls return at once."""
 
 
-def make_group(device: torch.device, timeout_s: float) -> Any:
-    """A process group of all ranks for these sums alone; all ranks call it together.
+def make_group(device: torch.device, timeout_s: float, members: Sequence[int] | None = None) -> Any:
+    """A process group for these collectives alone; all ranks call it together.
 
     Its communicator is made at once where the device is known, and not in the first sum.
 
     Args:
         device: that this rank computes on
-        timeout_s: after which the waits for a sum end; torch's own limit is longer
+        timeout_s: after which the waits for a collective end; torch's own limit is longer
+        members: whose group it is; None: of all ranks
     """
     world = dist.group.WORLD
     assert world is not None
     is_known = device.type == "cpu" or world.bound_device_id is not None
     with _environment(_LEFT_TO_US):
         return dist.new_group(
+            None if members is None else list(members),
             timeout=timedelta(seconds=2 * timeout_s),
             device_id=None if is_known else port_of(device).device,
         )
@@ -93,47 +98,75 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class NativeSums:
-    """One rank's sums by a process group; all ranks make it together.
+class Native:
+    """One rank's collectives by process groups; all ranks make it together.
 
     Args:
         net: the network over which the ranks agree on an order
-        group: from `make_group`
+        group: of all ranks, from `make_group`
     """
 
     def __init__(self, net: ProcessTransport, group: Any) -> None:
         self._net = net
         self._port = net.mesh.port
-        self._group = group
-        self._asked: dict[Sum, NativeSum] = {}
-        self._under_way: list[NativeSum] = []
+        self._groups = [group]
+        self._numbers = {tuple(range(net.world_size)): ALL}
+        self._asked: dict[Key, NativeCollective] = {}
+        self._under_way: list[NativeCollective] = []
         self._is_aborted = False
         control = net.sub("native")
         control.counters = Counters()  # tickets are news, which nobody counts
         self._tickets = Tickets(control, self)
 
+    # ---- the training thread ----
+
+    def fix(self, groups: Sequence[Sequence[int]]) -> None:
+        """Makes a communicator for each group that has none; all ranks call it together."""
+        news = [m for group in groups if (m := tuple(group)) not in self._numbers and len(m) > 1]
+        for members in news:
+            number = self._tickets.form(members)
+            made = make_group(self._port.device, self._net.timeout_s, members)
+            self._groups.append(made if self._net.rank in members else None)
+            self._numbers[members] = number
+        if news:
+            self._net.sub("native-groups").barrier().wait()  # all know them before one asks
+
     # ---- any thread ----
 
-    def begin(self, net: ProcessTransport, x: Tensor, call: Call) -> NativeSum:
-        """Has a sum begun once all ranks have called it.
+    def can_take(self, x: Tensor, members: tuple[int, ...]) -> bool:
+        """Whether there is a communicator for it."""
+        return members in self._numbers and x.dtype in TAKEN and x.device == self._port.device
+
+    def begin(
+        self, net: ProcessTransport, x: Tensor, call: Call, place: int | None = None
+    ) -> NativeCollective:
+        """Has a collective begun once all its members have called it.
 
         Args:
             net: the endpoint on which it is called
-            x: the argument, which will hold the sum
-            call: among the endpoint's collectives of all ranks
+            x: the argument, which will hold the result
+            call: among the endpoint's collectives of the group
+            place: in the group, of the source of a broadcast; None: a sum
         """
-        key = call.channel, call.number
-        work = NativeSum(net, x, key, self._tickets)
-        own = len(x) * (call.me + 1) // call.size - len(x) * call.me // call.size
-        net.counters.bytes_sent += (len(x) - own + own * (call.size - 1)) * work.itemsize
-        net.counters.messages_sent += 2 * (call.size - 1)
+        number = self._numbers[call.members]
+        key = number, call.channel, call.number
+        root = SUM if place is None else call.members[place]
+        work = NativeCollective(net, x, key, root, call.members, self._tickets)
+        if place is None:
+            own = len(x) * (call.me + 1) // call.size - len(x) * call.me // call.size
+            sent, messages = len(x) - own + own * (call.size - 1), 2 * (call.size - 1)
+        else:
+            messages = num_children((call.me - place) % call.size, call.size)
+            sent = messages * len(x)
+        net.counters.bytes_sent += sent * work.itemsize
+        net.counters.messages_sent += messages
         self._asked[key] = work
         net.mesh.mailboxes.collect(work)
-        self._tickets.ask(key, CODES[x.dtype], len(x))
+        self._tickets.ask(key, root, CODES[x.dtype], len(x))
         return work
 
     def close(self) -> None:
-        """Ends the launcher and the group; nothing is under way on any rank, but after a loss."""
+        """Ends the launcher and the groups; nothing is under way on any rank, but after a loss."""
         with contextlib.suppress(Exception):  # of which all ranks know
             try:
                 self._tickets.stop(_CLOSE_TIMEOUT_S)
@@ -143,26 +176,31 @@ class NativeSums:
         if self._net.mesh.mailboxes.failure is not None or not is_idle:
             self.abandon()
         if not self._is_aborted:
-            destroy_group(self._group)
+            for group in self._own_groups():
+                destroy_group(group)
 
     # ---- the launcher ----
 
-    def launch(self, key: Sum) -> None:
+    def launch(self, key: Key) -> None:
         """Calls torch's collective."""
         self._under_way = [work for work in self._under_way if not work.has_passed()]
         work = self._asked.pop(key)
         with self._net.blaming(work.describe()):
-            work.launch(self._group, self._port)
+            work.launch(self._groups[key[0]], self._port)
         self._under_way.append(work)
 
-    def refuse(self, key: Sum, least: Form, greatest: Form) -> None:
+    def refuse(self, key: Key, least: Form, greatest: Form) -> None:
         """Tells its thread."""
-        asked = (f"rank {rank} has {n} of {DTYPES[code]}" for code, n, rank in (least, greatest))
+        asked = ", ".join(
+            f"rank {rank} has {n} of {DTYPES[code]} "
+            + ("to sum" if root == SUM else f"from {root}")
+            for root, code, n, rank in (least, greatest)
+        )
         work = self._asked.pop(key)
         work.release(
             TransportError(
-                f"all ranks must sum as many elements of one dtype in {work.describe()}, but "
-                + ", ".join(asked)
+                "all ranks must sum, or take from one rank, as many elements of one dtype in "
+                f"{work.describe()}, but {asked}"
             )
         )
 
@@ -175,26 +213,41 @@ class NativeSums:
             self._net.mesh.lose(self._net.rank, failed(failure))
         if not self._is_aborted:
             self._is_aborted = True
-            self._group.abort()
+            for group in self._own_groups():
+                group.abort()
+
+    def _own_groups(self) -> list[Any]:
+        return [group for group in self._groups if group is not None]
 
 
-class NativeSum(Expected):
-    """A sum under way: waits in the mailboxes, as a receive does, until it is launched.
+class NativeCollective(Expected):
+    """A collective under way: waits in the mailboxes, as a receive does, until it is launched.
 
     The launcher writes `_work` and `_mark` before it sets `arrived`; whoever has called
-    the sum reads them after that.  The mesh's thread reads `_is_launching` at any time.
+    it reads them after that.  The mesh's thread reads `_is_launching` at any time.
 
     Args:
         net: the endpoint on which it was called
         x: the argument and result
-        key: its channel, and its number there
+        key: its group, its channel, and its number there
+        root: the rank whose x all take, or SUM
+        members: the ranks of the group
         tickets: which know who else has called it
     """
 
-    def __init__(self, net: ProcessTransport, x: Tensor, key: Sum, tickets: Tickets) -> None:
-        super().__init__(net.rank, key, None)
-        self._net, self._x, self._tickets = net, x, tickets
-        self._y = x.float() if x.dtype in _HALVES else x
+    def __init__(
+        self,
+        net: ProcessTransport,
+        x: Tensor,
+        key: Key,
+        root: int,
+        members: Sequence[int],
+        tickets: Tickets,
+    ) -> None:
+        super().__init__(net.rank, key[1:], None)
+        self._net, self._x, self._ticket, self._root, self._tickets = net, x, key, root, tickets
+        self._members = members
+        self._y = x.float() if root == SUM and x.dtype in _HALVES else x
         self._begin = time.monotonic()
         self._work: Any = None
         self._mark = PASSED
@@ -203,16 +256,21 @@ class NativeSum(Expected):
     def missing(self, left: set[int]) -> int | None:
         # Of an empty one a rank may have come back, and left, before its ticket is here; of any
         # other once all have called it, before this rank's launcher goes on.
-        return min(left, default=None) if len(self._y) and not self._is_launching else None
+        if not len(self._y) or self._is_launching:
+            return None
+        return min(left.intersection(self._members), default=None)
 
     def describe(self) -> str:
         """What it is."""
+        group, _, number = self._ticket
+        what = "all_reduce" if self._root == SUM else "broadcast"
+        whose = "all ranks" if group == ALL else f"ranks {', '.join(map(str, self._members))}"
         path = self._net.path.strip("/")
-        return f"all_reduce number {self.key[1]} of all ranks" + (f" [{path}]" if path else "")
+        return f"{what} number {number} of {whose}" + (f" [{path}]" if path else "")
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element, as it is summed."""
+        """Bytes of an element, as it travels."""
         return self._y.itemsize
 
     # ---- the launcher ----
@@ -220,8 +278,11 @@ class NativeSum(Expected):
     def launch(self, group: Any, port: Port) -> None:
         """Calls torch's collective, which goes on behind all that has made the argument."""
         if len(self._y):
-            self._is_launching = True  # no other rank has the sum, and so leaves, before this
-            self._work = dist.all_reduce(self._y, group=group, async_op=True)
+            self._is_launching = True  # no other rank has the result, and so leaves, before
+            if self._root == SUM:
+                self._work = dist.all_reduce(self._y, group=group, async_op=True)
+            else:
+                self._work = dist.broadcast(self._y, self._root, group=group, async_op=True)
             if not is_on_host(self._y):
                 self._work.wait()  # holds up the launcher's stream, and not the launcher
                 self._mark = port.mark()
@@ -235,7 +296,7 @@ class NativeSum(Expected):
         self.arrived.set()
 
     def has_passed(self) -> bool:
-        """Whether the sum is there, once it is launched; never blocks."""
+        """Whether the result is there, once it is launched; never blocks."""
         work = self._work
         if work is not None and is_on_host(self._x):
             return bool(work.is_completed())
@@ -274,9 +335,9 @@ class NativeSum(Expected):
         if lane is not None:
             lane.end_waiting()
         if not in_time:
-            callers = ", ".join(map(str, self._tickets.known_callers(self.key)))
+            callers = ", ".join(map(str, self._tickets.known_callers(self._ticket)))
             raise Timeout(
-                f"rank {self._net.rank} has waited {limit:g} s for all ranks to call "
+                f"rank {self._net.rank} has waited {limit:g} s for all to call "
                 f"{self.describe()}; it knows of calls of ranks {callers}"
             )
         if self.failure is not None:

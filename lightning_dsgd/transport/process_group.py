@@ -1,9 +1,9 @@
 """The network over TCP: connections of our own, and torch's collectives for CUDA tensors.
 
 Messages travel on the mesh's connections (`tcp`); the process group is where ranks find each
-other's addresses.  On CUDA another one sums the tensors of all ranks: NCCL (`native`).  Sums of
-some of the ranks are made of messages there too: a communicator for each group would take memory on
-the device, and groups that overlap would need an order among themselves.
+other's addresses.  On CUDA other ones sum and broadcast the tensors of all ranks, and of groups
+that are fixed at the start: NCCL (`native`).  Groups that change, such as those of `wagma`, are
+served by messages there too: a communicator for each would take memory on the device.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dsgd.devices import COLLECTIVES
+from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import Work
-from lightning_dsgd.transport.native import SUMMED, NativeSums, destroy_group, make_group
+from lightning_dsgd.transport.native import Native, destroy_group, make_group
 from lightning_dsgd.transport.processes import CPU, ProcessTransport, group_device
 from lightning_dsgd.transport.tcp import TCPWire
 from lightning_dsgd.transport.wire import Wire
@@ -28,8 +29,8 @@ class ProcessGroupTransport(ProcessTransport):
     Args:
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
-        native_devices: device types on which torch's own collectives make the sums of all ranks,
-            if they are those of the default process group
+        native_devices: device types on which torch's own collectives sum and broadcast, if
+            they are those of the default process group
         wire: what carries messages; None: TCP
         device: that this rank computes on
     """
@@ -42,7 +43,7 @@ class ProcessGroupTransport(ProcessTransport):
         wire: Wire | None = None,
         device: torch.device = CPU,
     ) -> None:
-        self._sums: NativeSums | None = None
+        self._native: Native | None = None
         is_native = dist.get_world_size() > 1 and device.type == group_device() in native_devices
         # Made before anything can use it, and on all ranks alike.
         group = make_group(device, timeout_s) if is_native else None
@@ -53,21 +54,24 @@ class ProcessGroupTransport(ProcessTransport):
                 destroy_group(group)
             raise
         if group is not None:
-            self._sums = NativeSums(self, group)
+            self._native = Native(self, group)
 
     def close(self) -> None:
-        sums, self._sums = self._sums, None
+        native, self._native = self._native, None
         try:
-            if sums is not None and not self.is_forks:
-                sums.close()
+            if native is not None and not self.is_forks:
+                native.close()
         finally:
             super().close()
 
-    def all_reduce(self, x: Tensor, group: Sequence[int] | None = None) -> Work[Tensor]:
-        is_of_all = group is None or tuple(group) == tuple(range(self.world_size))
-        can_sum = x.dtype in SUMMED and x.device == self.mesh.port.device
-        if self._sums is None or not (is_of_all and can_sum):
-            return super().all_reduce(x, group)
-        self._check_tensor(x)
+    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        if self._native is not None:
+            self._native.fix(groups)
+
+    def begin_natively(
+        self, x: Tensor, call: Call, place: int | None = None
+    ) -> Work[Tensor] | None:
+        if self._native is None or not self._native.can_take(x, call.members):
+            return None
         self.check()
-        return self._sums.begin(self, x, self._call(None, "all_reduce"))
+        return self._native.begin(self, x, call, place)

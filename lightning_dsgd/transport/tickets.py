@@ -1,41 +1,54 @@
-"""One order, the same on all ranks, for sums that threads begin in different ones.
+"""One order, the same on all ranks, for collectives that threads begin in different ones.
 
 Libraries such as NCCL must be called in one order on all ranks.  The threads of a rank know of no
 such order: one sums gradients, another averages weights, and on each rank another one is first.
 
-    thread     asks for its sum, and waits; the sum is named by its channel and its number there
-    launcher   a lane on each rank: passes on what is asked for, and begins sums, one after another
+    thread     asks for its collective, and waits; it is named by its group, its channel and its
+               number there
+    launcher   a lane on each rank: passes on what is asked for, and begins collectives, one after
+               another
 
-The launchers form a tree whose root is rank 0 (`parent_of`).  Messages to and from the parent:
+The launchers form a tree whose root is rank 0 (`parent_of`).  Groups of ranks are known to all
+(`form`); the top of a group is the lowest rank of the tree below which all of its members are, and
+that of all ranks is rank 0.  Messages to and from the parent:
 
-1. **Ask.**  Once a rank's own thread and all its children have asked for a sum, it asks its parent.
-2. **Ticket.**  Once rank 0's own thread and all its children have asked, all ranks have.  Rank 0
-   gives the sum the next ticket: it tells its children, and begins the sum.
-3. **Launch.**  Whoever is told of a ticket tells its own children, and begins the sum.  All tickets
-   come from rank 0 along one path, on which messages keep their order; so all ranks begin the same
-   sums in the same order.
-4. **Refusal.**  An ask carries what is to be summed: dtype and length, the least and the greatest
-   that was asked for below, and on which ranks.  If these differ, nobody begins the sum, and all
-   who wait for it learn which two ranks disagree.
+1. **Ask.**  Once a rank's own thread, if it is a member, and all its children with members below
+   have asked for a collective, it asks its parent.
+2. **Ticket.**  Once the top has heard of all of these, all members have asked.  The top gives the
+   collective its ticket: it tells its children with members below, and begins it if it is one.
+3. **Launch.**  Whoever is told of a ticket tells its own children with members below, and begins
+   the collective if it is a member.
+4. **Refusal.**  An ask carries what is to be done: the root of a broadcast, dtype and length, the
+   least and the greatest that was asked for below, and on which ranks.  If these differ, nobody
+   begins it, and all who wait for it learn which two ranks disagree.
 
-**Why a ticket needs all ranks, and not the first.**  Were it given when the first rank asks, a
+**Why there is one order.**  A rank passes on the tickets of its parent in the order in which they
+have come, with those that it gives as a top among them; messages of one path keep their order.  So
+what comes to a rank is what its parent has passed on, less what does not concern it, with its own
+tickets inserted.  Take the order of rank 0 and insert those of its children, then those of theirs,
+and so on: tickets of different children concern no common rank, so any order does between them.
+The result is one order that no rank departs from, however the groups overlap.
+
+**Why a ticket needs all members, and not the first.**  Were it given when the first rank asks, a
 launcher would have to wait until its own thread asks too.  That may take for ever: with two sums a
 and b, a's ticket first, a thread that waits for b before it calls a would wait for a launcher that
 waits for a.  Here channels stay independent, as the contract promises.  It also leaves the devices
 free: a kernel of NCCL's that waits for a late rank takes processors, and cannot be timed out, while
 who waits for a ticket can.  The price is the way of the last ask up and of the ticket down, up to
-2 log2 P messages one after another, after the last rank has called.
+2 log2 P messages one after another, after the last rank has called.  For ranks of one node they
+stay on the node, where its first number is a multiple of its size, a power of two.
 
-**Why nobody waits for ever.**  A launcher waits for messages alone; it begins a sum only when its
-own thread has asked for it, for that is what a ticket says.  So whatever one sum waits for holds up
-no other: every sum that all ranks ask for gets a ticket.  What a sum may wait for once it is begun
-are the sums with earlier tickets, which are begun on all ranks, and the computation of its
-arguments, which waits for no network.  A sum that some rank never asks for ends with `Timeout`.  A
-lost rank ends every launcher's wait with `PeerLost`: it gives up what it has begun (`abandon`),
-and passes nothing on; the waits of all other threads end by themselves.
+**Why nobody waits for ever.**  A launcher waits for messages alone; it begins a collective only
+when its own thread has asked for it, for that is what a ticket says.  So whatever one waits for
+holds up no other: every collective that all its members ask for gets a ticket.  What it may wait
+for once it is begun are those before it in the one order, which are begun on all their members, and
+the computation of its arguments, which waits for no network.  One that some member never asks for
+ends with `Timeout`.  A lost rank ends every launcher's wait with `PeerLost`: it gives up what it
+has begun (`abandon`), and passes nothing on; the waits of all other threads end by themselves.
 
-**Threads.**  Any thread may `ask`.  `_heard` and `_passed_on` are the launcher's; others read them
-for errors, in single operations.  `Backend` is called by the launcher alone.
+**Threads.**  Any thread may `ask`; the training thread forms groups.  `_heard` and `_passed_on` are
+the launcher's; others read them for errors, in single operations.  `Backend` is called by the
+launcher alone.
 """
 
 from __future__ import annotations
@@ -49,10 +62,14 @@ import torch
 
 from lightning_dsgd.transport.contract import ANY, PeerLost, Transport
 
-Sum = tuple[int, int]
-"""Its channel, and its number there."""
-Form = tuple[int, int, int]
-"""The code of a dtype, a number of elements, and a rank that has asked for a sum of these."""
+Key = tuple[int, int, int]
+"""The number of its group, its channel, and its number there."""
+Form = tuple[int, int, int, int]
+"""The root of a broadcast or SUM, the code of a dtype, a number of elements, and who has asked."""
+
+SUM: Final = -1
+ALL: Final = 0
+"""The group of all ranks."""
 
 _ASK: Final = 0
 _TICKET: Final = 1
@@ -62,22 +79,32 @@ _WORDS: Final = torch.empty(0, dtype=torch.int64)
 class Backend(Protocol):
     """What sums, on this rank."""
 
-    def launch(self, key: Sum) -> None:
-        """Begins a sum that this rank's thread has asked for."""
+    def launch(self, key: Key) -> None:
+        """Begins a collective that this rank's thread has asked for."""
         ...
 
-    def refuse(self, key: Sum, least: Form, greatest: Form) -> None:
-        """The sum will not be made: two ranks have asked for different ones."""
+    def refuse(self, key: Key, least: Form, greatest: Form) -> None:
+        """It will not be made: two ranks have asked for different ones."""
         ...
 
     def abandon(self, failure: Exception | None = None) -> None:
-        """No sum is begun any more, and those under way will not end, as this or a rank failed."""
+        """None is begun any more, and those under way will not end, as this or a rank failed."""
         ...
 
 
 @dataclass
+class _Group:
+    """A group, as one launcher sees it."""
+
+    members: frozenset[int]
+    top: int
+    children: list[int]
+    """This rank's, with members below."""
+
+
+@dataclass
 class _Asked:
-    """What a launcher knows of a sum that not all have asked for who are to tell it."""
+    """What a launcher knows of a collective that not all have asked for who are to tell it."""
 
     least: Form
     greatest: Form
@@ -89,36 +116,48 @@ class Tickets:
 
     Args:
         net: the network, with channels of its own
-        backend: what sums
+        backend: what sums and broadcasts
     """
 
     def __init__(self, net: Transport, backend: Backend) -> None:
         self._me, self._world_size = net.rank, net.world_size
-        self._children = children_of(net.rank, net.world_size)
         self._backend = backend
-        self._heard: dict[Sum, _Asked] = {}
-        self._passed_on: set[Sum] = set()
+        self._groups: list[_Group] = []
+        self._heard: dict[Key, _Asked] = {}
+        self._passed_on: set[Key] = set()
         """What this rank's parent was asked for, and has sent no ticket of."""
+        self.form(range(net.world_size))
         self._lane = net.spawn_lane(self._serve, "launcher")
+
+    def form(self, members: Sequence[int]) -> int:
+        """The number of a new group; all ranks form the same in one order, before any asks for it.
+
+        Whoever asks must know that all others have formed it.
+        """
+        top, below = min(members), frozenset(members)
+        while max(members) not in _below(top, self._world_size):
+            top = parent_of(top)
+        children = children_of(self._me, self._world_size)
+        concerned = [c for c in children if not below.isdisjoint(_below(c, self._world_size))]
+        self._groups.append(_Group(below, top, concerned))
+        return len(self._groups) - 1
 
     # ---- any thread ----
 
-    def ask(self, key: Sum, code: int, numel: int) -> None:
-        """Asks for a sum of so many elements of a dtype; the backend can be called for it now."""
-        form = (code, numel, self._me)
+    def ask(self, key: Key, root: int, code: int, numel: int) -> None:
+        """Asks for a collective of so many elements of a dtype; the backend can be called now."""
+        form = (root, code, numel, self._me)
         self._lane.net.send(_message(_ASK, key, form, form), self._me)
 
-    def known_callers(self, key: Sum) -> list[int]:
-        """The ranks that this one knows to have asked for a sum for which it has no ticket."""
+    def known_callers(self, key: Key) -> list[int]:
+        """The ranks that this one knows to have asked for one for which it has no ticket."""
+        sources = {self._me}
         if key in self._passed_on:
-            return list(_below(self._me, self._world_size))
-        asked, callers = self._heard.get(key), [self._me]
-        if asked is None:
-            return callers
-        for source in tuple(asked.sources):
-            if source != self._me:
-                callers += _below(source, self._world_size)
-        return sorted(callers)
+            sources.update(_below(self._me, self._world_size))
+        elif (asked := self._heard.get(key)) is not None:
+            for source in set(asked.sources) - sources:
+                sources.update(_below(source, self._world_size))
+        return sorted(sources & self._groups[key[0]].members)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Ends the launcher, and raises what it failed with."""
@@ -130,8 +169,8 @@ class Tickets:
         try:
             while True:
                 receipt = net.recv(_WORDS, ANY)
-                kind, channel, number, *forms = receipt.wait(math.inf).tolist()
-                key, least, greatest = (channel, number), _form(forms[:3]), _form(forms[3:])
+                kind, group, channel, number, *forms = receipt.wait(math.inf).tolist()
+                key, least, greatest = (group, channel, number), _form(forms[:4]), _form(forms[4:])
                 if kind == _ASK:
                     self._hear(net, key, least, greatest, receipt.source)
                 else:
@@ -142,24 +181,28 @@ class Tickets:
             self._backend.abandon(failure)
             raise
 
-    def _hear(self, net: Transport, key: Sum, least: Form, greatest: Form, source: int) -> None:
+    def _hear(self, net: Transport, key: Key, least: Form, greatest: Form, source: int) -> None:
+        group = self._groups[key[0]]
         asked = self._heard.setdefault(key, _Asked(least, greatest))
         asked.least, asked.greatest = min(asked.least, least), max(asked.greatest, greatest)
         asked.sources.append(source)
-        if len(asked.sources) <= len(self._children):
+        if len(asked.sources) < len(group.children) + (self._me in group.members):
             return
         del self._heard[key]
-        if self._me == 0:
+        if self._me == group.top:
             self._begin(net, key, asked.least, asked.greatest)
         else:
             self._passed_on.add(key)
             net.send(_message(_ASK, key, asked.least, asked.greatest), parent_of(self._me))
 
-    def _begin(self, net: Transport, key: Sum, least: Form, greatest: Form) -> None:
+    def _begin(self, net: Transport, key: Key, least: Form, greatest: Form) -> None:
+        group = self._groups[key[0]]
         self._passed_on.discard(key)
-        for child in self._children:
+        for child in group.children:
             net.send(_message(_TICKET, key, least, greatest), child)
-        if least[:2] == greatest[:2]:
+        if self._me not in group.members:
+            return
+        if least[:-1] == greatest[:-1]:
             self._backend.launch(key)
         else:
             self._backend.refuse(key, least, greatest)
@@ -182,10 +225,10 @@ def _below(rank: int, world_size: int) -> Sequence[int]:
     return range(rank, min(world_size, rank + (rank & -rank or world_size)))
 
 
-def _message(kind: int, key: Sum, least: Form, greatest: Form) -> torch.Tensor:
+def _message(kind: int, key: Key, least: Form, greatest: Form) -> torch.Tensor:
     return torch.tensor([kind, *key, *least, *greatest])
 
 
 def _form(words: Sequence[int]) -> Form:
-    code, numel, rank = words
-    return code, numel, rank
+    root, code, numel, rank = words
+    return root, code, numel, rank

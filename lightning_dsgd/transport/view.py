@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 
 from torch import Tensor
 
+from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import ANY, Lane, PeerLost, Receipt, Work
 from lightning_dsgd.transport.endpoint import Endpoint
 
@@ -88,6 +89,16 @@ class View(Endpoint):
 
     def _mark(self, channel: int) -> int:
         return bits_of(self.number) << _REST_BITS | channel & _REST
+
+    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        if len(self.members) == self.below.world_size:  # else not all ranks call it
+            self.below.fix_groups([[self.members[rank] for rank in group] for group in groups])
+
+    def begin_natively(
+        self, x: Tensor, call: Call, place: int | None = None
+    ) -> Work[Tensor] | None:
+        below = call.among([self.members[rank] for rank in call.members])
+        return self.below.begin_natively(x, below, place)
 
     def sub(self, name: str) -> Self:
         return self._over(self.below.sub(name))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_dsgd.transport import PeerLost
-from lightning_dsgd.transport.native import NativeSums
+from lightning_dsgd.transport.native import Native
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.fits import (
     LATER,
@@ -114,14 +114,14 @@ def test_models_of_several_parts_end_together_too(name: str, make: Callable[...,
 
 def fit_uneven_natively(name: str, make: Callable[..., Any]) -> tuple[Tensor, int]:
     num_sums = 0
-    init, begin = ProcessGroupTransport.__init__, NativeSums.begin
+    init, begin = ProcessGroupTransport.__init__, Native.begin
 
     def count(*args: Any) -> Any:
         nonlocal num_sums
         num_sums += 1
         return begin(*args)
 
-    NativeSums.begin = count  # type: ignore[method-assign]
+    Native.begin = count  # type: ignore[method-assign]
     ProcessGroupTransport.__init__ = partialmethod(init, native_devices=("cpu",))  # type: ignore[assignment]
     state, *_ = fit_uneven(name, (3, 11), make, {})
     return state, num_sums

@@ -19,15 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import until
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
-from lightning_dsgd.transport.native import SUMMED
-from lightning_dsgd.transport.tickets import Sum
+from lightning_dsgd.transport.native import TAKEN, Native, NativeCollective
+from lightning_dsgd.transport.tickets import Key
+from lightning_dsgd.transport.view import View
 from tests.support.thorough import tries
-from tests.support.worlds import NativeWorld
+from tests.support.worlds import NativeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
 from tests.transport.helpers import died, our_threads, stopped
-from tests.transport.test_tickets import carry_out, contribution, draw_plans, reordered
+from tests.transport.test_tickets import carry_out, contribution, draw_groups, draw_plans, reordered
 
 SCHEDULES = tries(12, fast=2)
 WORLD = NativeWorld(timeout_s=60.0, heartbeat_timeout_s=60.0)
@@ -39,9 +41,9 @@ def test_the_contract_holds(world_size: int) -> None:
 
 
 def sums(net: Any) -> list[Tensor]:
-    assert net._sums is not None
+    assert net._native is not None
     sums = []
-    for dtype in [*sorted(SUMMED, key=str), torch.int16]:  # the last, by messages
+    for dtype in [*sorted(TAKEN, key=str), torch.int16]:  # the last, by messages
         x = torch.arange(1000).remainder(7).to(dtype) * (net.rank + 1)
         work = net.all_reduce(x)
         assert work.wait() is work.wait() is x
@@ -51,6 +53,117 @@ def sums(net: Any) -> list[Tensor]:
     pair = net.sub("apart").all_reduce(torch.ones(3), [0, 1]).wait() if net.rank < 2 else everyone
     assert [everyone.tolist(), pair.tolist()[:1]] == [[3.0] * 3, [2.0 if net.rank < 2 else 3.0]]
     return sums
+
+
+def call(net: Any, x: Tensor, group: Any, src: int | None) -> Any:
+    return net.all_reduce(x, group) if src is None else net.broadcast(x, src, group)
+
+
+def in_groups(net: Any) -> list[list[float]]:
+    """Sums and broadcasts of halves, of pairs across them and of all, in turn; of views too."""
+    size = net.world_size
+    halves = [range(size // 2), range(size // 2, size)]
+    pairs = [[rank, rank + size // 2] for rank in range(size // 2)]
+    net.fix_groups(halves)
+    net.fix_groups([*halves, *pairs])
+    half = halves[net.rank // (size // 2)]
+    across = View(net.sub("across"), pairs[net.rank % (size // 2)])
+    found = []
+    for number in range(5):
+        x, y, z = (torch.tensor([float(10 * net.rank + number)] * 7) for _ in range(3))
+        works = [
+            net.all_reduce(x, half),
+            across.all_reduce(y),
+            net.broadcast(z, half[1], half),
+            net.broadcast(torch.ones(3, dtype=torch.bfloat16), 2),
+            across.broadcast(torch.ones(0), 1),
+        ]
+        assert all(isinstance(work, NativeCollective) for work in works)
+        for work in works if net.rank % 2 else reversed(works):
+            work.wait()
+        found.append([float(x[6]), float(y[6]), float(z[6])])
+    assert not isinstance(net.all_reduce(torch.ones(1), [net.rank]), NativeCollective)
+    with pytest.raises(TransportError, match=rf"sum, or take .* of ranks {half[0]}, {half[1]}"):
+        net.broadcast(torch.ones(2), half[net.rank % 2], half).wait()
+    src = half[0] if net.rank % 2 else None
+    with pytest.raises(TransportError, match=r"has 2 of torch.float32 from"):
+        call(net, torch.ones(2), half, src).wait()
+    net.sub("end").barrier().wait()
+    return found
+
+
+def test_groups_that_are_fixed_sum_and_broadcast() -> None:
+    for rank, found in enumerate(WORLD.run(4, in_groups)):
+        a, b = (0, 1) if rank < 2 else (2, 3)
+        for number, (of_half, across, taken) in enumerate(found):
+            assert of_half == 10 * (a + b) + 2 * number
+            assert across == 10 * (2 * (rank % 2) + 2) + 2 * number
+            assert taken == 10 * b + number
+
+
+def die_in_a_group(net: Any) -> str:
+    """Rank 3 dies while the others of its group wait for it; ranks 0 and 1 notice as well."""
+    net.fix_groups([[0, 1], [2, 3]])
+    group = [0, 1] if net.rank < 2 else [2, 3]
+    net.all_reduce(torch.ones(10), group).wait()
+    if net.rank == 3:
+        for other in range(3):
+            net.recv(torch.empty(0), other).wait()
+        died(3)
+    work = net.all_reduce(torch.ones(10), group)
+    if net.rank < 2:
+        work.wait()
+        work = net.recv(torch.ones(1), 3)
+    net.send(torch.empty(0), 3)
+    with pytest.raises(PeerLost) as info:
+        work.wait()
+    net.fail("has nothing left to do")
+    return str(info.value)
+
+
+def test_a_lost_rank_ends_the_waits_of_its_group() -> None:
+    outcomes = WORLD.outcomes(4, die_in_a_group)
+    assert "noticed in: all_reduce number 1 of ranks 2, 3" in outcomes[2].result
+    assert all(outcomes[rank].result.startswith("rank 3 died") for rank in range(3))
+
+
+def hierarchical(net: Any, name: str) -> tuple[list[float], int, int]:
+    """What a strategy between nodes of two makes of the weights, what it sends for that, and in how
+    many collectives of groups.
+    """
+    num_native, begin = 0, Native.begin
+
+    def count(self: Native, *args: Any) -> Any:
+        nonlocal num_native
+        work = begin(self, *args)
+        num_native += len(args[2].members) < net.world_size
+        return work
+
+    with mock.patch.object(Native, "begin", count):
+        x = torch.arange(11.0)
+        algorithm = make_algorithm(f"{name}:hierarchical=true:node_size=2")
+        algorithm.start(net, x)
+        for step in range(6):
+            g = torch.full_like(x, net.rank + step) - 0.1 * x
+            algorithm.before_update(x, g)
+            x -= 0.1 * g
+            algorithm.after_update(x)
+        algorithm.settle(x)
+        algorithm.finish(x)
+        sent: int = net.counters.bytes_sent
+    return x.tolist(), sent, num_native
+
+
+@pytest.mark.parametrize("name", ["wagma:wait_avoiding=false", "sgp"])
+def test_nodes_talk_in_groups_that_are_fixed(name: str) -> None:
+    """With two ranks in each group to the bit as with messages."""
+    plain = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=60.0).run(4, hierarchical, name)
+    native = WORLD.run(4, hierarchical, name)
+    for (x, sent, none), (y, counted, some) in zip(plain, native, strict=True):
+        assert x == y
+        assert counted == pytest.approx(sent, abs=8)  # parts of 11 elements are not equally long
+        assert none == 0
+        assert some >= 12
 
 
 def test_all_dtypes_are_summed() -> None:
@@ -75,18 +188,23 @@ def in_random_order(net: Any, seed: int, kill_after_s: float | None) -> str:
         def pause() -> None:
             time.sleep(own.choice((0.0, 0.001, 0.02)) * own.random())
 
-        def begin(key: Sum) -> Any:
-            channel, _ = key
-            x = torch.full((1000 * (channel + 1),), contribution(net.rank, *key))
-            return ends[end.path, channel].all_reduce(x)
+        def begin(key: Key) -> Any:
+            group, channel, _ = key
+            x = torch.full((1000 * (channel + 1),), contribution(net.rank, key))
+            work = ends[end.path, channel].all_reduce(x, groups[group])
+            assert isinstance(work, NativeCollective)
+            return work
 
-        carry_out(plan, begin, pause, own, net.world_size)
+        carry_out(plan, begin, pause, own, groups, net.rank)
 
     def in_lane(end: Any, plan: list[list[int]]) -> None:
         for channel in {channel for channels in plan for channel in channels}:
             ends[end.path, channel] = end.sub(str(channel))
         run(end, plan)
 
+    drawn = draw_groups(random.Random(f"groups {seed}"), net.world_size)
+    groups = [range(net.world_size), *drawn]
+    net.fix_groups(drawn)
     ends: dict[tuple[str, int], Any] = {}
     with contextlib.ExitStack() as joining:
         for plan in plans[1:]:
@@ -176,12 +294,13 @@ def wait_in_vain(net: Any) -> list[str]:
 
 def test_errors_say_who_and_what() -> None:
     errors = WORLD.run(4, wait_in_vain)
-    waited = "rank 2 has waited 0.2 s for all ranks to call all_reduce number 0 of all ranks"
+    waited = "rank 2 has waited 0.2 s for all to call all_reduce number 0 of all ranks"
     assert re.fullmatch(waited + "; it knows of calls of ranks 2(, 3)?", errors[2][0])
     for of_rank in errors:
         assert of_rank[-1] == (
-            "all ranks must sum as many elements of one dtype in all_reduce number 1 of all ranks, "
-            "but rank 0 has 2 of torch.float32, rank 3 has 2 of torch.int32"
+            "all ranks must sum, or take from one rank, as many elements of one dtype in "
+            "all_reduce number 1 of all ranks, but rank 0 has 2 of torch.float32 to sum, rank 3 "
+            "has 2 of torch.int32 to sum"
         )
 
 

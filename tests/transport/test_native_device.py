@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import PASSED, port_of
 from lightning_dsgd.transport import PeerLost, Timeout, native, process_group
 from lightning_dsgd.transport.mailboxes import Mailboxes
-from lightning_dsgd.transport.native import NativeSum, NativeSums, make_group
+from lightning_dsgd.transport.native import Native, NativeCollective, make_group
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.algorithms.test_on_device import NAMES, check
 from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
@@ -50,20 +52,32 @@ class FakeNCCL:
     """Calls of it return at once."""
 
     fake: FakeDevice
-    by_gloo: Callable[..., Any]
 
     def __post_init__(self) -> None:
         self.stream = self.fake.new()
+        self._by_gloo = dist.all_reduce, dist.broadcast
 
     def all_reduce(self, x: Tensor, group: Any, async_op: bool) -> FakeWork:
+        """As torch's."""
+        return self._do(partial(self._by_gloo[0], group=group), x)
+
+    def broadcast(self, x: Tensor, src: int, group: Any, async_op: bool) -> FakeWork:
+        """As torch's."""
+        return self._do(partial(self._by_gloo[1], src=src, group=group), x)
+
+    def _do(self, by_gloo: Callable[[Tensor], Any], x: Tensor) -> FakeWork:
         host = self.fake.pinned(len(x), x.dtype)
         begun = self.fake.mark()
         with self.fake.using(self.stream):
             begun.hold()
             self.fake.copy(host, x)
-            self.stream.queue.put(lambda: self.by_gloo(host, group=group))
+            self.stream.queue.put(lambda: by_gloo(host))
             self.fake.copy(x, host)
             return FakeWork(self.fake.mark())
+
+
+def _group_of_gloo(_: torch.device, __: float, members: Sequence[int] | None = None) -> Any:
+    return dist.new_group(None if members is None else list(members))
 
 
 @dataclass
@@ -72,17 +86,19 @@ class FakeNCCLWorld(FakeWorld):
 
     def _open(self) -> ProcessGroupTransport:
         fake: Any = port_of(self._device)
-        nccl = FakeNCCL(fake, dist.all_reduce)
+        nccl = FakeNCCL(fake)
         dist.all_reduce = nccl.all_reduce  # type: ignore[assignment]
+        dist.broadcast = nccl.broadcast  # type: ignore[assignment]
         process_group.group_device = lambda: "fake"  # type: ignore[attr-defined]
-        process_group.make_group = lambda *_: dist.new_group()  # type: ignore[attr-defined]
+        for module in (process_group, native):
+            module.make_group = _group_of_gloo  # type: ignore[attr-defined]
         return ProcessGroupTransport(
             self.timeout_s, self.heartbeat_timeout_s, ("fake",), device=self._device
         )
 
 
 def contract(net: Any, fake: FakeDevice) -> None:
-    assert net._sums is not None
+    assert net._native is not None
     run_in_order(OnDevice(net, fake.device))  # type: ignore[arg-type]
 
 
@@ -98,6 +114,30 @@ def test_the_contract_holds_on_a_device(world_size: int) -> None:
 def test_algorithms_train_on_a_device(names: list[str]) -> None:
     """With two ranks, to the bit as with messages."""
     check(FakeNCCLWorld(), names, 2, to_the_bit=True)
+
+
+def in_nodes(net: Any, fake: FakeDevice, spec: str) -> Tensor:
+    """What a strategy between nodes of two makes of weights on the device."""
+    x = torch.arange(11.0).to(fake.device)
+    algorithm = make_algorithm(f"{spec}:hierarchical=true:node_size=2")
+    algorithm.start(net, x)
+    for step in range(4):
+        g = (x * 0.1).add_(net.rank + step)
+        algorithm.before_update(x, g)
+        x.sub_(g, alpha=0.1)
+        algorithm.after_update(x)
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return x.cpu()
+
+
+@pytest.mark.parametrize("spec", ["wagma", pytest.param("sgp", marks=pytest.mark.exhaustive)])
+def test_nodes_talk_on_a_device(spec: str) -> None:
+    """To the bit as with messages where nothing depends on the time."""
+    spec = f"{spec}:wait_avoiding=false" if spec == "wagma" else spec
+    native, messages = (w.run(4, in_nodes, spec) for w in (FakeNCCLWorld(), FakeWorld()))
+    assert all(map(torch.equal, native, messages))
+    assert all(x.isfinite().all() for x in native)
 
 
 # ---- each wait is needed ----
@@ -123,7 +163,7 @@ def sum_up(net: Any, fake: FakeDevice) -> bool:
 
 
 def without_its_mark(launch: Any) -> Any:
-    def launched(self: NativeSum, *args: Any) -> None:
+    def launched(self: NativeCollective, *args: Any) -> None:
         with mock.patch.object(FakeWork, "wait"):
             launch(self, *args)
 
@@ -138,8 +178,12 @@ def without_mark(deliver: Any) -> Any:
 
 WAITS = {
     "launcher: until the argument is made": (Mailboxes, "deliver", without_mark),
-    "launcher: its mark is behind NCCL's kernel": (NativeSum, "launch", without_its_mark),
-    "caller: until the sum is on the device": (NativeSum, "has_passed", lambda _: lambda _: True),
+    "launcher: its mark is behind NCCL's kernel": (NativeCollective, "launch", without_its_mark),
+    "caller: until the sum is on the device": (
+        NativeCollective,
+        "has_passed",
+        lambda _: lambda _: True,
+    ),
 }
 
 
@@ -215,9 +259,9 @@ def on_one_gpu(net: Any, device: torch.device) -> list[float]:
     dist.destroy_process_group()
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
-    sums = NativeSums(net, make_group(device, 60.0))
+    sums = Native(net, make_group(device, 60.0))
     found = []
-    for dtype in sorted(native.SUMMED, key=str):
+    for dtype in sorted(native.TAKEN, key=str):
         x = torch.ones(LARGE, dtype=dtype, device=device)
         for _ in range(20):
             x.add_(1)
@@ -232,7 +276,7 @@ def on_one_gpu(net: Any, device: torch.device) -> list[float]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nccl_sums_one_ranks_tensors() -> None:
     [found] = AcceleratorWorld().run(1, on_one_gpu)
-    assert found == [1.0] * len(native.SUMMED)
+    assert found == [1.0] * len(native.TAKEN)
 
 
 class NCCLWorld(ProcessWorld):
@@ -254,7 +298,7 @@ def sum_for_ever(net: Any, x: Tensor) -> None:
 
 def sum_on_gpus(net: Any, kills: bool) -> str:
     device = net.mesh.port.device
-    assert net._sums is not None
+    assert net._native is not None
     x = torch.full((LARGE,), net.rank + 1.0, device=device)
 
     def serve(end: Any) -> None:

@@ -1,4 +1,4 @@
-"""The order that all ranks' sums get, over random schedules in the simulated world."""
+"""The order that sums get, of all ranks and of groups, over random schedules in simulation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lightning_dsgd.transport import PeerLost, Timeout
 from lightning_dsgd.transport.simulated import SimulatedWorld
-from lightning_dsgd.transport.tickets import Form, Sum, Tickets, children_of, parent_of
+from lightning_dsgd.transport.tickets import ALL, SUM, Form, Key, Tickets, children_of, parent_of
 from tests.support.thorough import tries
 
 BLOCK = 15
@@ -34,33 +35,41 @@ def test_the_ranks_form_a_tree() -> None:
 
 
 class InOrder:
-    """A backend that, like NCCL, mixes sums up unless all ranks launch them in one order.
+    """A backend that, like NCCL, comes to no end unless all ranks launch sums in one order.
 
     The launcher waits for the end of each, which NCCL's does not: so it is blocked more often.
     """
 
     def __init__(self, net: Any) -> None:
-        self.launched: list[Sum] = []
+        self.launched: list[Key] = []
         self.abandoned = 0
         self.failure: Exception | None = None
         self._sums = net.sub("one-order")
-        self._arguments: dict[Sum, tuple[Tensor, Any]] = {}
+        self._arguments: dict[Key, tuple[Tensor, Any]] = {}
         self.tickets = Tickets(net.sub("tickets"), self)
+        self.groups: list[Sequence[int]] = [range(net.world_size)]
 
-    def all_reduce(self, net: Any, key: Sum, x: Tensor) -> Any:
+    def form(self, groups: Sequence[Sequence[int]]) -> None:
+        """Further groups."""
+        for members in groups:
+            assert self.tickets.form(members) == len(self.groups)
+            self.groups.append(members)
+        self._sums.sub("formed").barrier().wait()
+
+    def all_reduce(self, net: Any, key: Key, x: Tensor) -> Any:
         """Begins a sum; its result is a message to the thread that has called it."""
         self._arguments[key] = x, net
         receipt = net.recv(x, net.rank, tag=_tag(key))
-        self.tickets.ask(key, 0, len(x))
+        self.tickets.ask(key, SUM, 0, len(x))
         return receipt
 
-    def launch(self, key: Sum) -> None:
+    def launch(self, key: Key) -> None:
         x, net = self._arguments.pop(key)
         self.launched.append(key)
-        total = self._sums.all_reduce(x.clone()).wait(math.inf)
+        total = self._sums.all_reduce(x.clone(), self.groups[key[0]]).wait(math.inf)
         net.send(total, net.rank, tag=_tag(key))
 
-    def refuse(self, key: Sum, least: Form, greatest: Form) -> None:
+    def refuse(self, key: Key, least: Form, greatest: Form) -> None:
         x, net = self._arguments.pop(key)
         net.send(torch.full_like(x, math.nan), net.rank, tag=_tag(key))
 
@@ -69,53 +78,69 @@ class InOrder:
         self.failure = failure
 
 
-def _tag(key: Sum) -> int:
-    channel, number = key
+def _tag(key: Key) -> int:
+    _, channel, number = key
     return 1000 * channel + number
 
 
-def contribution(rank: int, channel: int, number: int) -> float:
+def contribution(rank: int, key: Key) -> float:
+    _, channel, number = key
     return float((rank + 1) * (1 + channel) + 1000 * number)
 
 
-def total(world_size: int, channel: int, number: int) -> float:
-    return sum(contribution(rank, channel, number) for rank in range(world_size))
+def total(members: Sequence[int], key: Key) -> float:
+    return sum(contribution(rank, key) for rank in members)
+
+
+def draw_groups(chance: random.Random, world_size: int) -> list[list[int]]:
+    """Up to four, that overlap as they happen to."""
+    num_groups = chance.randint(0, 4) if world_size > 1 else 0
+    sizes = [chance.randint(2, world_size) for _ in range(num_groups)]
+    return [sorted(chance.sample(range(world_size), size)) for size in sizes]
 
 
 def carry_out(
     plan: list[list[int]],
-    begin: Callable[[Sum], Any],
+    begin: Callable[[Key], Any],
     pause: Callable[[], None],
     chance: random.Random,
-    world_size: int,
+    groups: Sequence[Sequence[int]],
+    rank: int,
 ) -> None:
-    """Begins the sums of a plan, as many at a time as it says, and waits for them in any order."""
+    """Begins the sums of a plan, as many at a time as it says, and waits for them in any order.
+
+    Each channel is of one of the groups; those that the rank is not in, it leaves out.
+    """
     numbers = Counter[int]()
     for channels in plan:
         under_way = []
         for channel in channels:
+            group = channel % len(groups)
+            if rank not in groups[group]:
+                continue
             pause()
-            key = channel, numbers[channel]
+            key = group, channel, numbers[channel]
             numbers[channel] += 1
             under_way.append((key, begin(key)))
         chance.shuffle(under_way)
         for key, work in under_way:
-            assert (work.wait() == total(world_size, *key)).all(), key
+            assert (work.wait() == total(groups[key[0]], key)).all(), key
 
 
-def sum_in_threads(net: Any, seed: int, plans: list[list[list[int]]]) -> list[Sum]:
+def sum_in_threads(net: Any, seed: int, plans: list[list[list[int]]]) -> list[Key]:
     """A thread for each plan, which says how many sums of which channels it calls at a time."""
     backend = InOrder(net)
+    backend.form(draw_groups(random.Random(f"groups {seed}"), net.world_size))
     chance = random.Random(f"{seed} {net.rank}")
 
     def run(end: Any, plan: list[list[int]]) -> None:
         def pause() -> None:
             end.compute(chance.choice((0.0, 0.001, 0.05)) * chance.random())
 
-        def begin(key: Sum) -> Any:
-            return backend.all_reduce(end, key, torch.full((3,), contribution(net.rank, *key)))
+        def begin(key: Key) -> Any:
+            return backend.all_reduce(end, key, torch.full((3,), contribution(net.rank, key)))
 
-        carry_out(plan, begin, pause, chance, net.world_size)
+        carry_out(plan, begin, pause, chance, backend.groups, net.rank)
 
     with contextlib.ExitStack() as ending:
         ending.callback(backend.tickets.stop)
@@ -131,7 +156,7 @@ def sum_in_threads(net: Any, seed: int, plans: list[list[list[int]]]) -> list[Su
 
 def fail_to_launch(net: Any) -> Exception | None:
     backend = InOrder(net)
-    backend.tickets.ask((0, 0), 0, 1)  # of a sum that the backend does not know
+    backend.tickets.ask((ALL, 0, 0), SUM, 0, 1)  # of a sum that the backend does not know
     net.compute(1.0)
     with pytest.raises(KeyError):
         backend.tickets.stop()
@@ -159,7 +184,7 @@ def reordered(plans: list[list[list[int]]], chance: random.Random) -> list[list[
     return [[chance.sample(channels, len(channels)) for channels in plan] for plan in plans]
 
 
-def sum_reordered(net: Any, seed: int) -> list[Sum]:
+def sum_reordered(net: Any, seed: int) -> list[Key]:
     plans = draw_plans(random.Random(seed))
     return sum_in_threads(net, seed, reordered(plans, random.Random(f"{seed}, {net.rank}")))
 
@@ -170,8 +195,14 @@ def test_every_schedule_ends_with_the_right_sums_in_one_order(block: int) -> Non
         world_size = 1 + seed % 9
         world = SimulatedWorld(world_size, latency_s=0.002 * (seed % 3), timeout_s=100.0)
         launched = world.run(sum_reordered, seed)
-        assert launched == [launched[0]] * world_size, seed
-        assert len(set(launched[0])) == len(launched[0])
+        for one, other in combinations(launched, 2):
+            assert in_common(one, other) == in_common(other, one), seed
+            assert len(set(one)) == len(one)
+
+
+def in_common(one: list[Key], other: list[Key]) -> list[Key]:
+    """What the other has launched too, in the order of the first."""
+    return [key for key in one if key in set(other)]
 
 
 def sum_until_lost(net: Any, seed: int) -> tuple[str, float]:
@@ -202,34 +233,34 @@ def test_a_rank_killed_at_any_moment_is_named_by_all_others(block: int) -> None:
     assert num_struck > BLOCK
 
 
-def wait_for_b_before_calling_a(net: Any) -> list[Sum]:
+def wait_for_b_before_calling_a(net: Any) -> list[Key]:
     """What would not end if the first rank that asks got a ticket."""
     backend = InOrder(net)
     if net.rank == 0:
-        a = backend.all_reduce(net.sub("a"), (1, 0), torch.ones(1))
+        a = backend.all_reduce(net.sub("a"), (ALL, 1, 0), torch.ones(1))
         net.send(_NOTHING, 1)
-        backend.all_reduce(net.sub("b"), (2, 0), torch.ones(1)).wait()
+        backend.all_reduce(net.sub("b"), (ALL, 2, 0), torch.ones(1)).wait()
     else:
         net.recv(_NOTHING, 0).wait()
-        backend.all_reduce(net.sub("b"), (2, 0), torch.ones(1)).wait()
-        a = backend.all_reduce(net.sub("a"), (1, 0), torch.ones(1))
+        backend.all_reduce(net.sub("b"), (ALL, 2, 0), torch.ones(1)).wait()
+        a = backend.all_reduce(net.sub("a"), (ALL, 1, 0), torch.ones(1))
     assert a.wait().item() == 2
     backend.tickets.stop()
     return backend.launched
 
 
 def test_a_sum_holds_up_no_other() -> None:
-    assert SimulatedWorld(2).run(wait_for_b_before_calling_a) == [[(2, 0), (1, 0)]] * 2
+    assert SimulatedWorld(2).run(wait_for_b_before_calling_a) == [[(ALL, 2, 0), (ALL, 1, 0)]] * 2
 
 
 def disagree(net: Any) -> list[float]:
     backend = InOrder(net)
-    work = backend.all_reduce(net.sub("a"), (1, 0), torch.ones(4 if net.rank == 2 else 3))
+    work = backend.all_reduce(net.sub("a"), (ALL, 1, 0), torch.ones(4 if net.rank == 2 else 3))
     refused = work.wait()
-    agreed = backend.all_reduce(net.sub("a"), (1, 1), torch.ones(1)).wait()
+    agreed = backend.all_reduce(net.sub("a"), (ALL, 1, 1), torch.ones(1)).wait()
     net.barrier().wait()
     backend.tickets.stop()
-    assert backend.launched == [(1, 1)]
+    assert backend.launched == [(ALL, 1, 1)]
     return [*refused[:1].tolist(), *agreed.tolist()]
 
 
@@ -239,13 +270,39 @@ def test_a_sum_of_different_lengths_is_refused_everywhere_and_the_next_is_made()
         assert agreed == 5
 
 
+def sum_on_nodes(net: Any) -> tuple[int, list[Key]]:
+    """The ranks of a node of four sum; gives how many messages this rank has sent by then."""
+    backend = InOrder(net)
+    first = net.rank // 4 * 4
+    backend.form([range(first, first + 4) for first in range(0, net.world_size, 4)])
+    key, before = (1 + first // 4, first, 0), net.counters.messages_sent
+    assert backend.all_reduce(net.sub("node"), key, torch.ones(4)).wait().tolist() == [4.0] * 4
+    net.barrier().wait()
+    sent = net.counters.messages_sent - before
+    net.barrier().wait()
+    backend.tickets.stop()
+    return sent, backend.launched
+
+
+def test_the_tickets_of_a_node_stay_on_it() -> None:
+    """Of its four ranks the others ask the first, on their way, and are told on the same way."""
+    found = SimulatedWorld(12).run(sum_on_nodes)
+    for rank, (_, launched) in enumerate(found):
+        assert launched == [(1 + rank // 4, rank // 4 * 4, 0)]
+    for first in (0, 4, 8):
+        tickets = 2 * 3  # three asks, three tickets
+        sums = 4 * 2 * 2  # reduce-scatter and all-gather, in two exchanges each
+        barriers = 4 * 4  # log2 P, rounded up
+        assert sum(sent for sent, _ in found[first : first + 4]) == tickets + sums + barriers
+
+
 def call_what_rank_5_does_not(net: Any) -> list[int]:
     backend = InOrder(net)
     known = []
     if net.rank != 5:
         with pytest.raises(Timeout):
-            backend.all_reduce(net.sub("a"), (1, 0), torch.ones(1)).wait(1.0)
-        known = backend.tickets.known_callers((1, 0))
+            backend.all_reduce(net.sub("a"), (ALL, 1, 0), torch.ones(1)).wait(1.0)
+        known = backend.tickets.known_callers((ALL, 1, 0))
     net.barrier().wait()
     backend.tickets.stop()
     return known

@@ -76,8 +76,19 @@ def nobody_leaves_a_barrier_before_the_last_has_come(net: Transport) -> None:
 
 
 def groups_are_independent(net: Transport) -> None:
-    halves = [list(range(i, net.world_size, 2)) for i in range(2)]
-    group = halves[net.rank % 2]
+    talk_in_groups(net, halves_of(net)[net.rank % 2])
+
+
+def groups_that_are_fixed_do_the_same(net: Transport) -> None:
+    net.fix_groups(halves_of(net))
+    talk_in_groups(net, halves_of(net)[net.rank % 2])
+
+
+def halves_of(net: Transport) -> list[list[int]]:
+    return [list(range(i, net.world_size, 2)) for i in range(2)]
+
+
+def talk_in_groups(net: Transport, group: list[int]) -> None:
     backwards = group[::-1]
     for i in range(5):
         x = torch.full((7,), float(net.rank + i))
