@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import setting
-from lightning_dsgd.primitives import quantised, topology
+from lightning_dsgd.primitives import rounding, topology
 from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.transport import ANY, Lane, Transport
 
@@ -56,7 +56,7 @@ class ADPSGD(Algorithm):
     )
 
     seed: int = setting(default=0, doc="seed of the random choice of neighbours")
-    wire_dtype: str = quantised.wire_dtype("is not averaged")
+    wire_dtype: str = rounding.wire_dtype("is not averaged")
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)
@@ -100,7 +100,7 @@ class ADPSGD(Algorithm):
         if self.lane is None and self.neighbours:
             self.x = x
             self.published = Published(x)
-            self.like = quantised.encode(x[:0], self.wire_dtype)
+            self.like = rounding.encode(x[:0], self.wire_dtype)
             serve = self._ask if self.asks else self._answer
             self.lane = self.net.spawn_lane(serve, "averager")
 
@@ -135,16 +135,16 @@ class ADPSGD(Algorithm):
             draw = random.Random(f"{self.seed}/{net.rank}/{self.num_exchanges}")
             peer = draw.choice(self.neighbours)
             mine = self.published.snapshot()
-            net.send(quantised.encode(mine, self.wire_dtype), peer, _ASK, copy=False)
+            net.send(rounding.encode(mine, self.wire_dtype), peer, _ASK, copy=False)
             answer = net.recv(self.like, peer, _ANSWER).wait()
-            self.published.correct(quantised.decode(answer, like=mine))
+            self.published.correct(rounding.decode(answer, like=mine))
             self.num_exchanges += 1
             self.is_asking = False
 
     def _answer(self, net: Transport) -> None:
         while True:
             receipt = net.recv(self.like, ANY, _ASK)
-            theirs = quantised.decode(receipt.wait(math.inf), like=self.x)
+            theirs = rounding.decode(receipt.wait(math.inf), like=self.x)
             answer = self.published.meet(theirs, self.wire_dtype)
             net.send(answer, receipt.source, _ANSWER, copy=False)
             self.num_exchanges += 1

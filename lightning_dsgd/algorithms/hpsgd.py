@@ -74,7 +74,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import average
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import above, at_least
-from lightning_dsgd.primitives import quantised
+from lightning_dsgd.primitives import quantised, rounding
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
 from lightning_dsgd.transport import Receipt, Transport
 
@@ -108,7 +108,7 @@ class HPSGD(Algorithm):
     outer_momentum: float = at_least(
         0, below=1, default=0.0, doc="Nesterov momentum of the outer optimizer"
     )
-    wire_dtype: str = quantised.wire_dtype()
+    wire_dtype: str = rounding.wire_dtype()
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

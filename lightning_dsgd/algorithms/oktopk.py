@@ -25,8 +25,9 @@ Differs from the paper:
 - Any P: the all-gather is Bruck's, which is recursive doubling where P is a power of two.
 - Indices are packed (`sparse.pack`), not sent as coordinates of 4 bytes.
 - A rank that has run out of data continues with its residual (`error_feedback`).
-- Not in the paper: `wire_dtype`; `local_steps`, which sums what several steps have changed
-  (`error_feedback`).  The periods then count exchanges.
+- Not in the paper: `wire_dtype` (`rounding`; what a rank rounds off, of its values or of the sums
+  that it sends to all, stays in its residual); `local_steps`, which sums what several steps have
+  changed (`error_feedback`).  The periods then count exchanges.
 
 Every rank waits for every other in every exchange, once in `local_steps` steps.  Sends about 2k
 (P-1)/P values with their indices per exchange, 5.1 bytes each at a density of 1%: about 10k (P-1)/P
@@ -46,8 +47,8 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithm import PLAIN, Conditions, Profile
-from lightning_dsgd.hyperparameters import at_least, one_of
-from lightning_dsgd.primitives import sparse
+from lightning_dsgd.hyperparameters import at_least
+from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import (
     BALANCE,
     SPLIT,
@@ -99,18 +100,10 @@ class OkTopk(ErrorFeedback):
     warmup_steps: int = at_least(
         0, default=0, doc="number of steps at the start whose exchanges are dense"
     )
-    wire_dtype: str = one_of(
-        "float32",
-        "bfloat16",
-        default="float32",
-        doc='data type of the values that are sent; "float32" sends them unchanged (as float64 if '
-        'the weights are), "bfloat16" rounded, with the rounding error kept in the residual',
-    )
+    wire_dtype: str = rounding.wire_dtype("stays in the residual", of="value")
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)
-        if self.wire_dtype == "bfloat16":
-            self.wire = torch.bfloat16
         self.local_threshold = self.residual.new_zeros(())
         self.global_threshold = self.residual.new_zeros(())
         self.boundaries = evenly(len(x), net.world_size)
@@ -143,12 +136,14 @@ class OkTopk(ErrorFeedback):
         self.marks[local[1]] = True
         if t % self.repartition_period == 0:
             self.boundaries = self.space_repartition(local[1])
-        region, touched = self.split_and_reduce(*local)
+        region, touched, rounded_off = self.split_and_reduce(*local)
         if is_exact:
             self.global_threshold = self.th_re_evaluate_global(region)
-        u = self.balance_and_allgatherv(region, is_exact)
+        u, sums, of_sums = self.balance_and_allgatherv(region, is_exact)
         region[touched] = 0
-        self.update_residual(u[1])
+        self.update_residual(local[1], u[1], rounded_off)
+        if of_sums is not None:
+            self.residual[sums] += of_sums  # stays with the rank that has rounded
         self.marks[local[1]] = False
         return u
 
@@ -249,14 +244,17 @@ class OkTopk(ErrorFeedback):
         self.net.all_reduce(wishes).wait()
         return [0, *(wishes // num_ranks).tolist(), n]
 
-    def split_and_reduce(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def split_and_reduce(
+        self, values: Tensor, indices: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sends every rank what lies in its region; sums what lies in this rank's.
 
         Rank i sends to i + 1, i + 2, ..., so that none is overrun.  While a bucket of messages is
         under way, the one before it is reduced.
 
         Returns:
-            The region, and where in it there may be something else than zero.
+            The region, where in it there may be something else than zero, and what was rounded
+            off the values.
         """
         net = self.net
         start, stop = self.boundaries[net.rank : net.rank + 2]
@@ -271,7 +269,7 @@ class OkTopk(ErrorFeedback):
         def reduce(distances: Sequence[int]) -> None:
             for distance in distances:
                 source = (net.rank - distance) % net.world_size
-                theirs, places = self.recv(source, SPLIT)
+                theirs, places = self.recv(source, SPLIT, self.wire_dtype)
                 touched.append(places.sub_(start))
                 region[places] += theirs  # no place comes twice in one message
 
@@ -280,20 +278,29 @@ class OkTopk(ErrorFeedback):
             before, bucket = bucket, range(first, min(first + BUCKET_SIZE, net.world_size))
             for distance in bucket:
                 rank = (net.rank + distance) % net.world_size
-                self.send(*parts[rank], rank, SPLIT)
+                self.send(*parts[rank], rank, SPLIT, self.wire_dtype)
             reduce(before)
         reduce(bucket)
-        return region, torch.cat(touched)
+        errors = [self.rounded_off(part) for part, _ in parts]
+        if errors[net.rank] is not None:
+            errors[net.rank] = torch.zeros_like(mine)  # which was not sent
+        return region, torch.cat(touched), _joined_if_any(errors)
 
-    def balance_and_allgatherv(self, region: Tensor, is_exact: bool) -> Selected:
-        """The global top-k, from all regions."""
+    def balance_and_allgatherv(
+        self, region: Tensor, is_exact: bool
+    ) -> tuple[Selected, Tensor, Tensor | None]:
+        """The global top-k, from all regions.
+
+        Returns:
+            It, the indices of those that this rank has gathered, and what was rounded off these.
+        """
         (values, indices), sizes = self.select_global(region, is_exact)
-        self.keep_rounding(values, indices)
         if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
             values, indices = self.balance(values, indices, sizes)
             self.num_balanced += 1
-        gathered = self.allgatherv(self.pack(values, indices))
-        return joined([self.unpack(message) for message in gathered])
+        gathered = self.allgatherv(sparse.pack(values, indices, self.wire_dtype))
+        u = joined([self.unpack(message, self.wire_dtype) for message in gathered])
+        return u, indices, self.rounded_off(values)
 
     def balance(self, values: Tensor, indices: Tensor, sizes: Sequence[int]) -> Selected:
         """Spreads the entries evenly, in their order: all know who has to send what to whom."""
@@ -323,25 +330,26 @@ class OkTopk(ErrorFeedback):
 
     # ---- the residual ----
 
-    def keep_rounding(self, sums: Tensor, indices: Tensor) -> None:
-        """What the wire cannot hold of the sums stays with the rank that made them."""
-        self.rounding = (indices, sums - sums.to(self.wire).to(sums.dtype))
+    def rounded_off(self, values: Tensor) -> Tensor | None:
+        """What a message of these values cannot hold; None if it holds them all."""
+        if self.wire_dtype == "float32":
+            return None
+        return values - rounding.rounded(values, self.wire_dtype)
 
-    def update_residual(self, global_indices: Tensor) -> None:
+    def update_residual(
+        self, local_indices: Tensor, global_indices: Tensor, rounded_off: Tensor | None
+    ) -> None:
         """Clears the residual at the local indices that are among the global ones.
 
-        What was sent to another rank's region keeps what the wire has rounded off.
+        What was rounded off there stays.
         """
-        if self.wire == self.residual.dtype:  # no place comes twice; the host waits for no length
+        if rounded_off is None:  # no place comes twice; the host waits for no length
             left = self.residual[global_indices]
             self.residual[global_indices] = left.masked_fill_(self.marks[global_indices], 0)
             return
-        applied = global_indices[self.marks[global_indices]]
-        start, stop = self.boundaries[self.net.rank : self.net.rank + 2]
-        self.take_out(self.residual[applied], applied)
-        self.residual[applied[(applied >= start) & (applied < stop)]] = 0
-        places, rounding = self.rounding
-        self.residual[places] += rounding
+        applied = torch.isin(local_indices, global_indices, assume_unique=True)
+        left = self.residual[local_indices]
+        self.residual[local_indices] = torch.where(applied, rounded_off, left)
 
     # ---- state ----
 
@@ -361,3 +369,8 @@ class OkTopk(ErrorFeedback):
     def metrics(self) -> dict[str, float]:
         n = max(1, len(self.residual))
         return super().metrics() | {"local_density": self.num_selected / n}
+
+
+def _joined_if_any(parts: Sequence[Tensor | None]) -> Tensor | None:
+    found = [part for part in parts if part is not None]
+    return torch.cat(found) if found else None

@@ -39,7 +39,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of
-from lightning_dsgd.primitives import nodes, quantised, topology
+from lightning_dsgd.primitives import nodes, rounding, topology
 from lightning_dsgd.transport import Receipt, Transport
 
 _WEIGHT, _WEIGHTS = 0, 1  # tags: w, an empty one says that its sender has stopped; x
@@ -80,7 +80,7 @@ class SGP(Algorithm):
         doc=f"the graph: {', '.join(topology.GRAPHS)}",
     )
     node_size: int | None = nodes.node_size()
-    wire_dtype: str = quantised.wire_dtype("stays with the rank that sends")
+    wire_dtype: str = rounding.wire_dtype("stays with the rank that sends")
 
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
@@ -209,7 +209,7 @@ class _Pusher:
         going = [peer for peer in receivers if not self._has_stopped(peer)]
         if going:
             share = x * p
-            message = quantised.encode(share, a.wire_dtype)
+            message = rounding.encode(share, a.wire_dtype)
             weight = torch.tensor([w * p], dtype=torch.float64)
             for peer in going:
                 self.net.send(message, peer, _WEIGHTS, copy=False)
@@ -218,7 +218,7 @@ class _Pusher:
             x *= kept
             w *= kept
             if message is not share:  # what is rounded off stays here
-                x.add_(share - quantised.decode(message, like=share), alpha=len(going))
+                x.add_(share - rounding.decode(message, like=share), alpha=len(going))
         self.expected.extend((step, peer) for peer in self._ranks(topology.in_peers(*arguments)))
         return w + self._take(x, step)
 
@@ -247,8 +247,8 @@ class _Pusher:
             self.stopped.add(peer)
             return 0.0
         del self.next_weight[peer]
-        like = quantised.encode(x[:0], self.algorithm.wire_dtype)
-        x += quantised.decode(self.net.recv(like, peer, _WEIGHTS).wait(), like=x)
+        like = rounding.encode(x[:0], self.algorithm.wire_dtype)
+        x += rounding.decode(self.net.recv(like, peer, _WEIGHTS).wait(), like=x)
         return float(weight)
 
     def _receipt(self, peer: int) -> Receipt:

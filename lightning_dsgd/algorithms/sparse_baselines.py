@@ -65,9 +65,9 @@ class TopkAllgather(ErrorFeedback):
     def sparse_allreduce(self, g: Tensor) -> Selected:
         self.accumulate(g)
         values, indices = self.local_topk()
-        self.take_out(values, indices)
+        self.take_out(indices)
         total = g if g.dtype == values.dtype else torch.zeros_like(self.residual)
-        for message in self.allgatherv(self.pack(values, indices)):
+        for message in self.allgatherv(sparse.pack(values, indices)):
             theirs, places = self.unpack(message)
             total[places] += theirs
         return sparse.select(total, total.new_zeros(()))
@@ -126,7 +126,7 @@ class TopkDSA(ErrorFeedback):
         net = self.net
         self.accumulate(g)
         selected = self.local_topk()
-        self.take_out(*selected)
+        self.take_out(selected[1])
         bounds = evenly(len(g), net.world_size)
         start, stop = bounds[net.rank : net.rank + 2]
         parts = split(selected, bounds)
@@ -139,7 +139,7 @@ class TopkDSA(ErrorFeedback):
             theirs, places = self.recv((net.rank - distance) % net.world_size, SPLIT)
             region[places - start] += theirs
         values, places = sparse.select(region, region.new_zeros(()))
-        message = self.pack(values, places + start)
+        message = sparse.pack(values, places + start)
         if len(message) >= region.nbytes:
             message = region.view(torch.uint8)
         messages = self.allgatherv(message)
@@ -179,7 +179,7 @@ class GTopk(ErrorFeedback):
         rank, world_size = self.net.rank, self.net.world_size
         self.accumulate(g)
         selected = self.local_topk()
-        self.take_out(*selected)
+        self.take_out(selected[1])
         distances = [1 << i for i in range((world_size - 1).bit_length())]
         for distance in distances:
             if rank % (2 * distance) == distance:

@@ -58,7 +58,7 @@ from lightning_dsgd import devices
 from lightning_dsgd.agreement import average, largest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
-from lightning_dsgd.primitives import nodes, quantised, topology
+from lightning_dsgd.primitives import nodes, quantised, rounding, topology
 from lightning_dsgd.primitives.published import Contributed
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding, exact
 from lightning_dsgd.transport import Transport
@@ -123,7 +123,7 @@ class WAGMA(Algorithm):
         doc="number of steps from one average to the next, in groups or global; `sync_period` must "
         "be a multiple of it",
     )
-    wire_dtype: str = quantised.wire_dtype("stays in the weights of the rank that has rounded")
+    wire_dtype: str = rounding.wire_dtype("stays in the weights of the rank that has rounded")
     hierarchical: bool = nodes.hierarchical(
         "have each rank average one shard of the weights with ranks of other nodes; groups are of "
         "nodes"

@@ -57,11 +57,12 @@ GATHER: Final = 3
 class ErrorFeedback(Algorithm):
     """Sends the largest entries of the accumulated gradient; subclasses say how they are summed."""
 
-    density: float = above(
+    density: float | None = above(
         0,
         at_most=1,
-        default=0.01,
-        doc="share of the gradient entries that is selected in an exchange, k / n",
+        default=None,
+        doc="share of the gradient entries that is selected in an exchange, k / n; None means 0.01 "
+        "for each of the `local_steps`, at most 1",
     )
     local_steps: int = at_least(
         1,
@@ -69,6 +70,11 @@ class ErrorFeedback(Algorithm):
         doc="number of steps from one exchange to the next; with more than 1, what these steps "
         "have changed in the weights takes the place of the gradient",
     )
+
+    @property
+    def share(self) -> float:
+        """The density, as it was set or follows from the local steps."""
+        return min(1.0, 0.01 * self.local_steps) if self.density is None else self.density
 
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
@@ -90,9 +96,8 @@ class ErrorFeedback(Algorithm):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.residual = torch.zeros_like(x, dtype=wide)
         sparse.prepare(self.residual, net.world_size, is_told=net.rank == 0)
-        self.wire = wide
         self.bytes = x.new_empty(0, dtype=torch.uint8)  # what messages are received like
-        self.k = max(1, round(self.density * len(x)))
+        self.k = max(1, round(self.share * len(x)))
         self.step = 0
         self.round = 0  # in which this rank took part, with or without a gradient
         self.num_applied = 0
@@ -231,23 +236,22 @@ class ErrorFeedback(Algorithm):
         keep = sparse.places(sparse.largest(values, k), k)
         return values[keep], indices[keep]
 
-    def take_out(self, values: Tensor, indices: Tensor) -> None:
-        """Takes what was sent out of the residual; what the wire cannot hold of it stays."""
-        self.residual[indices] = values - values.to(self.wire).to(values.dtype)
+    def take_out(self, indices: Tensor) -> None:
+        """Takes what was sent out of the residual."""
+        self.residual[indices] = 0
 
     # ---- the wire ----
 
-    def pack(self, values: Tensor, indices: Tensor) -> Tensor:
-        return sparse.pack(values, indices, self.wire)
+    def unpack(self, message: Tensor, wire_dtype: str = "float32") -> Selected:
+        return sparse.unpack(message, self.residual.dtype, wire_dtype)
 
-    def unpack(self, message: Tensor) -> Selected:
-        return sparse.unpack(message, self.wire, self.residual.dtype)
+    def send(
+        self, values: Tensor, indices: Tensor, rank: int, tag: int, wire_dtype: str = "float32"
+    ) -> None:
+        self.net.send(sparse.pack(values, indices, wire_dtype), rank, tag)
 
-    def send(self, values: Tensor, indices: Tensor, rank: int, tag: int) -> None:
-        self.net.send(self.pack(values, indices), rank, tag)
-
-    def recv(self, rank: int, tag: int) -> Selected:
-        return self.unpack(self.net.recv(self.bytes, rank, tag).wait())
+    def recv(self, rank: int, tag: int, wire_dtype: str = "float32") -> Selected:
+        return self.unpack(self.net.recv(self.bytes, rank, tag).wait(), wire_dtype)
 
     def allgatherv(self, message: Tensor) -> list[Tensor]:
         """Every rank's message, in the order of the ranks.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.devices import StreamLock
-from lightning_dsgd.primitives import quantised
+from lightning_dsgd.primitives import rounding
 
 
 class Published:
@@ -58,8 +58,8 @@ class Published:
         Both go as far as the message says: what is rounded off neither of them goes.
         """
         with self._lock:
-            message = quantised.encode((self._y - theirs).mul_(0.5), wire_dtype)
-            d = quantised.decode(message, like=self._y)
+            message = rounding.encode((self._y - theirs).mul_(0.5), wire_dtype)
+            d = rounding.decode(message, like=self._y)
             self._y -= d
             self._c -= d
             self._is_corrected = True

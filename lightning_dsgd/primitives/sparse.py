@@ -26,7 +26,9 @@ evenly at random:
     bytes         5.00    5.01    5.09    6.00    6.00     8.00
     at most       5.04    5.20    5.40    6.04    6.31     8.00
 
-and 24 bytes a message.  Indices are integers of 64 bits until then: no length is too large.
+and 24 bytes a message.  Rounded values (`rounding`) take 2, 2.97 and 3.47 bytes less: at a
+density of 1% 2.12 bytes with "int8" and 1.62 with "int4".  Messages of these hold whole blocks.
+Indices are integers of 64 bits until then: no length is too large.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dsgd import devices
+from lightning_dsgd.primitives import rounding
 from lightning_dsgd.primitives.sparse_choice import Choice, Form
 
 _PIECE: Final = 1 << 17
@@ -227,7 +230,7 @@ def count_each(digits: Tensor, num: int) -> Tensor:
 # ---- the wire ----
 
 
-def pack(values: Tensor, indices: Tensor, wire_dtype: torch.dtype) -> Tensor:
+def pack(values: Tensor, indices: Tensor, wire_dtype: str = "float32") -> Tensor:
     """One message, of bytes, from values and their ascending indices."""
     count = len(values)
     if not count:
@@ -249,17 +252,21 @@ def pack(values: Tensor, indices: Tensor, wire_dtype: torch.dtype) -> Tensor:
         code = distances
     header = devices.integers((count, first, width), values.device)
     # A distance of more than half the range turns negative, and back in `unpack`.
-    parts = (header, values.to(wire_dtype), code.to(_WIDTHS[width]))
+    parts = (header, rounding.encode(values, wire_dtype), code.to(_WIDTHS[width]))
     return torch.cat([part.view(torch.uint8) for part in parts])
 
 
-def unpack(message: Tensor, wire_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def unpack(
+    message: Tensor, dtype: torch.dtype, wire_dtype: str = "float32"
+) -> tuple[Tensor, Tensor]:
     """Values, in `dtype`, and indices: what `pack` was given, but for the rounding to the wire."""
     if not len(message):
         return message.to(dtype), message.to(torch.int64)
     count, first, width = message[:HEADER_BYTES].view(torch.int64).tolist()
-    middle = HEADER_BYTES + count * wire_dtype.itemsize
-    values = message[HEADER_BYTES:middle].view(wire_dtype).to(dtype)
+    middle = HEADER_BYTES + rounding.num_bytes(count, wire_dtype, dtype)
+    travelled = rounding.encode(message.new_empty(0, dtype=dtype), wire_dtype).dtype
+    like = message.new_empty(count, dtype=dtype)
+    values = rounding.decode(message[HEADER_BYTES:middle].view(travelled), like)
     limit = _limit(width)
     code = message[middle:].clone().view(_WIDTHS[width]).to(torch.int64).bitwise_and_(limit)
     indices = torch.empty(count, dtype=torch.int64, device=message.device)

@@ -312,11 +312,11 @@ def _selection(device: torch.device) -> Found:
     x, y = (torch.randn(n, generator=source).to(device) for _ in range(2))
     threshold, residual = sparse.kth_magnitude(x, k), x.clone()
     values, indices = sparse.select(x, threshold)
-    message = sparse.pack(values, indices, torch.float32)
+    message = sparse.pack(values, indices)
     none = torch.zeros_like(x)
 
     def unpack_and_add() -> None:
-        theirs, places = sparse.unpack(message, torch.float32, torch.float32)
+        theirs, places = sparse.unpack(message, torch.float32)
         y.index_add_(0, places.long(), theirs)
 
     def accumulate() -> None:

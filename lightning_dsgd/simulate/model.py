@@ -34,7 +34,7 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
-from lightning_dsgd.primitives import quantised
+from lightning_dsgd.primitives import rounding
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.primitives.sparse import HEADER_BYTES
@@ -246,12 +246,13 @@ def stand_in(algorithm: Algorithm, world_size: int, num_params: int) -> int:
     With a sparse algorithm, some are selected in each rank's region; rounded sums need a whole
     block for each rank.
     """
-    least = LEAST_ELEMENTS
+    least, per_region = LEAST_ELEMENTS, PER_REGION
     if getattr(algorithm, "wire_dtype", "float32") in ("int8", "int4"):
+        per_region = 8 * rounding.BLOCK  # the last of these is filled up
         num_fragments = algorithm.num_fragments if isinstance(algorithm, PeriodicAverage) else 1
-        least = max(least, quantised.BLOCK * num_fragments * world_size)
+        least = max(least, rounding.BLOCK * num_fragments * world_size)
     if isinstance(algorithm, ErrorFeedback):
-        per_rank = math.ceil(PER_REGION / algorithm.density)
+        per_rank = math.ceil(per_region / algorithm.share)
         least = max(LEAST_SPARSE_ELEMENTS, per_rank * world_size)
     return min(num_params, world_size * math.ceil(least / world_size))
 
@@ -288,6 +289,6 @@ def selection_s(algorithm: Algorithm, machine: Machine, world_size: int) -> floa
     if isinstance(algorithm, GaussianTopk):
         return 2 * n * by_threshold  # one pass for the mean and the deviation, one to select
     if isinstance(algorithm, GTopk):
-        merged = 2 * algorithm.density * n * math.ceil(math.log2(world_size))
+        merged = 2 * algorithm.share * n * math.ceil(math.log2(world_size))
         return exact * (n + merged)
     return n * exact

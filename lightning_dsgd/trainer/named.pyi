@@ -588,7 +588,8 @@ class OkTopkStrategy(DecentralizedStrategy):
     / P to |g| for the region, and 1 byte per element.
 
     Args:
-        density: share of the gradient entries that is selected in an exchange, k / n
+        density: share of the gradient entries that is selected in an exchange, k / n; None means
+            0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
         threshold_period: number of exchanges from one exact threshold to the next
@@ -596,9 +597,8 @@ class OkTopkStrategy(DecentralizedStrategy):
         balance_ratio: entries are spread evenly over the ranks before the all-gather if one rank
             has more than this many times the mean
         warmup_steps: number of steps at the start whose exchanges are dense
-        wire_dtype: data type of the values that are sent; "float32" sends them unchanged (as
-            float64 if the weights are), "bfloat16" rounded, with the rounding error kept in the
-            residual
+        wire_dtype: data type of what is sent; "float32" does not round, "int8" and "int4" send a
+            byte and half a byte per value; what is rounded off stays in the residual
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -625,7 +625,7 @@ class OkTopkStrategy(DecentralizedStrategy):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: float | None = None,
         local_steps: int = 1,
         threshold_period: int = 32,
         repartition_period: int = 64,
@@ -652,7 +652,8 @@ class TopkAllgatherStrategy(DecentralizedStrategy):
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |g|.
 
     Args:
-        density: share of the gradient entries that is selected in an exchange, k / n
+        density: share of the gradient entries that is selected in an exchange, k / n; None means
+            0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
@@ -681,7 +682,7 @@ class TopkAllgatherStrategy(DecentralizedStrategy):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: float | None = None,
         local_steps: int = 1,
         *,
         transport: str = "auto",
@@ -706,7 +707,8 @@ class TopkDSAStrategy(DecentralizedStrategy):
     |g| / P for the region.
 
     Args:
-        density: share of the gradient entries that is selected in an exchange, k / n
+        density: share of the gradient entries that is selected in an exchange, k / n; None means
+            0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
@@ -735,7 +737,7 @@ class TopkDSAStrategy(DecentralizedStrategy):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: float | None = None,
         local_steps: int = 1,
         *,
         transport: str = "auto",
@@ -761,7 +763,8 @@ class GTopkStrategy(DecentralizedStrategy):
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |g|.
 
     Args:
-        density: share of the gradient entries that is selected in an exchange, k / n
+        density: share of the gradient entries that is selected in an exchange, k / n; None means
+            0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
@@ -790,7 +793,7 @@ class GTopkStrategy(DecentralizedStrategy):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: float | None = None,
         local_steps: int = 1,
         *,
         transport: str = "auto",
@@ -816,7 +819,8 @@ class GaussianTopkStrategy(DecentralizedStrategy):
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |g|.
 
     Args:
-        density: share of the gradient entries that is selected in an exchange, k / n
+        density: share of the gradient entries that is selected in an exchange, k / n; None means
+            0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
@@ -845,7 +849,7 @@ class GaussianTopkStrategy(DecentralizedStrategy):
 
     def __init__(
         self,
-        density: float = 0.01,
+        density: float | None = None,
         local_steps: int = 1,
         *,
         transport: str = "auto",

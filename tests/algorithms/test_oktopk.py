@@ -39,12 +39,21 @@ ALL: dict[str, Callable[..., ErrorFeedback]] = {
     "oktopk_bfloat16": partial(
         OkTopk, threshold_period=4, repartition_period=8, wire_dtype="bfloat16"
     ),
+    "oktopk_int8": partial(OkTopk, threshold_period=4, repartition_period=8, wire_dtype="int8"),
+    "oktopk_int4_balanced": partial(
+        OkTopk, threshold_period=4, repartition_period=8, wire_dtype="int4", balance_ratio=1.0
+    ),
     "topk_allgather": TopkAllgather,
     "topk_dsa": TopkDSA,
     "gtopk": GTopk,
     "gaussian_topk": GaussianTopk,
 }
 EVERY = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+
+
+def rounds(make: Callable[..., ErrorFeedback]) -> bool:
+    return isinstance(make, partial) and "wire_dtype" in make.keywords
+
 
 Gradient = Callable[[int, int, int, int], Tensor]
 """Of rank, step, n and P."""
@@ -235,7 +244,7 @@ def test_zero_gradients_send_what_is_left_and_then_nothing(
     assert not any(g.any() for g in given[:3])
     assert given[3].any()
     for rank in ranks:
-        if make is not ALL["oktopk_bfloat16"]:
+        if not rounds(make):
             assert not given[-1].any()
             assert not rank["left"][-1].any()
 
@@ -320,8 +329,11 @@ def test_an_overflow_is_left_to_be_skipped_by_all(make: Callable[..., ErrorFeedb
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"density": 0.0}, "density must be a number above 0 and at most 1, got density=0.0"),
-        ({"density": 1.5}, "got density=1.5; try density=0.01"),
+        (
+            {"density": 0.0},
+            "density must be None or a number above 0 and at most 1, got density=0.0",
+        ),
+        ({"density": 1.5}, "got density=1.5; try density=None"),
         ({"threshold_period": 0}, "threshold_period must be a whole number of at least 1"),
         ({"repartition_period": 2.5}, "got repartition_period=2.5; try repartition_period=64"),
         ({"warmup_steps": -1}, "got warmup_steps=-1"),
@@ -329,7 +341,7 @@ def test_an_overflow_is_left_to_be_skipped_by_all(make: Callable[..., ErrorFeedb
             {"balance_ratio": 0.5},
             "balance_ratio must be a number of at least 1, got",
         ),
-        ({"wire_dtype": "int8"}, 'must be "float32" or "bfloat16", got wire_dtype=\'int8\''),
+        ({"wire_dtype": "int2"}, 'must be "float32", "bfloat16", "int8" or "int4", got wire_dtype'),
     ],
 )
 def test_hyperparameters_are_checked_before_the_first_message(
@@ -450,12 +462,13 @@ def test_a_gaussian_threshold_lets_through_more_than_3k_4(world_size: int) -> No
         assert rank["bytes"][0] > 0.75 * 4.9 * k * (world_size - 1)
 
 
-def test_bfloat16_values_take_two_bytes_less() -> None:
-    full, half = (
-        sum(r["bytes"][1] for r in simulate(4, make, normal, NUM, 2))
-        for make in (OkTopk, partial(OkTopk, wire_dtype="bfloat16"))
+def test_rounded_values_take_fewer_bytes() -> None:
+    full, *rounded = (
+        sum(r["bytes"][1] for r in simulate(4, partial(OkTopk, wire_dtype=wire), normal, NUM, 2))
+        for wire in ("float32", "bfloat16", "int8", "int4")
     )
-    assert half / full == pytest.approx(3.09 / 5.09, rel=0.03)
+    for sent, entry in zip(rounded, (3.09, 2.12, 1.62), strict=True):
+        assert entry <= 5.09 * sent / full <= 1.1 * entry  # blocks are filled up
 
 
 # ---- local steps ----
@@ -562,7 +575,7 @@ def test_local_steps_with_exact_thresholds_equal_the_dense_computation() -> None
 
 @EVERY
 def test_local_steps_with_all_entries_are_local_sgd(make: Callable[..., ErrorFeedback]) -> None:
-    if make is ALL["oktopk_bfloat16"]:
+    if rounds(make):
         make = OkTopk  # whose rounding stays in the residual
     local = partial(make, density=1.0, local_steps=4)
     for counts in ([10, 10, 10], [10, 3, 5]):

@@ -6,6 +6,7 @@ nothing has ordered.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -108,11 +109,13 @@ OKTOPK_EXACT = {
 """Where a threshold is made anew as well."""
 
 
-def waits_of(net: Any, fake: FakeDevice, name: str) -> list[Counter[tuple[str, str]]]:
+def waits_of(
+    net: Any, fake: FakeDevice, name: str, **options: Any
+) -> list[Counter[tuple[str, str]]]:
     """What the host waits for in each step, and how often."""
     x, goal = start_at(net.rank, 0.0).to(fake.device), target(net.rank).to(fake.device)
-    algorithm, found = TABLE[name].make(), []
-    algorithm.start(net.sub(name), x)
+    algorithm, found = dataclasses.replace(TABLE[name].make(), **options), []
+    algorithm.start(net.sub(f"{name} {options}"), x)
     for _ in range(STEPS):
         g = x - goal
         fake.syncs.clear()
@@ -127,7 +130,9 @@ def waits_of(net: Any, fake: FakeDevice, name: str) -> list[Counter[tuple[str, s
 
 
 def waits_of_each(net: Any, fake: FakeDevice) -> dict[str, list[Counter[tuple[str, str]]]]:
-    return {name: waits_of(net, fake, name) for name in (*WITHOUT_WAITS, "oktopk")}
+    found = {name: waits_of(net, fake, name) for name in (*WITHOUT_WAITS, "oktopk")}
+    assert waits_of(net, fake, "oktopk", wire_dtype="int8") == found["oktopk"]
+    return found
 
 
 def test_the_host_waits_for_the_device_where_it_is_said() -> None:

@@ -20,7 +20,7 @@ from lightning_dsgd import cli
             "--algorithms wagma:group_size=8 --ranks 4",
             "group_size must be at least 1 and no larger",
         ),
-        ("--algorithms oktopk:density=2", "density must be a number above 0"),
+        ("--algorithms oktopk:density=2", "density must be None or a number above 0"),
         ("--ranks 0", "the number of ranks and of steps must be at least 1"),
         ("--steps 0", "the number of ranks and of steps must be at least 1"),
         ("--ranks four", "invalid literal"),
