@@ -8,6 +8,9 @@ to zero.  Every algorithm tries the learning rates of its task with the first se
 run at the one with the lowest loss.  The loss is that of the consensus on the validation split, of
 the digits the accuracy too; the bytes are the mean over the ranks.
 
+`powersgd:rank=4` is PowerSGD (Vogels et al. 2019, https://arxiv.org/abs/1905.13727), which sums two
+factors of low rank in place of each matrix of gradients; one-dimensional parameters are summed.
+
 Each run is written to the file at once, and a run that is there already is not made again: the
 command can be interrupted, and given a part of the algorithms.  At the end the mean loss of the
 seeds is drawn against the bytes, beside the file.
@@ -20,15 +23,17 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from matplotlib import pyplot as plt
 from torch import Tensor, nn
 
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.hyperparameters import at_least, parse
 from lightning_dsgd.replica import flat
 from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
@@ -39,12 +44,17 @@ WARMUP_STEPS = 40
 STRATEGIES = [
     "allreduce",
     "local_sgd:sync_period=4",
+    "powersgd:rank=4",
+    "powersgd:rank=1",
     "topk_allgather:density=0.01",
     "oktopk:density=0.01",
     "topk_allgather:local_steps=4:density=0.04",
     "oktopk:local_steps=4:density=0.04",
     "oktopk:local_steps=4:density=0.125",
     "oktopk:local_steps=4:density=0.2:wire_dtype=bfloat16",
+    "oktopk:local_steps=4:density=0.4:wire_dtype=int4",
+    "oktopk:local_steps=4:density=0.1:wire_dtype=int4",
+    "oktopk:local_steps=2:density=0.2:wire_dtype=int4",
 ]
 
 
@@ -103,6 +113,64 @@ def language() -> Task:
 TASKS = {"language": language, "digits": digits}
 
 
+@dataclass
+class PowerSGD(Algorithm):
+    """Algorithms 1 and 2 of the paper, on gradients; the residual is what no factor holds."""
+
+    name: ClassVar[str] = "powersgd"
+    uses_gradient: ClassVar[bool] = True
+    rank: int = at_least(1, default=4, doc="number of columns of each factor")
+    parameters: list[Tensor] = field(default_factory=list)
+
+    def start(self, net: Any, x: Tensor, conditions: Conditions = PLAIN) -> None:
+        super().start(net, x, conditions)
+        self.residual = torch.zeros_like(x)
+        self.places = [(p.data_ptr() - x.data_ptr()) // x.itemsize for p in self.parameters]
+        generator = torch.Generator().manual_seed(0)
+        self.q = [
+            torch.randn(m[0].numel(), self.rank, generator=generator) for m in self.parts(x)[0]
+        ]
+
+    def parts(self, g: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The matrices of g, and its vectors."""
+        pairs = zip(self.places, self.parameters, strict=True)
+        parts = [g[at : at + p.numel()].view_as(p) for at, p in pairs]
+        matrices = [part.view(len(part), -1) for part in parts if part.dim() > 1]
+        return matrices, [part for part in parts if part.dim() == 1]
+
+    def before_update(self, x: Tensor, g: Tensor) -> None:
+        g += self.residual
+        self.residual.copy_(g)
+        matrices, vectors = self.parts(g)
+        self.average(vectors)
+        p = [m @ q for m, q in zip(matrices, self.q, strict=True)]
+        self.average(p)
+        p = [torch.linalg.qr(each).Q for each in p]
+        self.q = [m.T @ each for m, each in zip(matrices, p, strict=True)]
+        self.average(self.q)
+        for m, left, right in zip(matrices, p, self.q, strict=True):
+            torch.mm(left, right.T, out=m)
+        self.residual -= g
+        for vector in self.parts(self.residual)[1]:
+            vector.zero_()
+
+    def average(self, tensors: list[Tensor]) -> None:
+        """In one sum."""
+        flat = torch.cat([each.reshape(-1) for each in tensors])
+        self.net.all_reduce(flat).wait()
+        flat /= self.net.world_size
+        for each, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            each.copy_(mean.view_as(each))
+
+
+def make(spec: str, model: nn.Module) -> Algorithm:
+    """The algorithm of a strategy, or PowerSGD."""
+    name, options = parse(spec)
+    if name == PowerSGD.name:
+        return PowerSGD(**options, parameters=[p.detach() for p in model.parameters()])
+    return make_algorithm(spec)
+
+
 def learning_rate(step: int, num_steps: int) -> float:
     """Of the peak."""
     if step < WARMUP_STEPS:
@@ -116,7 +184,7 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
         torch.manual_seed(seed)
         model, optimizer = task.make()
     [weights] = flat.flatten(model.named_parameters())
-    algorithm = make_algorithm(spec)
+    algorithm = make(spec, model)
     algorithm.start(net, weights.x)
     before = net.counters.bytes_sent
     generator = torch.Generator().manual_seed(1000 * seed + net.rank)
