@@ -1,6 +1,7 @@
 """How much of what the ranks learn reaches the consensus, and what that is worth.
 
     python benchmarks/updates_kept.py
+    python benchmarks/updates_kept.py --rules eager_sgd    # that alone; the file keeps the others
 
 A residual network with BatchNorm on scikit-learn's digits: 8 ranks of the simulated world, groups
 of 4, a global average every 10 steps, 100 steps of 1 s, a cosine schedule; 720 images that are not
@@ -12,7 +13,8 @@ trained on.  Each row is a rule, each situation a way to be late:
     slow link  an all-reduce takes as long as three steps
 
 kept       the consensus' way, projected on the sum of all ranks' updates over P, and divided by it;
-           1: no update is lost
+           1: no update is lost.  Of `eager_sgd`, the share of gradients that are in a sum, mean
+           over the ranks
 accuracy   of the consensus at the end, in points from all-reduce's with the same seed
 seconds    of virtual time
 """
@@ -20,6 +22,7 @@ seconds    of virtual time
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 from pathlib import Path
@@ -31,22 +34,35 @@ from torch import Tensor, nn
 
 from lightning_dsgd.agreement import average
 from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.algorithms.adpsgd import ADPSGD
 from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms.dpsgd import DPSGD
+from lightning_dsgd.algorithms.eager_sgd import EagerSGD
+from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.popsgd import PopSGD
+from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.replica import flat
 from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.networks import build
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
-RANKS, SIZE, BATCH, HELD_OUT = 8, 4, 16, 720
+RANKS, SIZE, PERIOD, BATCH, HELD_OUT = 8, 4, 10, 16, 720
 RULES: dict[str, Any] = {
     "allreduce": AllReduce,
-    "wagma:rule=paper": lambda: WAGMA(SIZE, rule="paper"),
-    "wagma": lambda: WAGMA(SIZE),
-    "wagma:grace_s=0": lambda: WAGMA(SIZE, grace_s=0.0),
-    "wagma:overlap=true": lambda: WAGMA(SIZE, overlap=True),
+    "wagma:rule=paper": lambda: WAGMA(SIZE, PERIOD, rule="paper"),
+    "wagma": lambda: WAGMA(SIZE, PERIOD),
+    "wagma:grace_s=0": lambda: WAGMA(SIZE, PERIOD, grace_s=0.0),
+    "wagma:overlap=true": lambda: WAGMA(SIZE, PERIOD, overlap=True),
     "local_sgd": LocalSGD,
+    "eager_sgd": EagerSGD,
+    "hpsgd": HPSGD,
+    "adpsgd": ADPSGD,
+    "popsgd": PopSGD,
+    "sgp": SGP,
+    "sgp:overlap=1": lambda: SGP(overlap=1),
+    "dpsgd": DPSGD,
 }
 SITUATIONS = ("random", "one slow", "heavy", "slow link")
 
@@ -111,8 +127,10 @@ def train(net: Any, rule: str, situation: str, seed: int, num_steps: int, lr: fl
             average(net, tensor.view(-1))
         model.eval()
         hits = model(images[:HELD_OUT]).argmax(1) == labels[:HELD_OUT]
-    kept = torch.dot(x - begin, updates) / torch.dot(updates, updates)
-    return float(kept), 100 * float(hits.float().mean()), seconds
+    kept = float(torch.dot(x - begin, updates) / torch.dot(updates, updates))
+    if isinstance(algorithm, EagerSGD):  # whose ranks all make the updates of the sums
+        kept = algorithm.metrics()["updates_kept"]
+    return kept, 100 * float(hits.float().mean()), seconds
 
 
 def measure(rule: str, situation: str, seed: int, num_steps: int, lr: float) -> dict[str, float]:
@@ -122,22 +140,31 @@ def measure(rule: str, situation: str, seed: int, num_steps: int, lr: float) -> 
     bandwidth = 2 * num_bytes * (RANKS - 1) / RANKS / allreduce_s
     world = SimulatedWorld(RANKS, latency_s=1e-3, bandwidth_bytes_s=bandwidth)
     ranks = world.run(train, rule, situation, seed, num_steps, lr)
-    kept, accuracy, _ = ranks[0]
-    return {"kept": kept, "accuracy": accuracy, "seconds": max(s for _, _, s in ranks)}
+    kept = statistics.mean(kept for kept, _, _ in ranks)
+    return {"kept": kept, "accuracy": ranks[0][1], "seconds": max(s for _, _, s in ranks)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--output", type=Path, default=Path("docs/results/wagma/updates_kept.json"))
     args = parser.parse_args()
+    options = {"steps": args.steps, "lr": args.lr, "ranks": RANKS, "group_size": SIZE}
     samples: dict[str, dict[str, list[dict[str, float]]]] = {}
+    if len(args.rules) < len(RULES) and args.output.exists():
+        before = json.loads(args.output.read_text())
+        if before["options"] != options:
+            parser.error(f"--output has results of {before['options']}, and these are {options}")
+        samples = before["samples"]
+    if "allreduce" not in [*samples, *args.rules]:
+        parser.error(f"--rules must have allreduce, to compare with, got {args.rules}")
     print("| | " + " | ".join(SITUATIONS) + " |\n|---" + "|---" * len(SITUATIONS) + "|")
-    for rule in RULES:
+    for rule in args.rules:
         cells = []
         for situation in SITUATIONS:
             runs = [
@@ -146,7 +173,6 @@ def main() -> None:
             samples.setdefault(rule, {})[situation] = runs
             cells.append(cell(runs, samples["allreduce"][situation]))
         print(f"| `{rule}` | " + " | ".join(cells) + " |", flush=True)
-    options = {"steps": args.steps, "lr": args.lr, "ranks": RANKS, "group_size": SIZE}
     write_result(provenance() | {"options": options, "samples": samples}, args.output)
 
 

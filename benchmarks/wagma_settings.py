@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from updates_kept import HELD_OUT, RANKS, SITUATIONS, SIZE, digits, step_s
+from updates_kept import HELD_OUT, PERIOD, RANKS, SITUATIONS, SIZE, digits, step_s
 
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
@@ -37,18 +37,18 @@ BATCH, HIDDEN, EVERY = 16, 64, 2
 RULES: dict[str, Any] = {
     "allreduce": AllReduce,
     "local_sgd": LocalSGD,
-    "wagma": lambda: WAGMA(SIZE),
-    "wagma:grace_s=0": lambda: WAGMA(SIZE, grace_s=0.0),
-    "wagma:grace_s=0.125": lambda: WAGMA(SIZE, grace_s=0.125),
-    "wagma:grace_s=0.25": lambda: WAGMA(SIZE, grace_s=0.25),
+    "wagma": lambda: WAGMA(SIZE, PERIOD),
+    "wagma:grace_s=0": lambda: WAGMA(SIZE, PERIOD, grace_s=0.0),
+    "wagma:grace_s=0.125": lambda: WAGMA(SIZE, PERIOD, grace_s=0.125),
+    "wagma:grace_s=0.25": lambda: WAGMA(SIZE, PERIOD, grace_s=0.25),
     "wagma:sync_period=5": lambda: WAGMA(SIZE, 5),
     "wagma:sync_period=20": lambda: WAGMA(SIZE, 20),
-    "wagma:group_period=2": lambda: WAGMA(SIZE, group_period=2),
+    "wagma:group_period=2": lambda: WAGMA(SIZE, PERIOD, group_period=2),
     "wagma:group_period=4:sync_period=20": lambda: WAGMA(SIZE, 20, group_period=4),
-    "wagma:overlap=true": lambda: WAGMA(SIZE, overlap=True),
+    "wagma:overlap=true": lambda: WAGMA(SIZE, PERIOD, overlap=True),
     "wagma:overlap=true:sync_period=5": lambda: WAGMA(SIZE, 5, overlap=True),
     "wagma:overlap=true:sync_period=20": lambda: WAGMA(SIZE, 20, overlap=True),
-    "wagma:overlap=true:group_period=2": lambda: WAGMA(SIZE, overlap=True, group_period=2),
+    "wagma:overlap=true:group_period=2": lambda: WAGMA(SIZE, PERIOD, overlap=True, group_period=2),
     "wagma:overlap=true:group_period=4:sync_period=20": lambda: WAGMA(
         SIZE, 20, overlap=True, group_period=4
     ),

@@ -39,7 +39,7 @@ class WAGMAStrategy(DecentralizedStrategy):
 
     Args:
         group_size: number of ranks in a group; None means the power of two nearest to
-            sqrt(world_size), at least 2
+            sqrt(world_size): 2 for 2 to 7 ranks, 4 for 8 to 31
         sync_period: number of steps from one global average to the next
         wait_avoiding: if False, wait for every rank of the group instead of using the weights that
             a late rank published last
@@ -85,7 +85,7 @@ class WAGMAStrategy(DecentralizedStrategy):
     def __init__(
         self,
         group_size: int | None = None,
-        sync_period: int = 10,
+        sync_period: int = 100,
         wait_avoiding: bool = True,
         dynamic_groups: bool = True,
         grace_s: float | None = None,

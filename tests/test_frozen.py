@@ -47,7 +47,7 @@ ALGORITHMS: dict[str, Any] = {
     "sgp": SGP,
     "popsgd": lambda: PopSGD(blocking=True),
     "hpsgd, bounded": lambda: HPSGD(max_local_steps=1),
-    "wagma, synchronous": lambda: WAGMA(wait_avoiding=False),
+    "wagma, synchronous": lambda: WAGMA(wait_avoiding=False, sync_period=10),
     "oktopk": lambda: OkTopk(density=0.05),
     "topk_allgather": lambda: TopkAllgather(density=0.05),
     "topk_dsa": lambda: TopkDSA(density=0.05),

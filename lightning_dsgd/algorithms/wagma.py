@@ -20,9 +20,10 @@ It pulls a late rank back towards its older weights: a quarter of all updates is
 eight ranks are late at random.  The metric `updates_kept` is the share that is not, measured on
 about a thousand entries of the weights whenever there is a consensus.
 
-Also different: any P and S (`topology.groups`), S at least 2 by default; a rank that has run out of
-data continues to contribute its last W'; a round may wait a little for a rank before it contributes
-stale weights (`grace_s`).
+Also different: any P and S (`topology.groups`); tau is 100 by default, and
+not 10, as ranks wait for the slowest at global averages (docs/choosing.md); a rank that has run out
+of data continues to contribute its last W'; a round may wait a little for a rank before it
+contributes stale weights (`grace_s`).
 
 Not in the paper: with `overlap`, no rank waits for its group.  Every rank publishes at each of its
 steps and adds the corrections that have arrived by then, those of a global average at the latest
@@ -87,11 +88,11 @@ class WAGMA(Algorithm):
     group_size: int | None = at_least(
         1,
         default=None,
-        doc="number of ranks in a group; None means the power of two nearest to sqrt(world_size), "
-        "at least 2",
+        doc="number of ranks in a group; None means the power of two nearest to sqrt(world_size): "
+        "2 for 2 to 7 ranks, 4 for 8 to 31",
     )
     sync_period: int = at_least(
-        1, default=10, doc="number of steps from one global average to the next"
+        1, default=100, doc="number of steps from one global average to the next"
     )
     wait_avoiding: bool = setting(
         default=True,
@@ -172,7 +173,7 @@ class WAGMA(Algorithm):
             raise ValueError(
                 f"group_size must be at least 1 and no larger than {of_what}, got "
                 f"group_size={size} with {of_what}={most}; "
-                f"try group_size={_default_group_size(most)}"
+                f"try group_size={topology.near_sqrt(most)}"
             )
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
@@ -183,7 +184,7 @@ class WAGMA(Algorithm):
             self.node = nodes.Node(net, nodes.ranks_per_node(self.node_size, conditions))
             net, x = self.node.across(net), self.node.shard(x)
         self.across = net  # where x is averaged: all of it among all, or a shard between nodes
-        self.size = self.group_size or _default_group_size(net.world_size)
+        self.size = self.group_size or topology.near_sqrt(net.world_size)
         self.step = 0  # of the rank that has made the most, where all stand still
         self.last_global = -1
         self.x = x
@@ -441,7 +442,3 @@ class _ShareKept:
     def _some_of(self, x: Tensor) -> Tensor:
         where = x.device if devices.has_doubles(x.device) else "cpu"
         return x[:: self._every].to(where, torch.float64, copy=True)
-
-
-def _default_group_size(world_size: int) -> int:
-    return min(world_size, max(2, topology.near_sqrt(world_size)))

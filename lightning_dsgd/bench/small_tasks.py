@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -23,11 +24,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_dsgd.tasks.language import CausalLanguageModel
 from lightning_dsgd.tasks.networks import resnet
-from lightning_dsgd.tasks.text import Tokenizer, read_corpus
+from lightning_dsgd.tasks.text import BEGIN, END, NUM_SMALLEST, PAD, Tokenizer, read_corpus
+from lightning_dsgd.tasks.translation import TranslationModel, generated_pairs
 
 BATCH: Final = 16
 HELD_OUT_IMAGES: Final = 720
 SEQ_LEN: Final = 32
+SOURCE_LEN: Final = 8
+TARGET_LEN: Final = 6
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Task:
         optimizer: makes the optimizer of a rank from its weights and the learning rate
         warmup: share of the steps in which the learning rate rises; then it falls as a cosine does
         higher_is_better: True if the quality is an accuracy, False if it is a loss
+        ignored: a target that counts for nothing
     """
 
     make: Callable[[], nn.Module]
@@ -48,16 +53,19 @@ class Task:
     optimizer: Callable[[list[Tensor], float], torch.optim.Optimizer]
     warmup: float = 0.0
     higher_is_better: bool = True
+    ignored: int = -100
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """What is minimised."""
-        return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        return nn.functional.cross_entropy(
+            outputs.flatten(0, -2), targets.flatten(), ignore_index=self.ignored
+        )
 
     def quality(self, outputs: Tensor, targets: Tensor) -> float:
         """What is reported: the share of right answers, or the loss."""
         if not self.higher_is_better:
             return float(self.loss(outputs, targets))
-        return float((outputs.argmax(-1) == targets).float().mean())
+        return float((outputs.argmax(-1) == targets)[targets != self.ignored].float().mean())
 
 
 class Networks:
@@ -127,6 +135,24 @@ def _language_model() -> nn.Module:
     return CausalLanguageModel(seq_len=SEQ_LEN, dim=40, depth=1, num_heads=4)
 
 
+class _Translator(nn.Module):
+    """Of inputs that hold the source, and after it the target up to the word that is wanted."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dropout": 0.0, "label_smoothing": 0.0, "max_len": TARGET_LEN}
+        self.model = TranslationModel(vocab_size, dim=32, depth=1, num_heads=4, **options)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The logits of each next word."""
+        logits: Tensor = self.model(inputs[:, :SOURCE_LEN], inputs[:, SOURCE_LEN:])
+        return logits
+
+
+def _translator() -> nn.Module:
+    return _Translator(_sentences()[1])
+
+
 def _digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
@@ -145,6 +171,34 @@ def _text(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return train[:, :-1], train[:, 1:], held_out[:, :-1], held_out[:, 1:]
 
 
+@cache
+def _sentences() -> tuple[list[tuple[list[int], list[int]]], int]:
+    """Sentences of one clause and their translations in tokens, and the number of tokens."""
+    pairs = [pair for pair in generated_pairs(3000) if " and " not in pair[0]]
+    tokenizer = Tokenizer.of_texts((text for pair in pairs for text in pair), NUM_SMALLEST + 256)
+    encoded = [(tokenizer.encode(ours), tokenizer.encode(theirs)) for ours, theirs in pairs]
+    return encoded, tokenizer.vocab_size
+
+
+def _translations(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A language that does not exist; 256 sentences are held out."""
+    encoded, _ = _sentences()
+
+    def padded(tokens: list[int], length: int) -> list[int]:
+        return tokens + [PAD] * (length - len(tokens))
+
+    inputs = torch.tensor(
+        [
+            padded([*ours, END], SOURCE_LEN) + padded([BEGIN, *theirs], TARGET_LEN)
+            for ours, theirs in encoded
+        ]
+    )
+    targets = torch.tensor([padded([*theirs, END], TARGET_LEN) for _, theirs in encoded])
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
+    held_out, train = order[:256], order[256:]
+    return inputs[train], targets[train], inputs[held_out], targets[held_out]
+
+
 def _sgd(weights: list[Tensor], lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights, lr, momentum=0.9)
 
@@ -157,5 +211,6 @@ TASKS: Final = {
     "digits": Task(_mlp, _digits, _sgd),
     "resnet": Task(_resnet, _digits, _sgd),
     "language": Task(_language_model, _text, _adamw, warmup=0.1, higher_is_better=False),
+    "translation": Task(_translator, _translations, _adamw, warmup=0.1, ignored=PAD),
 }
-"""By name: a two-layer network, a residual network with BatchNorm, a Transformer."""
+"""By name: a two-layer network, a residual network with BatchNorm, two Transformers."""

@@ -62,6 +62,7 @@ DEFAULTS: Final[dict[str, tuple[int, str]]] = {
     "digits": (120, "0.1,0.2,0.4,0.8"),
     "resnet": (100, "0.1,0.2,0.4,0.8"),
     "language": (200, "0.005,0.01,0.02"),
+    "translation": (100, "0.01,0.02,0.04"),
 }
 """By task: the steps, and the grid of learning rates."""
 SHARES: Final = (0.99, 1.0)

@@ -15,9 +15,8 @@ def ring(rank: int, world_size: int) -> list[int]:
 
 
 def near_sqrt(world_size: int) -> int:
-    """The power of two nearest sqrt(P): WAGMA's group size."""
-    exponents = range(world_size.bit_length())
-    return min((1 << e for e in exponents), key=lambda size: abs(size - world_size**0.5))
+    """The power of two nearest sqrt(P) by their ratio, of two the larger: WAGMA's group size."""
+    return 1 << ((2 * world_size).bit_length() - 1) // 2  # rounds log2 of the root
 
 
 def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:

@@ -131,6 +131,27 @@ def test_interrupted_run_continues_with_the_cells_that_are_missing(
     assert (tmp_path / "report" / "t.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
+def test_several_jobs_give_the_same_result(tmp_path: Path) -> None:
+    options = "--strategies allreduce,popsgd --situations random --lrs 0.2 --seeds 2 --steps 6"
+    one = run_bench(target, tmp_path / "one.json", options)
+    two = run_bench(target, tmp_path / "two.json", f"{options} --jobs 2")
+    for key in ("summary", "finals", "curves"):
+        assert one[key] == two[key]
+
+
+def test_what_fills_up_sentences_counts_for_nothing() -> None:
+    task = TASKS["translation"]
+    _, targets, *_ = task.examples(0)
+    is_word = targets[:32] != task.ignored
+    assert not is_word.all()
+    outputs = torch.nn.functional.one_hot(targets[:32], int(targets.max()) + 1).float()
+    assert task.quality(outputs, targets[:32]) == 1.0
+    outputs[~is_word] = torch.randn(outputs.shape[-1])
+    assert task.quality(outputs, targets[:32]) == 1.0
+    assert float(task.loss(1e3 * outputs, targets[:32])) == pytest.approx(0.0, abs=1e-6)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_gradients_of_several_ranks_are_those_of_each_alone(task: str) -> None:
     networks = Networks(TASKS[task], 3)
@@ -171,6 +192,8 @@ def test_an_all_reduce_takes_three_steps_on_a_slow_link() -> None:
         ("--seeds 0", "at least 1"),
         ("--lrs much", "0.1,0.2,0.4"),
         ("--stretch 0.5,2", "--stretch must hold 1"),
+        ("--jobs 0", "--jobs must be at least 1"),
+        ("--jobs 2 --real-ms 200", "1 with --real-ms"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

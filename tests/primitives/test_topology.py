@@ -51,7 +51,7 @@ def test_news_passed_on_to_the_exponential_neighbours_reach_all_in_log_p_hops(
 
 @pytest.mark.parametrize(
     ("world_size", "size"),
-    [(1, 1), (2, 1), (3, 2), (4, 2), (8, 2), (9, 2), (10, 4), (16, 4), (64, 8)],
+    [(1, 1), (2, 2), (3, 2), (4, 2), (7, 2), (8, 4), (16, 4), (31, 4), (32, 8), (64, 8)],
 )
 def test_the_power_of_two_nearest_the_square_root(world_size: int, size: int) -> None:
     assert topology.near_sqrt(world_size) == size

@@ -167,7 +167,7 @@ HYPERPARAMETERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a period of nothing": (
         "wagma",
         {"sync_period": 0},
-        "sync_period must be a whole number of at least 1, got sync_period=0; try sync_period=10",
+        "sync_period must be a whole number of at least 1, got sync_period=0; try sync_period=100",
     ),
     "topology": (
         "dpsgd",
@@ -204,12 +204,12 @@ HYPERPARAMETERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "density": (
         "gtopk",
         {"density": 0.0},
-        "density must be a number above 0 and at most 1, got density=0.0; try density=0.01",
+        "density must be None or a number above 0 and at most 1, got density=0.0; try density=None",
     ),
     "wire_dtype": (
         "oktopk",
-        {"wire_dtype": "int4"},
-        'wire_dtype must be "float32" or "bfloat16", got wire_dtype=\'int4\'; '
+        {"wire_dtype": "int2"},
+        'wire_dtype must be "float32", "bfloat16", "int8" or "int4", got wire_dtype=\'int2\'; '
         "try wire_dtype='float32'",
     ),
     "seed": ("adpsgd", {"seed": "x"}, "seed must be a whole number, got seed='x'; try seed=0"),
