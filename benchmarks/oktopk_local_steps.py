@@ -136,7 +136,7 @@ class PowerSGD(Algorithm):
         pairs = zip(self.places, self.parameters, strict=True)
         parts = [g[at : at + p.numel()].view_as(p) for at, p in pairs]
         matrices = [part.view(len(part), -1) for part in parts if part.dim() > 1]
-        return matrices, [part for part in parts if part.dim() == 1]
+        return matrices, [part.view(-1) for part in parts if part.dim() <= 1]
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         g += self.residual

@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/results/wagma/updates_kept.json"))
     args = parser.parse_args()
     options = {"steps": args.steps, "lr": args.lr, "ranks": RANKS, "group_size": SIZE}
+    options |= {"sync_period": PERIOD, "seeds": args.seeds}
     samples: dict[str, dict[str, list[dict[str, float]]]] = {}
     if len(args.rules) < len(RULES) and args.output.exists():
         before = json.loads(args.output.read_text())
@@ -164,7 +165,7 @@ def main() -> None:
     if "allreduce" not in [*samples, *args.rules]:
         parser.error(f"--rules must have allreduce, to compare with, got {args.rules}")
     print("| | " + " | ".join(SITUATIONS) + " |\n|---" + "|---" * len(SITUATIONS) + "|")
-    for rule in args.rules:
+    for rule in sorted(args.rules, key=list(RULES).index):  # all-reduce is first
         cells = []
         for situation in SITUATIONS:
             runs = [

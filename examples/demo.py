@@ -4,8 +4,8 @@
 
 Four ranks on this machine classify handwritten digits.  In every step one random rank is held up
 for 50 milliseconds, as happens in clusters: DDP waits for it in every step, `wagma` only where it
-averages over all ranks, every tenth step.  Both train for the same number of epochs.  The target is
-99% of the accuracy that DDP has in the end.
+averages over all ranks, every hundredth step.  Both train for the same number of epochs.  The
+target is 99% of the accuracy that DDP has in the end.
 
 With several seeds the table shows medians, and how many times as soon is the median over the seeds.
 With several learning rates each strategy has the one that gives it the best final accuracy.

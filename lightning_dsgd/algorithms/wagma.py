@@ -20,10 +20,10 @@ It pulls a late rank back towards its older weights: a quarter of all updates is
 eight ranks are late at random.  The metric `updates_kept` is the share that is not, measured on
 about a thousand entries of the weights whenever there is a consensus.
 
-Also different: any P and S (`topology.groups`); tau is 100 by default, and
-not 10, as ranks wait for the slowest at global averages (docs/choosing.md); a rank that has run out
-of data continues to contribute its last W'; a round may wait a little for a rank before it
-contributes stale weights (`grace_s`).
+Also different: any P and S (`topology.groups`); tau is 100 by default and not 10, as ranks wait for
+the slowest at global averages (docs/algorithms/wagma.md); a rank that has run out of data continues
+to contribute its last W'; a round may wait a little for a rank before it contributes stale weights
+(`grace_s`).
 
 Not in the paper: with `overlap`, no rank waits for its group.  Every rank publishes at each of its
 steps and adds the corrections that have arrived by then, those of a global average at the latest
@@ -192,7 +192,9 @@ class WAGMA(Algorithm):
         self.kept = None if self.keeps_updates else _ShareKept(self.whole)
         self.staleness: Counter[int] = Counter()
         self.grace = Grace(net, self.grace_s if self.wait_avoiding else math.inf)
-        self.sums = None if self.wire_dtype == "float32" else quantised.GroupSums(self.wire_dtype)
+        self.sums = None  # in full
+        if self.wire_dtype != "float32":
+            self.sums = quantised.GroupSums(self.wire_dtype, reference=x.clone())
         self.engine = self._engine(net)
 
     def _engine(self, net: Transport, first_version: int = 0) -> WaitAvoiding:

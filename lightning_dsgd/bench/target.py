@@ -41,6 +41,7 @@ import math
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from itertools import groupby
@@ -330,8 +331,9 @@ def _measure(cells: Sequence[Cell], settings: dict[str, Any], num_jobs: int) -> 
     with contextlib.ExitStack() as ending:
         results: Iterator[Cell] = map(run, cells)
         if num_jobs > 1:
-            pool = ending.enter_context(multiprocessing.get_context("spawn").Pool(num_jobs))
-            results = pool.imap(run, cells)
+            spawn = multiprocessing.get_context("spawn")
+            pool = ending.enter_context(ProcessPoolExecutor(num_jobs, mp_context=spawn))
+            results = pool.map(run, cells)
         for cell, result in zip(cells, results, strict=True):
             yield {**cell, **result}
 
@@ -374,6 +376,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that compute cells")
     parser.add_argument("--output", type=Path, default=Path("target.json"))
     args = parser.parse_args(argv)
+    from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm  # loads torch
+    from lightning_dsgd.bench.small_tasks import TASKS  # loads Lightning
+
     num_steps, lrs = DEFAULTS[args.task]
     args.steps = num_steps if args.steps is None else args.steps
     args.lrs = _numbers(lrs) if args.lrs is None else args.lrs
@@ -382,11 +387,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.real_ms is not None:
         settings["step_s"] = args.real_ms / 1e3
     situations = {name: asdict(SITUATIONS[name]) for name in args.situations.split(",")}
-    identity = json.dumps([settings, {name: asdict(each) for name, each in SITUATIONS.items()}])
+    all_situations = {name: asdict(each) for name, each in SITUATIONS.items()}
+    defaults = {name: make_algorithm(name).hyperparameters() for name in ALGORITHMS}
+    identity = json.dumps([settings, all_situations, defaults])
     measure = partial(_measure, settings=settings, num_jobs=args.jobs)
     cells = measured(_cells(args), args.output, identity, measure)
-    from lightning_dsgd.bench.small_tasks import TASKS  # loads torch and Lightning
-
     higher_is_better = TASKS[args.task].higher_is_better
     summary, curves = summarize(cells, higher_is_better=higher_is_better)
     choices = {"lrs": args.lrs, "stretch": args.stretch, "seeds": args.seeds}

@@ -123,5 +123,7 @@ class Node:
             self.net.broadcast(self.shard(x, place), rank, self.members)
             for place, rank in enumerate(self.members)
         ]
-        for work in works:
-            work.wait()
+        # First those that this rank passes on to the most others, so that none waits for another.
+        me = self.net.rank - self.leader
+        for distance in range(self.size):
+            works[me - distance].wait()

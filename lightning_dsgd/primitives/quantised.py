@@ -107,17 +107,17 @@ class GroupSums:
     The nearer the values are to the reference, the less is rounded off.  It stays on the rank that
     has rounded, so the results of a group add up to what its ranks gave, times S.  Nothing is kept
     for later, and a rank may be in another group each time.  Groups come in the same order on all
-    of their ranks, so the reference is the same everywhere.  Before the first sum over all ranks
-    there is none, and nothing is rounded.
+    of their ranks, so the reference is the same everywhere.  Where there is none at first,
+    nothing is rounded until a sum over all ranks has made one.
 
     Memory: |x|, and 3 |x| while a sum is under way.
     """
 
     _TAG: Final = 1
 
-    def __init__(self, wire_dtype: str) -> None:
+    def __init__(self, wire_dtype: str, reference: Tensor | None = None) -> None:
         self._wire_dtype = wire_dtype
-        self.reference: Tensor | None = None
+        self.reference = reference
 
     def all_reduce(self, net: Transport, y: Tensor, group: Sequence[int]) -> None:
         """Puts the sum over the group into y, up to what this rank has rounded off."""

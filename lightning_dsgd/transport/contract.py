@@ -194,7 +194,8 @@ class Transport(Protocol):
         """Tells that these groups sum and broadcast again and again; nothing else follows of it.
 
         All ranks call it together, in the training thread, with the same groups, also those that
-        they are not in.  A network may make communicators for them.
+        they are not in; meanwhile no lane uses one of them.  A network may make communicators for
+        them, on which the source of a broadcast waits for the others, too.
         """
         ...
 

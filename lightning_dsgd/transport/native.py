@@ -14,9 +14,9 @@ message: the stream that trains never waits for a rank.  So a lost rank, `timeou
 a lane end that wait, and not torch's watchdog, which would end the process.
 
 **After a loss.**  The launcher aborts the communicators, which ends the kernels that wait for the
-lost rank.  No thread can be inside NCCL then, as no other one calls it.  A launcher that is itself
-held up there is left behind, and the communicators with it; the waits of the other threads end all
-the same.
+lost rank.  No thread can be inside NCCL then, as no other one calls it while collectives are under
+way.  A launcher that is itself held up there is left behind, and the communicators with it; the
+waits of the other threads end all the same.
 
 **Threads.**  `begin` is called by any thread, which puts the collective into `_asked`; the launcher
 takes it out.  `fix` is called by the training thread.  All other fields are the launcher's, whose
@@ -123,13 +123,16 @@ class Native:
     def fix(self, groups: Sequence[Sequence[int]]) -> None:
         """Makes a communicator for each group that has none; all ranks call it together."""
         news = [m for group in groups if (m := tuple(group)) not in self._numbers and len(m) > 1]
+        if not news:
+            return
+        numbers = {}
         for members in news:
-            number = self._tickets.form(members)
-            made = make_group(self._port.device, self._net.timeout_s, members)
+            numbers[members] = self._tickets.form(members)
+            with self._net.blaming(f"making a communicator of ranks {members}"):
+                made = make_group(self._port.device, self._net.timeout_s, members)
             self._groups.append(made if self._net.rank in members else None)
-            self._numbers[members] = number
-        if news:
-            self._net.sub("native-groups").barrier().wait()  # all know them before one asks
+        self._net.sub("native-groups").barrier().wait()  # all know them before one asks
+        self._numbers.update(numbers)
 
     # ---- any thread ----
 
@@ -199,7 +202,7 @@ class Native:
         work = self._asked.pop(key)
         work.release(
             TransportError(
-                "all ranks must sum, or take from one rank, as many elements of one dtype in "
+                "all must sum, or take from one rank, as many elements of one dtype in "
                 f"{work.describe()}, but {asked}"
             )
         )
@@ -213,11 +216,24 @@ class Native:
             self._net.mesh.lose(self._net.rank, failed(failure))
         if not self._is_aborted:
             self._is_aborted = True
-            for group in self._own_groups():
-                group.abort()
+            _abort(self._own_groups())
 
     def _own_groups(self) -> list[Any]:
         return [group for group in self._groups if group is not None]
+
+
+def _abort(groups: Sequence[Any]) -> None:
+    """Side by side: one waits for its kernels, which may be queued behind those of another."""
+
+    def abort(group: Any) -> None:
+        with contextlib.suppress(Exception):  # the job ends all the same
+            group.abort()
+
+    threads = [threading.Thread(target=abort, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_CLOSE_TIMEOUT_S)
 
 
 class NativeCollective(Expected):
@@ -278,7 +294,7 @@ class NativeCollective(Expected):
     def launch(self, group: Any, port: Port) -> None:
         """Calls torch's collective, which goes on behind all that has made the argument."""
         if len(self._y):
-            self._is_launching = True  # no other rank has the result, and so leaves, before
+            self._is_launching = True  # no other rank has the sum, and so leaves, before this
             if self._root == SUM:
                 self._work = dist.all_reduce(self._y, group=group, async_op=True)
             else:

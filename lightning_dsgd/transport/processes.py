@@ -8,9 +8,9 @@
        |
     mesh       knows who is alive       one thread per process, over `connections`
 
-The process group is where ranks find each other's addresses, and, on CUDA, what sums dense tensors
-of all ranks (NCCL, see `native`).  Why not gloo's send and receive: they can neither be polled nor
-cancelled, and do not notice a dead peer.
+The process group is where ranks find each other's addresses, and, on CUDA, what sums and
+broadcasts dense tensors of all ranks and of fixed groups (NCCL, see `native`).  Why not gloo's send
+and receive: they can neither be polled nor cancelled, and do not notice a dead peer.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ stay on the node, where its first number is a multiple of its size, a power of t
 
 **Why nobody waits for ever.**  A launcher waits for messages alone; it begins a collective only
 when its own thread has asked for it, for that is what a ticket says.  So whatever one waits for
-holds up no other: every collective that all its members ask for gets a ticket.  What it may wait
+holds up no other: every collective that all its members ask for gets a ticket, as long as the ranks
+between them and their top serve, members or not; no rank may close while others still need it.
+What it may wait
 for once it is begun are those before it in the one order, which are begun on all their members, and
 the computation of its arguments, which waits for no network.  One that some member never asks for
 ends with `Timeout`.  A lost rank ends every launcher's wait with `PeerLost`: it gives up what it
@@ -77,7 +79,7 @@ _WORDS: Final = torch.empty(0, dtype=torch.int64)
 
 
 class Backend(Protocol):
-    """What sums, on this rank."""
+    """What sums and broadcasts, on this rank."""
 
     def launch(self, key: Key) -> None:
         """Begins a collective that this rank's thread has asked for."""
@@ -134,12 +136,12 @@ class Tickets:
 
         Whoever asks must know that all others have formed it.
         """
-        top, below = min(members), frozenset(members)
+        top, group = min(members), frozenset(members)
         while max(members) not in _below(top, self._world_size):
             top = parent_of(top)
         children = children_of(self._me, self._world_size)
-        concerned = [c for c in children if not below.isdisjoint(_below(c, self._world_size))]
-        self._groups.append(_Group(below, top, concerned))
+        concerned = [c for c in children if not group.isdisjoint(_below(c, self._world_size))]
+        self._groups.append(_Group(group, top, concerned))
         return len(self._groups) - 1
 
     # ---- any thread ----

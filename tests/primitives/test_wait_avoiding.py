@@ -413,7 +413,7 @@ def test_memory_is_what_the_docstring_says(options: dict[str, Any], times: int) 
 @pytest.mark.parametrize(
     ("world_size", "size"), [(1, 1), (2, 2), (3, 2), (4, 2), (8, 4), (12, 4), (16, 4)]
 )
-def test_groups_have_at_least_two_members(world_size: int, size: int) -> None:
+def test_groups_have_as_many_members_as_is_said(world_size: int, size: int) -> None:
     def start(net: Any) -> int:
         algorithm = WAGMA()
         algorithm.start(net, torch.zeros(1))

@@ -298,7 +298,7 @@ def test_errors_say_who_and_what() -> None:
     assert re.fullmatch(waited + "; it knows of calls of ranks 2(, 3)?", errors[2][0])
     for of_rank in errors:
         assert of_rank[-1] == (
-            "all ranks must sum, or take from one rank, as many elements of one dtype in "
+            "all must sum, or take from one rank, as many elements of one dtype in "
             "all_reduce number 1 of all ranks, but rank 0 has 2 of torch.float32 to sum, rank 3 "
             "has 2 of torch.int32 to sum"
         )
