@@ -36,8 +36,9 @@ Nor is `hierarchical`: the ranks of a node average their gradients, and so hold 
 and S count nodes then, and each rank runs all this for its own shard of x, with the ranks of its
 place on other nodes.  So a node sends 2(S-1)/S |x| in all, whatever the number of its ranks.
 
-Nor is `wire_dtype`.  What is sent is the difference to the last global average, rounded; each rank
-keeps in its own weights what it has rounded off (`GroupSums` in primitives/quantised.py).
+Nor is `wire_dtype`.  What is sent is the difference to the last global average, or to the start,
+rounded; each rank keeps in its own weights what it has rounded off (`GroupSums` in
+primitives/quantised.py).
 
 Waits for the group's sum (`overlap=False`) and, every tau steps, for every rank.  Sends 2(S-1)/S
 |x| every g steps, 2(P-1)/P |x| at a global average instead, and log2 P activations of 24 bytes

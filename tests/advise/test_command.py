@@ -34,11 +34,11 @@ def test_the_advice_comes_with_what_to_paste(
     main([*files, "--params", "1e6", "--ranks", "8", *some, "--output", str(output)])
     text = capsys.readouterr().out
     assert "8 ranks, 1,000,000 parameters" in text
-    assert "Advice: popsgd" in text
-    assert 'L.Trainer(strategy="popsgd", ...)' in text
+    assert "Advice: wagma" in text
+    assert 'L.Trainer(strategy="wagma", ...)' in text
     assert "extrapolated: 8 ranks are more than the 4 that were probed" in text
     report = json.loads(output.read_text())
-    assert report["advised"] == "popsgd"
+    assert report["advised"] == "wagma"
     assert {row["strategy"] for row in report["rows"]} == {
         "no_sync", "allreduce", "wagma", "popsgd",
     }  # fmt: skip

@@ -410,6 +410,27 @@ def test_memory_is_what_the_docstring_says(options: dict[str, Any], times: int) 
     assert SimulatedWorld(2).run(hold_tensors, options) == [times, times]
 
 
+def bytes_of_first_step(net: Any, wire_dtype: str) -> int:
+    algorithm, x = WAGMA(wait_avoiding=False, wire_dtype=wire_dtype), torch.zeros(32 * 100)
+    algorithm.start(net, x)
+    before = net.counters.bytes_sent
+    x += net.rank + 1
+    algorithm.after_update(x)
+    sent: int = net.counters.bytes_sent - before
+    algorithm.settle(x)
+    algorithm.finish(x)
+    assert float(x[0]) == pytest.approx(2.5)
+    return sent
+
+
+def test_rounded_sums_are_rounded_from_the_first_on() -> None:
+    full, rounded = (
+        SimulatedWorld(4).run(bytes_of_first_step, wire) for wire in ("float32", "int8")
+    )
+    for most, fewer in zip(full, rounded, strict=True):
+        assert fewer < most / 3
+
+
 @pytest.mark.parametrize(
     ("world_size", "size"), [(1, 1), (2, 2), (3, 2), (4, 2), (8, 4), (12, 4), (16, 4)]
 )
