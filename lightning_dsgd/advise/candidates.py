@@ -63,6 +63,7 @@ CANDIDATES: Final = (
     Candidate("wagma:sync_period=10", 2),
     Candidate("wagma:group_period=2:wire_dtype=int8", 3),
     Candidate("wagma:overlap=true", 3),
+    Candidate("wagma:overlap=true:sync_period=10:wire_dtype=int8", 4),
     Candidate("oktopk", 2.5),
     Candidate("oktopk:wire_dtype=int8", 2.5),
     Candidate("oktopk:local_steps=4", 2.5),
