@@ -13,7 +13,7 @@ factors of low rank in place of each matrix of gradients; one-dimensional parame
 
 Each run is written to the file at once, and a run that is there already is not made again: the
 command can be interrupted, and given a part of the algorithms.  At the end the mean loss of the
-seeds is drawn against the bytes, beside the file.
+seeds is drawn against the bytes, beside the file, for all that the file has all seeds of.
 """
 
 from __future__ import annotations
@@ -246,10 +246,19 @@ class Runs:
         write_result(made | {"settings": self.settings, "cells": self.cells}, self.file)
         return float(cell["loss"])
 
-    def mb(self, name: str, spec: str, lr: float) -> float:
-        """The mean of all seeds."""
-        key = {"task": name, "strategy": spec, "lr": lr}
-        return statistics.mean(cell["mb"] for cell in self.cells if key.items() <= cell.items())
+    def points(self, name: str, seeds: list[int]) -> dict[str, tuple[float, float]]:
+        """Mean MB and loss of each algorithm at its best learning rate, where all seeds are."""
+        points = {}
+        of_task = [cell for cell in self.cells if cell["task"] == name]
+        for spec in dict.fromkeys(cell["strategy"] for cell in of_task):
+            own = [cell for cell in of_task if cell["strategy"] == spec]
+            first = [cell for cell in own if cell["seed"] == seeds[0]]
+            lr = min(first, key=lambda cell: float(cell["loss"]))["lr"]
+            best = [cell for cell in own if cell["lr"] == lr and cell["seed"] in seeds]
+            if len(best) == len(seeds):
+                mb = statistics.mean(cell["mb"] for cell in best)
+                points[spec] = mb, statistics.mean(cell["loss"] for cell in best)
+        return points
 
 
 def draw(best: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
@@ -280,18 +289,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = Runs(args.output, {"ranks": args.ranks, "steps": args.steps})
-    found: dict[str, dict[str, tuple[float, float]]] = {}
     for name in args.tasks:
-        task, found[name] = TASKS[name](), {}
+        task = TASKS[name]()
         for spec in args.strategies:
             lrs = args.lrs or task.learning_rates
             first = {lr: runs.loss(name, task, spec, lr, args.seeds[0]) for lr in lrs}
             best = min(first, key=first.__getitem__)
             losses = [runs.loss(name, task, spec, best, seed) for seed in args.seeds]
-            mean, mb = statistics.mean(losses), runs.mb(name, spec, best)
-            found[name][spec] = mb, mean
+            mb, _ = runs.points(name, args.seeds)[spec]
+            mean = statistics.mean(losses)
             print(f"{name}, {spec}: {mean:.4f}, {mb:.1f} MB, at a learning rate of {best}")
-    draw(found, args.output.with_suffix(".png"))
+    found = {name: runs.points(name, args.seeds) for name in TASKS}
+    draw({name: of for name, of in found.items() if of}, args.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":
