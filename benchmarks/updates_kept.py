@@ -174,7 +174,10 @@ def main() -> None:
             samples.setdefault(rule, {})[situation] = runs
             cells.append(cell(runs, samples["allreduce"][situation]))
         print(f"| `{rule}` | " + " | ".join(cells) + " |", flush=True)
-    write_result(provenance() | {"options": options, "samples": samples}, args.output)
+    write_result(
+        provenance("python benchmarks/updates_kept.py") | {"options": options, "samples": samples},
+        args.output,
+    )
 
 
 def cell(runs: list[dict[str, float]], baseline: list[dict[str, float]]) -> str:
