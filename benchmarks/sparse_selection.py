@@ -48,7 +48,7 @@ def main() -> None:
     x, g, a, b = (torch.randn(n, generator=generator).to(args.device) for _ in range(4))
     threshold, residual = sparse.kth_magnitude(x, k), x.clone()
     values, indices = sparse.select(x, threshold)
-    message = sparse.pack(values, indices, torch.float32)
+    message = sparse.pack(values, indices)
 
     def take_out(selected: tuple[torch.Tensor, torch.Tensor]) -> None:
         residual[selected[1]] = 0
@@ -60,8 +60,8 @@ def main() -> None:
         "accumulate": lambda: take_out(sparse.accumulate_and_select(residual, g, threshold)),
         "kth": lambda: sparse.kth_magnitude(x, k),
         "topk": lambda: torch.topk(x.abs(), k),
-        "pack": lambda: sparse.pack(values, indices, torch.float32),
-        "unpack": lambda: sparse.unpack(message, torch.float32, torch.float32),
+        "pack": lambda: sparse.pack(values, indices),
+        "unpack": lambda: sparse.unpack(message, torch.float32),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
     order, loads = list(variants), []

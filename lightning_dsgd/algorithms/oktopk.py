@@ -139,10 +139,10 @@ class OkTopk(ErrorFeedback):
         region, touched, rounded_off = self.split_and_reduce(*local)
         if is_exact:
             self.global_threshold = self.th_re_evaluate_global(region)
-        u, sums, of_sums = self.balance_and_allgatherv(region, is_exact)
+        u, (of_sums, sums) = self.balance_and_allgatherv(region, is_exact)
         region[touched] = 0
         self.update_residual(local[1], u[1], rounded_off)
-        if of_sums is not None:
+        if self.wire_dtype != "float32":
             self.residual[sums] += of_sums  # stays with the rank that has rounded
         self.marks[local[1]] = False
         return u
@@ -244,9 +244,7 @@ class OkTopk(ErrorFeedback):
         self.net.all_reduce(wishes).wait()
         return [0, *(wishes // num_ranks).tolist(), n]
 
-    def split_and_reduce(
-        self, values: Tensor, indices: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def split_and_reduce(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sends every rank what lies in its region; sums what lies in this rank's.
 
         Rank i sends to i + 1, i + 2, ..., so that none is overrun.  While a bucket of messages is
@@ -259,6 +257,8 @@ class OkTopk(ErrorFeedback):
         net = self.net
         start, stop = self.boundaries[net.rank : net.rank + 2]
         parts = split((values, indices), self.boundaries)
+        rounded_off = torch.zeros_like(values)
+        errors = torch.split(rounded_off, [len(part) for part, _ in parts])
         if len(self.room) < stop - start:
             self.room = self.residual.new_zeros(stop - start)
         region = self.room[: stop - start]
@@ -278,29 +278,22 @@ class OkTopk(ErrorFeedback):
             before, bucket = bucket, range(first, min(first + BUCKET_SIZE, net.world_size))
             for distance in bucket:
                 rank = (net.rank + distance) % net.world_size
-                self.send(*parts[rank], rank, SPLIT, self.wire_dtype)
+                part, places = parts[rank]
+                self.send(self.encode(part, errors[rank]), places, rank, SPLIT)
             reduce(before)
         reduce(bucket)
-        errors = [self.rounded_off(part) for part, _ in parts]
-        if errors[net.rank] is not None:
-            errors[net.rank] = torch.zeros_like(mine)  # which was not sent
-        return region, torch.cat(touched), _joined_if_any(errors)
+        return region, torch.cat(touched), rounded_off
 
-    def balance_and_allgatherv(
-        self, region: Tensor, is_exact: bool
-    ) -> tuple[Selected, Tensor, Tensor | None]:
-        """The global top-k, from all regions.
-
-        Returns:
-            It, the indices of those that this rank has gathered, and what was rounded off these.
-        """
+    def balance_and_allgatherv(self, region: Tensor, is_exact: bool) -> tuple[Selected, Selected]:
+        """The global top-k, from all regions; what was rounded off the sums of this rank."""
         (values, indices), sizes = self.select_global(region, is_exact)
         if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
             values, indices = self.balance(values, indices, sizes)
             self.num_balanced += 1
-        gathered = self.allgatherv(sparse.pack(values, indices, self.wire_dtype))
+        rounded_off = torch.zeros_like(values)
+        gathered = self.allgatherv(sparse.pack(self.encode(values, rounded_off), indices))
         u = joined([self.unpack(message, self.wire_dtype) for message in gathered])
-        return u, indices, self.rounded_off(values)
+        return u, (rounded_off, indices)
 
     def balance(self, values: Tensor, indices: Tensor, sizes: Sequence[int]) -> Selected:
         """Spreads the entries evenly, in their order: all know who has to send what to whom."""
@@ -330,20 +323,21 @@ class OkTopk(ErrorFeedback):
 
     # ---- the residual ----
 
-    def rounded_off(self, values: Tensor) -> Tensor | None:
-        """What a message of these values cannot hold; None if it holds them all."""
-        if self.wire_dtype == "float32":
-            return None
-        return values - rounding.rounded(values, self.wire_dtype)
+    def encode(self, values: Tensor, rounded_off: Tensor) -> Tensor:
+        """The values as they travel; puts what is rounded off there."""
+        code = rounding.encode(values, self.wire_dtype)
+        if code is not values:
+            torch.sub(values, rounding.decode(code, like=values), out=rounded_off)
+        return code
 
     def update_residual(
-        self, local_indices: Tensor, global_indices: Tensor, rounded_off: Tensor | None
+        self, local_indices: Tensor, global_indices: Tensor, rounded_off: Tensor
     ) -> None:
         """Clears the residual at the local indices that are among the global ones.
 
         What was rounded off there stays.
         """
-        if rounded_off is None:  # no place comes twice; the host waits for no length
+        if self.wire_dtype == "float32":  # no place comes twice; the host waits for no length
             left = self.residual[global_indices]
             self.residual[global_indices] = left.masked_fill_(self.marks[global_indices], 0)
             return
@@ -369,8 +363,3 @@ class OkTopk(ErrorFeedback):
     def metrics(self) -> dict[str, float]:
         n = max(1, len(self.residual))
         return super().metrics() | {"local_density": self.num_selected / n}
-
-
-def _joined_if_any(parts: Sequence[Tensor | None]) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    return torch.cat(found) if found else None

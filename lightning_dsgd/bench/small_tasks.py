@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_dsgd.tasks.language import CausalLanguageModel
 from lightning_dsgd.tasks.networks import resnet
 from lightning_dsgd.tasks.text import BEGIN, END, NUM_SMALLEST, PAD, Tokenizer, read_corpus
-from lightning_dsgd.tasks.translation import TranslationModel, generated_pairs
+from lightning_dsgd.tasks.translation import TranslationModel, generated_pairs, padded
 
 BATCH: Final = 16
 HELD_OUT_IMAGES: Final = 720
@@ -183,17 +183,9 @@ def _sentences() -> tuple[list[tuple[list[int], list[int]]], int]:
 def _translations(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A language that does not exist; 256 sentences are held out."""
     encoded, _ = _sentences()
-
-    def padded(tokens: list[int], length: int) -> list[int]:
-        return tokens + [PAD] * (length - len(tokens))
-
-    inputs = torch.tensor(
-        [
-            padded([*ours, END], SOURCE_LEN) + padded([BEGIN, *theirs], TARGET_LEN)
-            for ours, theirs in encoded
-        ]
-    )
-    targets = torch.tensor([padded([*theirs, END], TARGET_LEN) for _, theirs in encoded])
+    sources = padded([[*ours, END] for ours, _ in encoded])
+    inputs = torch.cat([sources, padded([[BEGIN, *theirs] for _, theirs in encoded])], dim=1)
+    targets = padded([[*theirs, END] for _, theirs in encoded])
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed))
     held_out, train = order[:256], order[256:]
     return inputs[train], targets[train], inputs[held_out], targets[held_out]

@@ -245,10 +245,8 @@ class ErrorFeedback(Algorithm):
     def unpack(self, message: Tensor, wire_dtype: str = "float32") -> Selected:
         return sparse.unpack(message, self.residual.dtype, wire_dtype)
 
-    def send(
-        self, values: Tensor, indices: Tensor, rank: int, tag: int, wire_dtype: str = "float32"
-    ) -> None:
-        self.net.send(sparse.pack(values, indices, wire_dtype), rank, tag)
+    def send(self, code: Tensor, indices: Tensor, rank: int, tag: int) -> None:
+        self.net.send(sparse.pack(code, indices), rank, tag)
 
     def recv(self, rank: int, tag: int, wire_dtype: str = "float32") -> Selected:
         return self.unpack(self.net.recv(self.bytes, rank, tag).wait(), wire_dtype)

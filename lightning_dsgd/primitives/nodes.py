@@ -69,7 +69,8 @@ class Node:
         self.size = size
         firsts = range(0, net.world_size, size)
         net.fix_groups([range(first, first + size) for first in firsts])
-        self.leader = net.rank // size * size
+        self.place = net.rank % size
+        self.leader = net.rank - self.place
         self.members = range(self.leader, self.leader + size)
         self.is_leader = net.rank == self.leader
         self.first_active = self.leader
@@ -104,13 +105,15 @@ class Node:
         """The network of the ranks that have this rank's place on their nodes."""
         assert isinstance(net, Endpoint)
         net.fix_groups([range(i, net.world_size, self.size) for i in range(self.size)])
-        place = net.rank % self.size
-        return View(net.sub(f"place-{place}"), range(place, net.world_size, self.size))
+        members = range(self.place, net.world_size, self.size)
+        return View(net.sub(f"place-{self.place}"), members)
 
-    def shard(self, x: Tensor, place: int | None = None) -> Tensor:
-        """This rank's part of x, or that of another place, in the same memory."""
-        place, n = self.net.rank % self.size if place is None else place, len(x)
-        return x[place * n // self.size : (place + 1) * n // self.size]
+    def shard(self, x: Tensor) -> Tensor:
+        """This rank's part of x, in the same memory."""
+        return self._shard_of(self.place, x)
+
+    def _shard_of(self, place: int, x: Tensor) -> Tensor:
+        return x[place * len(x) // self.size : (place + 1) * len(x) // self.size]
 
     def give_to_idle(self, x: Tensor, num_active: int) -> None:
         """Ranks that have run out of data take the step that the others have made."""
@@ -120,10 +123,9 @@ class Node:
     def gather(self, x: Tensor) -> None:
         """Puts every rank's shard into x."""
         works = [
-            self.net.broadcast(self.shard(x, place), rank, self.members)
+            self.net.broadcast(self._shard_of(place, x), rank, self.members)
             for place, rank in enumerate(self.members)
         ]
         # First those that this rank passes on to the most others, so that none waits for another.
-        me = self.net.rank - self.leader
         for distance in range(self.size):
-            works[me - distance].wait()
+            works[self.place - distance].wait()

@@ -84,11 +84,6 @@ def num_bytes(count: int, wire_dtype: str, dtype: torch.dtype) -> int:
     return count * (torch.bfloat16 if wire_dtype == "bfloat16" else dtype).itemsize
 
 
-def rounded(x: Tensor, wire_dtype: str) -> Tensor:
-    """What is left of x in a message of its own."""
-    return decode(encode(x, wire_dtype), like=x)
-
-
 def _num_blocks(num_values: int) -> int:
     return -(-num_values // BLOCK)
 

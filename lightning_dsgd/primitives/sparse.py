@@ -230,11 +230,11 @@ def count_each(digits: Tensor, num: int) -> Tensor:
 # ---- the wire ----
 
 
-def pack(values: Tensor, indices: Tensor, wire_dtype: str = "float32") -> Tensor:
-    """One message, of bytes, from values and their ascending indices."""
-    count = len(values)
+def pack(code: Tensor, indices: Tensor) -> Tensor:
+    """One message, of bytes, from values, which may be encoded, and their ascending indices."""
+    count, device = len(indices), indices.device
     if not count:
-        return torch.empty(0, dtype=torch.uint8, device=values.device)
+        return torch.empty(0, dtype=torch.uint8, device=device)
     first, last = indices[:: max(1, count - 1)].tolist()[:2] if count > 1 else [int(indices)] * 2
     width = min(_WIDTHS, key=lambda w: w * (count + (last - first) / _limit(w)))
     limit = _limit(width)
@@ -242,24 +242,24 @@ def pack(values: Tensor, indices: Tensor, wire_dtype: str = "float32") -> Tensor
     distances = torch.diff(indices).to(narrow)
     (far,) = (distances >= limit).nonzero(as_tuple=True)
     if len(far):
-        escapes = torch.zeros(count - 1, dtype=torch.int64, device=values.device)
+        escapes = torch.zeros(count - 1, dtype=torch.int64, device=device)
         escapes[far] = (distances[far] // limit).to(torch.int64)
         distances[far] %= limit
-        ends = torch.arange(count - 1, device=values.device) + escapes.cumsum(0)
-        code = torch.full((int(ends[-1]) + 1,), limit, dtype=narrow, device=values.device)
-        code[ends] = distances
+        ends = torch.arange(count - 1, device=device) + escapes.cumsum(0)
+        units = torch.full((int(ends[-1]) + 1,), limit, dtype=narrow, device=device)
+        units[ends] = distances
     else:
-        code = distances
-    header = devices.integers((count, first, width), values.device)
+        units = distances
+    header = devices.integers((count, first, width), device)
     # A distance of more than half the range turns negative, and back in `unpack`.
-    parts = (header, rounding.encode(values, wire_dtype), code.to(_WIDTHS[width]))
+    parts = (header, code, units.to(_WIDTHS[width]))
     return torch.cat([part.view(torch.uint8) for part in parts])
 
 
 def unpack(
     message: Tensor, dtype: torch.dtype, wire_dtype: str = "float32"
 ) -> tuple[Tensor, Tensor]:
-    """Values, in `dtype`, and indices: what `pack` was given, but for the rounding to the wire."""
+    """Values, in `dtype`, and indices: what `pack` was given, decoded."""
     if not len(message):
         return message.to(dtype), message.to(torch.int64)
     count, first, width = message[:HEADER_BYTES].view(torch.int64).tolist()
@@ -268,13 +268,13 @@ def unpack(
     like = message.new_empty(count, dtype=dtype)
     values = rounding.decode(message[HEADER_BYTES:middle].view(travelled), like)
     limit = _limit(width)
-    code = message[middle:].clone().view(_WIDTHS[width]).to(torch.int64).bitwise_and_(limit)
+    units = message[middle:].clone().view(_WIDTHS[width]).to(torch.int64).bitwise_and_(limit)
     indices = torch.empty(count, dtype=torch.int64, device=message.device)
     indices[0] = first
-    if len(code) == count - 1:
-        torch.cumsum(code, 0, out=indices[1:])
+    if len(units) == count - 1:
+        torch.cumsum(units, 0, out=indices[1:])
     else:
-        indices[1:] = code.cumsum(0)[places(code != limit, count - 1)]
+        indices[1:] = units.cumsum(0)[places(units != limit, count - 1)]
     indices[1:] += first
     return values, indices
 

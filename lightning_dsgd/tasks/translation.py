@@ -151,12 +151,13 @@ def bucket(
     batches = []
     for begin in range(0, end, batch_size):
         ours, theirs = zip(*pairs[begin : begin + batch_size], strict=True)
-        source = _padded([[*tokens, END] for tokens in ours])
-        batches.append((source, _padded([[BEGIN, *tokens, END] for tokens in theirs])))
+        source = padded([[*tokens, END] for tokens in ours])
+        batches.append((source, padded([[BEGIN, *tokens, END] for tokens in theirs])))
     return batches
 
 
-def _padded(rows: list[list[int]]) -> Tensor:
+def padded(rows: list[list[int]]) -> Tensor:
+    """All as long as the longest."""
     return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, PAD)
 
 

@@ -42,11 +42,11 @@ stay on the node, where its first number is a multiple of its size, a power of t
 when its own thread has asked for it, for that is what a ticket says.  So whatever one waits for
 holds up no other: every collective that all its members ask for gets a ticket, as long as the ranks
 between them and their top serve, members or not; no rank may close while others still need it.
-What it may wait
-for once it is begun are those before it in the one order, which are begun on all their members, and
-the computation of its arguments, which waits for no network.  One that some member never asks for
-ends with `Timeout`.  A lost rank ends every launcher's wait with `PeerLost`: it gives up what it
-has begun (`abandon`), and passes nothing on; the waits of all other threads end by themselves.
+What it may wait for once it is begun are those before it in the one order, which are begun on all
+their members, and the computation of its arguments, which waits for no network.  One that some
+member never asks for ends with `Timeout`.  A lost rank ends every launcher's wait with `PeerLost`:
+it gives up what it has begun (`abandon`), and passes nothing on; the waits of all other threads end
+by themselves.
 
 **Threads.**  Any thread may `ask`; the training thread forms groups.  `_heard` and `_passed_on` are
 the launcher's; others read them for errors, in single operations.  `Backend` is called by the

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import until
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.native import TAKEN, Native, NativeCollective
@@ -28,7 +27,7 @@ from lightning_dsgd.transport.view import View
 from tests.support.thorough import tries
 from tests.support.worlds import NativeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
-from tests.transport.helpers import died, our_threads, stopped
+from tests.transport.helpers import died, our_threads, stopped, train_in_nodes
 from tests.transport.test_tickets import carry_out, contribution, draw_groups, draw_plans, reordered
 
 SCHEDULES = tries(12, fast=2)
@@ -141,15 +140,7 @@ def hierarchical(net: Any, name: str) -> tuple[list[float], int, int]:
 
     with mock.patch.object(Native, "begin", count):
         x = torch.arange(11.0)
-        algorithm = make_algorithm(f"{name}:hierarchical=true:node_size=2")
-        algorithm.start(net, x)
-        for step in range(6):
-            g = torch.full_like(x, net.rank + step) - 0.1 * x
-            algorithm.before_update(x, g)
-            x -= 0.1 * g
-            algorithm.after_update(x)
-        algorithm.settle(x)
-        algorithm.finish(x)
+        train_in_nodes(net, x, name, num_steps=6)
         sent: int = net.counters.bytes_sent
     return x.tolist(), sent, num_native
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import PASSED, port_of
 from lightning_dsgd.transport import PeerLost, Timeout, native, process_group
 from lightning_dsgd.transport.mailboxes import Mailboxes
@@ -32,6 +31,7 @@ from tests.algorithms.test_on_device import NAMES, check
 from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
 from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
+from tests.transport.helpers import train_in_nodes
 from tests.transport.test_staging import hung
 
 LARGE = 100_000
@@ -119,15 +119,7 @@ def test_algorithms_train_on_a_device(names: list[str]) -> None:
 def in_nodes(net: Any, fake: FakeDevice, spec: str) -> Tensor:
     """What a strategy between nodes of two makes of weights on the device."""
     x = torch.arange(11.0).to(fake.device)
-    algorithm = make_algorithm(f"{spec}:hierarchical=true:node_size=2")
-    algorithm.start(net, x)
-    for step in range(4):
-        g = (x * 0.1).add_(net.rank + step)
-        algorithm.before_update(x, g)
-        x.sub_(g, alpha=0.1)
-        algorithm.after_update(x)
-    algorithm.settle(x)
-    algorithm.finish(x)
+    train_in_nodes(net, x, spec, num_steps=4)
     return x.cpu()
 
 
