@@ -89,8 +89,9 @@ class Algorithm:
 
     keeps_updates: ClassVar[bool] = True
     """Whether every update of every rank reaches the consensus, whoever is late; where gradients
-    are averaged, every gradient.  What a rank keeps back for a later step is not lost.  An
-    algorithm that loses some says how many: `metrics` has the share that is kept, `updates_kept`.
+    are averaged, every gradient.  What a rank keeps back for a later step is not lost.  How many
+    are kept is measured (`replica.kept`); where gradients are averaged, `metrics` may say how many
+    of these are in the sums, as `updates_kept`.
     """
 
     follows_time: ClassVar[bool] = True
@@ -100,6 +101,14 @@ class Algorithm:
 
     net: Transport
     conditions: Conditions
+
+    @property
+    def team_size(self) -> int:
+        """How many consecutive ranks make their steps together, with the mean of their gradients.
+
+        One that has run out of data takes over the steps of the others.
+        """
+        return self.net.world_size if self.lockstep else 1
 
     def hyperparameters(self) -> dict[str, Any]:
         """The fields of the dataclass."""

@@ -67,6 +67,7 @@ MAY_IMPORT = {
     "replica.replica": {
         *("torch", "agreement", "algorithm", "devices", "replica", "transport", "transport.watch")
     },
+    "replica.kept": {"torch", "agreement", "devices", "transport"},
     "replica.calls": {
         *("torch", "agreement", "transport", "transport.endpoint", "transport.membership"),
         "transport.view",

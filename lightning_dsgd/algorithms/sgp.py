@@ -83,6 +83,11 @@ class SGP(Algorithm):
     wire_dtype: str = rounding.wire_dtype("stays with the rank that sends")
 
     @property
+    def team_size(self) -> int:
+        """Ranks of a node hold the same weights."""
+        return self.node.size
+
+    @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
         """Only inside a node are gradients communicated."""
         return self.hierarchical

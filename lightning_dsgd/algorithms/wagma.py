@@ -17,8 +17,7 @@ zero, so the mean of the ranks is the start plus all updates of all ranks.  The 
     W <- (sum + W') / (S + 1)
 
 It pulls a late rank back towards its older weights: a quarter of all updates is lost if two of
-eight ranks are late at random.  The metric `updates_kept` is the share that is not, measured on
-about a thousand entries of the weights whenever there is a consensus.
+eight ranks are late at random.  The metric `updates_kept` is the share that is not.
 
 Also different: any P and S (`topology.groups`); tau is 100 by default and not 10, as ranks wait for
 the slowest at global averages (docs/algorithms/wagma.md); a rank that has run out of data continues
@@ -51,22 +50,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_dsgd import devices
-from lightning_dsgd.agreement import average, largest
+from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import nodes, quantised, rounding, topology
 from lightning_dsgd.primitives.published import Contributed
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding, exact
 from lightning_dsgd.transport import Transport
-
-NUM_MEASURED: Final = 1024
-"""On how many entries of the weights, or up to twice as many, the share of updates is measured."""
 
 
 @dataclass
@@ -133,6 +128,11 @@ class WAGMA(Algorithm):
     node_size: int | None = nodes.node_size()
 
     @property
+    def team_size(self) -> int:
+        """Ranks of a node hold the same weights."""
+        return 1 if self.node is None else self.node.size
+
+    @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
         """Only inside a node are gradients communicated."""
         return self.hierarchical
@@ -180,7 +180,6 @@ class WAGMA(Algorithm):
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)
         self.node: nodes.Node | None = None
-        self.whole = x
         if self.hierarchical:
             self.node = nodes.Node(net, nodes.ranks_per_node(self.node_size, conditions))
             net, x = self.node.across(net), self.node.shard(x)
@@ -190,7 +189,6 @@ class WAGMA(Algorithm):
         self.last_global = -1
         self.x = x
         self.mine = self._contribution(x)
-        self.kept = None if self.keeps_updates else _ShareKept(self.whole)
         self.staleness: Counter[int] = Counter()
         self.grace = Grace(net, self.grace_s if self.wait_avoiding else math.inf)
         self.sums = None  # in full
@@ -213,15 +211,11 @@ class WAGMA(Algorithm):
         if self.node is not None:
             self.num_active = self.node.sum_of_active(g, active=True)
             g /= self.num_active
-        if self.kept is not None:
-            self.kept.update_begins(x)
 
     def after_update(self, x: Tensor) -> None:
         if self.node is not None:
             self.node.give_to_idle(x, self.num_active)
         self.grace.step_ends()
-        if self.kept is not None:
-            self.kept.update_ends(x)
         self.step += 1
         if self.overlap:
             self.mine.publish(self.x, self._newest_version())
@@ -260,16 +254,8 @@ class WAGMA(Algorithm):
         zeros = torch.zeros_like(x)
         while num_active := node.sum_of_active(zeros, active=False):
             self.num_active = num_active
-            if self.kept is not None:
-                self.kept.update_begins(x)
             self.after_update(x)
             zeros.zero_()
-
-    def consensus(self, x: Tensor) -> Tensor:
-        mean = super().consensus(x)
-        if self.kept is not None:
-            self.kept.measure(self.net, mean)
-        return mean
 
     def stop(self) -> None:
         self.engine.stop()
@@ -285,7 +271,6 @@ class WAGMA(Algorithm):
         self.step = state["step"]
         newest, net = self._newest_version(), self.across.sub("resumed")
         self.mine.restart(self.x, newest)
-        self.kept = None if self.keeps_updates else _ShareKept(self.whole)
         reference = state.get("reference")
         if self.sums is not None:
             self.sums.reference = None if reference is None else reference.to(self.x, copy=True)
@@ -296,14 +281,11 @@ class WAGMA(Algorithm):
         contributions = sum(counts.values())
         if not contributions:
             return {}
-        figures = {
+        return {
             "staleness": sum(k * n for k, n in counts.items()) / contributions,
             "staleness_max": float(max(counts)),
             "late_share": 1 - counts.get(0, 0) / contributions,
         }
-        if self.kept is not None and self.kept.share is not None:
-            figures["updates_kept"] = self.kept.share
-        return figures
 
     # ---- the member of the wait-avoiding collective; called by its lane ----
 
@@ -409,39 +391,3 @@ class _Paper:
     def take(self, x: Tensor) -> None:
         torch.div(self._sum, self._num_summed, out=x)
         self._num_summed = 0
-
-
-class _ShareKept:
-    """How much of all ranks' updates the consensus contains, measured on some of its entries.
-
-    kept = <x - begin, u> / <u, u>
-
-    Legend: x the consensus, begin what it was in the beginning, u the sum of all updates; each the
-    mean over all ranks.
-    """
-
-    share: float | None = None
-    """At the last consensus; None before there was one, or an update."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._every = max(1, len(x) // NUM_MEASURED)
-        self._begin = self._some_of(x)
-        self._updates = torch.zeros_like(self._begin)
-
-    def update_begins(self, x: Tensor) -> None:
-        self._updates -= self._some_of(x)
-
-    def update_ends(self, x: Tensor) -> None:
-        self._updates += self._some_of(x)
-
-    def measure(self, net: Transport, mean: Tensor) -> None:
-        means = torch.stack([self._begin, self._updates])
-        average(net, means.view(-1))
-        begin, updates = means
-        squares = float(updates @ updates)
-        if squares > 0:
-            self.share = float((self._some_of(mean) - begin) @ updates) / squares
-
-    def _some_of(self, x: Tensor) -> Tensor:
-        where = x.device if devices.has_doubles(x.device) else "cpu"
-        return x[:: self._every].to(where, torch.float64, copy=True)

@@ -48,6 +48,8 @@ from lightning_dsgd.transport import Transport
 Selected = tuple[Tensor, Tensor]
 """Values and their ascending indices."""
 
+NUM_MEASURED: Final = 1024
+"""From so many entries, or up to twice as many, follows the share of gradients that is applied."""
 SPLIT: Final = 1
 BALANCE: Final = 2
 GATHER: Final = 3
@@ -103,6 +105,8 @@ class ErrorFeedback(Algorithm):
         self.num_applied = 0
         self.steps_since = 0  # the last exchange
         self.base = x.clone() if self.local_steps > 1 else x[:0]  # x where local steps began
+        self.every = max(1, len(x) // NUM_MEASURED)
+        self.gradients = self.some_of_residual()  # all that was accumulated, of some entries
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
         """Adds g to the residual, leaves zeros in g, gives the entries of the sum over all ranks.
@@ -158,6 +162,8 @@ class ErrorFeedback(Algorithm):
         if skips and self.has_overflowed(g):
             g.fill_(torch.nan)
             return
+        if self.uses_gradient:
+            self.gradients += g[:: self.every]
         values, indices = self.sparse_allreduce(g)
         g[indices] = values.div_(active).to(g.dtype)
         self.round += 1
@@ -171,6 +177,8 @@ class ErrorFeedback(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         state = {"step": self.step, "round": self.round, "residual": self.residual}
+        if self.uses_gradient:
+            state["gradients"] = self.gradients
         if self.steps_since:
             state |= {"steps_since": self.steps_since, "base": self.base}
         return state
@@ -186,6 +194,9 @@ class ErrorFeedback(Algorithm):
             )
         self.step, self.round = state["step"], state["round"]
         self.residual.copy_(state["residual"])
+        self.gradients = state.get("gradients", self.some_of_residual()).to(
+            self.residual, copy=True
+        )
         self.steps_since = steps_since
         if steps_since:
             self.base.copy_(state["base"])
@@ -194,9 +205,18 @@ class ErrorFeedback(Algorithm):
         # In the midst of an exchange of local steps, x and the residual both hold their changes.
         if self.local_steps == 1 or state.get("steps_since", 0) < self.local_steps:
             self.residual.copy_(state["residual"])
+            self.gradients = self.some_of_residual()
 
     def metrics(self) -> dict[str, float]:
-        return {"density": self.num_applied / max(1, len(self.residual))}
+        figures = {"density": self.num_applied / max(1, len(self.residual))}
+        squares = float(self.gradients @ self.gradients)
+        if self.uses_gradient and squares > 0:  # the share of its gradients that has been applied
+            held_back = float(self.some_of_residual() @ self.gradients)
+            figures["updates_kept"] = 1 - held_back / squares
+        return figures
+
+    def some_of_residual(self) -> Tensor:
+        return self.residual[:: self.every].clone()
 
     def has_overflowed(self, g: Tensor) -> bool:
         """Whether any rank's gradient has NaN or inf in it."""

@@ -40,6 +40,7 @@ from lightning_dsgd.replica.consensus import (
     exchanged,
     give,
 )
+from lightning_dsgd.replica.kept import UpdatesKept
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.watch import exchanging
 
@@ -50,6 +51,7 @@ class Part:
 
     weights: flat.FlatParameters
     algorithm: Algorithm
+    kept: UpdatesKept
 
     @property
     def x(self) -> Tensor:
@@ -107,7 +109,7 @@ class Replica:
         self.consensus_distance = 0.0
         self._parts: dict[int, list[Part]] = {}
         self._trained: dict[int, list[int]] = {}  # identities of an optimizer's parameters
-        self._to_load: list[tuple[dict[str, Any], Sequence[str]]] = []
+        self._to_load: list[tuple[dict[str, Any], Sequence[str], Tensor | None]] = []
         self._optimizers = list(optimizers)
         flat.check_module(module)
         alike.check_disjoint(module, optimizers)
@@ -124,7 +126,7 @@ class Replica:
         for index, parameter in enumerate(mine):
             names.setdefault(parameter, f"optimizer parameter {index}")
         self._parts[id(optimizer)] = [
-            Part(weights, self._start(weights))
+            Part(weights, self._start(weights), UpdatesKept(weights.x))
             for weights in self._layout.flatten((name, p) for p, name in names.items())
         ]
         self._trained[id(optimizer)] = list(map(id, mine))
@@ -192,6 +194,8 @@ class Replica:
         give(self._everyone, self.module.buffers(), 0)
         self._publish(self.parts)
         self.settle()  # so that every algorithm begins from there
+        for part in self.parts:
+            part.kept.begin(part.x)
 
     def _untrained(self) -> list[Tensor]:
         """The parameters that no optimizer trains, without their gradients' history."""
@@ -214,6 +218,7 @@ class Replica:
             self._copy()
             for part in parts:
                 self._before_update(part)
+                part.kept.update_begins(part.x)
             self._publish(parts)
 
     def _before_update(self, part: Part) -> None:
@@ -237,6 +242,7 @@ class Replica:
             for part in parts:
                 if self._check_finite:
                     self._require_finite(part, part.x, "weight")
+                part.kept.update_ends(part.x)
                 part.algorithm.after_update(part.x)
             self._publish(parts)
 
@@ -368,7 +374,11 @@ class Replica:
     def _consensus(self) -> list[tuple[Tensor, Tensor]]:
         """Pairs of what the module holds here and what all ranks agree on."""
         self.settle()
-        weights = [(part.x, part.algorithm.consensus(part.x)) for part in self.parts]
+        weights = []
+        for part in self.parts:
+            mean = part.algorithm.consensus(part.x)
+            part.kept.measure(part.algorithm.net, mean, part.algorithm.team_size)
+            weights.append((part.x, mean))
         return weights + self._consensus_of_the_rest()
 
     def _consensus_of_the_rest(self) -> list[tuple[Tensor, Tensor]]:
@@ -395,31 +405,43 @@ class Replica:
         """Of the parameters of each part."""
         return [part.weights.names for part in self.parts]
 
+    def updates(self) -> list[Tensor]:
+        """What is known of all ranks' updates, for each part."""
+        return [part.kept.state() for part in self.parts]
+
     def load_state_dict(
-        self, states: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]
+        self,
+        states: Sequence[dict[str, Any]],
+        names: Sequence[Sequence[str]],
+        updates: Sequence[Tensor] | None = None,
     ) -> None:
-        """Takes over what `state_dict` gave, beside what `names` did.
+        """Takes over what `state_dict` gave, beside what `names` and `updates` did.
 
         At the next step, if other parameters are trained now than then: what had been unfrozen when
         it was saved may be frozen until training goes on.
         """
-        self._to_load = list(zip(states, names, strict=True))
+        given = [None] * len(states) if updates is None else updates
+        self._to_load = list(zip(states, names, given, strict=True))
         if self._is_as_saved():
             self._load()
 
     def _is_as_saved(self) -> bool:
-        return [list(names) for _, names in self._to_load] == self.names()
+        return [list(names) for _, names, _ in self._to_load] == self.names()
 
     def _load(self) -> None:
         states, self._to_load = self._to_load, []
-        for part, (state, _) in zip(self.parts, states, strict=True):
+        for part, (state, _, updates) in zip(self.parts, states, strict=True):
             part.algorithm.load_state_dict(state)
+            if updates is None:
+                part.kept.begin(part.x)
+            else:
+                part.kept.load(updates)
 
     def _load_late(self) -> None:
         for optimizer in self._optimizers:
             self._parts_of(optimizer)
         if not self._is_as_saved():
-            saved = {name for _, names in self._to_load for name in names}
+            saved = {name for _, names, _ in self._to_load for name in names}
             trained = {name for names in self.names() for name in names}
             raise ValueError(
                 "the parameters that are trained must be those of the checkpoint, got "
@@ -431,10 +453,15 @@ class Replica:
         self._load()
 
     def metrics(self) -> dict[str, float]:
-        """The algorithms' own figures; the mean over the parts where several give the same."""
+        """The share of the updates that is kept, and the algorithms' own figures.
+
+        The mean over the parts where several give the same.
+        """
         figures: dict[str, list[float]] = {}
         for part in self.parts:
-            for name, value in part.algorithm.metrics().items():
+            share = part.kept.share
+            of_part = {} if share is None else {"updates_kept": share}
+            for name, value in (of_part | part.algorithm.metrics()).items():
                 figures.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in figures.items()}
 

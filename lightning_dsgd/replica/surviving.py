@@ -128,6 +128,7 @@ class SurvivingReplica(Replica):
             part.algorithm = self._start(part.weights)
             if not was_new:
                 part.algorithm.carry_over(state)
+            part.kept.begin(part.x)
             if self._is_finished:
                 part.algorithm.stop()
         if is_shown:

@@ -11,6 +11,7 @@ In a replica also:
 
     rank                         whose it is
     algorithms, parameters       for each part: what the algorithm keeps, and what it trains
+    updates                      for each part: how far all ranks' updates lead, of some entries
     random_states                of all generators
 """
 
@@ -54,6 +55,7 @@ def of_replica(algorithm: Algorithm, replica: Replica) -> Record:
     return of_model(algorithm) | {
         "algorithms": replica.state_dict(),
         "parameters": replica.names(),
+        "updates": replica.updates(),
         "random_states": random_states(),
     }
 
@@ -106,7 +108,7 @@ def check_algorithm(shared: Mapping[str, Any], path: str | Path, algorithm: str)
 def restore(own: Mapping[str, Any], replica: Replica) -> Record:
     """Takes over what a replica's record holds; gives its random states."""
     record = own[_KEY]
-    replica.load_state_dict(record["algorithms"], record["parameters"])
+    replica.load_state_dict(record["algorithms"], record["parameters"], record.get("updates"))
     states: Record = record["random_states"]
     restore_random_states(states)
     return states

@@ -1,0 +1,201 @@
+"""The metric `updates_kept`, of every strategy: on slow links, with late ranks and uneven data."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+from lightning_dsgd.replica.kept import NUM_MEASURED
+from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.transport.simulated import SimulatedWorld
+
+WIDTH = 48  # more weights than are measured
+SITUATIONS: dict[str, tuple[Callable[[random.Random, int], float], float]] = {
+    "stragglers": (lambda chance, rank: chance.choice([0.1, 0.1, 0.5, 1.0]), 1e7),
+    "slow link": (lambda chance, rank: chance.uniform(0.09, 0.11), 2e5),
+    "slow rank": (lambda chance, rank: 0.1 if rank else 0.3, 1e7),
+}
+"""How long a step takes, and how many bytes a second pass."""
+MORE = [
+    *("wagma:overlap=true", "wagma:wire_dtype=int8", "wagma:hierarchical=true:node_size=2"),
+    *("sgp:overlap=1", "sgp:hierarchical=true:node_size=2", "popsgd:blocking=true"),
+    *("hpsgd:wire_dtype=int8", "local_sgd:sync_period=4:num_fragments=2:overlap_steps=2"),
+]
+SPARSE = [name for name in ALGORITHMS if issubclass(ALGORITHMS[name], ErrorFeedback)]
+OWN = [*SPARSE, "eager_sgd"]  # which say it of gradients
+KEEPING = [name for name in ALGORITHMS if name not in (*OWN, "diloco")] + MORE
+
+
+def some(specs: list[str], fast: list[str]) -> list[Any]:
+    """The others run in `make test-all` only."""
+    return [s if s in fast else pytest.param(s, marks=pytest.mark.exhaustive) for s in specs]
+
+
+class Run:
+    """One rank's training: a regression whose goal differs between ranks."""
+
+    def __init__(self, net: Any, spec: str, situation: str) -> None:
+        self.net, self.spec = net, spec
+        self.step_s = SITUATIONS[situation][0]
+        self.chance = random.Random(f"{situation}/{net.rank}")
+        self.generator = torch.Generator().manual_seed(net.rank)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.model = nn.Linear(WIDTH, WIDTH)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.02)
+        self.replica = self.new("begin")
+        self.replica.synchronize()
+        self.begin, self.updates = self.weights(), torch.zeros(WIDTH * WIDTH + WIDTH).double()
+
+    def new(self, channel: str) -> Replica:
+        return Replica(
+            self.net.sub(channel), self.model, [self.optimizer], make_algorithm(self.spec)
+        )
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return self.replica.parts[0].algorithm
+
+    def weights(self) -> Tensor:
+        return self.replica.parts[0].x.detach().double()
+
+    def steps(self, num: int) -> float | None:
+        """So many, and then the metric; evaluation is left again."""
+        for _ in range(num):
+            self.net.compute(self.step_s(self.chance, self.net.rank))
+            x = torch.randn(8, WIDTH, generator=self.generator)
+            self.optimizer.zero_grad()
+            goal = torch.roll(x, self.net.rank, 1) + 1
+            (self.model(x) - goal).pow(2).mean().backward()
+            self.replica.before_update(self.optimizer)
+            self.updates -= self.weights()
+            self.optimizer.step()
+            self.updates += self.weights()
+            self.replica.after_update(self.optimizer)
+        self.replica.show_consensus()
+        share = self.replica.metrics().get("updates_kept")
+        self.shown = self.weights()
+        self.replica.show_own()
+        return share
+
+    def resume(self) -> None:
+        """In a replica that knows only what was saved."""
+        saved = copy.deepcopy(self.replica.state_dict())
+        names, updates = self.replica.names(), self.replica.updates()
+        self.replica.stop()
+        self.replica = self.new("resumed")
+        self.replica.load_state_dict(saved, names, updates)
+
+
+def train(net: Any, spec: str, situation: str, uneven: bool, resumes: bool) -> list[float | None]:
+    run = Run(net, spec, situation)
+    shares = []
+    for phase in range(2):
+        if resumes and phase:
+            run.resume()
+        shares.append(run.steps(run.chance.randrange(6, 14) if uneven else 10))
+    run.replica.stop()
+    return shares
+
+
+def shares_in(situation: str, spec: str, **options: bool) -> list[float]:
+    world = SimulatedWorld(4, latency_s=0.01, bandwidth_bytes_s=SITUATIONS[situation][1])
+    first, *others = world.run(
+        train, spec, situation, options.get("uneven", False), options.get("resumes", False)
+    )
+    if spec.split(":")[0] not in OWN or "local_steps" in spec:
+        assert others == [first] * 3  # the same on all ranks
+    return first
+
+
+@pytest.mark.parametrize("spec", KEEPING)
+def test_what_loses_no_update_is_seen_to_keep_all(spec: str) -> None:
+    for situation in SITUATIONS:
+        assert shares_in(situation, spec) == [pytest.approx(1.0, abs=1e-3)] * 2, situation
+
+
+@pytest.mark.parametrize(
+    "spec", some(KEEPING, ["allreduce", "wagma", "sgp:hierarchical=true:node_size=2"])
+)
+def test_all_are_kept_where_ranks_have_different_numbers_of_batches(spec: str) -> None:
+    # A rank of a node that had fewer has other momentum: its later updates are not the node's.
+    near = 0.03 if "hierarchical" in spec else 1e-3
+    for situation in SITUATIONS:
+        shares = shares_in(situation, spec, uneven=True)
+        assert shares == [pytest.approx(1.0, abs=1e-3), pytest.approx(1.0, abs=near)], situation
+
+
+@pytest.mark.parametrize(
+    "spec", [*some(KEEPING, ["sgp:overlap=1"]), "oktopk:local_steps=4", "oktopk", "gtopk"]
+)
+def test_a_resume_goes_on_counting(spec: str) -> None:
+    undisturbed, resumed = shares_in("slow rank", spec), shares_in("slow rank", spec, resumes=True)
+    assert resumed == [pytest.approx(share, abs=1e-3) for share in undisturbed]
+
+
+def compare_with_all(net: Any, spec: str, situation: str) -> tuple[float | None, Tensor, Tensor]:
+    """The metric, the way of the consensus and this rank's updates."""
+    run = Run(net, spec, situation)
+    share = run.steps(12)
+    run.replica.stop()
+    return share, run.shown - run.begin, run.updates
+
+
+@pytest.mark.parametrize(
+    "spec", ["wagma:rule=paper", "oktopk:local_steps=4:density=0.2", "hpsgd:outer_momentum=0.5"]
+)
+def test_it_is_what_all_entries_say(spec: str) -> None:
+    """Of updates that are lost, held back or multiplied; from a part of the entries."""
+    assert WIDTH * WIDTH > 2 * NUM_MEASURED
+    for situation in SITUATIONS:
+        world = SimulatedWorld(4, latency_s=0.01, bandwidth_bytes_s=SITUATIONS[situation][1])
+        shares, ways, updates = zip(*world.run(compare_with_all, spec, situation), strict=True)
+        mean = torch.stack(updates).mean(0)
+        exact = float(ways[0] @ mean / (mean @ mean))
+        assert abs(exact - 1) > 0.05
+        assert shares == (pytest.approx(exact, abs=0.05),) * 4
+
+
+def hold_back(net: Any, spec: str) -> tuple[float | None, float]:
+    run = Run(net, spec, "slow rank")
+    share = run.steps(10)
+    assert isinstance(run.algorithm, ErrorFeedback)
+    residual = float(run.algorithm.residual.norm())
+    run.replica.stop()
+    return share, residual
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_gradients_that_are_held_back_are_not_counted_yet(name: str) -> None:
+    for density, least, most in [(0.01, 0.0, 0.9), (1.0, 1 - 1e-6, 1 + 1e-6)]:
+        for share, residual in SimulatedWorld(4).run(hold_back, f"{name}:density={density}"):
+            assert share is not None
+            assert least <= share <= most
+            assert (residual > 1e-3) == (share < 0.99)
+
+
+def test_late_gradients_are_told() -> None:
+    assert all(0.6 < share <= 1 for share in shares_in("stragglers", "eager_sgd"))
+
+
+def test_outer_momentum_multiplies_updates() -> None:
+    assert shares_in("slow rank", "hpsgd:outer_momentum=0.5")[-1] == pytest.approx(2, abs=0.2)
+
+
+def test_nothing_is_said_before_there_is_an_update() -> None:
+    def look(net: Any) -> float | None:
+        run = Run(net, "wagma", "slow rank")
+        share = run.steps(0)
+        run.replica.stop()
+        return share
+
+    assert SimulatedWorld(2).run(look) == [None, None]
