@@ -54,6 +54,7 @@ STRATEGIES = [
     "oktopk:local_steps=4:density=0.2:wire_dtype=bfloat16",
     "oktopk:local_steps=4:density=0.4:wire_dtype=int4",
     "oktopk:local_steps=4:density=0.1:wire_dtype=int4",
+    "oktopk:local_steps=3:density=0.4:wire_dtype=int4",
     "oktopk:local_steps=2:density=0.2:wire_dtype=int4",
 ]
 

@@ -19,15 +19,16 @@ without a pass of its own.  **Zeros** are never selected, nor are subnormal numb
 **The wire format.**  Indices go as distances from one to the next, in units of w bytes that hold
 less than L = 2^(8w) - 1, preceded by a unit of L for each L that the distance exceeds.  Such a code
 of c indices over a range of m takes at most w (c + m / L) bytes, whatever lies where; w is 1, 2 or
-4, whichever makes that least.  An fp32 value with its index takes, for indices that are spread
-evenly at random:
+4, whichever makes that least.  Where a bit for each of the m places takes less, these bits go: m/8
+bytes.  An fp32 value with its index takes, for indices that are spread evenly at random:
 
-    density       10%     2%      1%      0.1%    0.01%    0.001%   (8 bytes as coordinates)
-    bytes         5.00    5.01    5.09    6.00    6.00     8.00
-    at most       5.04    5.20    5.40    6.04    6.31     8.00
+    density       40%     20%     10%     1%      0.1%    0.01%    0.001%   (8 bytes as coordinates)
+    bytes         4.31    4.63    5.00    5.09    6.00    6.00     8.00
+    at most       4.31    4.63    5.04    5.40    6.04    6.31     8.00
 
-and 24 bytes a message.  Rounded values (`rounding`) take 2, 2.97 and 3.47 bytes less: at a
-density of 1% 2.12 bytes with "int8" and 1.62 with "int4".  Messages of these hold whole blocks.
+and 24 bytes a message.  Rounded values (`rounding`) take 2, 2.97 and 3.47 bytes less: at a density
+of 1% 2.12 bytes with "int8" and 1.62 with "int4", at 40% 1.34 and 0.84.  Messages of these hold
+whole blocks.
 Indices are integers of 64 bits until then: no length is too large.
 """
 
@@ -58,6 +59,8 @@ _BITS: Final = {
     8: (torch.int64, np.uint64),
 }
 _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+MARKS: Final = 0
+"""In place of a width: a bit for each place."""
 HEADER_BYTES: Final = 24
 _choice: Final = Choice()
 """Of this process, as the devices are."""
@@ -236,23 +239,11 @@ def pack(code: Tensor, indices: Tensor) -> Tensor:
     if not count:
         return torch.empty(0, dtype=torch.uint8, device=device)
     first, last = indices[:: max(1, count - 1)].tolist()[:2] if count > 1 else [int(indices)] * 2
-    width = min(_WIDTHS, key=lambda w: w * (count + (last - first) / _limit(w)))
-    limit = _limit(width)
-    narrow = torch.int32 if max(last - first, limit) < 1 << 31 else torch.int64
-    distances = torch.diff(indices).to(narrow)
-    (far,) = (distances >= limit).nonzero(as_tuple=True)
-    if len(far):
-        escapes = torch.zeros(count - 1, dtype=torch.int64, device=device)
-        escapes[far] = (distances[far] // limit).to(torch.int64)
-        distances[far] %= limit
-        ends = torch.arange(count - 1, device=device) + escapes.cumsum(0)
-        units = torch.full((int(ends[-1]) + 1,), limit, dtype=narrow, device=device)
-        units[ends] = distances
-    else:
-        units = distances
-    header = devices.integers((count, first, width), device)
-    # A distance of more than half the range turns negative, and back in `unpack`.
-    parts = (header, code, units.to(_WIDTHS[width]))
+    span = last - first
+    num_bytes = {w: w * (count + span / _limit(w)) for w in _WIDTHS} | {MARKS: span / 8 + 1}
+    width = min(num_bytes, key=num_bytes.__getitem__)
+    units = _marks(indices - first, span) if width == MARKS else _distances(indices, width, span)
+    parts = (devices.integers((count, first, width), device), code, units)
     return torch.cat([part.view(torch.uint8) for part in parts])
 
 
@@ -267,16 +258,58 @@ def unpack(
     travelled = rounding.encode(message.new_empty(0, dtype=dtype), wire_dtype).dtype
     like = message.new_empty(count, dtype=dtype)
     values = rounding.decode(message[HEADER_BYTES:middle].view(travelled), like)
+    units = message[middle:]
+    indices = _marked(units, count) if width == MARKS else _summed(units, count, width)
+    return values, indices.add_(first)
+
+
+def _distances(indices: Tensor, width: int, span: int) -> Tensor:
+    """From one to the next, in units of so many bytes."""
+    limit, count = _limit(width), len(indices)
+    narrow = torch.int32 if max(span, limit) < 1 << 31 else torch.int64
+    units = torch.diff(indices).to(narrow)
+    (far,) = (units >= limit).nonzero(as_tuple=True)
+    if len(far):
+        distances, device = units, indices.device
+        escapes = torch.zeros(count - 1, dtype=torch.int64, device=device)
+        escapes[far] = (distances[far] // limit).to(torch.int64)
+        distances[far] %= limit
+        ends = torch.arange(count - 1, device=device) + escapes.cumsum(0)
+        units = torch.full((int(ends[-1]) + 1,), limit, dtype=narrow, device=device)
+        units[ends] = distances
+    # A distance of more than half the range turns negative, and back in `_summed`.
+    return units.to(_WIDTHS[width])
+
+
+def _summed(units: Tensor, count: int, width: int) -> Tensor:
+    """The indices, less the first, of which these are the distances."""
     limit = _limit(width)
-    units = message[middle:].clone().view(_WIDTHS[width]).to(torch.int64).bitwise_and_(limit)
-    indices = torch.empty(count, dtype=torch.int64, device=message.device)
-    indices[0] = first
-    if len(units) == count - 1:
-        torch.cumsum(units, 0, out=indices[1:])
+    steps = units.clone().view(_WIDTHS[width]).to(torch.int64).bitwise_and_(limit)
+    indices = torch.zeros(count, dtype=torch.int64, device=units.device)
+    if len(steps) == count - 1:
+        torch.cumsum(steps, 0, out=indices[1:])
     else:
-        indices[1:] = units.cumsum(0)[places(units != limit, count - 1)]
-    indices[1:] += first
-    return values, indices
+        indices[1:] = steps.cumsum(0)[places(steps != limit, count - 1)]
+    return indices
+
+
+def _marks(indices: Tensor, span: int) -> Tensor:
+    """A bit for each number up to the span: whether it is there; eight in a byte."""
+    marks = torch.zeros((span // 8 + 1) * 8, dtype=torch.uint8, device=indices.device)
+    marks[indices] = 1
+    if devices.is_on_host(marks):
+        return torch.from_numpy(np.packbits(marks.numpy(), bitorder="little"))
+    bits = [column << bit for bit, column in enumerate(marks.view(-1, 8).unbind(1))]
+    return torch.stack(bits).sum(0, dtype=torch.uint8)
+
+
+def _marked(units: Tensor, count: int) -> Tensor:
+    """The so many numbers whose bits are set."""
+    if devices.is_on_host(units):
+        marks = torch.from_numpy(np.unpackbits(units.numpy(), bitorder="little"))
+    else:
+        marks = torch.stack([units >> bit & 1 for bit in range(8)], 1).view(-1)
+    return places(marks.bool(), count)
 
 
 def _limit(width: int) -> int:

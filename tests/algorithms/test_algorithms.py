@@ -7,6 +7,7 @@ says what else it promises.
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 import resource
 from collections.abc import Callable
@@ -132,9 +133,9 @@ def residual(algorithm: Any) -> Tensor:
     return found
 
 
-def entry_bytes(count: int) -> float:
-    """A message of values of 8 bytes with their indices, at densities above 1%."""
-    return 24 + 8 * count + count - 1
+def entry_bytes(count: int, span: int | None = None) -> float:
+    """A message of values of 8 bytes, side by side or over so many places, with a bit for each."""
+    return 24 + 8 * count + math.ceil((span or count) / 8)
 
 
 TABLE = {
@@ -404,7 +405,7 @@ TABLE |= {
     ),
     "gtopk_local_steps": Row(
         lambda: GTopk(K / N, local_steps=3),
-        lambda p, size: (2 * (p - 1) / p * entry_bytes(K) + flag_bytes(p)) / 3,
+        lambda p, size: (2 * (p - 1) / p * entry_bytes(K, N) + flag_bytes(p)) / 3,
         period=3,
         mixes_weights=False,
         is_sparse=True,

@@ -433,7 +433,7 @@ def test_the_baselines_send_what_table_1_says(world_size: int) -> None:
     assert 2 * sent[GTopk][0] <= 4 * k * log2(p) * WORDS + flags  # what it receives is as much
     union = 1 - 0.99**p
     for count in sent[TopkDSA]:
-        expected = (p - 1) / p * (entry_bytes(k) + union * NUM * 5.0)
+        expected = (p - 1) / p * (entry_bytes(k) + NUM * (4 * union + min(union, 1 / 8)))
         assert count == pytest.approx(expected, rel=0.03, abs=60 * p)
         assert count <= (2 * k + NUM) * (p - 1) / p * WORDS
 
