@@ -108,7 +108,7 @@ class Algorithm:
 
         One that has run out of data takes over the steps of the others.
         """
-        return self.net.world_size if self.lockstep else 1
+        return self.net.world_size if self.lockstep and self.uses_gradient else 1
 
     def hyperparameters(self) -> dict[str, Any]:
         """The fields of the dataclass."""
@@ -173,6 +173,12 @@ class Algorithm:
         """Takes over what `state_dict` gave before a loss and does not depend on the ranks.
 
         After `start` among those that go on.  What this rank has held back, for one.
+        """
+
+    def measure_kept(self) -> None:
+        """Measures, on all ranks together at a consensus, what `metrics` has as `updates_kept`.
+
+        For algorithms of which gradients are to be counted, and not the updates made of them.
         """
 
     def metrics(self) -> dict[str, float]:

@@ -117,6 +117,8 @@ class OkTopk(ErrorFeedback):
         if self.round >= self.num_dense:
             super().exchange(g, active)
             return
+        sample = self.some_of(g)
+        self.gradients += torch.where(sample.isfinite().all(), sample, 0.0)
         self.net.all_reduce(g).wait()
         g /= active
         self.round += 1

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import devices
-from lightning_dsgd.agreement import num_active, take_over_newest
+from lightning_dsgd.agreement import average, num_active, take_over_newest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least
 from lightning_dsgd.primitives import sparse
@@ -106,7 +106,8 @@ class ErrorFeedback(Algorithm):
         self.steps_since = 0  # the last exchange
         self.base = x.clone() if self.local_steps > 1 else x[:0]  # x where local steps began
         self.every = max(1, len(x) // NUM_MEASURED)
-        self.gradients = self.some_of_residual()  # all that was accumulated, of some entries
+        self.gradients = self.some_of(self.residual)  # all of this rank's, of some entries
+        self.share_applied: float | None = None  # of all ranks' gradients, at the last consensus
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
         """Adds g to the residual, leaves zeros in g, gives the entries of the sum over all ranks.
@@ -163,7 +164,7 @@ class ErrorFeedback(Algorithm):
             g.fill_(torch.nan)
             return
         if self.uses_gradient:
-            self.gradients += g[:: self.every]
+            self.gradients += self.some_of(g)
         values, indices = self.sparse_allreduce(g)
         g[indices] = values.div_(active).to(g.dtype)
         self.round += 1
@@ -194,9 +195,9 @@ class ErrorFeedback(Algorithm):
             )
         self.step, self.round = state["step"], state["round"]
         self.residual.copy_(state["residual"])
-        self.gradients = state.get("gradients", self.some_of_residual()).to(
-            self.residual, copy=True
-        )
+        self.gradients = self.some_of(self.residual)
+        if len(known := state.get("gradients", ())) == len(self.gradients):
+            self.gradients.copy_(known)
         self.steps_since = steps_since
         if steps_since:
             self.base.copy_(state["base"])
@@ -205,18 +206,28 @@ class ErrorFeedback(Algorithm):
         # In the midst of an exchange of local steps, x and the residual both hold their changes.
         if self.local_steps == 1 or state.get("steps_since", 0) < self.local_steps:
             self.residual.copy_(state["residual"])
-            self.gradients = self.some_of_residual()
+            self.gradients = self.some_of(self.residual)
 
     def metrics(self) -> dict[str, float]:
         figures = {"density": self.num_applied / max(1, len(self.residual))}
-        squares = float(self.gradients @ self.gradients)
-        if self.uses_gradient and squares > 0:  # the share of its gradients that has been applied
-            held_back = float(self.some_of_residual() @ self.gradients)
-            figures["updates_kept"] = 1 - held_back / squares
+        if self.share_applied is not None:
+            figures["updates_kept"] = self.share_applied
         return figures
 
-    def some_of_residual(self) -> Tensor:
-        return self.residual[:: self.every].clone()
+    def measure_kept(self) -> None:
+        """The share of all ranks' gradients that is not held back."""
+        if not self.uses_gradient:
+            return
+        means = torch.stack([self.some_of(self.residual), self.gradients])
+        average(self.net, means.view(-1))
+        held_back, gradients = means
+        products = torch.stack([held_back @ gradients, gradients @ gradients])
+        product, squares = products.tolist()
+        self.share_applied = 1 - product / squares if squares != 0 else None
+
+    def some_of(self, x: Tensor) -> Tensor:
+        """Of x, in the residual's dtype."""
+        return x[:: self.every].to(self.residual.dtype, copy=True)
 
     def has_overflowed(self, g: Tensor) -> bool:
         """Whether any rank's gradient has NaN or inf in it."""

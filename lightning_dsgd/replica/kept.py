@@ -12,7 +12,7 @@ have made the most updates since the last consensus.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,19 +27,23 @@ NUM_MEASURED: Final = 1024
 class UpdatesKept:
     """Of one flat tensor of weights.
 
+    Attributes:
+        share: at the last consensus; None before there was one, or an update
+
     Args:
         x: the weights, as they are in the beginning
     """
 
-    share: float | None = None
-    """At the last consensus; None before there was one, or an update."""
+    share: float | None
 
     def __init__(self, x: Tensor) -> None:
+        self._len = len(x)
         self._every = max(1, len(x) // NUM_MEASURED)
         self.begin(x)
 
     def begin(self, x: Tensor) -> None:
         """Anew, from these weights."""
+        self.share = None
         self._begin = self._some_of(x)
         self._updates = torch.zeros_like(self._begin)  # all ranks', until the last consensus
         self._start_counting()
@@ -65,18 +69,19 @@ class UpdatesKept:
         self._updates += updates
         self._start_counting()
         squares = float(self._updates @ self._updates)
-        if squares > 0:
+        if squares != 0:
             way = self._some_of(consensus) - self._begin
             self.share = float(way @ self._updates) / squares
 
-    def state(self) -> Tensor:
+    def state(self) -> dict[str, Any]:
         """For a resume, at a consensus."""
-        return torch.stack([self._begin, self._updates])
+        return {"len": self._len, "begin": self._begin, "updates": self._updates}
 
-    def load(self, state: Tensor) -> None:
-        """Goes on from there."""
-        self._begin, self._updates = state.to(self._begin)
-        self._start_counting()
+    def load(self, state: dict[str, Any] | None, x: Tensor) -> None:
+        """Goes on from there; begins anew if nothing is known, or of another layout of x."""
+        self.begin(x)
+        if state is not None and state["len"] == self._len:
+            self._begin, self._updates = (state[k].to(self._begin) for k in ("begin", "updates"))
 
     def _start_counting(self) -> None:
         self._mine = torch.zeros_like(self._begin)

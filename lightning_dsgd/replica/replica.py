@@ -109,7 +109,7 @@ class Replica:
         self.consensus_distance = 0.0
         self._parts: dict[int, list[Part]] = {}
         self._trained: dict[int, list[int]] = {}  # identities of an optimizer's parameters
-        self._to_load: list[tuple[dict[str, Any], Sequence[str], Tensor | None]] = []
+        self._to_load: list[tuple[dict[str, Any], Sequence[str], dict[str, Any] | None]] = []
         self._optimizers = list(optimizers)
         flat.check_module(module)
         alike.check_disjoint(module, optimizers)
@@ -378,6 +378,7 @@ class Replica:
         for part in self.parts:
             mean = part.algorithm.consensus(part.x)
             part.kept.measure(part.algorithm.net, mean, part.algorithm.team_size)
+            part.algorithm.measure_kept()
             weights.append((part.x, mean))
         return weights + self._consensus_of_the_rest()
 
@@ -405,7 +406,7 @@ class Replica:
         """Of the parameters of each part."""
         return [part.weights.names for part in self.parts]
 
-    def updates(self) -> list[Tensor]:
+    def updates(self) -> list[dict[str, Any]]:
         """What is known of all ranks' updates, for each part."""
         return [part.kept.state() for part in self.parts]
 
@@ -413,7 +414,7 @@ class Replica:
         self,
         states: Sequence[dict[str, Any]],
         names: Sequence[Sequence[str]],
-        updates: Sequence[Tensor] | None = None,
+        updates: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         """Takes over what `state_dict` gave, beside what `names` and `updates` did.
 
@@ -432,10 +433,7 @@ class Replica:
         states, self._to_load = self._to_load, []
         for part, (state, _, updates) in zip(self.parts, states, strict=True):
             part.algorithm.load_state_dict(state)
-            if updates is None:
-                part.kept.begin(part.x)
-            else:
-                part.kept.load(updates)
+            part.kept.load(updates, part.x)
 
     def _load_late(self) -> None:
         for optimizer in self._optimizers:
