@@ -264,14 +264,14 @@ class Runs:
 
 def draw(best: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
     """MB and loss of each algorithm, one picture for each task."""
-    figure, every = plt.subplots(1, len(best), figsize=(6 * len(best), 4), squeeze=False)
+    figure, every = plt.subplots(1, len(best), figsize=(6 * len(best), 6), squeeze=False)
     for axes, (task, points) in zip(every[0], best.items(), strict=True):
         for place, (spec, (mb, loss)) in enumerate(points.items()):
             axes.semilogx(mb, loss, "os^"[place // 10], label=spec)  # there are ten colors
         axes.set_title(task)
         axes.set_xlabel("MB that a rank sent")
         axes.set_ylabel("validation loss")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
