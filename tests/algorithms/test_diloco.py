@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ def fit(options: dict[str, Any]) -> tuple[Tensor, float]:
     return weights(model), float(fitter.callback_metrics["val_loss"])
 
 
+@pytest.mark.exhaustive
 def test_fits_in_fragments_of_four_bits_while_the_sums_travel() -> None:
     streaming = {
         "sync_period": 6,

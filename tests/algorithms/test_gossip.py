@@ -683,10 +683,7 @@ EVERYTHING = {**PAIRS, "sgp": SGP, "sgp_overlap": lambda: SGP(overlap=2)}
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("sgp", "popsgd", "adpsgd") else LATER)
-        for name in EVERYTHING
-    ],
+    [pytest.param(name, marks=[] if name in ("sgp", "adpsgd") else LATER) for name in EVERYTHING],
 )
 def test_no_update_is_lost_or_torn_between_real_threads(name: str) -> None:
     ranks = ProcessWorld().run(3, step_for_real, name)

@@ -741,7 +741,8 @@ def fit_all() -> dict[str, tuple[Tensor, list[float], float]]:
     return results
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=LATER)])
+@LATER
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_every_strategy_trains_with_momentum_clipping_and_accumulation(world_size: int) -> None:
     ranks = FitWorld(timeout_s=60.0).run(world_size, fit_all)
     for name, (x, losses, density) in ranks[0].items():

@@ -136,10 +136,7 @@ def train_with(name: str, num_batches: tuple[int, int] = (12, 12)) -> tuple[Any,
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("local_sgd", "wagma") else exhaustive)
-        for name in ALGORITHMS
-    ],
+    [pytest.param(name, marks=() if name == "local_sgd" else exhaustive) for name in ALGORITHMS],
 )
 def test_replicas_learn_and_agree(name: str) -> None:
     ranks = run(train_with, name)
@@ -151,7 +148,8 @@ def test_replicas_learn_and_agree(name: str) -> None:
         assert metrics["consensus_distance"] == ranks[0][4]["consensus_distance"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("wagma", marks=exhaustive), "adpsgd"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["wagma", "adpsgd"])
 def test_replicas_may_have_different_numbers_of_batches(name: str) -> None:
     ranks = run(train_with, name, (6, 13))
     for first, _, weights, last, _ in ranks:
@@ -285,6 +283,7 @@ def train_by_copies() -> tuple[Tensor, str]:
     return train_twice()[0], sharded.Shards(make(make_mesh())[0]).describe()
 
 
+@pytest.mark.exhaustive
 def test_copies_of_the_shards_train_as_the_shards_do() -> None:
     ranks = run(train_by_copies)
     assert torch.equal(ranks[0][0], run(train_twice)[0][0])

@@ -144,6 +144,7 @@ def select_either_way(net: Any, fake: FakeDevice) -> None:
     assert taken
 
 
+@pytest.mark.exhaustive
 def test_forms_are_measured_on_a_device() -> None:
     FakeWorld().run(2, select_either_way)
 

@@ -70,7 +70,7 @@ def cut_off(
 
 
 @shaped
-@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize("is_idle", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_cut_between_two_ranks_is_noticed_by_all_within_the_heartbeat(
     is_idle: bool, tmp_path: Path
 ) -> None:

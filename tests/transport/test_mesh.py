@@ -110,7 +110,7 @@ def wait_each_in_its_way(
     [
         (died, "died (its connection ended without a farewell)", 30.0),
         (raised, "failed: ValueError: no such luck", 30.0),
-        (stopped, "has not answered for", 60.0),
+        pytest.param(stopped, "has not answered for", 60.0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_wait_ends_soon_and_names_the_rank_that_is_lost(

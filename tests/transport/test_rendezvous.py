@@ -110,8 +110,15 @@ def test_where_rank_0_does_not_start_its_address_is_named() -> None:
         assert seconds < 2.0 + 25.0
 
 
-@pytest.mark.parametrize("where", ["the process group", "the first exchange"])
-@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize(
+    ("who", "where"),
+    [
+        (0, "the process group"),
+        pytest.param(2, "the process group", marks=pytest.mark.exhaustive),
+        pytest.param(0, "the first exchange", marks=pytest.mark.exhaustive),
+        (2, "the first exchange"),
+    ],
+)
 def test_who_dies_while_all_connect_is_named(who: int, where: str) -> None:
     limit = 12.0 if where == "the process group" else 60.0  # torch notices the latter by itself
     for seconds, end in survivors(outcomes(who, f"dies in {where}", limit), who):

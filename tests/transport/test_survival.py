@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning_dsgd.replica.calls import Calls
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.view import View
 from tests.support.worlds import ProcessWorld
+from tests.transport.helpers import until
 
 WORLD = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=20.0)
 EMPTY = torch.empty(0)
@@ -88,7 +90,7 @@ def test_a_rank_takes_its_group_with_it():
     assert "rank 2 cannot go on without rank 3, which held shards of" in outcomes[2].error
 
 
-def wait_for_more(net: Any, groups: tuple[tuple[int, ...], ...]) -> str:
+def wait_for_more(net: Any, groups: tuple[tuple[int, ...], ...], folder: str) -> str:
     """Another library's collective fails, on a rank whose partner is lost, and on one beside."""
     ended: list[PeerLost] = []
     net.survive(None, groups)
@@ -105,11 +107,14 @@ def wait_for_more(net: Any, groups: tuple[tuple[int, ...], ...]) -> str:
     except PeerLost as lost:
         return f"{lost} {len(ended)}"
     except RuntimeError as error:
+        Path(folder, f"done-{net.rank}").touch()
+        until(lambda: len(list(Path(folder).glob("done-*"))) == 2)  # none leaves the other's wait
         return str(error)
 
 
-def test_an_error_is_blamed_on_a_rank_of_the_same_group_alone():
-    outcomes = WORLD.outcomes(4, wait_for_more, ((0, 1), (2, 3)))
+def test_an_error_is_blamed_on_a_rank_of_the_same_group_alone(tmp_path):
+    world = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=12.0)  # for so long another is blamed
+    outcomes = world.outcomes(4, wait_for_more, ((0, 1), (2, 3)), str(tmp_path))
     assert [outcomes[rank].result for rank in (0, 1)] == ["connection closed"] * 2
     assert "rank 2 cannot go on without rank 3" in outcomes[2].result
     assert outcomes[2].result.endswith("noticed in: a collective 1")
