@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.hyperparameters import at_least, parse
+from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.replica import flat
 from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
@@ -187,6 +188,7 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
     [weights] = flat.flatten(model.named_parameters())
     algorithm = make(spec, model)
     algorithm.start(net, weights.x)
+    scaling = step_scaling.made_for(algorithm, net.sub("steps"), weights.x)
     before = net.counters.bytes_sent
     generator = torch.Generator().manual_seed(1000 * seed + net.rank)
     for step in range(steps):
@@ -200,11 +202,17 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
             algorithm.before_update(weights.x, weights.gather() if uses_gradient else weights.x[:0])
             if uses_gradient:
                 weights.scatter()
+            if scaling is not None:
+                scaling.update_begins(weights.x)
             optimizer.step()
+            if scaling is not None:
+                scaling.update_ends(weights.x)
             algorithm.after_update(weights.x)
     sent = net.counters.bytes_sent - before
     with torch.no_grad():
         algorithm.settle(weights.x)
+        if scaling is not None:
+            scaling.settle()
         algorithm.finish(weights.x)
         model.eval()
         everything = torch.arange(task.num_samples("val"))

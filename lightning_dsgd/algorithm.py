@@ -110,6 +110,16 @@ class Algorithm:
         """
         return self.net.world_size if self.lockstep and self.uses_gradient else 1
 
+    @property
+    def exchange_period(self) -> int:
+        """How many steps there are from one exchange with other ranks to the next."""
+        return 1
+
+    @property
+    def scales_steps(self) -> bool:
+        """Whether who drives it scales the optimizer's steps: see `primitives.step_scaling`."""
+        return bool(getattr(self, "scale_steps", False))
+
     def hyperparameters(self) -> dict[str, Any]:
         """The fields of the dataclass."""
         return {name: getattr(self, name) for name in hyperparameters.names(self)}
@@ -121,6 +131,12 @@ class Algorithm:
         algorithms add what concerns several.
         """
         hyperparameters.check(self)
+        if self.scales_steps and self.uses_gradient:
+            raise ValueError(
+                "scale_steps is for steps that the ranks make apart, with gradients of their own, "
+                "and average afterwards, got scale_steps=True where gradients are averaged "
+                "(hierarchical=True, or local_steps=1); set scale_steps=False"
+            )
 
     def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
         """Raises `ValueError` for hyperparameters that cannot work with so many ranks.

@@ -58,6 +58,9 @@ class WAGMAStrategy(DecentralizedStrategy):
             of the weights with ranks of other nodes; groups are of nodes
         node_size: number of ranks per node, for `hierarchical`; the ranks of a node are
             consecutive; None means the Trainer's `devices`
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -95,6 +98,7 @@ class WAGMAStrategy(DecentralizedStrategy):
         wire_dtype: str = "float32",
         hierarchical: bool = False,
         node_size: int | None = None,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -177,6 +181,9 @@ class HPSGDStrategy(DecentralizedStrategy):
         outer_momentum: Nesterov momentum of the outer optimizer
         wire_dtype: data type of what is sent; "float32" does not round, "int8" and "int4" send a
             byte and half a byte per weight; what is rounded off is sent the next time
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -207,6 +214,7 @@ class HPSGDStrategy(DecentralizedStrategy):
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         wire_dtype: str = "float32",
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -242,6 +250,9 @@ class SGPStrategy(DecentralizedStrategy):
             consecutive; None means the Trainer's `devices`
         wire_dtype: data type of what is sent; "float32" does not round, "int8" and "int4" send a
             byte and half a byte per weight; what is rounded off stays with the rank that sends
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -274,6 +285,7 @@ class SGPStrategy(DecentralizedStrategy):
         topology: str = "exponential",
         node_size: int | None = None,
         wire_dtype: str = "float32",
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -298,6 +310,9 @@ class ADPSGDStrategy(DecentralizedStrategy):
         seed: seed of the random choice of neighbours
         wire_dtype: data type of what is sent; "float32" does not round, "int8" and "int4" send a
             byte and half a byte per weight; what is rounded off is not averaged
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -326,6 +341,7 @@ class ADPSGDStrategy(DecentralizedStrategy):
         self,
         seed: int = 0,
         wire_dtype: str = "float32",
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -354,6 +370,9 @@ class PopSGDStrategy(DecentralizedStrategy):
         wire_dtype: data type of the weights that are sent; "float32" sends them unchanged,
             "bfloat16" rounded, "int8" as one byte per weight, relative to the receiver's
         seed: seed of the random pairs
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -385,6 +404,7 @@ class PopSGDStrategy(DecentralizedStrategy):
         topology: str = "complete",
         wire_dtype: str = "float32",
         seed: int = 0,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -416,6 +436,9 @@ class LocalSGDStrategy(DecentralizedStrategy):
         overlap_steps: number of steps that a rank makes while a sum travels; 0 waits for the sum
         wire_dtype: data type of what is sent; "float32" does not round, "int8" and "int4" send a
             byte and half a byte per weight; what is rounded off is sent the next time
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -449,6 +472,7 @@ class LocalSGDStrategy(DecentralizedStrategy):
         num_fragments: int = 1,
         overlap_steps: int = 0,
         wire_dtype: str = "float32",
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -479,6 +503,9 @@ class DiLoCoStrategy(DecentralizedStrategy):
         overlap_steps: number of steps that a rank makes while a sum travels; 0 waits for the sum
         wire_dtype: data type of what is sent; "float32" does not round, "int8" and "int4" send a
             byte and half a byte per weight; what is rounded off is sent the next time
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -512,6 +539,7 @@ class DiLoCoStrategy(DecentralizedStrategy):
         num_fragments: int = 1,
         overlap_steps: int = 0,
         wire_dtype: str = "float32",
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -587,6 +615,9 @@ class OkTopkStrategy(DecentralizedStrategy):
             0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         threshold_period: number of exchanges from one exact threshold to the next
         repartition_period: number of exchanges after which the regions are divided again
         balance_ratio: entries are spread evenly over the ranks before the all-gather if one rank
@@ -622,6 +653,7 @@ class OkTopkStrategy(DecentralizedStrategy):
         self,
         density: float | None = None,
         local_steps: int = 1,
+        scale_steps: bool = False,
         threshold_period: int = 32,
         repartition_period: int = 64,
         balance_ratio: float = 4.0,
@@ -651,6 +683,9 @@ class TopkAllgatherStrategy(DecentralizedStrategy):
             0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -679,6 +714,7 @@ class TopkAllgatherStrategy(DecentralizedStrategy):
         self,
         density: float | None = None,
         local_steps: int = 1,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -706,6 +742,9 @@ class TopkDSAStrategy(DecentralizedStrategy):
             0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -734,6 +773,7 @@ class TopkDSAStrategy(DecentralizedStrategy):
         self,
         density: float | None = None,
         local_steps: int = 1,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -762,6 +802,9 @@ class GTopkStrategy(DecentralizedStrategy):
             0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -790,6 +833,7 @@ class GTopkStrategy(DecentralizedStrategy):
         self,
         density: float | None = None,
         local_steps: int = 1,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -818,6 +862,9 @@ class GaussianTopkStrategy(DecentralizedStrategy):
             0.01 for each of the `local_steps`, at most 1
         local_steps: number of steps from one exchange to the next; with more than 1, what these
             steps have changed in the weights takes the place of the gradient
+        scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
+            of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -846,6 +893,7 @@ class GaussianTopkStrategy(DecentralizedStrategy):
         self,
         density: float | None = None,
         local_steps: int = 1,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,

@@ -65,8 +65,10 @@ MAY_IMPORT = {
     "replica.*": {"torch", "agreement", "algorithm", "replica", "transport", "transport.watch"},
     "replica.sharded": {"torch", "torch.distributed", "replica"},
     "replica.replica": {
-        *("torch", "agreement", "algorithm", "devices", "replica", "transport", "transport.watch")
+        *("torch", "agreement", "algorithm", "primitives.step_scaling", "replica"),
+        *("transport", "transport.watch"),
     },
+    "replica.part": {"torch", "algorithm", "devices", "primitives.step_scaling", "replica"},
     "replica.kept": {"torch", "agreement", "devices", "transport"},
     "replica.calls": {
         *("torch", "agreement", "transport", "transport.endpoint", "transport.membership"),
@@ -452,6 +454,7 @@ MAY_IMPORT = {
         "bench.cells",
         "bench.situations",
         "bench.small_tasks",
+        "primitives.step_scaling",
         "transport.simulated",
     },
     "bench.target_rank": {

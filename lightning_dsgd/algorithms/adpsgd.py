@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import setting
-from lightning_dsgd.primitives import rounding, topology
+from lightning_dsgd.primitives import rounding, step_scaling, topology
 from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.transport import ANY, Lane, Transport
 
@@ -57,6 +57,7 @@ class ADPSGD(Algorithm):
 
     seed: int = setting(default=0, doc="seed of the random choice of neighbours")
     wire_dtype: str = rounding.wire_dtype("is not averaged")
+    scale_steps: bool = step_scaling.scale_steps()
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

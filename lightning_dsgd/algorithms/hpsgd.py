@@ -74,7 +74,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import average
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import above, at_least
-from lightning_dsgd.primitives import quantised, rounding
+from lightning_dsgd.primitives import quantised, rounding, step_scaling
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
 from lightning_dsgd.transport import Receipt, Transport
 
@@ -109,6 +109,7 @@ class HPSGD(Algorithm):
         0, below=1, default=0.0, doc="Nesterov momentum of the outer optimizer"
     )
     wire_dtype: str = rounding.wire_dtype()
+    scale_steps: bool = step_scaling.scale_steps()
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

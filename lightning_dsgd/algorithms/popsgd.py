@@ -55,7 +55,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
-from lightning_dsgd.primitives import topology
+from lightning_dsgd.primitives import step_scaling, topology
 from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.transport import ANY, Lane, Transport
 
@@ -101,6 +101,12 @@ class PopSGD(Algorithm):
         'rounded, "int8" as one byte per weight, relative to the receiver\'s',
     )
     seed: int = setting(default=0, doc="seed of the random pairs")
+    scale_steps: bool = step_scaling.scale_steps()
+
+    @property
+    def exchange_period(self) -> int:
+        """From one partner to the next."""
+        return self.local_steps
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

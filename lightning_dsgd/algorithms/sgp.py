@@ -39,7 +39,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of
-from lightning_dsgd.primitives import nodes, rounding, topology
+from lightning_dsgd.primitives import nodes, rounding, step_scaling, topology
 from lightning_dsgd.transport import Receipt, Transport
 
 _WEIGHT, _WEIGHTS = 0, 1  # tags: w, an empty one says that its sender has stopped; x
@@ -81,6 +81,7 @@ class SGP(Algorithm):
     )
     node_size: int | None = nodes.node_size()
     wire_dtype: str = rounding.wire_dtype("stays with the rank that sends")
+    scale_steps: bool = step_scaling.scale_steps()
 
     @property
     def team_size(self) -> int:

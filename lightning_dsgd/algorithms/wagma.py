@@ -58,7 +58,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
-from lightning_dsgd.primitives import nodes, quantised, rounding, topology
+from lightning_dsgd.primitives import nodes, quantised, rounding, step_scaling, topology
 from lightning_dsgd.primitives.published import Contributed
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding, exact
 from lightning_dsgd.transport import Transport
@@ -126,11 +126,17 @@ class WAGMA(Algorithm):
         "nodes"
     )
     node_size: int | None = nodes.node_size()
+    scale_steps: bool = step_scaling.scale_steps()
 
     @property
     def team_size(self) -> int:
         """Ranks of a node hold the same weights."""
         return 1 if self.node is None else self.node.size
+
+    @property
+    def exchange_period(self) -> int:
+        """From one group to the next."""
+        return self.group_period
 
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]

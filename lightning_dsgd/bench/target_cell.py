@@ -17,6 +17,7 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.bench.cells import Cell
 from lightning_dsgd.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.bench.small_tasks import BATCH, TASKS, Networks, Task
+from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.transport.simulated import SimulatedWorld, on_one_core
 
 LATENCY_S: Final = 1e-3
@@ -84,6 +85,7 @@ class Training:
         weights.grad = g
         with torch.no_grad():
             algorithm.start(net, x)
+            scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
             for k in range(self.num_steps):
                 self.computing[rank] = mine[torch.randint(len(mine), (BATCH,), generator=draw)]
                 self.compute(net, self.situation.step_s(self.seed, k, rank))
@@ -91,11 +93,17 @@ class Training:
                 algorithm.before_update(x, g if algorithm.uses_gradient else g[:0])
                 for group in optimizer.param_groups:
                     group["lr"] = self.lr * self.share_of_lr(k)
+                if scaling is not None:
+                    scaling.update_begins(x)
                 optimizer.step()
+                if scaling is not None:
+                    scaling.update_ends(x)
                 algorithm.after_update(x)
                 self.end_step(rank, x, self.now(net), net.counters.bytes_sent)
             steps_per_s = self.num_steps / self.now(net)
             algorithm.settle(x)
+            if scaling is not None:
+                scaling.settle()
             settled_s = self.now(net)
             algorithm.finish(x)
             self.end_step(rank, x, settled_s, net.counters.bytes_sent)

@@ -42,7 +42,7 @@ from lightning_dsgd import devices
 from lightning_dsgd.agreement import average, num_active, take_over_newest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least
-from lightning_dsgd.primitives import sparse
+from lightning_dsgd.primitives import sparse, step_scaling
 from lightning_dsgd.transport import Transport
 
 Selected = tuple[Tensor, Tensor]
@@ -72,6 +72,12 @@ class ErrorFeedback(Algorithm):
         doc="number of steps from one exchange to the next; with more than 1, what these steps "
         "have changed in the weights takes the place of the gradient",
     )
+    scale_steps: bool = step_scaling.scale_steps()
+
+    @property
+    def exchange_period(self) -> int:
+        """How many of its own steps a rank makes."""
+        return self.local_steps
 
     @property
     def share(self) -> float:

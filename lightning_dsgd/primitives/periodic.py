@@ -48,7 +48,7 @@ from lightning_dsgd import agreement
 from lightning_dsgd.agreement import num_active
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least, setting
-from lightning_dsgd.primitives import outer_optimizer, quantised, rounding
+from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import evenly
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
 from lightning_dsgd.transport import Receipt, Transport
@@ -84,6 +84,12 @@ class PeriodicAverage(Algorithm):
         doc="number of steps that a rank makes while a sum travels; 0 waits for the sum",
     )
     wire_dtype: str = rounding.wire_dtype()
+    scale_steps: bool = step_scaling.scale_steps()
+
+    @property
+    def exchange_period(self) -> int:
+        """Of any fragment."""
+        return self.sync_period // self.num_fragments
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()

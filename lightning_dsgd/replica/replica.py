@@ -20,8 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
-from lightning_dsgd.devices import port_of
+from lightning_dsgd.primitives.step_scaling import StepScaling, made_for
 from lightning_dsgd.replica import alike, flat
 from lightning_dsgd.replica.consensus import (
     average,
@@ -40,23 +39,9 @@ from lightning_dsgd.replica.consensus import (
     exchanged,
     give,
 )
-from lightning_dsgd.replica.kept import UpdatesKept
+from lightning_dsgd.replica.part import Part, settle_together
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.watch import exchanging
-
-
-@dataclass
-class Part:
-    """The parameters of one optimizer and one dtype, and the algorithm that trains them."""
-
-    weights: flat.FlatParameters
-    algorithm: Algorithm
-    kept: UpdatesKept
-
-    @property
-    def x(self) -> Tensor:
-        """The weights, flat."""
-        return self.weights.x
 
 
 class Replica:
@@ -126,7 +111,7 @@ class Replica:
         for index, parameter in enumerate(mine):
             names.setdefault(parameter, f"optimizer parameter {index}")
         self._parts[id(optimizer)] = [
-            Part(weights, self._start(weights), UpdatesKept(weights.x))
+            Part(weights, self._start(weights), self._start_scaling(weights))
             for weights in self._layout.flatten((name, p) for p, name in names.items())
         ]
         self._trained[id(optimizer)] = list(map(id, mine))
@@ -139,6 +124,11 @@ class Replica:
         algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
         return algorithm
 
+    def _start_scaling(self, weights: flat.FlatParameters) -> StepScaling | None:
+        """For the part whose algorithm was started last."""
+        net = self.net.sub(f"steps-{self._num_builds}")
+        return made_for(self._pattern, net, weights.x)
+
     def _parts_of(self, optimizer: Optimizer) -> list[Part]:
         """The parts of an optimizer; made anew when it trains other parameters than before.
 
@@ -147,7 +137,7 @@ class Replica:
         """
         if list(map(id, alike.trainable(optimizer))) != self._trained[id(optimizer)]:
             self._copy()
-            _settle_together(self.parts, wait=self.survives)
+            settle_together(self.parts, wait=self.survives)
             for part in self._parts[id(optimizer)]:
                 if self._to_load:
                     part.algorithm.stop()
@@ -218,7 +208,7 @@ class Replica:
             self._copy()
             for part in parts:
                 self._before_update(part)
-                part.kept.update_begins(part.x)
+                part.update_begins()
             self._publish(parts)
 
     def _before_update(self, part: Part) -> None:
@@ -239,6 +229,10 @@ class Replica:
         with exchanging(self.net.counters.watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
+            if self._pattern.scales_steps:
+                for part in parts:
+                    part.scale()
+                self._copy()
             for part in parts:
                 if self._check_finite:
                     self._require_finite(part, part.x, "weight")
@@ -272,7 +266,7 @@ class Replica:
             for part in parts:
                 part.weights.pull()
             self._copy()
-            _settle_together(parts, wait=self.survives)
+            settle_together(parts, wait=self.survives)
             self._publish(parts)
             self._copy()
 
@@ -400,7 +394,7 @@ class Replica:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What the algorithms keep, in the order of the parts."""
-        return [part.algorithm.state_dict() for part in self.parts]
+        return [part.state_dict() for part in self.parts]
 
     def names(self) -> list[list[str]]:
         """Of the parameters of each part."""
@@ -432,7 +426,7 @@ class Replica:
     def _load(self) -> None:
         states, self._to_load = self._to_load, []
         for part, (state, _, updates) in zip(self.parts, states, strict=True):
-            part.algorithm.load_state_dict(state)
+            part.load_state_dict(state)
             part.kept.load(updates, part.x)
 
     def _load_late(self) -> None:
@@ -457,41 +451,9 @@ class Replica:
         """
         figures: dict[str, list[float]] = {}
         for part in self.parts:
-            share = part.kept.share
-            of_part = {} if share is None else {"updates_kept": share}
-            for name, value in (of_part | part.algorithm.metrics()).items():
+            for name, value in part.metrics().items():
                 figures.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in figures.items()}
-
-
-def _settle_together(parts: Sequence[Part], *, wait: bool = False) -> None:
-    """All parts at once: a rank that still trains waits now for one of ours, now for another.
-
-    Args:
-        parts: to settle
-        wait: for all, also where one has failed; else that ends the network, and what is left
-    """
-    if len(parts) == 1:
-        parts[0].algorithm.settle(parts[0].x)
-        return
-
-    streams = [port_of(part.x.device).current() for part in parts]
-
-    @torch.no_grad()  # a setting of each thread, as the stream is
-    def settle(part: Part, stream: Any) -> None:
-        port = port_of(part.x.device)
-        port.enter()
-        with port.using(stream):
-            part.algorithm.settle(part.x)
-
-    threads = ThreadPoolExecutor(max(1, len(parts)), "dsgd-settle")
-    try:
-        for settled in as_completed(
-            [threads.submit(settle, *each) for each in zip(parts, streams, strict=True)]
-        ):
-            settled.result()
-    finally:
-        threads.shutdown(wait=wait)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -875,6 +875,29 @@ def test_ranks_come_and_are_lost_at_any_moment(row: Row) -> None:
         lose_and_let_in(row, 3 + seed % 3, 500 + seed)
 
 
+SCALED = {
+    "wagma": Row(lambda: WAGMA(sync_period=4, grace_s=0.05, scale_steps=True)),
+    "local_sgd": Row(lambda: LocalSGD(sync_period=4, scale_steps=True)),
+}
+"""Who drives these scales their steps."""
+
+
+@pytest.mark.parametrize("name", [pytest.param("wagma"), pytest.param("local_sgd", marks=LATER)])
+def test_a_rank_is_lost_and_others_come_where_steps_are_scaled(name: str) -> None:
+    for seed in range(2):
+        lose(SCALED[name], 4, seed, 1)
+        lose_and_let_in(SCALED[name], 4, seed)
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_ranks_are_lost_and_come_at_any_moment_where_steps_are_scaled(name: str) -> None:
+    for seed in times(8):
+        lose(SCALED[name], 3 + seed % 4, 1000 + seed, 1)
+        lose_and_let_in(SCALED[name], 3 + seed % 3, 500 + seed)
+
+
 @ROUNDED_LATER
 def test_a_rank_is_lost_and_the_others_go_on(row: Row) -> None:
     for seed in range(3):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.primitives.step_scaling import made_for
 from tests.algorithms.test_algorithms import LR, TABLE, start_at, target
 from tests.support.fake_device import FakeDevice
 from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
@@ -118,16 +119,24 @@ def waits_of(
     x, goal = start_at(net.rank, 0.0).to(fake.device), target(net.rank).to(fake.device)
     algorithm, found = dataclasses.replace(TABLE[name].make(), **options or {}), []
     algorithm.start(net.sub(name), x)
+    scaling = made_for(algorithm, net.sub(f"steps of {name}"), x)
     for _ in range(STEPS):
         g = x - goal
         fake.syncs.clear()
         algorithm.before_update(x, g)
+        if scaling is not None:
+            scaling.update_begins(x)
         x.sub_(g if algorithm.uses_gradient else x - goal, alpha=LR)
+        if scaling is not None:
+            scaling.update_ends(x)
         algorithm.after_update(x)
         waits = ((where, what.split(" between")[0]) for _, where, what in list(fake.syncs))
         found.append(Counter(waits))
     algorithm.settle(x)
+    if scaling is not None:
+        scaling.settle()
     algorithm.finish(x)
+    assert x.isfinite().all()
     return found
 
 
@@ -136,6 +145,11 @@ def waits_of(
 )
 def test_the_host_waits_for_no_device_with_wagma(name: str) -> None:
     for found in FakeWorld().run(P, waits_of, name):
+        assert not any(found)
+
+
+def test_the_host_waits_for_no_device_where_steps_are_scaled() -> None:
+    for found in FakeWorld().run(P, waits_of, "wagma", {"scale_steps": True}):
         assert not any(found)
 
 

@@ -30,6 +30,7 @@ MORE = [
     *("wagma:overlap=true", "wagma:wire_dtype=int8", "wagma:hierarchical=true:node_size=2"),
     *("sgp:overlap=1", "sgp:hierarchical=true:node_size=2", "popsgd:blocking=true"),
     *("hpsgd:wire_dtype=int8", "local_sgd:sync_period=4:num_fragments=2:overlap_steps=2"),
+    *("wagma:scale_steps=true", "sgp:overlap=1:scale_steps=true"),
 ]
 SPARSE = [name for name in ALGORITHMS if issubclass(ALGORITHMS[name], ErrorFeedback)]
 OWN = [*SPARSE, "eager_sgd"]  # which say it of gradients

@@ -417,6 +417,40 @@ def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
         assert moved < 0.6  # it depends on time; ranks that never talk end within 0.2
 
 
+class StepScales(L.Callback):
+    """The metric after every batch."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.values.append(trainer.strategy.communication()["step_scale"])  # type: ignore[attr-defined]
+
+
+def fit_scaled(name: str) -> tuple[Tensor, list[float]]:
+    scales = StepScales()
+    model, _ = fit(
+        name,
+        lambda: Adaptive("adam"),
+        train={"num_samples": 240, "batch_size": 4},
+        val={"num_samples": 8},
+        options={"scale_steps": True},
+        callbacks=[scales],
+    )
+    return weights(model), scales.values
+
+
+@some_now("name", ["local_sgd", "wagma", "hpsgd", "popsgd", "adpsgd", "sgp"], now=("wagma",))
+def test_steps_of_adam_are_scaled_on_every_rank(name: str) -> None:
+    ranks = run(3, fit_scaled, name)
+    assert same([x for x, _ in ranks])
+    assert torch.isfinite(ranks[0][0]).all()
+    for _, scales in ranks:
+        assert scales[0] >= 1.0
+        assert all(scale <= 3**0.5 + 1e-6 for scale in scales)
+        assert scales[-1] > 1.0  # batches of 4 differ
+
+
 # ---- the Trainer ----
 
 

@@ -1,0 +1,110 @@
+"""The parameters of one optimizer and one dtype, and what there is to train them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.devices import port_of
+from lightning_dsgd.primitives.step_scaling import StepScaling
+from lightning_dsgd.replica.flat import FlatParameters
+from lightning_dsgd.replica.kept import UpdatesKept
+
+
+class Part:
+    """Of one replica.
+
+    Args:
+        weights: the parameters
+        algorithm: trains them
+        scaling: of the optimizer's steps, where the algorithm is to have that
+    """
+
+    def __init__(
+        self, weights: FlatParameters, algorithm: Algorithm, scaling: StepScaling | None
+    ) -> None:
+        self.weights = weights
+        self.algorithm = algorithm
+        self.scaling = scaling
+        self.kept = UpdatesKept(weights.x)
+
+    @property
+    def x(self) -> Tensor:
+        """The weights, flat."""
+        return self.weights.x
+
+    def update_begins(self) -> None:
+        """The optimizer is about to step."""
+        self.kept.update_begins(self.x)
+        if self.scaling is not None:
+            self.scaling.update_begins(self.x)
+
+    def scale(self) -> None:
+        """Scales the optimizer's step."""
+        if self.scaling is not None:
+            self.scaling.update_ends(self.x)
+
+    def settle(self) -> None:
+        """Serves the others until every rank has come here."""
+        self.algorithm.settle(self.x)
+        if self.scaling is not None:
+            self.scaling.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm keeps, and what is known of the ranks' steps."""
+        scaling = {} if self.scaling is None else {"scaling": self.scaling.state_dict()}
+        return self.algorithm.state_dict() | scaling
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+        self.algorithm.load_state_dict(state)
+        self.load_scaling(state)
+
+    def load_scaling(self, state: dict[str, Any]) -> None:
+        """Takes over of it what does not depend on the ranks' number."""
+        if self.scaling is not None and "scaling" in state:
+            self.scaling.load_state_dict(state["scaling"])
+
+    def metrics(self) -> dict[str, float]:
+        """The share of the updates that is kept, by how much steps are scaled, the algorithm's."""
+        figures: dict[str, float] = {}
+        if self.kept.share is not None:
+            figures["updates_kept"] = self.kept.share
+        if self.scaling is not None:
+            figures["step_scale"] = float(self.scaling.factors().mean())
+        return figures | self.algorithm.metrics()
+
+
+def settle_together(parts: Sequence[Part], *, wait: bool = False) -> None:
+    """All parts at once: a rank that still trains waits now for one of ours, now for another.
+
+    Args:
+        parts: to settle
+        wait: for all, also where one has failed; else that ends the network, and what is left
+    """
+    if len(parts) == 1:
+        parts[0].settle()
+        return
+
+    streams = [port_of(part.x.device).current() for part in parts]
+
+    @torch.no_grad()  # a setting of each thread, as the stream is
+    def settle(part: Part, stream: Any) -> None:
+        port = port_of(part.x.device)
+        port.enter()
+        with port.using(stream):
+            part.settle()
+
+    threads = ThreadPoolExecutor(max(1, len(parts)), "dsgd-settle")
+    try:
+        for settled in as_completed(
+            [threads.submit(settle, *each) for each in zip(parts, streams, strict=True)]
+        ):
+            settled.result()
+    finally:
+        threads.shutdown(wait=wait)

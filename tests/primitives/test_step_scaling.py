@@ -1,0 +1,225 @@
+"""Steps that an average does not shrink: what the ranks tell each other, and what follows of it."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.primitives import rounding
+from lightning_dsgd.primitives.step_scaling import BLOCK, EVERY, StepScaling, made_for
+from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.support.worlds import ProcessWorld
+
+N = 20 * BLOCK + 5  # the last block is not full
+
+
+def make_steps(net: Any, num_steps: int, agreement: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Steps of which all ranks share a part; gives the factors, the last step and it scaled.
+
+    The part is the same in every step: what comes is a step old.
+    """
+    common = torch.randn(N, generator=torch.Generator().manual_seed(0))
+    own = torch.Generator().manual_seed(1 + net.rank)
+    x = torch.zeros(N)
+    scaling = StepScaling(net, x)
+    for _ in range(num_steps):
+        net.compute(0.1)
+        u = agreement.sqrt() * common
+        u += (1 - agreement).sqrt() * torch.randn(N, generator=own)
+        before = x.clone()
+        scaling.update_begins(x)
+        x += u
+        scaling.update_ends(x)
+    scaling.settle()
+    return scaling.factors(), u, x - before
+
+
+def test_where_all_ranks_agree_steps_stay_as_they_are() -> None:
+    for factors, u, scaled in SimulatedWorld(4).run(make_steps, 30, torch.ones(N)):
+        assert torch.equal(factors, torch.ones(21))
+        torch.testing.assert_close(scaled, u, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_where_ranks_differ_by_noise_the_mean_is_as_large_as_one(world_size: int) -> None:
+    """And in between, where a part is shared."""
+    agreement = torch.full((N,), 0.3)
+    agreement[: 10 * BLOCK] = 0.0
+    results = SimulatedWorld(world_size).run(make_steps, 150, agreement)
+    for factors, _, scaled in results:
+        assert float(factors[:10].mean()) == pytest.approx(math.sqrt(world_size), rel=0.15)
+        expected = 1 / math.sqrt(0.3 + 0.7 / world_size)
+        assert float(factors[10:].mean()) == pytest.approx(expected, rel=0.15)
+        assert scaled.isfinite().all()
+    mean = torch.stack([scaled for *_, scaled in results]).mean(0)
+    assert float(mean.pow(2).mean().sqrt()) == pytest.approx(1.0, rel=0.25)
+
+
+def test_ranks_that_go_opposite_ways_get_no_more_than_the_largest_factor() -> None:
+    def opposite(net: Any) -> Tensor:
+        x = torch.zeros(N)
+        scaling = StepScaling(net, x)
+        for _ in range(200):
+            net.compute(0.1)
+            scaling.update_begins(x)
+            x += 1.0 - 2.0 * net.rank
+            scaling.update_ends(x)
+        scaling.settle()
+        return scaling.factors()
+
+    for factors in SimulatedWorld(2).run(opposite):
+        torch.testing.assert_close(factors, torch.full((21,), math.sqrt(2)))
+
+
+def test_a_rank_that_makes_no_steps_of_any_size_keeps_its_weights() -> None:
+    def stand(net: Any) -> tuple[Tensor, Tensor]:
+        x = torch.ones(N)
+        scaling = StepScaling(net, x)
+        for k in range(20):
+            net.compute(0.1)
+            scaling.update_begins(x)
+            if net.rank and k > 10:
+                x += 0.5
+            scaling.update_ends(x)
+        scaling.settle()
+        return x, scaling.factors()
+
+    for x, factors in SimulatedWorld(3).run(stand):
+        assert x.isfinite().all()
+        assert factors.isfinite().all()
+
+
+def test_one_rank_alone_is_not_scaled() -> None:
+    [(factors, u, scaled)] = SimulatedWorld(1).run(make_steps, 3, torch.zeros(N))
+    assert torch.equal(factors, torch.ones(21))
+    torch.testing.assert_close(scaled, u, rtol=0, atol=1e-6)
+
+
+class Recorded(StepScaling):
+    """Keeps what came, and which of its sender's messages it is thought to be."""
+
+    def __init__(self, net: Any, x: Tensor, period: int) -> None:
+        super().__init__(net, x, period)
+        self.heard: list[tuple[float, int]] = []
+
+    def _take(self, receipt: Any) -> tuple[Tensor, int]:
+        code, step = super()._take(receipt)
+        like = torch.zeros(len(self._u) // EVERY)
+        self.heard.append((float(rounding.decode(code, like)[0]), step))
+        return code, step
+
+
+def step_unevenly(net: Any, seed: int) -> tuple[list[tuple[float, int]], int, int]:
+    """The k-th step adds 2^(k mod 60) to all weights, which no rounding changes."""
+    chance = random.Random(f"{seed}/{net.rank}")
+    x = torch.zeros(N, dtype=torch.float64)
+    scaling = Recorded(net, x, period=1 + seed % 2)
+    num_steps = 0
+    for _ in range(3):
+        for _ in range(chance.randrange(40)):
+            net.compute(chance.choice([0.1, 0.1, 2.0]))
+            x.zero_()
+            scaling.update_begins(x)
+            x += 2.0 ** (num_steps % 60)
+            scaling.update_ends(x)
+            num_steps += 1
+        scaling.settle()
+    return scaling.heard, num_steps, net.counters.bytes_sent
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_every_message_is_taken_and_is_known_by_its_number(world_size: int) -> None:
+    for seed in range(4):
+        world = SimulatedWorld(world_size, latency_s=0.3)
+        heard, num_steps, _ = zip(*world.run(step_unevenly, seed), strict=True)
+        period = 1 + seed % 2
+        assert sum(map(len, heard)) == sum(-(-num // period) for num in num_steps)
+        for value, number in [each for theirs in heard for each in theirs]:
+            assert value == 2.0 ** (number * period % 60)
+
+
+def test_a_step_sends_a_thirtieth_of_the_weights() -> None:
+    def count(net: Any) -> int:
+        x = torch.zeros(30 * BLOCK * EVERY)
+        scaling = StepScaling(net, x)
+        for _ in range(10):
+            scaling.update_begins(x)
+            scaling.update_ends(x)
+        sent = net.counters.bytes_sent
+        scaling.settle()
+        return int(sent)
+
+    for sent in SimulatedWorld(4).run(count):
+        assert sent == 10 * 30 * 17
+        assert sent / 10 == pytest.approx(30 * BLOCK * EVERY * 4 / 30, rel=0.01)
+
+
+def test_a_resume_goes_on_with_what_was_known() -> None:
+    def resume(net: Any) -> tuple[Tensor, Tensor]:
+        agreement = torch.zeros(N)
+        before, _, _ = make_steps(net, 100, agreement)
+        x = torch.zeros(N)
+        first, second = StepScaling(net.sub("a"), x), StepScaling(net.sub("b"), x)
+        first._own.fill_(2.0)
+        first._shared.fill_(1.0)
+        second.load_state_dict(first.state_dict())
+        assert torch.equal(first.factors(), second.factors())
+        for scaling in (first, second):
+            scaling.update_begins(x)
+            scaling.update_ends(x)
+            scaling.settle()
+        return before, second.factors()
+
+    for before, after in SimulatedWorld(2).run(resume):
+        assert float(before.mean()) > 1.2
+        expected = 1 / math.sqrt(0.5 + 0.5 / 2)
+        torch.testing.assert_close(after, torch.full((21,), expected))
+
+
+@pytest.mark.exhaustive
+def test_over_real_processes() -> None:
+    for factors, _, scaled in ProcessWorld().run(3, make_steps_really, 60):
+        assert 1.2 < float(factors.mean()) <= math.sqrt(3) + 1e-6
+        assert scaled.isfinite().all()
+
+
+def make_steps_really(net: Any, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """All wait for each other now and then, so that none has ended when another begins."""
+    own = torch.Generator().manual_seed(net.rank)
+    x = torch.zeros(N)
+    scaling = StepScaling(net.sub("steps"), x)
+    for _ in range(num_steps):
+        net.barrier().wait()
+        u = torch.randn(N, generator=own)
+        scaling.update_begins(x)
+        x += u
+        scaling.update_ends(x)
+    scaling.settle()
+    return scaling.factors(), u, x
+
+
+def test_only_who_asks_for_it_is_scaled() -> None:
+    def made(net: Any) -> list[bool]:
+        x = torch.zeros(N)
+        algorithms = [WAGMA(), WAGMA(scale_steps=True), LocalSGD(scale_steps=True)]
+        return [made_for(algorithm, net, x) is not None for algorithm in algorithms]
+
+    assert SimulatedWorld(1).run(made) == [[False, True, True]]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [WAGMA(hierarchical=True, node_size=2, scale_steps=True), OkTopk(scale_steps=True)],
+    ids=["hierarchical", "gradients"],
+)
+def test_where_gradients_are_averaged_it_is_refused(algorithm: Any) -> None:
+    with pytest.raises(ValueError, match=r"scale_steps is for steps .* set scale_steps=False"):
+        algorithm.check(4)
