@@ -39,6 +39,7 @@ import contextlib
 import json
 import math
 import multiprocessing
+import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -332,10 +333,20 @@ def _measure(cells: Sequence[Cell], settings: dict[str, Any], num_jobs: int) -> 
         results: Iterator[Cell] = map(run, cells)
         if num_jobs > 1:
             spawn = multiprocessing.get_context("spawn")
-            pool = ending.enter_context(ProcessPoolExecutor(num_jobs, mp_context=spawn))
+            pool = ProcessPoolExecutor(num_jobs, spawn, take_core, (spawn.Value("i", 0),))
+            ending.enter_context(pool)
             results = pool.map(run, cells)
         for cell, result in zip(cells, results, strict=True):
             yield {**cell, **result}
+
+
+def take_core(num_taken: Any) -> None:
+    """Gives a worker a core of its own; where there are fewer than workers, in turn."""
+    if hasattr(os, "sched_setaffinity"):
+        with num_taken.get_lock():
+            place, num_taken.value = num_taken.value, num_taken.value + 1
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[place % len(cores)]})
 
 
 def _measure_real(cells: Sequence[Cell], settings: dict[str, Any]) -> Iterator[Cell]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,22 @@ def test_interrupted_run_continues_with_the_cells_that_are_missing(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
+def test_workers_have_cores_of_their_own() -> None:
+    before = os.sched_getaffinity(0)
+    num_taken, found = multiprocessing.Value("i", 0), []
+    try:
+        for _ in range(len(before) + 1):
+            target.take_core(num_taken)
+            found.append(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, before)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert [len(cores) for cores in found] == [1] * len(found)
+    assert set().union(*found[:-1]) == before
+    assert found[-1] == found[0]
+
+
 def test_several_jobs_give_the_same_result(tmp_path: Path) -> None:
     options = "--strategies allreduce,popsgd --situations random --lrs 0.2 --seeds 2 --steps 6"
     one = run_bench(target, tmp_path / "one.json", options)
