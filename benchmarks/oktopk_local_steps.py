@@ -202,17 +202,14 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
             algorithm.before_update(weights.x, weights.gather() if uses_gradient else weights.x[:0])
             if uses_gradient:
                 weights.scatter()
-            if scaling is not None:
-                scaling.update_begins(weights.x)
+            scaling.update_begins(weights.x)
             optimizer.step()
-            if scaling is not None:
-                scaling.update_ends(weights.x)
+            scaling.update_ends(weights.x)
             algorithm.after_update(weights.x)
     sent = net.counters.bytes_sent - before
     with torch.no_grad():
         algorithm.settle(weights.x)
-        if scaling is not None:
-            scaling.settle()
+        scaling.settle()
         algorithm.finish(weights.x)
         model.eval()
         everything = torch.arange(task.num_samples("val"))

@@ -93,17 +93,14 @@ class Training:
                 algorithm.before_update(x, g if algorithm.uses_gradient else g[:0])
                 for group in optimizer.param_groups:
                     group["lr"] = self.lr * self.share_of_lr(k)
-                if scaling is not None:
-                    scaling.update_begins(x)
+                scaling.update_begins(x)
                 optimizer.step()
-                if scaling is not None:
-                    scaling.update_ends(x)
+                scaling.update_ends(x)
                 algorithm.after_update(x)
                 self.end_step(rank, x, self.now(net), net.counters.bytes_sent)
             steps_per_s = self.num_steps / self.now(net)
             algorithm.settle(x)
-            if scaling is not None:
-                scaling.settle()
+            scaling.settle()
             settled_s = self.now(net)
             algorithm.finish(x)
             self.end_step(rank, x, settled_s, net.counters.bytes_sent)

@@ -60,14 +60,44 @@ def scale_steps() -> Any:
     )
 
 
-def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> StepScaling | None:
-    """What scales the steps that an optimizer makes on x, if the algorithm is to have that."""
+def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
+    """What who drives this algorithm tells of every step that an optimizer makes on x.
+
+    Args:
+        algorithm: whose hyperparameter says whether steps are scaled
+        net: the network, with channels of its own
+        x: the weights
+    """
     if not algorithm.scales_steps:
-        return None
+        return Unscaled()
     return StepScaling(net, x, min(algorithm.exchange_period, LONGEST_PERIOD))
 
 
-class StepScaling:
+class Unscaled:
+    """Steps stay as the optimizer has made them."""
+
+    def update_begins(self, x: Tensor) -> None:
+        """The optimizer is about to step."""
+
+    def update_ends(self, x: Tensor) -> None:
+        """It has."""
+
+    def settle(self) -> None:
+        """All ranks stand still."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave."""
+
+    def metrics(self) -> dict[str, float]:
+        """Figures to be logged as `dsgd/...`."""
+        return {}
+
+
+class StepScaling(Unscaled):
     """One rank's steps on one flat tensor of weights.
 
     Args:
@@ -92,11 +122,10 @@ class StepScaling:
         self._incoming: Receipt | None = None
 
     def update_begins(self, x: Tensor) -> None:
-        """The optimizer is about to step."""
         self._u[: len(x)].copy_(x)
 
     def update_ends(self, x: Tensor) -> None:
-        """It has; scales its step."""
+        """Scales the step."""
         if self._net.world_size == 1:
             return
         u = self._u[: len(x)]
@@ -121,12 +150,13 @@ class StepScaling:
         agreement = (self._shared / self._own).nan_to_num_(1.0).clamp_(0, 1)
         return (agreement + (1 - agreement) / self._net.world_size).rsqrt_()
 
+    def metrics(self) -> dict[str, float]:
+        return {"step_scale": float(self.factors().mean())}
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs."""
         return {"own": self._own.clone(), "shared": self._shared.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
         self._own.copy_(state["own"])
         self._shared.copy_(state["shared"])
         self._is_known = True
@@ -157,11 +187,10 @@ class StepScaling:
 
     def _compare(self, code: Tensor, number: int) -> None:
         """Adds what another rank's step has told to the sums; both are rounded alike."""
-        mine = self._part(number)
-        theirs, mine = decode(code, like=mine), decode(encode(mine, WIRE), like=mine)
-        own, shared = (
-            (mine * other).view(-1, BLOCK // EVERY).sum(1).to(self._own) for other in (mine, theirs)
-        )
+        part = self._part(number)
+        wide = part.to(self._own.dtype)  # squares of fp16 are too small for it
+        mine, theirs = (decode(each, like=wide) for each in (encode(part, WIRE), code))
+        own, shared = ((mine * other).view(-1, BLOCK // EVERY).sum(1) for other in (mine, theirs))
         if not self._is_known:
             self._own.copy_(own)
             self._shared.copy_(own)

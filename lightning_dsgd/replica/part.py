@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.devices import port_of
-from lightning_dsgd.primitives.step_scaling import StepScaling
+from lightning_dsgd.primitives.step_scaling import Unscaled
 from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.kept import UpdatesKept
+
+_SCALING: Final = "scaling"
+"""In a part's state."""
 
 
 class Part:
@@ -22,12 +25,10 @@ class Part:
     Args:
         weights: the parameters
         algorithm: trains them
-        scaling: of the optimizer's steps, where the algorithm is to have that
+        scaling: of the optimizer's steps
     """
 
-    def __init__(
-        self, weights: FlatParameters, algorithm: Algorithm, scaling: StepScaling | None
-    ) -> None:
+    def __init__(self, weights: FlatParameters, algorithm: Algorithm, scaling: Unscaled) -> None:
         self.weights = weights
         self.algorithm = algorithm
         self.scaling = scaling
@@ -41,24 +42,16 @@ class Part:
     def update_begins(self) -> None:
         """The optimizer is about to step."""
         self.kept.update_begins(self.x)
-        if self.scaling is not None:
-            self.scaling.update_begins(self.x)
-
-    def scale(self) -> None:
-        """Scales the optimizer's step."""
-        if self.scaling is not None:
-            self.scaling.update_ends(self.x)
+        self.scaling.update_begins(self.x)
 
     def settle(self) -> None:
         """Serves the others until every rank has come here."""
         self.algorithm.settle(self.x)
-        if self.scaling is not None:
-            self.scaling.settle()
+        self.scaling.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """What the algorithm keeps, and what is known of the ranks' steps."""
-        scaling = {} if self.scaling is None else {"scaling": self.scaling.state_dict()}
-        return self.algorithm.state_dict() | scaling
+        return self.algorithm.state_dict() | {_SCALING: self.scaling.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave."""
@@ -66,18 +59,16 @@ class Part:
         self.load_scaling(state)
 
     def load_scaling(self, state: dict[str, Any]) -> None:
-        """Takes over of it what does not depend on the ranks' number."""
-        if self.scaling is not None and "scaling" in state:
-            self.scaling.load_state_dict(state["scaling"])
+        """Takes over what was known of the ranks' steps, if it was."""
+        if known := state.get(_SCALING):
+            self.scaling.load_state_dict(known)
 
     def metrics(self) -> dict[str, float]:
         """The share of the updates that is kept, by how much steps are scaled, the algorithm's."""
         figures: dict[str, float] = {}
         if self.kept.share is not None:
             figures["updates_kept"] = self.kept.share
-        if self.scaling is not None:
-            figures["step_scale"] = float(self.scaling.factors().mean())
-        return figures | self.algorithm.metrics()
+        return figures | self.scaling.metrics() | self.algorithm.metrics()
 
 
 def settle_together(parts: Sequence[Part], *, wait: bool = False) -> None:

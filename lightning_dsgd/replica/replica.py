@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
-from lightning_dsgd.primitives.step_scaling import StepScaling, made_for
+from lightning_dsgd.primitives.step_scaling import Unscaled, made_for
 from lightning_dsgd.replica import alike, flat
 from lightning_dsgd.replica.consensus import (
     average,
@@ -124,7 +124,7 @@ class Replica:
         algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
         return algorithm
 
-    def _start_scaling(self, weights: flat.FlatParameters) -> StepScaling | None:
+    def _start_scaling(self, weights: flat.FlatParameters) -> Unscaled:
         """For the part whose algorithm was started last."""
         net = self.net.sub(f"steps-{self._num_builds}")
         return made_for(self._pattern, net, weights.x)
@@ -231,7 +231,7 @@ class Replica:
             self._copy()
             if self._pattern.scales_steps:
                 for part in parts:
-                    part.scale()
+                    part.scaling.update_ends(part.x)
                 self._copy()
             for part in parts:
                 if self._check_finite:

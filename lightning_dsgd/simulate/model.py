@@ -34,7 +34,7 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
-from lightning_dsgd.primitives import rounding
+from lightning_dsgd.primitives import rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.primitives.sparse import HEADER_BYTES
@@ -164,6 +164,7 @@ def _run_rank(
     algorithm, x = copy.copy(pattern), torch.zeros(num_elements)
     source = torch.Generator().manual_seed(net.rank)
     algorithm.start(net, x)
+    scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
     net.barrier().wait()
     begin_s, before = net.now(), net.counters.bytes_sent
     recorder = None if record is None else record(net)
@@ -182,8 +183,10 @@ def _run_rank(
             net.work(core_s[0])
             algorithm.before_update(x, g if algorithm.uses_gradient else x[:0])
             net.work(core_s[1])
+            scaling.update_begins(x)
             if len(g) and not algorithm.uses_gradient:  # it looks at what local steps have changed
                 x -= g
+            scaling.update_ends(x)
             algorithm.after_update(x)
         done_s.append(net.now() - begin_s)
         if recorder is not None:
@@ -194,6 +197,7 @@ def _run_rank(
         recorder.close("the simulation has ended")
     net.counters.watch = None
     algorithm.settle(x)  # serves those that still make steps
+    scaling.settle()
     algorithm.stop()
     return done_s, sent
 

@@ -124,17 +124,14 @@ def waits_of(
         g = x - goal
         fake.syncs.clear()
         algorithm.before_update(x, g)
-        if scaling is not None:
-            scaling.update_begins(x)
+        scaling.update_begins(x)
         x.sub_(g if algorithm.uses_gradient else x - goal, alpha=LR)
-        if scaling is not None:
-            scaling.update_ends(x)
+        scaling.update_ends(x)
         algorithm.after_update(x)
         waits = ((where, what.split(" between")[0]) for _, where, what in list(fake.syncs))
         found.append(Counter(waits))
     algorithm.settle(x)
-    if scaling is not None:
-        scaling.settle()
+    scaling.settle()
     algorithm.finish(x)
     assert x.isfinite().all()
     return found

@@ -210,7 +210,7 @@ def test_only_who_asks_for_it_is_scaled() -> None:
     def made(net: Any) -> list[bool]:
         x = torch.zeros(N)
         algorithms = [WAGMA(), WAGMA(scale_steps=True), LocalSGD(scale_steps=True)]
-        return [made_for(algorithm, net, x) is not None for algorithm in algorithms]
+        return [isinstance(made_for(each, net, x), StepScaling) for each in algorithms]
 
     assert SimulatedWorld(1).run(made) == [[False, True, True]]
 
