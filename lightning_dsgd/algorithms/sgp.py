@@ -95,8 +95,8 @@ class SGP(Algorithm):
 
     @property
     def follows_time(self) -> bool:  # type: ignore[override]
-        """Which messages are taken, where they may be late."""
-        return self.overlap > 0
+        """Which messages are taken, where they may be late; and by how much steps are scaled."""
+        return self.overlap > 0 or self.scale_steps
 
     def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
         super().check(world_size, conditions)

@@ -39,7 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +59,6 @@ _WORDS = torch.empty(0, dtype=torch.int64)
 @dataclass
 class PeriodicAverage(Algorithm):
     """Averages the weights of all ranks every `sync_period` steps; subclasses set the defaults."""
-
-    follows_time: ClassVar[bool] = False
 
     sync_period: int = at_least(1, default=8, doc="number of steps from one average to the next")
     outer_lr: float = above(
@@ -85,6 +83,11 @@ class PeriodicAverage(Algorithm):
     )
     wire_dtype: str = rounding.wire_dtype()
     scale_steps: bool = step_scaling.scale_steps()
+
+    @property
+    def follows_time(self) -> bool:  # type: ignore[override]
+        """Only by how much steps are scaled."""
+        return self.scale_steps
 
     @property
     def exchange_period(self) -> int:

@@ -14,17 +14,21 @@ agree (c = 1).  With f the mean of all steps is everywhere as large as a single 
 
 **What the ranks tell each other.**  After a step a rank sends every fourth entry of it, rounded to
 4 bits, to another rank: to the next one, the one after that, and so on, from another entry on each
-time.  It does so as often as its algorithm exchanges weights, at least every eighth step.  It waits
-for nobody: it compares what has come by then with its own step.  So what is compared may be some
-steps apart, which matters little: with momentum, steps change slowly.  Both sums forget 5% with
-each message.  They begin as if the ranks agreed, so f begins at 1.
+time.  It does so once per step, or as often as its algorithm exchanges weights if that is every so
+many steps, at least every eighth.  It compares what has come by then with its own step.  So what is
+compared may be some steps apart, which matters little: with momentum, steps change slowly.  Both
+sums forget 5% with each message.  A block's begin as if the ranks agreed, so f begins at 1.
 
-**Nothing waits, nothing is left.**  Ranks stand still together (`settle`): they count what was sent
-to whom, and take what is still under way.
+**Nothing waits, nothing piles up.**  A step takes up to two messages, if they are there, and sends
+one.  A rank that two messages have gone to since the last one came back gets no more: it is slow,
+or stands still.  Ranks stand still together (`settle`): they tell each other how many messages they
+have sent to whom, take what is still under way, and begin to count again.  The n-th message between
+two ranks holds the entries from n mod 4 on.
 
-Sends |x| / 30 of fp32 weights each time.  Memory: |x| and 1/16 of it.
+Sends at most |x| / 30 of fp32 weights each time.  Memory: |x|, and two numbers for each block.
 
-In no paper that this package implements.
+A weight decay that the optimizer subtracts from the weights (AdamW) is a part of the step, and is
+scaled with it.  In no paper that this package implements.
 """
 
 from __future__ import annotations
@@ -48,6 +52,10 @@ KEPT: Final = 0.95
 WIRE: Final = "int4"
 LONGEST_PERIOD: Final = 8
 """In steps, from one message to the next."""
+MOST_AHEAD: Final = 2
+"""Messages to a rank for which none has come back."""
+MOST_TAKEN: Final = 2
+"""Messages that are compared after one step."""
 
 
 def scale_steps() -> Any:
@@ -107,31 +115,35 @@ class StepScaling(Unscaled):
     """
 
     def __init__(self, net: Transport, x: Tensor, period: int = 1) -> None:
-        num_blocks = -(-len(x) // BLOCK)
         self._net = net
+        self._len = len(x)
+        self._period = period
+        num_blocks = -(-len(x) // BLOCK)
         self._u = x.new_zeros(num_blocks * BLOCK)  # x before the step, and then the step
+        self._is_in_step = False
         wide = torch.promote_types(x.dtype, torch.float32)
         self._own = torch.zeros(num_blocks, dtype=wide, device=x.device)  # sums of u_i u_i
         self._shared = torch.zeros_like(self._own)  # of u_i u_j
-        self._is_known = False
-        self._period = period
         self._num_steps = 0
-        self._num_told = 0
+        self._num_turns = 0
         self._num_sent = [0] * net.world_size
-        self._num_heard = [0] * net.world_size
+        self._num_taken = [0] * net.world_size
         self._incoming: Receipt | None = None
 
     def update_begins(self, x: Tensor) -> None:
         self._u[: len(x)].copy_(x)
+        self._is_in_step = True
 
     def update_ends(self, x: Tensor) -> None:
-        """Scales the step."""
-        if self._net.world_size == 1:
+        """Scales the step, if it has seen it begin."""
+        if not self._is_in_step or self._net.world_size == 1:
             return
+        self._is_in_step = False
         u = self._u[: len(x)]
         torch.sub(x, u, out=u)
-        while (receipt := self._expect()).done():
-            self._compare(*self._take(receipt))
+        for _ in range(MOST_TAKEN):
+            if self._expect().done():
+                self._compare(*self._take())
         if self._num_steps % self._period == 0:
             self._tell()
         self._num_steps += 1
@@ -139,11 +151,13 @@ class StepScaling(Unscaled):
         x += u
 
     def settle(self) -> None:
-        """All ranks stand still; takes what is still under way."""
+        """Takes what is still under way; all ranks count from zero again."""
         sent = self._net.all_gather(torch.tensor(self._num_sent)).wait()
         due = int(sum(each[self._net.rank] for each in sent))
-        while sum(self._num_heard) < due:
-            self._take(self._expect())
+        while sum(self._num_taken) < due:
+            self._take()
+        self._num_sent = [0] * self._net.world_size
+        self._num_taken = [0] * self._net.world_size
 
     def factors(self) -> Tensor:
         """Of each block."""
@@ -151,23 +165,25 @@ class StepScaling(Unscaled):
         return (agreement + (1 - agreement) / self._net.world_size).rsqrt_()
 
     def metrics(self) -> dict[str, float]:
-        return {"step_scale": float(self.factors().mean())}
+        return {"step_scale": float(self.factors().mean())} if self._len else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"own": self._own.clone(), "shared": self._shared.clone()}
+        return {"len": self._len, "own": self._own.clone(), "shared": self._shared.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._own.copy_(state["own"])
-        self._shared.copy_(state["shared"])
-        self._is_known = True
+        """Begins anew if it is of another layout of x."""
+        if state["len"] == self._len:
+            self._own.copy_(state["own"])
+            self._shared.copy_(state["shared"])
 
     def _tell(self) -> None:
-        """Sends a part of this step to a rank that is another one each time."""
-        distance = 1 + self._num_told % (self._net.world_size - 1)
+        """Sends a part of this step to a rank, another one each time, that has heard the others."""
+        distance = 1 + self._num_turns % (self._net.world_size - 1)
+        self._num_turns += 1
         partner = (self._net.rank + distance) % self._net.world_size
-        self._net.send(encode(self._part(self._num_told), WIRE), partner)
-        self._num_sent[partner] += 1
-        self._num_told += 1
+        if self._num_sent[partner] - self._num_taken[partner] < MOST_AHEAD:
+            self._net.send(encode(self._part(self._num_sent[partner]), WIRE), partner)
+            self._num_sent[partner] += 1
 
     def _expect(self) -> Receipt:
         """The next message, of whichever rank."""
@@ -175,14 +191,13 @@ class StepScaling(Unscaled):
             self._incoming = self._net.recv(self._own.new_empty(0, dtype=torch.int8), ANY)
         return self._incoming
 
-    def _take(self, receipt: Receipt) -> tuple[Tensor, int]:
-        """A message, and how many its sender had told before: follows from those it told here."""
+    def _take(self) -> tuple[Tensor, int]:
+        """The next message, and how many its sender had sent here before."""
+        receipt = self._expect()
         code = receipt.wait()
         self._incoming = None
-        net, source = self._net, receipt.source
-        distance = (net.rank - source) % net.world_size
-        number = self._num_heard[source] * (net.world_size - 1) + distance - 1
-        self._num_heard[source] += 1
+        number = self._num_taken[receipt.source]
+        self._num_taken[receipt.source] += 1
         return code, number
 
     def _compare(self, code: Tensor, number: int) -> None:
@@ -190,13 +205,14 @@ class StepScaling(Unscaled):
         part = self._part(number)
         wide = part.to(self._own.dtype)  # squares of fp16 are too small for it
         mine, theirs = (decode(each, like=wide) for each in (encode(part, WIRE), code))
-        own, shared = ((mine * other).view(-1, BLOCK // EVERY).sum(1) for other in (mine, theirs))
-        if not self._is_known:
-            self._own.copy_(own)
-            self._shared.copy_(own)
-            self._is_known = True
-        self._own.mul_(KEPT).add_(own)
-        self._shared.mul_(KEPT).add_(shared)
+        own, shared = ((mine * u).view(-1, BLOCK // EVERY).sum(1) for u in (mine, theirs))
+        has_moved = mine.any() & theirs.any()  # a step of no size, or skipped, tells nothing
+        counts = has_moved & (own + shared).isfinite()
+        kept = torch.where(counts, KEPT, 1.0)
+        own, shared = (torch.where(counts, each, 0.0) for each in (own, shared))
+        is_new = own * (self._own == 0)  # as if the other rank had made the same step
+        for total, each in ((self._own, own), (self._shared, shared)):
+            total.mul_(kept).add_(is_new).add_(each)
 
     def _part(self, number: int) -> Tensor:
         """Every fourth entry of this rank's step, from another one on in each message."""

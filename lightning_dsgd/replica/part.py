@@ -15,8 +15,8 @@ from lightning_dsgd.primitives.step_scaling import Unscaled
 from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.kept import UpdatesKept
 
-_SCALING: Final = "scaling"
-"""In a part's state."""
+_SCALING: Final = "step_scaling"
+"""In a part's state, beside the algorithm's own."""
 
 
 class Part:
@@ -50,18 +50,15 @@ class Part:
         self.scaling.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm keeps, and what is known of the ranks' steps."""
-        return self.algorithm.state_dict() | {_SCALING: self.scaling.state_dict()}
+        """What the algorithm keeps, and what is known of the ranks' steps, if they are scaled."""
+        known = self.scaling.state_dict()
+        return self.algorithm.state_dict() | ({_SCALING: known} if known else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave."""
-        self.algorithm.load_state_dict(state)
-        self.load_scaling(state)
-
-    def load_scaling(self, state: dict[str, Any]) -> None:
-        """Takes over what was known of the ranks' steps, if it was."""
-        if known := state.get(_SCALING):
-            self.scaling.load_state_dict(known)
+        self.algorithm.load_state_dict({k: v for k, v in state.items() if k != _SCALING})
+        if _SCALING in state:
+            self.scaling.load_state_dict(state[_SCALING])
 
     def metrics(self) -> dict[str, float]:
         """The share of the updates that is kept, by how much steps are scaled, the algorithm's."""

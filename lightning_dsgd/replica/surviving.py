@@ -124,12 +124,13 @@ class SurvivingReplica(Replica):
         self._copy()
         was_new, self._is_new = self._is_new, False
         for part in self.parts:
-            state = {} if was_new else part.state_dict()
+            state = {} if was_new else part.algorithm.state_dict()
+            scaled = part.scaling.state_dict()
             part.algorithm = self._start(part.weights)
             part.scaling = self._start_scaling(part.weights)
             if not was_new:
                 part.algorithm.carry_over(state)
-            part.load_scaling(state)
+                part.scaling.load_state_dict(scaled)
             part.kept.begin(part.x)
             if self._is_finished:
                 part.algorithm.stop()

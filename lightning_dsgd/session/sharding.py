@@ -152,12 +152,13 @@ class Sharding:
                     )
         if self.num_shards == 1 or all(map(layout.is_fully_sharded, trained)):
             return
-        if algorithm.follows_time or algorithm.scales_steps:
+        if algorithm.follows_time:
             raise ValueError(
                 "where several ranks of a replica hold the same parameter, as with tensor "
                 "parallelism, an algorithm must not depend on which rank comes first, as they "
                 f"would end with different values, got {algorithm.name!r}"
-                f"{' with scale_steps=True' * algorithm.scales_steps}; use {_TIMELESS}, or "
+                f"{' with scale_steps=True' * algorithm.scales_steps}; use {_TIMELESS}, with "
+                "scale_steps=False, or "
                 "shard every parameter with fully_shard alone"
             )
         refuse_unless_alike(

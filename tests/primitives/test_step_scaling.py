@@ -104,20 +104,31 @@ def test_one_rank_alone_is_not_scaled() -> None:
 
 
 class Recorded(StepScaling):
-    """Keeps what came, and which of its sender's messages it is thought to be."""
+    """Keeps what was sent to whom and what came, with the numbers that the two gave it."""
 
     def __init__(self, net: Any, x: Tensor, period: int) -> None:
         super().__init__(net, x, period)
-        self.heard: list[tuple[float, int]] = []
+        self.told: list[tuple[int, int, float]] = []
+        self.heard: list[tuple[int, int, float]] = []
+        self.most_queued = 0
 
-    def _take(self, receipt: Any) -> tuple[Tensor, int]:
-        code, step = super()._take(receipt)
+    def _tell(self) -> None:
+        before = list(self._num_sent)
+        super()._tell()
+        for rank, (old, new) in enumerate(zip(before, self._num_sent, strict=True)):
+            if new > old:
+                self.told.append((rank, old % EVERY, float(self._part(old)[0])))
+
+    def _take(self) -> tuple[Tensor, int]:
+        before = list(self._num_taken)
+        code, number = super()._take()
+        [source] = [rank for rank, old in enumerate(before) if self._num_taken[rank] > old]
         like = torch.zeros(len(self._u) // EVERY)
-        self.heard.append((float(rounding.decode(code, like)[0]), step))
-        return code, step
+        self.heard.append((source, number % EVERY, float(rounding.decode(code, like)[0])))
+        return code, number
 
 
-def step_unevenly(net: Any, seed: int) -> tuple[list[tuple[float, int]], int, int]:
+def step_unevenly(net: Any, seed: int) -> tuple[list[Any], list[Any]]:
     """The k-th step adds 2^(k mod 60) to all weights, which no rounding changes."""
     chance = random.Random(f"{seed}/{net.rank}")
     x = torch.zeros(N, dtype=torch.float64)
@@ -132,18 +143,78 @@ def step_unevenly(net: Any, seed: int) -> tuple[list[tuple[float, int]], int, in
             scaling.update_ends(x)
             num_steps += 1
         scaling.settle()
-    return scaling.heard, num_steps, net.counters.bytes_sent
+    return scaling.told, scaling.heard
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_every_message_is_taken_and_is_known_by_its_number(world_size: int) -> None:
     for seed in range(4):
         world = SimulatedWorld(world_size, latency_s=0.3)
-        heard, num_steps, _ = zip(*world.run(step_unevenly, seed), strict=True)
-        period = 1 + seed % 2
-        assert sum(map(len, heard)) == sum(-(-num // period) for num in num_steps)
-        for value, number in [each for theirs in heard for each in theirs]:
-            assert value == 2.0 ** (number * period % 60)
+        told, heard = zip(*world.run(step_unevenly, seed), strict=True)
+        assert any(told)
+        for rank in range(world_size):
+            for source in range(world_size):
+                sent = [message[1:] for message in told[source] if message[0] == rank]
+                assert sent == [message[1:] for message in heard[rank] if message[0] == source]
+
+
+def run_out(net: Any) -> list[int]:
+    """One rank makes no step; gives what was sent to whom."""
+    x = torch.zeros(N)
+    scaling = StepScaling(net, x)
+    for _ in range(100 * net.rank):
+        net.compute(0.1)
+        scaling.update_begins(x)
+        x += 1.0
+        scaling.update_ends(x)
+    sent = list(scaling._num_sent)
+    scaling.settle()
+    return sent
+
+
+def test_a_rank_that_has_run_out_is_sent_two_messages_by_each() -> None:
+    _, second, third = SimulatedWorld(3).run(run_out)
+    assert (second[0], third[0]) == (2, 2)
+    assert second[2] > 20
+
+
+def test_a_step_that_it_has_not_seen_begin_stays_as_it_is() -> None:
+    """As where the ranks have begun anew since."""
+
+    def begin_anew(net: Any) -> Tensor:
+        x = torch.full((N,), 3.0)
+        for name in ("before", "after"):
+            scaling = StepScaling(net.sub(name), x)
+            if name == "before":
+                scaling.update_begins(x)
+        x += 1.0
+        scaling.update_ends(x)
+        scaling.settle()
+        return x
+
+    for x in SimulatedWorld(2).run(begin_anew):
+        assert torch.equal(x, torch.full((N,), 4.0))
+
+
+@pytest.mark.parametrize("bad", [0.0, torch.nan])
+def test_steps_of_no_size_or_none_that_is_finite_tell_nothing(bad: float) -> None:
+    def go(net: Any) -> Tensor:
+        own = torch.Generator().manual_seed(net.rank)
+        x, found = torch.zeros(N), []
+        scaling = StepScaling(net, x)
+        for k in range(100):
+            net.compute(0.1)
+            scaling.update_begins(x)
+            x += bad if k < 3 else 1.0 + 0.1 * torch.randn(N, generator=own)
+            scaling.update_ends(x)
+            x.zero_()
+            found.append(float(scaling.factors().max()))
+        scaling.settle()
+        return torch.tensor(found)
+
+    for found in SimulatedWorld(4).run(go):
+        assert found.isfinite().all()
+        assert float(found.max()) < 1.1
 
 
 def test_a_step_sends_a_thirtieth_of_the_weights() -> None:
@@ -151,6 +222,7 @@ def test_a_step_sends_a_thirtieth_of_the_weights() -> None:
         x = torch.zeros(30 * BLOCK * EVERY)
         scaling = StepScaling(net, x)
         for _ in range(10):
+            net.compute(0.1)
             scaling.update_begins(x)
             scaling.update_ends(x)
         sent = net.counters.bytes_sent
@@ -162,26 +234,23 @@ def test_a_step_sends_a_thirtieth_of_the_weights() -> None:
         assert sent / 10 == pytest.approx(30 * BLOCK * EVERY * 4 / 30, rel=0.01)
 
 
-def test_a_resume_goes_on_with_what_was_known() -> None:
-    def resume(net: Any) -> tuple[Tensor, Tensor]:
-        agreement = torch.zeros(N)
-        before, _, _ = make_steps(net, 100, agreement)
+def test_a_resume_goes_on_with_what_was_known_of_the_same_layout() -> None:
+    def resume(net: Any) -> tuple[Tensor, Tensor, Tensor]:
         x = torch.zeros(N)
-        first, second = StepScaling(net.sub("a"), x), StepScaling(net.sub("b"), x)
-        first._own.fill_(2.0)
-        first._shared.fill_(1.0)
-        second.load_state_dict(first.state_dict())
-        assert torch.equal(first.factors(), second.factors())
-        for scaling in (first, second):
-            scaling.update_begins(x)
-            scaling.update_ends(x)
-            scaling.settle()
-        return before, second.factors()
+        scalings = [
+            StepScaling(net.sub(name), x[:n]) for name, n in {"a": N, "b": N, "c": N - 1}.items()
+        ]
+        scalings[0]._own.fill_(2.0)
+        scalings[0]._shared.fill_(1.0)
+        for scaling in scalings[1:]:
+            scaling.load_state_dict(scalings[0].state_dict())
+        first, second, third = (scaling.factors() for scaling in scalings)
+        return first, second, third
 
-    for before, after in SimulatedWorld(2).run(resume):
-        assert float(before.mean()) > 1.2
-        expected = 1 / math.sqrt(0.5 + 0.5 / 2)
-        torch.testing.assert_close(after, torch.full((21,), expected))
+    for first, second, third in SimulatedWorld(2).run(resume):
+        assert torch.equal(first, torch.full((21,), 1 / math.sqrt(0.5 + 0.5 / 2)))
+        assert torch.equal(second, first)
+        assert torch.equal(third, torch.ones(21))
 
 
 @pytest.mark.exhaustive
