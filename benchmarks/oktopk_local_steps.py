@@ -57,6 +57,7 @@ STRATEGIES = [
     "oktopk:local_steps=4:density=0.1:wire_dtype=int4",
     "oktopk:local_steps=3:density=0.4:wire_dtype=int4",
     "oktopk:local_steps=2:density=0.2:wire_dtype=int4",
+    "oktopk:local_steps=4:density=0.4:wire_dtype=int4:scale_steps=true",
 ]
 
 
@@ -269,7 +270,7 @@ class Runs:
 
 def draw(best: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
     """MB and loss of each algorithm, one picture for each task."""
-    figure, every = plt.subplots(1, len(best), figsize=(6 * len(best), 6), squeeze=False)
+    figure, every = plt.subplots(1, len(best), figsize=(7.5 * len(best), 6), squeeze=False)
     for axes, (task, points) in zip(every[0], best.items(), strict=True):
         for place, (spec, (mb, loss)) in enumerate(points.items()):
             axes.semilogx(mb, loss, "os^"[place // 10], label=spec)  # there are ten colors
