@@ -125,7 +125,6 @@ class StepScaling(Unscaled):
         self._own = torch.zeros(num_blocks, dtype=wide, device=x.device)  # sums of u_i u_i
         self._shared = torch.zeros_like(self._own)  # of u_i u_j
         self._num_steps = 0
-        self._num_turns = 0
         self._num_sent = [0] * net.world_size
         self._num_taken = [0] * net.world_size
         self._incoming: Receipt | None = None
@@ -178,8 +177,7 @@ class StepScaling(Unscaled):
 
     def _tell(self) -> None:
         """Sends a part of this step to a rank, another one each time, that has heard the others."""
-        distance = 1 + self._num_turns % (self._net.world_size - 1)
-        self._num_turns += 1
+        distance = 1 + self._num_steps // self._period % (self._net.world_size - 1)
         partner = (self._net.rank + distance) % self._net.world_size
         if self._num_sent[partner] - self._num_taken[partner] < MOST_AHEAD:
             self._net.send(encode(self._part(self._num_sent[partner]), WIRE), partner)

@@ -79,7 +79,7 @@ def test_ranks_that_go_opposite_ways_get_no_more_than_the_largest_factor() -> No
         torch.testing.assert_close(factors, torch.full((21,), math.sqrt(2)))
 
 
-def test_a_rank_that_makes_no_steps_of_any_size_keeps_its_weights() -> None:
+def test_a_rank_whose_steps_have_no_size_keeps_its_weights() -> None:
     def stand(net: Any) -> tuple[Tensor, Tensor]:
         x = torch.ones(N)
         scaling = StepScaling(net, x)
@@ -92,7 +92,9 @@ def test_a_rank_that_makes_no_steps_of_any_size_keeps_its_weights() -> None:
         scaling.settle()
         return x, scaling.factors()
 
-    for x, factors in SimulatedWorld(3).run(stand):
+    ranks = SimulatedWorld(3).run(stand)
+    assert torch.equal(ranks[0][0], torch.ones(N))
+    for x, factors in ranks:
         assert x.isfinite().all()
         assert factors.isfinite().all()
 
@@ -110,7 +112,6 @@ class Recorded(StepScaling):
         super().__init__(net, x, period)
         self.told: list[tuple[int, int, float]] = []
         self.heard: list[tuple[int, int, float]] = []
-        self.most_queued = 0
 
     def _tell(self) -> None:
         before = list(self._num_sent)
@@ -253,13 +254,6 @@ def test_a_resume_goes_on_with_what_was_known_of_the_same_layout() -> None:
         assert torch.equal(third, torch.ones(21))
 
 
-@pytest.mark.exhaustive
-def test_over_real_processes() -> None:
-    for factors, _, scaled in ProcessWorld().run(3, make_steps_really, 60):
-        assert 1.2 < float(factors.mean()) <= math.sqrt(3) + 1e-6
-        assert scaled.isfinite().all()
-
-
 def make_steps_really(net: Any, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """All wait for each other now and then, so that none has ended when another begins."""
     own = torch.Generator().manual_seed(net.rank)
@@ -273,6 +267,13 @@ def make_steps_really(net: Any, num_steps: int) -> tuple[Tensor, Tensor, Tensor]
         scaling.update_ends(x)
     scaling.settle()
     return scaling.factors(), u, x
+
+
+@pytest.mark.exhaustive
+def test_over_real_processes() -> None:
+    for factors, _, scaled in ProcessWorld().run(3, make_steps_really, 60):
+        assert 1.2 < float(factors.mean()) <= math.sqrt(3) + 1e-6
+        assert scaled.isfinite().all()
 
 
 def test_only_who_asks_for_it_is_scaled() -> None:
