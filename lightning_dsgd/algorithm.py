@@ -116,9 +116,13 @@ class Algorithm:
         return 1
 
     @property
-    def scales_steps(self) -> bool:
-        """Whether who drives it scales the optimizer's steps: see `primitives.step_scaling`."""
-        return bool(getattr(self, "scale_steps", False))
+    def scales_steps(self) -> bool | None:
+        """Whether who drives it scales the optimizer's steps; None: if it is Adam's.
+
+        See `primitives.step_scaling`.
+        """
+        asked: bool | None = getattr(self, "scale_steps", False)
+        return asked
 
     def hyperparameters(self) -> dict[str, Any]:
         """The fields of the dataclass."""

@@ -60,7 +60,8 @@ class WAGMAStrategy(DecentralizedStrategy):
             consecutive; None means the Trainer's `devices`
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent
+            more memory, and |x| / 30 more is sent; None means if torch's Adam, AdamW, NAdam or
+            RAdam steps
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -98,7 +99,7 @@ class WAGMAStrategy(DecentralizedStrategy):
         wire_dtype: str = "float32",
         hierarchical: bool = False,
         node_size: int | None = None,
-        scale_steps: bool = False,
+        scale_steps: bool | None = None,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -183,7 +184,8 @@ class HPSGDStrategy(DecentralizedStrategy):
             byte and half a byte per weight; what is rounded off is sent the next time
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent
+            more memory, and |x| / 30 more is sent; None means if torch's Adam, AdamW, NAdam or
+            RAdam steps
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -214,7 +216,7 @@ class HPSGDStrategy(DecentralizedStrategy):
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         wire_dtype: str = "float32",
-        scale_steps: bool = False,
+        scale_steps: bool | None = None,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -312,7 +314,8 @@ class ADPSGDStrategy(DecentralizedStrategy):
             byte and half a byte per weight; what is rounded off is not averaged
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent
+            more memory, and |x| / 30 more is sent; None means if torch's Adam, AdamW, NAdam or
+            RAdam steps
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -341,7 +344,7 @@ class ADPSGDStrategy(DecentralizedStrategy):
         self,
         seed: int = 0,
         wire_dtype: str = "float32",
-        scale_steps: bool = False,
+        scale_steps: bool | None = None,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -372,7 +375,8 @@ class PopSGDStrategy(DecentralizedStrategy):
         seed: seed of the random pairs
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent
+            more memory, and |x| / 30 more is sent; None means if torch's Adam, AdamW, NAdam or
+            RAdam steps
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -404,7 +408,7 @@ class PopSGDStrategy(DecentralizedStrategy):
         topology: str = "complete",
         wire_dtype: str = "float32",
         seed: int = 0,
-        scale_steps: bool = False,
+        scale_steps: bool | None = None,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,

@@ -57,7 +57,7 @@ class ADPSGD(Algorithm):
 
     seed: int = setting(default=0, doc="seed of the random choice of neighbours")
     wire_dtype: str = rounding.wire_dtype("is not averaged")
-    scale_steps: bool = step_scaling.scale_steps()
+    scale_steps: bool | None = step_scaling.scale_steps_for_adam()
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

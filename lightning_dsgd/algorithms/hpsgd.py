@@ -109,7 +109,7 @@ class HPSGD(Algorithm):
         0, below=1, default=0.0, doc="Nesterov momentum of the outer optimizer"
     )
     wire_dtype: str = rounding.wire_dtype()
-    scale_steps: bool = step_scaling.scale_steps()
+    scale_steps: bool | None = step_scaling.scale_steps_for_adam()
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

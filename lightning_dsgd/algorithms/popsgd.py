@@ -101,7 +101,7 @@ class PopSGD(Algorithm):
         'rounded, "int8" as one byte per weight, relative to the receiver\'s',
     )
     seed: int = setting(default=0, doc="seed of the random pairs")
-    scale_steps: bool = step_scaling.scale_steps()
+    scale_steps: bool | None = step_scaling.scale_steps_for_adam()
 
     @property
     def exchange_period(self) -> int:

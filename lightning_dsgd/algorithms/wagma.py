@@ -126,7 +126,7 @@ class WAGMA(Algorithm):
         "nodes"
     )
     node_size: int | None = nodes.node_size()
-    scale_steps: bool = step_scaling.scale_steps()
+    scale_steps: bool | None = step_scaling.scale_steps_for_adam()
 
     @property
     def team_size(self) -> int:

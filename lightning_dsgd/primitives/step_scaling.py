@@ -27,16 +27,18 @@ two ranks holds the entries from n mod 4 on.
 
 Sends at most |x| / 30 of fp32 weights each time.  Memory: |x|, and two numbers for each block.
 
-A weight decay that the optimizer subtracts from the weights (AdamW) is a part of the step, and is
-scaled with it.  In no paper that this package implements.
+A weight decay that torch's AdamW, NAdam or RAdam subtracts from the weights is no part of u_i: the
+ranks agree on it already.  In no paper that this package implements.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.hyperparameters import setting
@@ -58,25 +60,47 @@ MOST_TAKEN: Final = 2
 """Messages that are compared after one step."""
 
 
+Decay = tuple[slice, float | Tensor]
+"""Of some entries: what share of them the optimizer subtracts, besides its step."""
+
+ADAMS: Final = (Adam, NAdam, RAdam)
+"""With AdamW, which is an Adam to torch."""
+
+_DOC: Final = (
+    "steps are scaled so that their mean over the ranks is as large as one of them, for Adam, "
+    "AdamW and other optimizers that divide by a second moment; takes |x| more memory, and |x| / "
+    "30 more is sent"
+)
+
+
 def scale_steps() -> Any:
     """The hyperparameter of an algorithm that averages weights."""
+    return setting(default=False, doc=f"if True, {_DOC}")
+
+
+def scale_steps_for_adam() -> Any:
+    """The same, where the ranks do not wait for each other anyway."""
     return setting(
-        default=False,
-        doc="if True, steps are scaled so that their mean over the ranks is as large as one of "
-        "them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x| more "
-        "memory, and |x| / 30 more is sent",
+        default=None,
+        doc=f"if True, {_DOC}; None means if torch's Adam, AdamW, NAdam or RAdam steps",
     )
 
 
-def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
+def made_for(
+    algorithm: Algorithm, optimizer: Optimizer | None, net: Transport, x: Tensor
+) -> Unscaled:
     """What who drives this algorithm tells of every step that an optimizer makes on x.
 
     Args:
         algorithm: whose hyperparameter says whether steps are scaled
+        optimizer: that makes them; None for one that is not Adam
         net: the network, with channels of its own
         x: the weights
     """
-    if not algorithm.scales_steps:
+    wanted = algorithm.scales_steps
+    if wanted is None:
+        wanted = isinstance(optimizer, ADAMS) and not algorithm.uses_gradient
+    if not wanted:
         return Unscaled()
     return StepScaling(net, x, min(algorithm.exchange_period, LONGEST_PERIOD))
 
@@ -84,11 +108,13 @@ def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
 class Unscaled:
     """Steps stay as the optimizer has made them."""
 
+    changes_steps: ClassVar[bool] = False
+
     def update_begins(self, x: Tensor) -> None:
         """The optimizer is about to step."""
 
-    def update_ends(self, x: Tensor) -> None:
-        """It has."""
+    def update_ends(self, x: Tensor, decays: Sequence[Decay] = ()) -> None:
+        """It has; by how much it has made entries smaller before."""
 
     def settle(self) -> None:
         """All ranks stand still."""
@@ -114,6 +140,8 @@ class StepScaling(Unscaled):
         period: number of steps from one message to the next
     """
 
+    changes_steps: ClassVar[bool] = True
+
     def __init__(self, net: Transport, x: Tensor, period: int = 1) -> None:
         self._net = net
         self._len = len(x)
@@ -133,13 +161,17 @@ class StepScaling(Unscaled):
         self._u[: len(x)].copy_(x)
         self._is_in_step = True
 
-    def update_ends(self, x: Tensor) -> None:
+    def update_ends(self, x: Tensor, decays: Sequence[Decay] = ()) -> None:
         """Scales the step, if it has seen it begin."""
         if not self._is_in_step or self._net.world_size == 1:
             return
         self._is_in_step = False
         u = self._u[: len(x)]
         torch.sub(x, u, out=u)
+        if decays:
+            has_moved = u.any().to(x.dtype)  # else the step was skipped, and the decay with it
+            for span, share in decays:
+                u[span].lerp_(x[span], has_moved * share)  # x - u is x as it was
         for _ in range(MOST_TAKEN):
             if self._expect().done():
                 self._compare(*self._take())

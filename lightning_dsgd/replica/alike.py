@@ -56,10 +56,14 @@ def description(module: nn.Module, optimizers: Sequence[Optimizer]) -> str:
 
 def _descriptions(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
     """One line for each parameter and buffer, with all that must be alike."""
-    owner = {p: i for i, optimizer in enumerate(optimizers) for p in trainable(optimizer)}
+    owner = {
+        p: f"optimizer {i} ({type(optimizer).__name__})"
+        for i, optimizer in enumerate(optimizers)
+        for p in trainable(optimizer)
+    }
     lines = []
     for name, p in module.named_parameters():
-        where = f"optimizer {owner[p]}" if p in owner else "no optimizer"
+        where = owner.get(p, "no optimizer")
         lines.append(f"parameter {name!r} of {_form(p)}, trained by {where}")
     lines += [f"buffer {name!r} of {_form(b)}" for name, b in module.named_buffers()]
     return lines

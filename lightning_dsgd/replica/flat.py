@@ -26,8 +26,8 @@ of autograd go on working.  What x owns can still be copied and saved:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +171,16 @@ class FlatParameters:
         """The parts of a tensor laid out like x, one per parameter, with its shape and strides."""
         parts = flat.split_with_sizes(self._split)[::2]
         return [place.view(part) for place, part in zip(self._places, parts, strict=True)]
+
+    def spans(self, parameters: Collection[Parameter]) -> list[slice]:
+        """Where those of them that are here lie in x: neighbours in one, with the gaps between."""
+        ends = [0, *accumulate(map(sum, zip(self._split[::2], self._split[1::2], strict=True)))]
+        spans: list[slice] = []
+        for parameter, (begin, end) in zip(self.parameters, pairwise(ends), strict=True):
+            if parameter in parameters:
+                follows = bool(spans) and spans[-1].stop == begin
+                spans.append(slice(spans.pop().start if follows else begin, end))
+        return spans
 
     def is_intact(self) -> bool:
         """Whether all parameters still are views of x: same memory, shape and strides.

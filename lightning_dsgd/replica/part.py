@@ -8,10 +8,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.devices import port_of
-from lightning_dsgd.primitives.step_scaling import Unscaled
+from lightning_dsgd.primitives.step_scaling import Decay, Unscaled
 from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.kept import UpdatesKept
 
@@ -26,12 +27,20 @@ class Part:
         weights: the parameters
         algorithm: trains them
         scaling: of the optimizer's steps
+        optimizer: steps them
     """
 
-    def __init__(self, weights: FlatParameters, algorithm: Algorithm, scaling: Unscaled) -> None:
+    def __init__(
+        self,
+        weights: FlatParameters,
+        algorithm: Algorithm,
+        scaling: Unscaled,
+        optimizer: Optimizer,
+    ) -> None:
         self.weights = weights
         self.algorithm = algorithm
         self.scaling = scaling
+        self.optimizer = optimizer
         self.kept = UpdatesKept(weights.x)
 
     @property
@@ -43,6 +52,16 @@ class Part:
         """The optimizer is about to step."""
         self.kept.update_begins(self.x)
         self.scaling.update_begins(self.x)
+
+    def scale_step(self) -> None:
+        """The optimizer has stepped; what AdamW and the like call their decay is not scaled."""
+        decays: list[Decay] = []
+        for group in self.optimizer.param_groups:
+            if group.get("decoupled_weight_decay") and group["weight_decay"]:
+                share = group["lr"] * group["weight_decay"]
+                stepped = {p for p in group["params"] if p.grad is not None}
+                decays += [(span, share) for span in self.weights.spans(stepped)]
+        self.scaling.update_ends(self.x, decays)
 
     def settle(self) -> None:
         """Serves the others until every rank has come here."""

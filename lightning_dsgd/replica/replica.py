@@ -111,7 +111,7 @@ class Replica:
         for index, parameter in enumerate(mine):
             names.setdefault(parameter, f"optimizer parameter {index}")
         self._parts[id(optimizer)] = [
-            Part(weights, self._start(weights), self._start_scaling(weights))
+            Part(weights, self._start(weights), self._start_scaling(weights, optimizer), optimizer)
             for weights in self._layout.flatten((name, p) for p, name in names.items())
         ]
         self._trained[id(optimizer)] = list(map(id, mine))
@@ -124,10 +124,10 @@ class Replica:
         algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
         return algorithm
 
-    def _start_scaling(self, weights: flat.FlatParameters) -> Unscaled:
+    def _start_scaling(self, weights: flat.FlatParameters, optimizer: Optimizer) -> Unscaled:
         """For the part whose algorithm was started last."""
         net = self.net.sub(f"steps-{self._num_builds}")
-        return made_for(self._pattern, net, weights.x)
+        return made_for(self._pattern, optimizer, net, weights.x)
 
     def _parts_of(self, optimizer: Optimizer) -> list[Part]:
         """The parts of an optimizer; made anew when it trains other parameters than before.
@@ -229,9 +229,9 @@ class Replica:
         with exchanging(self.net.counters.watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
-            if self._pattern.scales_steps:
+            if any(part.scaling.changes_steps for part in parts):
                 for part in parts:
-                    part.scaling.update_ends(part.x)
+                    part.scale_step()
                 self._copy()
             for part in parts:
                 if self._check_finite:

@@ -119,14 +119,14 @@ def waits_of(
     x, goal = start_at(net.rank, 0.0).to(fake.device), target(net.rank).to(fake.device)
     algorithm, found = dataclasses.replace(TABLE[name].make(), **options or {}), []
     algorithm.start(net.sub(name), x)
-    scaling = made_for(algorithm, net.sub(f"steps of {name}"), x)
+    scaling = made_for(algorithm, None, net.sub(f"steps of {name}"), x)
     for _ in range(STEPS):
         g = x - goal
         fake.syncs.clear()
         algorithm.before_update(x, g)
         scaling.update_begins(x)
         x.sub_(g if algorithm.uses_gradient else x - goal, alpha=LR)
-        scaling.update_ends(x)
+        scaling.update_ends(x, [(slice(0, len(x)), 0.01)])
         algorithm.after_update(x)
         waits = ((where, what.split(" between")[0]) for _, where, what in list(fake.syncs))
         found.append(Counter(waits))

@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.adpsgd import ADPSGD
+from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms.diloco import DiLoCo
+from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.popsgd import PopSGD
+from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.primitives import rounding
 from lightning_dsgd.primitives.step_scaling import BLOCK, EVERY, StepScaling, made_for
+from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.worlds import ProcessWorld
 
@@ -276,13 +284,108 @@ def test_over_real_processes() -> None:
         assert scaled.isfinite().all()
 
 
-def test_only_who_asks_for_it_is_scaled() -> None:
-    def made(net: Any) -> list[bool]:
-        x = torch.zeros(N)
-        algorithms = [WAGMA(), WAGMA(scale_steps=True), LocalSGD(scale_steps=True)]
-        return [isinstance(made_for(each, net, x), StepScaling) for each in algorithms]
+def optimizers() -> dict[str, torch.optim.Optimizer]:
+    """Of each kind one."""
+    weights = [nn.Parameter(torch.zeros(N))]
+    kinds = [
+        *(torch.optim.SGD, torch.optim.RMSprop),
+        *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    ]
+    return {kind.__name__: kind(weights, 0.1) for kind in kinds}
 
-    assert SimulatedWorld(1).run(made) == [[False, True, True]]
+
+def scaled_for(algorithm: Algorithm) -> set[str]:
+    """The kinds of optimizers whose steps are scaled."""
+
+    def made(net: Any) -> set[str]:
+        x = torch.zeros(N)
+        return {
+            name
+            for name, optimizer in optimizers().items()
+            if isinstance(made_for(algorithm, optimizer, net.sub(name), x), StepScaling)
+        }
+
+    return SimulatedWorld(1).run(made)[0]
+
+
+@pytest.mark.parametrize("algorithm", [WAGMA(), PopSGD(), HPSGD(), ADPSGD()], ids=lambda a: a.name)
+def test_by_default_the_steps_of_adam_are_scaled_where_no_rank_waits(algorithm: Algorithm) -> None:
+    assert scaled_for(algorithm) == {"Adam", "AdamW", "NAdam", "RAdam"}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(WAGMA(scale_steps=False), LocalSGD(), DiLoCo(), SGP(overlap=1), AllReduce()),
+        *(WAGMA(hierarchical=True, node_size=2), OkTopk(local_steps=4)),
+    ],
+)
+def test_else_it_has_to_be_asked_for(algorithm: Algorithm) -> None:
+    assert scaled_for(algorithm) == set()
+
+
+def test_who_asks_for_it_gets_it_with_every_optimizer() -> None:
+    for algorithm in (WAGMA(scale_steps=True), LocalSGD(scale_steps=True)):
+        assert scaled_for(algorithm) == set(optimizers())
+
+
+def weight_decay(net: Any, optimizer: str) -> tuple[nn.ParameterDict, float]:
+    """A model after steps that decay weights, without an exchange of weights; the mean factor.
+
+    Some weights have a gradient of noise, one group of them no decay; some have a gradient of zero,
+    so they decay alone; some have no gradient.
+    """
+    names = ("noisy", "free", "unused", "still")
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(32)) for name in names})
+    kind = getattr(torch.optim, optimizer)
+    options = {} if optimizer == "AdamW" else {"decoupled_weight_decay": True}
+    groups = [
+        {"params": [p for n, p in model.items() if n != "free"], "weight_decay": 0.5},
+        {"params": [model["free"]], "weight_decay": 0.0},
+    ]
+    made = kind(groups, 0.01, **options)
+    replica = Replica(net, model, [made], PopSGD(local_steps=10**6))
+    own = torch.Generator().manual_seed(net.rank)
+    for _ in range(40):
+        net.compute(0.1)
+        for name in ("noisy", "free"):
+            model[name].grad = torch.randn(32, generator=own)
+        model["still"].grad = torch.zeros(32)
+        replica.before_update(made)
+        made.step()
+        replica.after_update(made)
+    factors = replica.parts[0].scaling.metrics()["step_scale"]
+    replica.finish()
+    return model, factors
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "NAdam", "RAdam"])
+def test_a_weight_decay_beside_the_step_is_not_scaled(optimizer: str) -> None:
+    """It is as without the ranks, to the last digits; what has no gradient does not decay."""
+    for model, factor in SimulatedWorld(4).run(weight_decay, optimizer):
+        assert factor > 1.05
+        assert torch.equal(model["unused"], torch.ones(32))
+        decayed = torch.full((32,), (1 - 0.01 * 0.5) ** 40)
+        torch.testing.assert_close(model["still"].detach(), decayed, rtol=0, atol=1e-5)
+
+
+def test_a_step_that_was_skipped_has_no_weight_decay() -> None:
+    def skip(net: Any) -> Tensor:
+        x = torch.ones(N)
+        scaling = StepScaling(net, x)
+        for is_skipped in [False] * 20 + [True]:
+            scaling.update_begins(x)
+            before = x.clone()
+            if not is_skipped:
+                x += 0.01 * torch.randn(N, generator=torch.Generator().manual_seed(net.rank))
+            net.compute(0.1)
+            scaling.update_ends(x, [(slice(0, N), 0.1)])
+        assert float(scaling.factors().mean()) > 1.01
+        scaling.settle()
+        return x - before
+
+    for moved in SimulatedWorld(4).run(skip):
+        assert not moved.any()
 
 
 @pytest.mark.parametrize(

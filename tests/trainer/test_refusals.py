@@ -605,6 +605,14 @@ class Freezing(NeverTrained):
         return torch.optim.SGD(trained[:-1] if rank() == 1 else trained, lr=0.1)
 
 
+class AdamOnOne(NeverTrained):
+    """One rank has another optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        kind = torch.optim.Adam if rank() == 2 else torch.optim.SGD
+        return kind(self.parameters(), lr=0.1)
+
+
 class Shuffled(Regression):
     """Each rank's optimizer has the parameters in another order, as a set gives them."""
 
@@ -641,6 +649,7 @@ MODELS: dict[str, tuple[type[L.LightningModule], list[str]]] = {
     "dtype": (Double, ["'net.3.weight' of shape (1, 16) and torch.float64", "on rank 0"]),
     "buffer": (Counting, ["buffer 'seen' of shape (3,)", "on rank 2"]),
     "optimizer": (Freezing, ["'net.3.bias' of shape (1,)", "trained by no optimizer on rank 1"]),
+    "kind": (AdamOnOne, ["trained by optimizer 0 (SGD) on ranks 0 and 1", "0 (Adam) on rank 2"]),
 }
 
 
