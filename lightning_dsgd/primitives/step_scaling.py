@@ -169,7 +169,7 @@ class StepScaling(Unscaled):
         u = self._u[: len(x)]
         torch.sub(x, u, out=u)
         if decays:
-            has_moved = u.any().to(x.dtype)  # else the step was skipped, and the decay with it
+            has_moved = _any(u).to(x.dtype)  # else the step was skipped, and the decay with it
             for span, share in decays:
                 u[span].lerp_(x[span], has_moved * share)  # x - u is x as it was
         for _ in range(MOST_TAKEN):
@@ -236,7 +236,7 @@ class StepScaling(Unscaled):
         wide = part.to(self._own.dtype)  # squares of fp16 are too small for it
         mine, theirs = (decode(each, like=wide) for each in (encode(part, WIRE), code))
         own, shared = ((mine * u).view(-1, BLOCK // EVERY).sum(1) for u in (mine, theirs))
-        has_moved = mine.any() & theirs.any()  # a step of no size, or skipped, tells nothing
+        has_moved = _any(mine) & _any(theirs)  # a step of no size, or skipped, tells nothing
         counts = has_moved & (own + shared).isfinite()
         kept = torch.where(counts, KEPT, 1.0)
         own, shared = (torch.where(counts, each, 0.0) for each in (own, shared))
@@ -247,3 +247,9 @@ class StepScaling(Unscaled):
     def _part(self, number: int) -> Tensor:
         """Every fourth entry of this rank's step, from another one on in each message."""
         return self._u.view(-1, EVERY)[:, number % EVERY].contiguous()
+
+
+def _any(x: Tensor) -> Tensor:
+    """Whether something is not zero; `x.any()` takes three to five times as long on a CPU."""
+    norm: Tensor = torch.linalg.vector_norm(x)
+    return norm != 0
