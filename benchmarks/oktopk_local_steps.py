@@ -36,6 +36,7 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.hyperparameters import at_least, parse
 from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.replica import flat
+from lightning_dsgd.replica.part import decays_of
 from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
@@ -204,8 +205,9 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
             if uses_gradient:
                 weights.scatter()
             scaling.update_begins(weights.x)
+            decays = decays_of(optimizer, weights)
             optimizer.step()
-            scaling.update_ends(weights.x)
+            scaling.update_ends(weights.x, decays)
             algorithm.after_update(weights.x)
     sent = net.counters.bytes_sent - before
     with torch.no_grad():

@@ -66,7 +66,7 @@ def milliseconds(num_weights: int, samples: int) -> tuple[list[float], list[floa
         clock.append(time.perf_counter())
         optimizer.step()
         clock.append(time.perf_counter())
-        scaling.update_ends(x, [(slice(0, num_weights), 1e-5)])
+        scaling.update_ends(x, [([slice(0, num_weights)], 1e-5)])
         clock.append(time.perf_counter())
         if sample >= 5:
             begins, step, ends = (b - a for a, b in pairwise(clock))

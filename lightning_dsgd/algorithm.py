@@ -117,12 +117,17 @@ class Algorithm:
 
     @property
     def scales_steps(self) -> bool | None:
-        """Whether who drives it scales the optimizer's steps; None: if it is Adam's.
+        """Whether who drives it scales the optimizer's steps; None: those of Adam.
 
         See `primitives.step_scaling`.
         """
         asked: bool | None = getattr(self, "scale_steps", False)
-        return asked
+        return False if asked is None and not self.may_scale else asked
+
+    @property
+    def may_scale(self) -> bool:
+        """Whether it is for us to say that Adam's steps are scaled: results then depend on time."""
+        return not self.uses_gradient
 
     def hyperparameters(self) -> dict[str, Any]:
         """The fields of the dataclass."""

@@ -35,7 +35,7 @@ class WAGMAStrategy(DecentralizedStrategy):
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|; 3
     |x| with `overlap`; none with `wait_avoiding=False`; with a `wire_dtype` |x| more, 4 |x| during
-    a sum; with `hierarchical` that of a shard, and |g|.
+    a sum; with `hierarchical` that of a shard, and |g|; |x| more with Adam.
 
     Args:
         group_size: number of ranks in a group; None means the power of two nearest to
@@ -60,8 +60,8 @@ class WAGMAStrategy(DecentralizedStrategy):
             consecutive; None means the Trainer's `devices`
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent; None means if torch's Adam, AdamW, NAdam or
-            RAdam steps
+            more memory, and |x| / 30 more is sent; None: those of torch's Adam, AdamW, NAdam and
+            RAdam are, where the result depends on timing anyway
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -173,7 +173,7 @@ class HPSGDStrategy(DecentralizedStrategy):
     """Averages the weights in the background and merges the result while training continues.
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|; 4
-    |x| with an outer optimizer or a `wire_dtype`, 5 |x| with both.
+    |x| with an outer optimizer or a `wire_dtype`, 5 |x| with both; |x| more with Adam.
 
     Args:
         max_local_steps: a rank waits once it has made this many steps since the last
@@ -184,8 +184,8 @@ class HPSGDStrategy(DecentralizedStrategy):
             byte and half a byte per weight; what is rounded off is sent the next time
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent; None means if torch's Adam, AdamW, NAdam or
-            RAdam steps
+            more memory, and |x| / 30 more is sent; None: those of torch's Adam, AdamW, NAdam and
+            RAdam are, where the result depends on timing anyway
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -306,7 +306,7 @@ class ADPSGDStrategy(DecentralizedStrategy):
     """Averages the weights with random neighbours in the background, while training continues.
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|; 4
-    |x| during an exchange.
+    |x| during an exchange; |x| more with Adam.
 
     Args:
         seed: seed of the random choice of neighbours
@@ -314,8 +314,8 @@ class ADPSGDStrategy(DecentralizedStrategy):
             byte and half a byte per weight; what is rounded off is not averaged
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent; None means if torch's Adam, AdamW, NAdam or
-            RAdam steps
+            more memory, and |x| / 30 more is sent; None: those of torch's Adam, AdamW, NAdam and
+            RAdam are, where the result depends on timing anyway
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -363,7 +363,7 @@ class PopSGDStrategy(DecentralizedStrategy):
     """Averages the weights of random pairs of ranks; no rank waits for another.
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|, 5
-    |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`.
+    |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`, and with Adam.
 
     Args:
         local_steps: number of steps from one exchange to the next
@@ -375,8 +375,8 @@ class PopSGDStrategy(DecentralizedStrategy):
         seed: seed of the random pairs
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent; None means if torch's Adam, AdamW, NAdam or
-            RAdam steps
+            more memory, and |x| / 30 more is sent; None: those of torch's Adam, AdamW, NAdam and
+            RAdam are, where the result depends on timing anyway
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory

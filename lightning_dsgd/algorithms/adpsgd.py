@@ -51,7 +51,7 @@ class ADPSGD(Algorithm):
         when="up to once per step, in the background",
         with_whom="a random neighbour",
         sends="|x|",
-        memory="2 |x|; 4 |x| during an exchange",
+        memory="2 |x|; 4 |x| during an exchange; |x| more with Adam",
         suits="stragglers of every kind; no training step waits",
     )
 

@@ -77,7 +77,8 @@ class PopSGD(Algorithm):
         when="every `local_steps` steps",
         with_whom="a random partner",
         sends="|x| / `local_steps`",
-        memory="2 |x|, 5 |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`",
+        memory="2 |x|, 5 |x| during an exchange; |x| with `blocking`; |x| more with a "
+        "`wire_dtype`, and with Adam",
         suits="stragglers of every kind; many nodes",
     )
 
@@ -107,6 +108,10 @@ class PopSGD(Algorithm):
     def exchange_period(self) -> int:
         """From one partner to the next."""
         return self.local_steps
+
+    @property
+    def may_scale(self) -> bool:
+        return not self.blocking
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

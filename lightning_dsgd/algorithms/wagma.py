@@ -77,7 +77,8 @@ class WAGMA(Algorithm):
         with_whom="a group of `group_size` ranks that changes every time",
         sends="2(S-1)/S |x| / `group_period`",
         memory="2 |x|; 3 |x| with `overlap`; none with `wait_avoiding=False`; with a `wire_dtype` "
-        "|x| more, 4 |x| during a sum; with `hierarchical` that of a shard, and |g|",
+        "|x| more, 4 |x| during a sum; with `hierarchical` that of a shard, and |g|; "
+        "|x| more with Adam",
         suits="random stragglers, many ranks",
     )
 
@@ -142,6 +143,10 @@ class WAGMA(Algorithm):
     def uses_gradient(self) -> bool:  # type: ignore[override]
         """Only inside a node are gradients communicated."""
         return self.hierarchical
+
+    @property
+    def may_scale(self) -> bool:
+        return self.wait_avoiding and self.rule != "paper" and not self.hierarchical
 
     @property
     def keeps_updates(self) -> bool:  # type: ignore[override]

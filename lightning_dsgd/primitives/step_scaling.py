@@ -60,7 +60,7 @@ MOST_TAKEN: Final = 2
 """Messages that are compared after one step."""
 
 
-Decay = tuple[slice, float | Tensor]
+Decay = tuple[Sequence[slice], float | Tensor]
 """Of some entries: what share of them the optimizer subtracts, besides its step."""
 
 ADAMS: Final = (Adam, NAdam, RAdam)
@@ -82,7 +82,8 @@ def scale_steps_for_adam() -> Any:
     """The same, where the ranks do not wait for each other anyway."""
     return setting(
         default=None,
-        doc=f"if True, {_DOC}; None means if torch's Adam, AdamW, NAdam or RAdam steps",
+        doc=f"if True, {_DOC}; None: those of torch's Adam, AdamW, NAdam and RAdam are, where the "
+        "result depends on timing anyway",
     )
 
 
@@ -99,7 +100,7 @@ def made_for(
     """
     wanted = algorithm.scales_steps
     if wanted is None:
-        wanted = isinstance(optimizer, ADAMS) and not algorithm.uses_gradient
+        wanted = isinstance(optimizer, ADAMS)
     if not wanted:
         return Unscaled()
     return StepScaling(net, x, min(algorithm.exchange_period, LONGEST_PERIOD))
@@ -170,8 +171,12 @@ class StepScaling(Unscaled):
         torch.sub(x, u, out=u)
         if decays:
             has_moved = _any(u).to(x.dtype)  # else the step was skipped, and the decay with it
-            for span, share in decays:
-                u[span].lerp_(x[span], has_moved * share)  # x - u is x as it was
+        for spans, share in decays:
+            if isinstance(share, Tensor):
+                share = share.reshape(()).to(has_moved)
+            weight = has_moved * share
+            for span in spans:
+                u[span].lerp_(x[span], weight)  # x - u is x as it was
         for _ in range(MOST_TAKEN):
             if self._expect().done():
                 self._compare(*self._take())

@@ -26,7 +26,7 @@ of autograd go on working.  What x owns can still be copied and saved:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -85,6 +85,8 @@ class FlatParameters:
         step = ALIGNMENT_BYTES // dtype.itemsize
         self._split = [n for place in self._places for n in place.lengths(step)]
         self._split[-1] = self._places[-1].padding  # nothing follows that would need more
+        ends = [0, *accumulate(map(sum, zip(self._split[::2], self._split[1::2], strict=True)))]
+        self._ends = dict(zip(parameters, pairwise(ends), strict=True))
         self.x = torch.empty(sum(self._split), dtype=dtype, device=parameters[0].device)
         self._x_views = self.views(self.x)
         self._g: Tensor | None = None
@@ -172,14 +174,12 @@ class FlatParameters:
         parts = flat.split_with_sizes(self._split)[::2]
         return [place.view(part) for place, part in zip(self._places, parts, strict=True)]
 
-    def spans(self, parameters: Collection[Parameter]) -> list[slice]:
+    def spans(self, parameters: Iterable[Parameter]) -> list[slice]:
         """Where those of them that are here lie in x: neighbours in one, with the gaps between."""
-        ends = [0, *accumulate(map(sum, zip(self._split[::2], self._split[1::2], strict=True)))]
         spans: list[slice] = []
-        for parameter, (begin, end) in zip(self.parameters, pairwise(ends), strict=True):
-            if parameter in parameters:
-                follows = bool(spans) and spans[-1].stop == begin
-                spans.append(slice(spans.pop().start if follows else begin, end))
+        for begin, end in sorted(self._ends[p] for p in parameters if p in self._ends):
+            follows = bool(spans) and spans[-1].stop == begin
+            spans.append(slice(spans.pop().start if follows else begin, end))
         return spans
 
     def is_intact(self) -> bool:

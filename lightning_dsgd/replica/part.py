@@ -42,6 +42,7 @@ class Part:
         self.scaling = scaling
         self.optimizer = optimizer
         self.kept = UpdatesKept(weights.x)
+        self._decays: list[Decay] = []
 
     @property
     def x(self) -> Tensor:
@@ -52,16 +53,12 @@ class Part:
         """The optimizer is about to step."""
         self.kept.update_begins(self.x)
         self.scaling.update_begins(self.x)
+        if self.scaling.changes_steps:
+            self._decays = decays_of(self.optimizer, self.weights)
 
     def scale_step(self) -> None:
         """The optimizer has stepped; what AdamW and the like call their decay is not scaled."""
-        decays: list[Decay] = []
-        for group in self.optimizer.param_groups:
-            if group.get("decoupled_weight_decay") and group["weight_decay"]:
-                share = group["lr"] * group["weight_decay"]
-                stepped = {p for p in group["params"] if p.grad is not None}
-                decays += [(span, share) for span in self.weights.spans(stepped)]
-        self.scaling.update_ends(self.x, decays)
+        self.scaling.update_ends(self.x, self._decays)
 
     def settle(self) -> None:
         """Serves the others until every rank has come here."""
@@ -85,6 +82,16 @@ class Part:
         if self.kept.share is not None:
             figures["updates_kept"] = self.kept.share
         return figures | self.scaling.metrics() | self.algorithm.metrics()
+
+
+def decays_of(optimizer: Optimizer, weights: FlatParameters) -> list[Decay]:
+    """What the step that comes subtracts from weights besides: those that have a gradient."""
+    decays: list[Decay] = []
+    for group in optimizer.param_groups:
+        if group.get("decoupled_weight_decay") and group["weight_decay"]:
+            stepped = [p for p in group["params"] if p.grad is not None]
+            decays.append((weights.spans(stepped), group["lr"] * group["weight_decay"]))
+    return decays
 
 
 def settle_together(parts: Sequence[Part], *, wait: bool = False) -> None:

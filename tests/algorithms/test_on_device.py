@@ -126,7 +126,7 @@ def waits_of(
         algorithm.before_update(x, g)
         scaling.update_begins(x)
         x.sub_(g if algorithm.uses_gradient else x - goal, alpha=LR)
-        scaling.update_ends(x, [(slice(0, len(x)), 0.01)])
+        scaling.update_ends(x, [([slice(0, len(x))], 0.01)])
         algorithm.after_update(x)
         waits = ((where, what.split(" between")[0]) for _, where, what in list(fake.syncs))
         found.append(Counter(waits))

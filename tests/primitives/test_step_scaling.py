@@ -317,7 +317,9 @@ def test_by_default_the_steps_of_adam_are_scaled_where_no_rank_waits(algorithm: 
     "algorithm",
     [
         *(WAGMA(scale_steps=False), LocalSGD(), DiLoCo(), SGP(overlap=1), AllReduce()),
-        *(WAGMA(hierarchical=True, node_size=2), OkTopk(local_steps=4)),
+        *(WAGMA(hierarchical=True, node_size=2), WAGMA(rule="paper"), WAGMA(wait_avoiding=False)),
+        *(PopSGD(blocking=True), HPSGD(max_local_steps=1), HPSGD(outer_momentum=0.9)),
+        OkTopk(local_steps=4),
     ],
 )
 def test_else_it_has_to_be_asked_for(algorithm: Algorithm) -> None:
@@ -379,7 +381,7 @@ def test_a_step_that_was_skipped_has_no_weight_decay() -> None:
             if not is_skipped:
                 x += 0.01 * torch.randn(N, generator=torch.Generator().manual_seed(net.rank))
             net.compute(0.1)
-            scaling.update_ends(x, [(slice(0, N), 0.1)])
+            scaling.update_ends(x, [([slice(0, N)], torch.tensor([0.1]))])
         assert float(scaling.factors().mean()) > 1.01
         scaling.settle()
         return x - before
