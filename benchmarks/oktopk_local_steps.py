@@ -190,7 +190,7 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
     [weights] = flat.flatten(model.named_parameters())
     algorithm = make(spec, model)
     algorithm.start(net, weights.x)
-    scaling = step_scaling.made_for(algorithm, optimizer, net.sub("steps"), weights.x)
+    scaling = step_scaling.made_for(algorithm, net.sub("steps"), weights.x)
     before = net.counters.bytes_sent
     generator = torch.Generator().manual_seed(1000 * seed + net.rank)
     for step in range(steps):

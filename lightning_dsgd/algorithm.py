@@ -116,18 +116,9 @@ class Algorithm:
         return 1
 
     @property
-    def scales_steps(self) -> bool | None:
-        """Whether who drives it scales the optimizer's steps; None: those of Adam.
-
-        See `primitives.step_scaling`.
-        """
-        asked: bool | None = getattr(self, "scale_steps", False)
-        return False if asked is None and not self.may_scale else asked
-
-    @property
-    def may_scale(self) -> bool:
-        """Whether it is for us to say that Adam's steps are scaled: results then depend on time."""
-        return not self.uses_gradient
+    def scales_steps(self) -> bool:
+        """Whether who drives it scales the optimizer's steps: see `primitives.step_scaling`."""
+        return bool(getattr(self, "scale_steps", False))
 
     def hyperparameters(self) -> dict[str, Any]:
         """The fields of the dataclass."""

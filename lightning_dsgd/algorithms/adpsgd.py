@@ -51,13 +51,13 @@ class ADPSGD(Algorithm):
         when="up to once per step, in the background",
         with_whom="a random neighbour",
         sends="|x|",
-        memory="2 |x|; 4 |x| during an exchange; |x| more with Adam",
+        memory="2 |x|; 4 |x| during an exchange",
         suits="stragglers of every kind; no training step waits",
     )
 
     seed: int = setting(default=0, doc="seed of the random choice of neighbours")
     wire_dtype: str = rounding.wire_dtype("is not averaged")
-    scale_steps: bool | None = step_scaling.scale_steps_for_adam()
+    scale_steps: bool = step_scaling.scale_steps()
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

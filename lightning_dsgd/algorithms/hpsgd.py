@@ -90,8 +90,7 @@ class HPSGD(Algorithm):
         when="as often as the network allows, in the background",
         with_whom="all ranks",
         sends="2(P-1)/P |x| per synchronisation",
-        memory="2 |x|; 4 |x| with an outer optimizer or a `wire_dtype`, 5 |x| with both; "
-        "|x| more with Adam",
+        memory="2 |x|; 4 |x| with an outer optimizer or a `wire_dtype`, 5 |x| with both",
         suits="stragglers; with a `wire_dtype` also slow networks",
     )
 
@@ -110,12 +109,7 @@ class HPSGD(Algorithm):
         0, below=1, default=0.0, doc="Nesterov momentum of the outer optimizer"
     )
     wire_dtype: str = rounding.wire_dtype()
-    scale_steps: bool | None = step_scaling.scale_steps_for_adam()
-
-    @property
-    def may_scale(self) -> bool:
-        """An outer momentum enlarges averages too."""
-        return self.max_local_steps != 1 and not self.outer_momentum
+    scale_steps: bool = step_scaling.scale_steps()
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

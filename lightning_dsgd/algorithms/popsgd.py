@@ -77,8 +77,7 @@ class PopSGD(Algorithm):
         when="every `local_steps` steps",
         with_whom="a random partner",
         sends="|x| / `local_steps`",
-        memory="2 |x|, 5 |x| during an exchange; |x| with `blocking`; |x| more with a "
-        "`wire_dtype`, and with Adam",
+        memory="2 |x|, 5 |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`",
         suits="stragglers of every kind; many nodes",
     )
 
@@ -102,16 +101,12 @@ class PopSGD(Algorithm):
         'rounded, "int8" as one byte per weight, relative to the receiver\'s',
     )
     seed: int = setting(default=0, doc="seed of the random pairs")
-    scale_steps: bool | None = step_scaling.scale_steps_for_adam()
+    scale_steps: bool = step_scaling.scale_steps()
 
     @property
     def exchange_period(self) -> int:
         """From one partner to the next."""
         return self.local_steps
-
-    @property
-    def may_scale(self) -> bool:
-        return not self.blocking
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)

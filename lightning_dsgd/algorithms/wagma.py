@@ -77,8 +77,7 @@ class WAGMA(Algorithm):
         with_whom="a group of `group_size` ranks that changes every time",
         sends="2(S-1)/S |x| / `group_period`",
         memory="2 |x|; 3 |x| with `overlap`; none with `wait_avoiding=False`; with a `wire_dtype` "
-        "|x| more, 4 |x| during a sum; with `hierarchical` that of a shard, and |g|; "
-        "|x| more with Adam",
+        "|x| more, 4 |x| during a sum; with `hierarchical` that of a shard, and |g|",
         suits="random stragglers, many ranks",
     )
 
@@ -127,7 +126,7 @@ class WAGMA(Algorithm):
         "nodes"
     )
     node_size: int | None = nodes.node_size()
-    scale_steps: bool | None = step_scaling.scale_steps_for_adam()
+    scale_steps: bool = step_scaling.scale_steps()
 
     @property
     def team_size(self) -> int:
@@ -143,10 +142,6 @@ class WAGMA(Algorithm):
     def uses_gradient(self) -> bool:  # type: ignore[override]
         """Only inside a node are gradients communicated."""
         return self.hierarchical
-
-    @property
-    def may_scale(self) -> bool:
-        return self.wait_avoiding and self.rule != "paper" and not self.hierarchical
 
     @property
     def keeps_updates(self) -> bool:  # type: ignore[override]

@@ -85,7 +85,7 @@ class Training:
         weights.grad = g
         with torch.no_grad():
             algorithm.start(net, x)
-            scaling = step_scaling.made_for(algorithm, optimizer, net.sub("steps"), x)
+            scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
             for k in range(self.num_steps):
                 self.computing[rank] = mine[torch.randint(len(mine), (BATCH,), generator=draw)]
                 self.compute(net, self.situation.step_s(self.seed, k, rank))

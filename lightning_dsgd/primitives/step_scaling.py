@@ -38,7 +38,6 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, NAdam, Optimizer, RAdam
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.hyperparameters import setting
@@ -63,45 +62,26 @@ MOST_TAKEN: Final = 2
 Decay = tuple[Sequence[slice], float | Tensor]
 """Of some entries: what share of them the optimizer subtracts, besides its step."""
 
-ADAMS: Final = (Adam, NAdam, RAdam)
-"""With AdamW, which is an Adam to torch."""
-
-_DOC: Final = (
-    "steps are scaled so that their mean over the ranks is as large as one of them, for Adam, "
-    "AdamW and other optimizers that divide by a second moment; takes |x| more memory, and |x| / "
-    "30 more is sent"
-)
-
 
 def scale_steps() -> Any:
     """The hyperparameter of an algorithm that averages weights."""
-    return setting(default=False, doc=f"if True, {_DOC}")
-
-
-def scale_steps_for_adam() -> Any:
-    """The same, where the ranks do not wait for each other anyway."""
     return setting(
-        default=None,
-        doc=f"if True, {_DOC}; None: those of torch's Adam, AdamW, NAdam and RAdam are, where the "
-        "result depends on timing anyway",
+        default=False,
+        doc="if True, steps are scaled so that their mean over the ranks is as large as one of "
+        "them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x| more "
+        "memory, and |x| / 30 more is sent",
     )
 
 
-def made_for(
-    algorithm: Algorithm, optimizer: Optimizer | None, net: Transport, x: Tensor
-) -> Unscaled:
+def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
     """What who drives this algorithm tells of every step that an optimizer makes on x.
 
     Args:
         algorithm: whose hyperparameter says whether steps are scaled
-        optimizer: that makes them; None for one that is not Adam
         net: the network, with channels of its own
         x: the weights
     """
-    wanted = algorithm.scales_steps
-    if wanted is None:
-        wanted = isinstance(optimizer, ADAMS)
-    if not wanted:
+    if not algorithm.scales_steps:
         return Unscaled()
     return StepScaling(net, x, min(algorithm.exchange_period, LONGEST_PERIOD))
 

@@ -111,7 +111,7 @@ class Replica:
         for index, parameter in enumerate(mine):
             names.setdefault(parameter, f"optimizer parameter {index}")
         self._parts[id(optimizer)] = [
-            Part(weights, self._start(weights), self._start_scaling(weights, optimizer), optimizer)
+            Part(weights, self._start(weights), self._start_scaling(weights), optimizer)
             for weights in self._layout.flatten((name, p) for p, name in names.items())
         ]
         self._trained[id(optimizer)] = list(map(id, mine))
@@ -124,10 +124,10 @@ class Replica:
         algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
         return algorithm
 
-    def _start_scaling(self, weights: flat.FlatParameters, optimizer: Optimizer) -> Unscaled:
+    def _start_scaling(self, weights: flat.FlatParameters) -> Unscaled:
         """For the part whose algorithm was started last."""
         net = self.net.sub(f"steps-{self._num_builds}")
-        return made_for(self._pattern, optimizer, net, weights.x)
+        return made_for(self._pattern, net, weights.x)
 
     def _parts_of(self, optimizer: Optimizer) -> list[Part]:
         """The parts of an optimizer; made anew when it trains other parameters than before.

@@ -127,7 +127,7 @@ class SurvivingReplica(Replica):
             state = {} if was_new else part.algorithm.state_dict()
             scaled = part.scaling.state_dict()
             part.algorithm = self._start(part.weights)
-            part.scaling = self._start_scaling(part.weights, part.optimizer)
+            part.scaling = self._start_scaling(part.weights)
             if not was_new:
                 part.algorithm.carry_over(state)
                 part.scaling.load_state_dict(scaled)

@@ -157,8 +157,8 @@ class Sharding:
                 "where several ranks of a replica hold the same parameter, as with tensor "
                 "parallelism, an algorithm must not depend on which rank comes first, as they "
                 f"would end with different values, got {algorithm.name!r}"
-                f"{' with scale_steps=True' * bool(algorithm.scales_steps)}; use {_TIMELESS}, "
-                "with scale_steps=False, or "
+                f"{' with scale_steps=True' * algorithm.scales_steps}; use {_TIMELESS}, with "
+                "scale_steps=False, or "
                 "shard every parameter with fully_shard alone"
             )
         refuse_unless_alike(

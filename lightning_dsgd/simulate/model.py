@@ -164,7 +164,7 @@ def _run_rank(
     algorithm, x = copy.copy(pattern), torch.zeros(num_elements)
     source = torch.Generator().manual_seed(net.rank)
     algorithm.start(net, x)
-    scaling = step_scaling.made_for(algorithm, None, net.sub("steps"), x)
+    scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
     net.barrier().wait()
     begin_s, before = net.now(), net.counters.bytes_sent
     recorder = None if record is None else record(net)

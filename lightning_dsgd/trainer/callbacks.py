@@ -39,7 +39,7 @@ class CommunicationMonitor(pl.Callback):
     | `dsgd/comm_overlap` | share of the communication so far that was hidden behind computation |
     | `dsgd/consensus_distance` | of the last evaluation: distance from the mean over its norm |
     | `dsgd/updates_kept` | at the last evaluation: the share of all updates that is not lost |
-    | `dsgd/step_scale` | where they are scaled, as with Adam: by how much, on average |
+    | `dsgd/step_scale` | with `scale_steps`: by how much steps are scaled, on average |
     | `dsgd/staleness`, `dsgd/late_share`, `dsgd/density`, ... | where an algorithm has them |
 
     The config of a W&B run gets the strategy's name, its hyperparameters and the number of ranks.

@@ -40,7 +40,7 @@ class WAGMAStrategy(DecentralizedStrategy):
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|; 3
     |x| with `overlap`; none with `wait_avoiding=False`; with a `wire_dtype` |x| more, 4 |x| during
-    a sum; with `hierarchical` that of a shard, and |g|; |x| more with Adam.
+    a sum; with `hierarchical` that of a shard, and |g|.
 
     Args:
         group_size: number of ranks in a group; None means the power of two nearest to
@@ -65,8 +65,7 @@ class WAGMAStrategy(DecentralizedStrategy):
             consecutive; None means the Trainer's `devices`
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent; None: those of torch's Adam, AdamW, NAdam and
-            RAdam are, where the result depends on timing anyway
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -104,7 +103,7 @@ class WAGMAStrategy(DecentralizedStrategy):
         wire_dtype: str = "float32",
         hierarchical: bool = False,
         node_size: int | None = None,
-        scale_steps: bool | None = None,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -178,7 +177,7 @@ class HPSGDStrategy(DecentralizedStrategy):
     """Averages the weights in the background and merges the result while training continues.
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|; 4
-    |x| with an outer optimizer or a `wire_dtype`, 5 |x| with both; |x| more with Adam.
+    |x| with an outer optimizer or a `wire_dtype`, 5 |x| with both.
 
     Args:
         max_local_steps: a rank waits once it has made this many steps since the last
@@ -189,8 +188,7 @@ class HPSGDStrategy(DecentralizedStrategy):
             byte and half a byte per weight; what is rounded off is sent the next time
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent; None: those of torch's Adam, AdamW, NAdam and
-            RAdam are, where the result depends on timing anyway
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -221,7 +219,7 @@ class HPSGDStrategy(DecentralizedStrategy):
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         wire_dtype: str = "float32",
-        scale_steps: bool | None = None,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -311,7 +309,7 @@ class ADPSGDStrategy(DecentralizedStrategy):
     """Averages the weights with random neighbours in the background, while training continues.
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|; 4
-    |x| during an exchange; |x| more with Adam.
+    |x| during an exchange.
 
     Args:
         seed: seed of the random choice of neighbours
@@ -319,8 +317,7 @@ class ADPSGDStrategy(DecentralizedStrategy):
             byte and half a byte per weight; what is rounded off is not averaged
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent; None: those of torch's Adam, AdamW, NAdam and
-            RAdam are, where the result depends on timing anyway
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -349,7 +346,7 @@ class ADPSGDStrategy(DecentralizedStrategy):
         self,
         seed: int = 0,
         wire_dtype: str = "float32",
-        scale_steps: bool | None = None,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,
@@ -368,7 +365,7 @@ class PopSGDStrategy(DecentralizedStrategy):
     """Averages the weights of random pairs of ranks; no rank waits for another.
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|, 5
-    |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`, and with Adam.
+    |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`.
 
     Args:
         local_steps: number of steps from one exchange to the next
@@ -380,8 +377,7 @@ class PopSGDStrategy(DecentralizedStrategy):
         seed: seed of the random pairs
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
-            more memory, and |x| / 30 more is sent; None: those of torch's Adam, AdamW, NAdam and
-            RAdam are, where the result depends on timing anyway
+            more memory, and |x| / 30 more is sent
         transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
             srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
             installed and ranks can read each other's memory
@@ -413,7 +409,7 @@ class PopSGDStrategy(DecentralizedStrategy):
         topology: str = "complete",
         wire_dtype: str = "float32",
         seed: int = 0,
-        scale_steps: bool | None = None,
+        scale_steps: bool = False,
         *,
         transport: str = "auto",
         timeout_s: float = 1800.0,

@@ -119,7 +119,7 @@ def waits_of(
     x, goal = start_at(net.rank, 0.0).to(fake.device), target(net.rank).to(fake.device)
     algorithm, found = dataclasses.replace(TABLE[name].make(), **options or {}), []
     algorithm.start(net.sub(name), x)
-    scaling = made_for(algorithm, None, net.sub(f"steps of {name}"), x)
+    scaling = made_for(algorithm, net.sub(f"steps of {name}"), x)
     for _ in range(STEPS):
         g = x - goal
         fake.syncs.clear()

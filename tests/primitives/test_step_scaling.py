@@ -10,15 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms.adpsgd import ADPSGD
-from lightning_dsgd.algorithms.allreduce import AllReduce
-from lightning_dsgd.algorithms.diloco import DiLoCo
-from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.popsgd import PopSGD
-from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.primitives import rounding
 from lightning_dsgd.primitives.step_scaling import BLOCK, EVERY, StepScaling, made_for
@@ -284,51 +278,13 @@ def test_over_real_processes() -> None:
         assert scaled.isfinite().all()
 
 
-def optimizers() -> dict[str, torch.optim.Optimizer]:
-    """Of each kind one."""
-    weights = [nn.Parameter(torch.zeros(N))]
-    kinds = [
-        *(torch.optim.SGD, torch.optim.RMSprop),
-        *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-    ]
-    return {kind.__name__: kind(weights, 0.1) for kind in kinds}
-
-
-def scaled_for(algorithm: Algorithm) -> set[str]:
-    """The kinds of optimizers whose steps are scaled."""
-
-    def made(net: Any) -> set[str]:
+def test_only_who_asks_for_it_is_scaled() -> None:
+    def made(net: Any) -> list[bool]:
         x = torch.zeros(N)
-        return {
-            name
-            for name, optimizer in optimizers().items()
-            if isinstance(made_for(algorithm, optimizer, net.sub(name), x), StepScaling)
-        }
+        algorithms = [WAGMA(), WAGMA(scale_steps=True), LocalSGD(scale_steps=True)]
+        return [isinstance(made_for(each, net, x), StepScaling) for each in algorithms]
 
-    return SimulatedWorld(1).run(made)[0]
-
-
-@pytest.mark.parametrize("algorithm", [WAGMA(), PopSGD(), HPSGD(), ADPSGD()], ids=lambda a: a.name)
-def test_by_default_the_steps_of_adam_are_scaled_where_no_rank_waits(algorithm: Algorithm) -> None:
-    assert scaled_for(algorithm) == {"Adam", "AdamW", "NAdam", "RAdam"}
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        *(WAGMA(scale_steps=False), LocalSGD(), DiLoCo(), SGP(overlap=1), AllReduce()),
-        *(WAGMA(hierarchical=True, node_size=2), WAGMA(rule="paper"), WAGMA(wait_avoiding=False)),
-        *(PopSGD(blocking=True), HPSGD(max_local_steps=1), HPSGD(outer_momentum=0.9)),
-        OkTopk(local_steps=4),
-    ],
-)
-def test_else_it_has_to_be_asked_for(algorithm: Algorithm) -> None:
-    assert scaled_for(algorithm) == set()
-
-
-def test_who_asks_for_it_gets_it_with_every_optimizer() -> None:
-    for algorithm in (WAGMA(scale_steps=True), LocalSGD(scale_steps=True)):
-        assert scaled_for(algorithm) == set(optimizers())
+    assert SimulatedWorld(1).run(made) == [[False, True, True]]
 
 
 def weight_decay(net: Any, optimizer: str) -> tuple[nn.ParameterDict, float]:
@@ -346,7 +302,7 @@ def weight_decay(net: Any, optimizer: str) -> tuple[nn.ParameterDict, float]:
         {"params": [model["free"]], "weight_decay": 0.0},
     ]
     made = kind(groups, 0.01, **options)
-    replica = Replica(net, model, [made], PopSGD(local_steps=10**6))
+    replica = Replica(net, model, [made], PopSGD(local_steps=10**6, scale_steps=True))
     own = torch.Generator().manual_seed(net.rank)
     for _ in range(40):
         net.compute(0.1)

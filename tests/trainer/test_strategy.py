@@ -403,18 +403,14 @@ def fit_adaptive(name: str, options: dict[str, Any], optimizer: str) -> Tensor:
 
 @some_now("optimizer", ["adam", "adamw", "momentum", "nesterov"], now=("adam", "nesterov"))
 def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
-    """One group of all ranks, waited for, is model averaging; without waiting all learn alike.
-
-    Of steps that are not scaled, as Adam's are by default.
-    """
-    plain = {"sync_period": 5, "scale_steps": False}
-    whole = {**plain, "group_size": 2, "wait_avoiding": False}
+    """One group of all ranks, waited for, is model averaging; without waiting all learn alike."""
+    whole = {"group_size": 2, "sync_period": 5, "wait_avoiding": False}
     synchronous = run(2, fit_adaptive, "wagma", whole, optimizer)
     averaging = run(2, fit_adaptive, "local_sgd", {"sync_period": 1}, optimizer)
     assert same(synchronous)
     assert_close(synchronous[0], averaging[0])
     for options in ({}, {"overlap": True}):
-        late = run(2, fit_adaptive, "wagma", {**plain, **options}, optimizer)
+        late = run(2, fit_adaptive, "wagma", {"sync_period": 5, **options}, optimizer)
         assert same(late)
         start = weights(Adaptive(optimizer))
         moved = (late[0] - averaging[0]).norm() / (averaging[0] - start).norm()
@@ -432,14 +428,13 @@ class StepScales(L.Callback):
 
 
 def fit_scaled(name: str) -> tuple[Tensor, list[float]]:
-    """By default; where ranks wait for each other they have to be told."""
     scales = StepScales()
     model, _ = fit(
         name,
         lambda: Adaptive("adam"),
         train={"num_samples": 240, "batch_size": 4},
         val={"num_samples": 8},
-        options={"scale_steps": True} if name in ("local_sgd", "sgp") else {},
+        options={"scale_steps": True},
         callbacks=[scales],
     )
     return weights(model), scales.values
