@@ -59,6 +59,10 @@ STRATEGIES = [
     "oktopk:local_steps=3:density=0.4:wire_dtype=int4",
     "oktopk:local_steps=2:density=0.2:wire_dtype=int4",
     "oktopk:local_steps=4:density=0.4:wire_dtype=int4:scale_steps=true",
+    "oktopk:local_steps=2:density=0.4:wire_dtype=int4:scale_steps=true",
+    "oktopk:local_steps=2:density=0.2:wire_dtype=int4:scale_steps=true",
+    "local_sgd:sync_period=4:scale_steps=true",
+    "local_sgd:sync_period=2:scale_steps=true",
 ]
 
 
