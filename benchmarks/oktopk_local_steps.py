@@ -208,10 +208,9 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
             algorithm.before_update(weights.x, weights.gather() if uses_gradient else weights.x[:0])
             if uses_gradient:
                 weights.scatter()
-            scaling.update_begins(weights.x)
-            decays = decays_of(optimizer, weights)
+            scaling.update_begins(weights.x, decays_of(optimizer, weights))
             optimizer.step()
-            scaling.update_ends(weights.x, decays)
+            scaling.update_ends(weights.x)
             algorithm.after_update(weights.x)
     sent = net.counters.bytes_sent - before
     with torch.no_grad():

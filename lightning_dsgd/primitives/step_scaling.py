@@ -34,7 +34,7 @@ ranks agree on it already.  In no paper that this package implements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -57,7 +57,6 @@ MOST_AHEAD: Final = 2
 """Messages to a rank for which none has come back."""
 MOST_TAKEN: Final = 2
 """Messages that are compared after one step."""
-
 
 Decay = tuple[Sequence[slice], float | Tensor]
 """Of some entries: what share of them the optimizer subtracts, besides its step."""
@@ -89,13 +88,11 @@ def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
 class Unscaled:
     """Steps stay as the optimizer has made them."""
 
-    changes_steps: ClassVar[bool] = False
+    def update_begins(self, x: Tensor, decays: Sequence[Decay] = ()) -> None:
+        """The optimizer is about to step, and to make entries smaller besides."""
 
-    def update_begins(self, x: Tensor) -> None:
-        """The optimizer is about to step."""
-
-    def update_ends(self, x: Tensor, decays: Sequence[Decay] = ()) -> None:
-        """It has; by how much it has made entries smaller before."""
+    def update_ends(self, x: Tensor) -> None:
+        """It has."""
 
     def settle(self) -> None:
         """All ranks stand still."""
@@ -121,8 +118,6 @@ class StepScaling(Unscaled):
         period: number of steps from one message to the next
     """
 
-    changes_steps: ClassVar[bool] = True
-
     def __init__(self, net: Transport, x: Tensor, period: int = 1) -> None:
         self._net = net
         self._len = len(x)
@@ -130,6 +125,7 @@ class StepScaling(Unscaled):
         num_blocks = -(-len(x) // BLOCK)
         self._u = x.new_zeros(num_blocks * BLOCK)  # x before the step, and then the step
         self._is_in_step = False
+        self._decays: Sequence[Decay] = ()  # of the step that it is in
         wide = torch.promote_types(x.dtype, torch.float32)
         self._own = torch.zeros(num_blocks, dtype=wide, device=x.device)  # sums of u_i u_i
         self._shared = torch.zeros_like(self._own)  # of u_i u_j
@@ -138,20 +134,21 @@ class StepScaling(Unscaled):
         self._num_taken = [0] * net.world_size
         self._incoming: Receipt | None = None
 
-    def update_begins(self, x: Tensor) -> None:
+    def update_begins(self, x: Tensor, decays: Sequence[Decay] = ()) -> None:
         self._u[: len(x)].copy_(x)
+        self._decays = decays
         self._is_in_step = True
 
-    def update_ends(self, x: Tensor, decays: Sequence[Decay] = ()) -> None:
+    def update_ends(self, x: Tensor) -> None:
         """Scales the step, if it has seen it begin."""
         if not self._is_in_step or self._net.world_size == 1:
             return
         self._is_in_step = False
         u = self._u[: len(x)]
         torch.sub(x, u, out=u)
-        if decays:
+        if self._decays:
             has_moved = _any(u).to(x.dtype)  # else the step was skipped, and the decay with it
-        for spans, share in decays:
+        for spans, share in self._decays:
             if isinstance(share, Tensor):
                 share = share.reshape(()).to(has_moved)
             weight = has_moved * share

@@ -86,7 +86,7 @@ class FlatParameters:
         self._split = [n for place in self._places for n in place.lengths(step)]
         self._split[-1] = self._places[-1].padding  # nothing follows that would need more
         ends = [0, *accumulate(map(sum, zip(self._split[::2], self._split[1::2], strict=True)))]
-        self._ends = dict(zip(parameters, pairwise(ends), strict=True))
+        self._bounds = dict(zip(parameters, pairwise(ends), strict=True))
         self.x = torch.empty(sum(self._split), dtype=dtype, device=parameters[0].device)
         self._x_views = self.views(self.x)
         self._g: Tensor | None = None
@@ -177,7 +177,7 @@ class FlatParameters:
     def spans(self, parameters: Iterable[Parameter]) -> list[slice]:
         """Where those of them that are here lie in x: neighbours in one, with the gaps between."""
         spans: list[slice] = []
-        for begin, end in sorted(self._ends[p] for p in parameters if p in self._ends):
+        for begin, end in sorted(self._bounds[p] for p in parameters if p in self._bounds):
             follows = bool(spans) and spans[-1].stop == begin
             spans.append(slice(spans.pop().start if follows else begin, end))
         return spans

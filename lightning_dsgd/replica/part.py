@@ -42,7 +42,6 @@ class Part:
         self.scaling = scaling
         self.optimizer = optimizer
         self.kept = UpdatesKept(weights.x)
-        self._decays: list[Decay] = []
 
     @property
     def x(self) -> Tensor:
@@ -52,13 +51,8 @@ class Part:
     def update_begins(self) -> None:
         """The optimizer is about to step."""
         self.kept.update_begins(self.x)
-        self.scaling.update_begins(self.x)
-        if self.scaling.changes_steps:
-            self._decays = decays_of(self.optimizer, self.weights)
-
-    def scale_step(self) -> None:
-        """The optimizer has stepped; what AdamW and the like call their decay is not scaled."""
-        self.scaling.update_ends(self.x, self._decays)
+        if self.algorithm.scales_steps:
+            self.scaling.update_begins(self.x, decays_of(self.optimizer, self.weights))
 
     def settle(self) -> None:
         """Serves the others until every rank has come here."""
@@ -85,7 +79,10 @@ class Part:
 
 
 def decays_of(optimizer: Optimizer, weights: FlatParameters) -> list[Decay]:
-    """What the step that comes subtracts from weights besides: those that have a gradient."""
+    """What AdamW and the like subtract from weights besides the step that comes.
+
+    From those that have a gradient.
+    """
     decays: list[Decay] = []
     for group in optimizer.param_groups:
         if group.get("decoupled_weight_decay") and group["weight_decay"]:

@@ -229,9 +229,9 @@ class Replica:
         with exchanging(self.net.counters.watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
-            if any(part.scaling.changes_steps for part in parts):
+            if self._pattern.scales_steps:
                 for part in parts:
-                    part.scale_step()
+                    part.scaling.update_ends(part.x)
                 self._copy()
             for part in parts:
                 if self._check_finite:

@@ -124,9 +124,9 @@ def waits_of(
         g = x - goal
         fake.syncs.clear()
         algorithm.before_update(x, g)
-        scaling.update_begins(x)
+        scaling.update_begins(x, [([slice(0, len(x))], 0.01)])
         x.sub_(g if algorithm.uses_gradient else x - goal, alpha=LR)
-        scaling.update_ends(x, [([slice(0, len(x))], 0.01)])
+        scaling.update_ends(x)
         algorithm.after_update(x)
         waits = ((where, what.split(" between")[0]) for _, where, what in list(fake.syncs))
         found.append(Counter(waits))

@@ -332,12 +332,12 @@ def test_a_step_that_was_skipped_has_no_weight_decay() -> None:
         x = torch.ones(N)
         scaling = StepScaling(net, x)
         for is_skipped in [False] * 20 + [True]:
-            scaling.update_begins(x)
+            scaling.update_begins(x, [([slice(0, N)], torch.tensor([0.1]))])
             before = x.clone()
             if not is_skipped:
                 x += 0.01 * torch.randn(N, generator=torch.Generator().manual_seed(net.rank))
             net.compute(0.1)
-            scaling.update_ends(x, [([slice(0, N)], torch.tensor([0.1]))])
+            scaling.update_ends(x)
         assert float(scaling.factors().mean()) > 1.01
         scaling.settle()
         return x - before

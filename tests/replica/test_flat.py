@@ -256,6 +256,18 @@ def test_one_flat_tensor_per_dtype_in_order_of_appearance() -> None:
     assert flats[1].parameters == [module.brain.weight, module.brain.bias]
 
 
+def test_spans_hold_neighbours_in_one_and_nothing_of_others() -> None:
+    named = [(name, nn.Parameter(torch.ones(5))) for name in "abcd"]
+    [weights] = flatten(named)
+    a, b, _, d = (parameter for _, parameter in named)
+    spans = weights.spans([d, nn.Parameter(torch.ones(5)), b, a])
+    assert [weights.x[span].count_nonzero() for span in spans] == [10, 5]
+    for span in spans:
+        weights.x[span] = 2.0
+    assert [float(p.mean()) for _, p in named] == [2.0, 2.0, 1.0, 2.0]
+    assert weights.spans([]) == []
+
+
 def test_tied_parameters_count_once() -> None:
     module = Tied()
     (flat,) = flatten(module.named_parameters(remove_duplicate=False))
