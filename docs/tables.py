@@ -12,9 +12,11 @@ import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 from lightning_dsgd.advise import accuracy
 from lightning_dsgd.bench import target
+from lightning_dsgd.bench.situations import SITUATIONS
 from lightning_dsgd.catalogue import BRIEF, markdown
 from lightning_dsgd.results import text
 
@@ -28,6 +30,9 @@ FEATURES = re.compile(r"(<!-- what tests/trainer/works_with.py lists -->\n)(?:.+
 
 TIMES = re.compile(r"(<!-- seconds to (99|100)% in (\S+) -->\n)(?:.+\n)*")
 QUALITIES = re.compile(r"(<!-- quality and speed in (\S+) -->\n)(?:.+\n)*")
+SOONEST = re.compile(
+    r"(<!-- soonest (\w+) to (99|100)% in docs/results/choosing/ of (.+) -->\n)(?:.+\n)*"
+)
 
 
 def recipes(folder: str) -> str:
@@ -64,6 +69,54 @@ def qualities(file: str) -> str:
     return target.quality_table(json.loads((ROOT / file).read_text()))
 
 
+def soonest(of: str, percent: str, tasks: str) -> str:
+    """What is the soonest in each situation, with a column for each task and its results.
+
+    Args:
+        of: the name of the strategies to choose from; "strategy" means any
+        percent: of all-reduce's quality
+        tasks: "digits: target_stretch target_slow_link; resnet: target_resnet"
+    """
+    share = f"{int(percent) / 100:g}"
+    columns: dict[str, dict[str, str]] = {}
+    for column in tasks.split("; "):
+        task, _, names = column.partition(": ")
+        paths = [ROOT / f"docs/results/choosing/{name}.json" for name in names.split()]
+        rows = [row for path in paths for row in json.loads(path.read_text())["summary"]]
+        by_situation = {name: [r for r in rows if r["situation"] == name] for name in SITUATIONS}
+        columns[task] = {name: soonest_cell(here, of, share) for name, here in by_situation.items()}
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for situation in SITUATIONS:
+        cells = [cells[situation] for cells in columns.values()]
+        lines.append(f"| {situation} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def soonest_cell(rows: list[dict[str, Any]], of: str, share: str) -> str:
+    """Of these rows; what all seeds reach the target with comes first."""
+    speeds = [row["steps_per_s"] for row in rows if row["strategy"] == target.BASELINE]
+    if not speeds:
+        return "not measured"
+    found = [
+        (figures["reached"] < row["seeds"], figures["share"], row)
+        for row in rows
+        if (figures := row["to_target"][share])["seconds"] is not None
+        and row["strategy"] != target.BASELINE
+        and of in ("strategy", row["strategy"].partition(":")[0])
+    ]
+    if not found:
+        return "never"
+    _, fraction, row = min(found, key=lambda each: each[:2])
+    figures = row["to_target"][share]
+    notes = [f"steps/s {row['steps_per_s'] / speeds[0]:.1f}"]
+    if "stretch" in figures:
+        notes.append(f"trained {figures['stretch']:g}x")
+    if figures["reached"] < row["seeds"]:
+        notes.append(f"{figures['reached']} of {row['seeds']}")
+    seconds = f"{fraction:.2f} ({figures['seconds']:.0f} s)"
+    return f"{seconds}: `{row['strategy']}` ({', '.join(notes)})"
+
+
 def renewed(text: str) -> str:
     """The document with its tables as they should be; each is found by the comment before it."""
     text = TABLE.sub(lambda found: f"{found[1]}{markdown(found[2])}\n", text)
@@ -72,6 +125,7 @@ def renewed(text: str) -> str:
     text = FEATURES.sub(lambda found: f"{found[1]}{features()}\n", text)
     text = TIMES.sub(lambda found: f"{found[1]}{times(found[2], found[3])}\n", text)
     text = QUALITIES.sub(lambda found: f"{found[1]}{qualities(found[2])}\n", text)
+    text = SOONEST.sub(lambda found: f"{found[1]}{soonest(*found.groups()[1:])}\n", text)
     return EXAMPLES.sub(lambda found: f"{found[1]}{examples()}\n", text)
 
 

@@ -60,7 +60,14 @@ def test_no_cell_of_the_table_is_empty(algorithm: Any) -> None:
         "README.md",
         *(
             f"docs/{page}.md"
-            for page in ("choosing", "algorithms/wagma", "recipes", "gallery", "works_with")
+            for page in (
+                "choosing",
+                "time_to_target",
+                "algorithms/wagma",
+                "recipes",
+                "gallery",
+                "works_with",
+            )
         ),
     ],
 )

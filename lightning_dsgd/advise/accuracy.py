@@ -1,8 +1,9 @@
 """What a strategy has cost in accuracy where that was measured: `accuracy.json`.
 
 The file holds the results of `lightning-dsgd bench target` for one small task, in five situations:
-see docs/choosing.md.  Which of them is most like the run in question follows from its step times
-and from what an all-reduce takes.  It is a direction, not a promise: another model is another task.
+see docs/time_to_target.md.  Which of them is most like the run in question follows from its step
+times and from what an all-reduce takes.  It is a direction, not a promise: another model is another
+task.
 """
 
 from __future__ import annotations

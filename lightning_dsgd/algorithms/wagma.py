@@ -16,8 +16,8 @@ zero, so the mean of the ranks is the start plus all updates of all ranks.  The 
 
     W <- (sum + W') / (S + 1)
 
-It pulls a late rank back towards its older weights: a quarter of all updates is lost if two of
-eight ranks are late at random.  The metric `updates_kept` is the share that is not.
+It pulls a late rank back towards its older weights: 30% of all updates is lost if two of eight
+ranks are late at random.  The metric `updates_kept` is the share that is not.
 
 Also different: any P and S (`topology.groups`); tau is 100 by default and not 10, as ranks wait for
 the slowest at global averages (docs/algorithms/wagma.md); a rank that has run out of data continues
