@@ -202,7 +202,7 @@ def mpi() -> list[Finding]:
     if "library" not in found:
         advice = (
             "install an MPI library (for example `pip install mpich`) or uninstall mpi4py: "
-            "with both halves missing each other, a plain lightning.Trainer() raises too"
+            "mpi4py without a library makes every lightning.Trainer() raise an error"
         )
         return [Finding("MPI", False, f"mpi4py {versions['mpi4py']}: {why}", advice), start]
     level = found.get("level")

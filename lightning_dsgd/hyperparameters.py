@@ -17,6 +17,7 @@ import json
 import textwrap
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any, Final
 
@@ -29,6 +30,8 @@ _KINDS: Final[dict[str, tuple[type, str]]] = {
 """What a value may be, by the annotation of its field."""
 
 _METADATA: Final = "lightning_dsgd"
+_ALIKE: Final = 0.4
+"""How much of a text must be that of a choice for it to be meant, as `difflib` counts it."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def check(owner: Any) -> None:
         if not _is_allowed(each, value):
             raise ValueError(
                 f"{each.name} must be {_expected(each)}, got {each.name}={value!r}; try "
-                f"{each.name}={each.default!r}"
+                f"{each.name}={_meant(each, value)!r}"
             )
 
 
@@ -145,6 +148,16 @@ def _is_allowed(each: Field[Any], value: Any) -> bool:
     if (is_flag and "bool" not in kinds) or not isinstance(value, types):
         return False
     return _setting(each).holds(value)
+
+
+def _meant(each: Field[Any], value: Any) -> Any:
+    """What a text says, or is most like; the default where that cannot be told."""
+    if not isinstance(value, str):
+        return each.default
+    said = _value(value.lower())
+    if said is not None and _is_allowed(each, said):
+        return said
+    return next(iter(get_close_matches(value, _setting(each).choices, 1, _ALIKE)), each.default)
 
 
 def _expected(each: Field[Any]) -> str:

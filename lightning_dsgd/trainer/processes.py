@@ -195,7 +195,7 @@ class Processes:
             if child.returncode
         ]
         if failed:
-            say(f"lightning_dsgd: ended badly: {', '.join(failed)}")
+            say(f"lightning_dsgd: ended badly: {', '.join(failed)}; why stands above")
             if not self._forgives:
                 sys.stdout.flush()
                 os._exit(1)

@@ -151,12 +151,24 @@ HYPERPARAMETERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "wagma",
         {"group_size": "4"},
         "group_size must be None or a whole number of at least 1, got group_size='4'; try "
+        "group_size=4",
+    ),
+    "text for no number": (
+        "wagma",
+        {"group_size": "four"},
+        "group_size must be None or a whole number of at least 1, got group_size='four'; try "
         "group_size=None",
     ),
     "text for a flag": (
         "wagma",
-        {"overlap": "False"},
-        "overlap must be True or False, got overlap='False'; try overlap=False",
+        {"overlap": "True"},
+        "overlap must be True or False, got overlap='True'; try overlap=True",
+    ),
+    "another library's name": (
+        "wagma",
+        {"wire_dtype": "fp16"},
+        'wire_dtype must be "float32", "bfloat16", "int8" or "int4", got wire_dtype=\'fp16\'; '
+        "try wire_dtype='bfloat16'",
     ),
     "a group of nobody": (
         "wagma",
@@ -210,7 +222,7 @@ HYPERPARAMETERS: dict[str, tuple[str, dict[str, Any], str]] = {
         "oktopk",
         {"wire_dtype": "int2"},
         'wire_dtype must be "float32", "bfloat16", "int8" or "int4", got wire_dtype=\'int2\'; '
-        "try wire_dtype='float32'",
+        "try wire_dtype='int8'",
     ),
     "seed": ("adpsgd", {"seed": "x"}, "seed must be a whole number, got seed='x'; try seed=0"),
 }
