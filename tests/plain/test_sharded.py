@@ -40,7 +40,8 @@ ALGORITHMS: dict[str, Any] = {
     "sgp": dsgd.SGP,
     "sgp, overlap": lambda: dsgd.SGP(overlap=1),
     "wagma": lambda: dsgd.WAGMA(group_size=2),
-    "hpsgd": dsgd.HPSGD,
+    # Without a bound it makes as many steps as fit into a sum, which depends on the machine.
+    "hpsgd": lambda: dsgd.HPSGD(max_local_steps=2),
     "adpsgd": dsgd.ADPSGD,
     "popsgd": dsgd.PopSGD,
     "popsgd, blocking": lambda: dsgd.PopSGD(blocking=True),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -19,4 +21,17 @@ def run_forked_by_torchrun(num_ranks: int, fn: Callable[..., Any], *args: Any) -
         rdzv_endpoint="127.0.0.1:0",  # a port that is free
         start_method="fork",
     )
-    elastic_launch(config, fn)(*args)
+    all_forked = multiprocessing.get_context("fork").Barrier(num_ranks)
+    elastic_launch(config, _run_once_all_are_forked)(all_forked, fn, args)
+
+
+def _run_once_all_are_forked(
+    all_forked: Barrier, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """A thread of the agent looks up the name of each rank that connects to its store.
+
+    A rank that is forked at that moment would wait for ever for the lock of the C library's
+    resolver, which nobody holds in its process.
+    """
+    all_forked.wait(timeout=60)
+    fn(*args)

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_dsgd.bench.job import is_of_mpich
 from lightning_dsgd.bench.network import INTERFACE, Link, Network
 from tests.support.mpi import ROOT, environment, every_mpi, mpiexec
 from tests.support.ports import free_port
+from tests.support.torchrun import run_forked_by_torchrun
 from tests.support.worlds import ParentWorld, shaped
 
 LIMIT_S = 280.0
@@ -80,22 +80,9 @@ def run_script(*arguments: str) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def run_forked_by_torchrun(arguments: list[str]) -> None:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=4,
-        run_id="tests",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # a port that is free
-        start_method="fork",
-    )
-    elastic_launch(config, run_script)(*arguments)
-
-
 def test_the_agent_of_torchrun(tmp_path: Path) -> None:
     """It forks the ranks, which need not import torch and Lightning then."""
-    ParentWorld().run(1, run_forked_by_torchrun, script(tmp_path, 4))
+    ParentWorld().run(1, run_forked_by_torchrun, 4, run_script, *script(tmp_path, 4))
     check(tmp_path, "TorchElasticEnvironment", "ProcessGroupTransport", [0, 1, 2, 3])
 
 
