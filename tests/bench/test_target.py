@@ -12,7 +12,7 @@ import torch
 
 from lightning_dsgd.bench import report, target, target_cell
 from lightning_dsgd.bench.network import why_not
-from lightning_dsgd.bench.situations import SITUATIONS
+from lightning_dsgd.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.bench.small_tasks import TASKS, Networks
 from tests.support.bench import run_bench
 
@@ -198,6 +198,16 @@ def test_an_all_reduce_takes_three_steps_on_a_slow_link() -> None:
     result = target_cell.run(one, {"task": "digits", "steps": 4})
     assert result["seconds"][-1] == pytest.approx(16, rel=0.1)
     assert SITUATIONS["random-16"].ranks == 16
+
+
+def test_ranks_wait_at_the_end_for_one_that_is_an_hour_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is longer than the time-out of a job."""
+    monkeypatch.setitem(SITUATIONS, "slow-rank", Situation("one rank is far behind", slow=600.0))
+    one = {"situation": "slow-rank", "strategy": "popsgd", "lr": 0.1, "seed": 0}
+    result = target_cell.run(one, {"task": "digits", "steps": 6})
+    assert result["seconds"][-1] > 3500
 
 
 @pytest.mark.parametrize(
