@@ -89,7 +89,10 @@ def markdown(pages: str, columns: tuple[str, ...] = COLUMNS) -> str:
 def describe(name: str) -> str:
     """One strategy: how to create it, its hyperparameters, and its module's docstring."""
     if name not in ALGORITHMS:
-        raise ValueError(f"the strategy must be one of {', '.join(ALGORITHMS)}, got {name!r}")
+        raise ValueError(
+            f"the strategy must be one of {', '.join(ALGORITHMS)}, got {name!r}"
+            f"{hyperparameters.did_you_mean(name, ALGORITHMS)}"
+        )
     algorithm = ALGORITHMS[name]
     arguments = hyperparameters.arguments(algorithm)
     defaults = (f"{f.name}={f.default!r}" for f in fields(algorithm))  # type: ignore[arg-type]

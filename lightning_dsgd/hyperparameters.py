@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -32,6 +32,12 @@ _KINDS: Final[dict[str, tuple[type, str]]] = {
 _METADATA: Final = "lightning_dsgd"
 _ALIKE: Final = 0.4
 """How much of a text must be that of a choice for it to be meant, as `difflib` counts it."""
+
+_NAMES_ALIKE: Final = 0.7
+"""The same for names, of which there are more."""
+
+_PYTHONS: Final = {"True": True, "False": False, "None": None}
+"""The words of Python that JSON spells differently."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +111,23 @@ def arguments(owner: Any) -> str:
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     """`wagma:overlap=true:grace_s=0.02` as a name and its options.
 
-    A value is read as JSON, or is a text where it is none.
+    A value is read as JSON or one of Python's words, or is a text where it is none.
     """
     name, *options = text.split(":")
     pairs = (option.partition("=") for option in options)
     return name, {key: _value(value) for key, _, value in pairs}
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the known one that it is most like, if any."""
+    return "".join(
+        f"; did you mean {near}?" for near in get_close_matches(name, known, 1, _NAMES_ALIKE)
+    )
+
+
 def _value(text: str) -> Any:
+    if text in _PYTHONS:
+        return _PYTHONS[text]
     try:
         return json.loads(text)
     except json.JSONDecodeError:

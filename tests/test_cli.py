@@ -56,7 +56,7 @@ def test_a_strategy_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as end:
         main(["strategies", "local_sdg"])
     assert end.value.code == 2
-    assert "'local_sdg'" in capsys.readouterr().err
+    assert "got 'local_sdg'; did you mean local_sgd?" in capsys.readouterr().err
 
 
 def test_help_of_a_command_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:

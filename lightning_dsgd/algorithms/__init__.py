@@ -26,7 +26,7 @@ from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.hyperparameters import did_you_mean, names, parse
 
 _GROUP: Final = "lightning_dsgd.algorithms"
 
@@ -47,11 +47,16 @@ def make_algorithm(spec: str) -> Algorithm:
         raise ValueError(
             f"an algorithm must be one of {', '.join(ALGORITHMS)}, "
             f"with hyperparameters as in wagma:overlap=true, got {spec!r}"
+            f"{did_you_mean(name, ALGORITHMS)}"
         )
-    try:
-        algorithm = ALGORITHMS[name](**options)
-    except TypeError as err:
-        raise ValueError(f"{spec!r}: {err}; see `lightning-dsgd strategies`") from err
+    known = names(ALGORITHMS[name])
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(
+                f"{name} has no option {option}, got {option}={value!r}; it takes "
+                f"{', '.join(known) or 'none'}{did_you_mean(option, known)}"
+            )
+    algorithm = ALGORITHMS[name](**options)
     algorithm.check_hyperparameters()
     return algorithm
 

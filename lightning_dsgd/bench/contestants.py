@@ -33,7 +33,7 @@ from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.bench.decent_dp_peer import DecentDPStrategy
 from lightning_dsgd.bench.hivemind_peer import HivemindStrategy
 from lightning_dsgd.bench.torchft_peers import DiLoCoStrategy, TorchFTStrategy
-from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.hyperparameters import did_you_mean, parse
 from lightning_dsgd.trainer.named import STRATEGIES
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
@@ -43,7 +43,10 @@ def strategy(spec: str) -> Any:
     name, options = parse(spec)
     known = {**PEERS, **STRATEGIES}
     if name not in known:
-        raise ValueError(f"the strategy must be one of {', '.join(known)}, got {name!r}")
+        raise ValueError(
+            f"the strategy must be one of {', '.join(known)}, got {name!r}"
+            f"{did_you_mean(name, known)}"
+        )
     return known[name](**options)
 
 

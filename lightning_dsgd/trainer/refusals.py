@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.hyperparameters import did_you_mean
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.training import TrainerSession
 
@@ -73,10 +74,11 @@ def check_options(
                 f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
             )
         elif name not in (*lightnings, *_THE_TRAINERS):
-            listed = ", ".join([*algorithm.hyperparameters(), *ours])
+            own = [*algorithm.hyperparameters(), *ours]
             raise ValueError(
                 f"{strategy} has no option {name}, got {name}={value!r}; it takes "
-                f"{listed}, and of Lightning's {', '.join(lightnings)}"
+                f"{', '.join(own)}, and of Lightning's {', '.join(lightnings)}"
+                f"{did_you_mean(name, [*own, *lightnings])}"
             )
 
 

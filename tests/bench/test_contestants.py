@@ -13,6 +13,10 @@ def test_contestants_are_read_with_their_options() -> None:
         "wagma",
         {"overlap": True, "grace_s": 0.02, "evaluate": "local"},
     )
+    assert hyperparameters.parse("wagma:overlap=True:grace_s=None:rule=paper") == (
+        "wagma",
+        {"overlap": True, "grace_s": None, "rule": "paper"},
+    )
     assert contestants.strategy("wagma:group_size=2").algorithm.group_size == 2
     with pytest.raises(ValueError, match=r"one of .*ddp, .*wagma.* got 'wagner'"):
         contestants.strategy("wagner")

@@ -15,9 +15,9 @@ from lightning_dsgd.bench import convergence, options, throughput
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("--strategies ddp,wagner", "got 'wagner'"),
+        ("--strategies ddp,wagmaa", "got 'wagmaa'; did you mean wagma?"),
         ("--strategies wagma:group_sizes=2", "has no option group_sizes, got group_sizes=2"),
-        ("--strategies wagma:overlap=False", "overlap must be True or False, got overlap='False'"),
+        ("--strategies wagma:overlap=no", "overlap must be True or False, got overlap='no'"),
         ("--strategies wagma:group_size=8", "got group_size=8 with world_size=4"),
         ("--ranks 0", "--ranks must be at least 1, got --ranks 0"),
         ("--ranks 1 --delayed-ranks 2", "at most --ranks, got --delayed-ranks 2 with --ranks 1"),

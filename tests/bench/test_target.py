@@ -215,6 +215,11 @@ def test_ranks_wait_at_the_end_for_one_that_is_an_hour_behind(
     [
         ("--strategies wagma", "must have allreduce"),
         ("--strategies allreduce,none", "'none'"),
+        ("--strategies allreduce,popsgdd", "did you mean popsgd?"),
+        (
+            "--strategies allreduce,wagma:grace=1",
+            "no option grace, got grace=1; it takes group_s",
+        ),
         ("--strategies allreduce,wagma:group_size=9", "group_size"),
         ("--situations rain", "--situations must be of slow-link"),
         ("--seeds 0", "at least 1"),

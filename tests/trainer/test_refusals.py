@@ -46,7 +46,11 @@ def make(name: str, **options: Any) -> Any:
 ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "misspelt": (
         {"sync_periode": 4},
-        ["LocalSGDStrategy has no option sync_periode, got sync_periode=4", "sync_period, "],
+        [
+            "LocalSGDStrategy has no option sync_periode, got sync_periode=4",
+            "sync_period, ",
+            "; did you mean sync_period?",
+        ],
     ),
     "of another algorithm": (
         {"topology": "ring"},
