@@ -189,7 +189,9 @@ class Meeting:
             )
         if is_automatic and not installed():
             if world_size > 1:
-                self._announce("Messages travel by process_group, as NIXL is not installed.")
+                self._announce(
+                    "Messages travel by process_group; NIXL, which is optional, is not installed."
+                )
             return ProcessGroupTransport(*limits)
         net = NIXLTransport(*limits, required=not is_automatic)
         self._announce(f"Large messages travel by {net.choice}.")
