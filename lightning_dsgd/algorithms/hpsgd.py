@@ -74,7 +74,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import average
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import above, at_least
-from lightning_dsgd.primitives import quantised, rounding, step_scaling
+from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
 from lightning_dsgd.transport import Receipt, Transport
 
@@ -123,6 +123,14 @@ class HPSGD(Algorithm):
         self.num_local_steps = 0  # since the last switch
         self.num_syncs = self.num_synced_steps = 0
         self.in_flight: Receipt | None = None
+        if net.rank == 0:
+            bound = self.max_local_steps
+            outer_optimizer.warn_of_rates(
+                self.outer_lr,
+                self.outer_momentum,
+                nesterov=True,
+                local_steps=None if bound is None else ("max_local_steps", bound),
+            )
         self._connect(net)
 
     def _connect(self, net: Transport) -> None:

@@ -77,11 +77,19 @@ class OuterOptimizer:
         self.part().add_(progress, alpha=self._lr)
 
 
-def warn_of_rates(lr: float, factor: float, *, nesterov: bool, num_local_steps: int) -> None:
+def warn_of_rates(
+    lr: float, factor: float, *, nesterov: bool, local_steps: tuple[str, int] | None
+) -> None:
     """Warns of an outer optimizer that diverges, or that is a larger learning rate in disguise.
 
     Where the local steps reach the minimum, D is the whole way there, and W is a quadratic's
     gradient descent with the curvature 1.
+
+    Args:
+        lr: outer learning rate
+        factor: outer momentum
+        nesterov: the kind of momentum
+        local_steps: the option that says how many there are per average, if any, and its value
     """
     given = f"outer_lr={lr} and outer_momentum={factor}"
     limit = 2 * (1 + factor) / (1 + 2 * factor) if nesterov else 2 * (1 + factor)
@@ -91,12 +99,13 @@ def warn_of_rates(lr: float, factor: float, *, nesterov: bool, num_local_steps: 
             f"wherever the local steps reach a minimum, got {given}; try outer_lr=0.7"
         )
     rate = lr / (1 - factor)
-    if rate > LARGE_RATE and num_local_steps < FEW_STEPS:
+    if local_steps is not None and rate > LARGE_RATE and local_steps[1] < FEW_STEPS:
+        option, num_steps = local_steps
         _warn(
             f"outer_lr / (1 - outer_momentum) should be at most {LARGE_RATE:.0f} with fewer than "
-            f"{FEW_STEPS} local steps per average, got {given} with sync_period={num_local_steps}: "
+            f"{FEW_STEPS} local steps per average, got {given} with {option}={num_steps}: "
             f"this applies the sum of the local steps {rate:.1f} times, like a learning rate that "
-            f"is as much larger; try outer_lr=1.0 and outer_momentum=0.0, or sync_period=500"
+            f"is as much larger; try outer_lr=1.0 and outer_momentum=0.0, or {option}=500"
         )
 
 

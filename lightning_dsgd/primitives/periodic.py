@@ -126,7 +126,7 @@ class PeriodicAverage(Algorithm):
                 self.outer_lr,
                 self.outer_momentum,
                 nesterov=self.outer_nesterov,
-                num_local_steps=self.sync_period,
+                local_steps=("sync_period", self.sync_period),
             )
 
     def _make_outer(self) -> OuterOptimizer:

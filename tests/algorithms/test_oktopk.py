@@ -272,6 +272,11 @@ def test_the_warm_up_reduces_the_whole_gradient() -> None:
         assert rank["selected"] == [500, 500, 5, 5]
 
 
+def test_the_default_density_follows_the_local_steps() -> None:
+    assert [OkTopk(local_steps=steps).share for steps in (1, 4, 200)] == [0.01, 0.04, 1.0]
+    assert OkTopk(local_steps=4, density=0.3).share == 0.3
+
+
 def boundaries(net: Any, gradient: Gradient) -> tuple[list[int], list[int]]:
     algorithm = OkTopk(density=0.01)
     algorithm.start(net, torch.zeros(10_000))

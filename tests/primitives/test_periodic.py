@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.diloco import DiLoCo
+from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.transport.simulated import SimulatedWorld
@@ -255,10 +257,11 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> N
         LocalSGD(**options).check_hyperparameters()
 
 
-def started(net: Any, algorithm: PeriodicAverage) -> list[str]:
+def started(net: Any, algorithm: Algorithm) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         algorithm.start(net, torch.zeros(4))
+    algorithm.stop()
     return [str(warning.message) for warning in caught]
 
 
@@ -271,10 +274,13 @@ def started(net: Any, algorithm: PeriodicAverage) -> list[str]:
         (DiLoCo(outer_lr=1.5), ["outer_lr must be below 1.36 with this outer_momentum"]),
         (DiLoCo(outer_lr=1.5, outer_nesterov=False), []),
         (LocalSGD(outer_lr=2.0), ["outer_lr must be below 2.00"]),
+        (HPSGD(outer_lr=1.5, outer_momentum=0.9), ["outer_lr must be below 1.36"]),
+        (HPSGD(max_local_steps=2, outer_momentum=0.9), ["with max_local_steps=2: .* 10.0 times"]),
+        (HPSGD(outer_lr=0.7, outer_momentum=0.9), []),
     ],
 )
 def test_outer_rates_that_diverge_or_are_too_large_are_told(
-    algorithm: PeriodicAverage, expected: list[str]
+    algorithm: Algorithm, expected: list[str]
 ) -> None:
     [texts] = SimulatedWorld(1).run(started, algorithm)
     assert len(texts) == len(expected)

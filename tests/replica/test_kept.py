@@ -270,8 +270,16 @@ def test_late_gradients_are_told() -> None:
     assert all(0.6 < share <= 1 for share in shares_in("stragglers", "eager_sgd"))
 
 
-def test_outer_momentum_multiplies_updates() -> None:
-    assert shares_in("slow rank", "hpsgd:outer_momentum=0.5")[-1] == pytest.approx(2, abs=0.2)
+@pytest.mark.parametrize(
+    "spec", ["hpsgd:outer_momentum=0.5", "diloco:sync_period=1:outer_lr=1.0:outer_momentum=0.5"]
+)
+def test_outer_momentum_multiplies_updates(spec: str) -> None:
+    assert shares_in("slow rank", spec)[-1] == pytest.approx(2, abs=0.2)
+
+
+def test_diloco_without_an_outer_optimizer_keeps_all() -> None:
+    plain = "diloco:sync_period=4:outer_lr=1.0:outer_momentum=0.0"
+    assert shares_in("slow link", plain)[-1] == pytest.approx(1, abs=1e-3)
 
 
 def test_nothing_is_said_before_there_is_an_update() -> None:
