@@ -76,6 +76,9 @@ def main() -> None:
     if len(results) > 2 or not all(result["higher_is_better"] for result in results):
         parser.error("needs one result or two, of a task where a higher quality is better")
     first, *second = map(figures, results)
+    if second and not first.keys() <= second[0].keys():
+        lacking = ", ".join(" ".join(key) for key in first.keys() - second[0].keys())
+        parser.error(f"the second result must have all that the first one has, it lacks {lacking}")
     columns = ["situation", "strategy", "steps/s", "99%"]
     if second:
         columns += [
