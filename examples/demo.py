@@ -238,9 +238,9 @@ def main() -> None:
     show(best, targets)
     if len(jobs) == len(STRATEGIES):
         print(
-            "One seed, one learning rate. Medians, each strategy at its better rate, in 15 minutes:"
+            "One seed and one learning rate.  Medians of three, each strategy at the better of two "
+            "rates, take\nsix times as long: python examples/demo.py --seeds 3 --lrs 0.02,0.05"
         )
-        print("  python examples/demo.py --seeds 3 --lrs 0.02,0.05")
     from lightning_dsgd.results import provenance, write_result  # loads torch
 
     figures = [{key: job[key] for key in job if key != "checkpoint"} for job in jobs]
