@@ -88,12 +88,7 @@ def markdown(pages: str, columns: tuple[str, ...] = COLUMNS) -> str:
 
 def describe(name: str) -> str:
     """One strategy: how to create it, its hyperparameters, and its module's docstring."""
-    if name not in ALGORITHMS:
-        raise ValueError(
-            f"the strategy must be one of {', '.join(ALGORITHMS)}, got {name!r}"
-            f"{hyperparameters.did_you_mean(name, ALGORITHMS)}"
-        )
-    algorithm = ALGORITHMS[name]
+    algorithm = hyperparameters.strategy_called(name, ALGORITHMS)
     arguments = hyperparameters.arguments(algorithm)
     defaults = (f"{f.name}={f.default!r}" for f in fields(algorithm))  # type: ignore[arg-type]
     module = inspect.getdoc(inspect.getmodule(algorithm)) or ""

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 _KINDS: Final[dict[str, tuple[type, str]]] = {
     "int": (Integral, "a whole number"),
@@ -33,7 +35,7 @@ _METADATA: Final = "lightning_dsgd"
 _ALIKE: Final = 0.4
 """How much of a text must be that of a choice for it to be meant, as `difflib` counts it."""
 
-_NAMES_ALIKE: Final = 0.7
+NAMES_ALIKE: Final = 0.7
 """The same for names, of which there are more."""
 
 _PYTHONS: Final = {"True": True, "False": False, "None": None}
@@ -121,8 +123,18 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown name: the known one that it is most like, if any."""
     return "".join(
-        f"; did you mean {near}?" for near in get_close_matches(name, known, 1, _NAMES_ALIKE)
+        f"; did you mean {near}?" for near in get_close_matches(name, known, 1, NAMES_ALIKE)
     )
+
+
+def strategy_called(name: str, known: Mapping[str, T]) -> T:
+    """What the name stands for; raises `ValueError` where it is unknown."""
+    if name not in known:
+        raise ValueError(
+            f"the strategy must be one of {', '.join(known)}, got {name!r}"
+            f"{did_you_mean(name, known)}"
+        )
+    return known[name]
 
 
 def _value(text: str) -> Any:

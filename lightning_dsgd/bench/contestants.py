@@ -33,7 +33,7 @@ from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.bench.decent_dp_peer import DecentDPStrategy
 from lightning_dsgd.bench.hivemind_peer import HivemindStrategy
 from lightning_dsgd.bench.torchft_peers import DiLoCoStrategy, TorchFTStrategy
-from lightning_dsgd.hyperparameters import did_you_mean, parse
+from lightning_dsgd.hyperparameters import parse, strategy_called
 from lightning_dsgd.trainer.named import STRATEGIES
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
@@ -41,13 +41,7 @@ from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 def strategy(spec: str) -> Any:
     """What `Trainer(strategy=...)` takes."""
     name, options = parse(spec)
-    known = {**PEERS, **STRATEGIES}
-    if name not in known:
-        raise ValueError(
-            f"the strategy must be one of {', '.join(known)}, got {name!r}"
-            f"{did_you_mean(name, known)}"
-        )
-    return known[name](**options)
+    return strategy_called(name, {**PEERS, **STRATEGIES})(**options)
 
 
 def check(spec: str, ranks: int) -> None:

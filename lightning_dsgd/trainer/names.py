@@ -15,10 +15,9 @@ import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, Final
+from typing import Any
 
-_ALIKE: Final = 0.7
-"""Of difflib's ratio: letters that two names have in common."""
+from lightning_dsgd.hyperparameters import NAMES_ALIKE
 
 
 def take_on_command_line(ours: Mapping[str, type]) -> None:
@@ -47,7 +46,7 @@ def hint(name: str, ours: Collection[str], others: Collection[str] = ()) -> str:
     """Which of ours may have been meant by a name; empty if none, or rather one of the others."""
     known = {_plain(other): "" for other in others} | {_plain(own): own for own in ours}
     plain = _plain(name)
-    near = [plain] if plain in known else get_close_matches(plain, known, 3, _ALIKE)
+    near = [plain] if plain in known else get_close_matches(plain, known, 3, NAMES_ALIKE)
     nearest = [known[each] for each in near]
     if not nearest or not nearest[0]:
         return ""
