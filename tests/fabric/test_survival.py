@@ -52,9 +52,11 @@ def loop(name: str, folder: str, places: Places) -> dict[str, Any]:
                 largest = float(fabric.all_reduce(torch.tensor(float(rank)), reduce_op="max"))
                 ranks = fabric.all_gather(torch.tensor(rank)).tolist()
             fabric.log("ranks", sums[-1], epoch)
+            members = {fabric.strategy.members}
             told = fabric.broadcast({"epoch": epoch, "rank": rank}, 1)
-            source = 1 if 1 in fabric.strategy.members else fabric.strategy.members[0]
-            assert told == {"epoch": epoch, "rank": source}
+            members.add(fabric.strategy.members)  # of one that is lost meanwhile, either is right
+            assert told["rank"] in {1 if 1 in ranks else ranks[0] for ranks in members}
+            assert told["epoch"] == epoch
             places.at("save")
             state = {"model": net, "optimizer": optimizer, "epoch": epoch}
             fabric.save(Path(folder, "saved.ckpt"), state)
@@ -90,7 +92,8 @@ def check_left(outcomes: list[Any], lost: list[int], folder: Path) -> None:
     assert [outcome.error for outcome in left] == [""] * len(left)
     assert same([outcome.result["weights"] for outcome in left])
     assert bool(left[0].result["weights"].isfinite().all())
-    assert len({outcome.result["members"] for outcome in left}) == 1
+    for outcome in left:  # one that is lost at the end is not missed by all
+        assert set(outcome.result["members"]) >= set(range(len(outcomes))) - set(lost)
     saved = torch.load(folder / "saved.ckpt", weights_only=True)
     assert saved["epoch"] == NUM_EPOCHS - 1
     mark = record.save_of(saved)

@@ -223,7 +223,8 @@ SEEDS = range(0, 30, 10)
 
 
 @exhaustive
-@pytest.mark.parametrize("name", ["local_sgd", "wagma", "hpsgd", "adpsgd", "popsgd", "sgp"])
+# Not adpsgd and popsgd without blocking: how often they average depends on the machine.
+@pytest.mark.parametrize("name", ["local_sgd", "wagma", "hpsgd", "popsgd, blocking", "sgp"])
 def test_the_loss_is_that_of_whole_replicas_within_the_seeds(name: str) -> None:
     in_shards = torch.tensor(run(losses_in_shards, name)[0])
     whole_ones = torch.tensor(run(losses_of_whole_replicas, name, world_size=2)[0])

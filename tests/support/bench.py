@@ -6,10 +6,16 @@ import json
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from lightning_dsgd.bench import job
+from tests.support.ports import free_port
 
 
 def run_bench(what: Any, output: Path, options: str) -> dict[str, Any]:
-    what.main([*options.split(), "--output", str(output)])
+    """At ports that no other worker of pytest takes before the ranks do."""
+    with mock.patch.object(job, "_free_port", free_port):
+        what.main([*options.split(), "--output", str(output)])
     return dict(json.loads(output.read_text()))
 
 

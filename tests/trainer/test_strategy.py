@@ -432,7 +432,7 @@ def fit_scaled(name: str) -> tuple[Tensor, list[float]]:
     model, _ = fit(
         name,
         lambda: Adaptive("adam"),
-        train={"num_samples": 240, "batch_size": 4},
+        train={"num_samples": 480, "batch_size": 4},
         val={"num_samples": 8},
         options={"scale_steps": True},
         callbacks=[scales],
