@@ -86,14 +86,20 @@ def train_until_killed(name: str, folder: str, lost: int, after_s: float) -> Any
     return loop(name, folder, Begun(lost, after_s, num_before=1))
 
 
-def check_left(outcomes: list[Any], lost: list[int], folder: Path) -> None:
-    """The ranks that are left have trained to the end, together, and have saved."""
+def check_left(
+    outcomes: list[Any], lost: list[int], folder: Path, *, may_be_done: bool = False
+) -> None:
+    """The ranks that are left have trained to the end, together, and have saved.
+
+    One that is lost when all is done (`may_be_done`) is not missed by all.
+    """
     left = [outcome for rank, outcome in enumerate(outcomes) if rank not in lost]
     assert [outcome.error for outcome in left] == [""] * len(left)
     assert same([outcome.result["weights"] for outcome in left])
     assert bool(left[0].result["weights"].isfinite().all())
-    for outcome in left:  # one that is lost at the end is not missed by all
+    for outcome in left:
         assert set(outcome.result["members"]) >= set(range(len(outcomes))) - set(lost)
+    assert len({outcome.result["members"] for outcome in left}) == 1 or may_be_done
     saved = torch.load(folder / "saved.ckpt", weights_only=True)
     assert saved["epoch"] == NUM_EPOCHS - 1
     mark = record.save_of(saved)
@@ -139,7 +145,7 @@ def test_a_rank_that_gets_sigterm_leaves_and_the_others_train_to_the_end(tmp_pat
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_any_rank_is_killed_at_any_time(name, tmp_path):
     for fit in kill_at_random(WORLD, train_until_killed, name, tmp_path, latest_s=1.0):
-        check_left(*fit)
+        check_left(*fit, may_be_done=True)
 
 
 def test_what_cannot_be_honoured_is_refused():

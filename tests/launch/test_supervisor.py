@@ -30,6 +30,7 @@ def on_interrupt(signum, frame):
     tell("interrupted", "")
     sys.exit(3)
 """
+# In short sleeps: Python calls no handler in one that begins just after the signal came.
 WAITS = SCRIPT + 'tell("pid", str(os.getpid()))\nwhile True: time.sleep(0.1)\n'
 TELLS = SCRIPT + 'tell("told", json.dumps({name: os.environ[name] for name in names}))\n'
 
