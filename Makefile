@@ -25,6 +25,7 @@ NIXL_INSTALLED := $(NIXL)/.installed
 
 help:
 	@echo "make test      virtual environment, install, the test suite"
+	@echo "               (what fails runs once more, alone; tests/unsteady.json counts what passes then)"
 	@echo "make test-all  the test suite, then what takes long: the tests marked exhaustive"
 	@echo "               (TIMES=20 make test-all tries what is random 20 times as often)"
 	@echo "make test-peft  the LoRA example and Hugging Face's Trainer, in a virtual environment with PEFT and transformers"
@@ -37,16 +38,16 @@ help:
 
 test: $(INSTALLED)
 	@echo "Tests marked exhaustive are left to make test-all."
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"
+	$(BIN)/python -m tests.suite --numprocesses 2 --dist loadgroup -m "not exhaustive"
 
 test-all: test test-peft test-nixl
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m exhaustive
+	$(BIN)/python -m tests.suite --numprocesses 2 --dist loadgroup -m exhaustive
 
 test-peft: $(PEFT_INSTALLED)
-	$(PEFT)/bin/python -m pytest tests/test_examples.py tests/plain/test_hugging_face.py -k "lora or hugging_face"
+	$(PEFT)/bin/python -m tests.suite tests/test_examples.py tests/plain/test_hugging_face.py -k "lora or hugging_face"
 
 test-nixl: $(NIXL_INSTALLED)
-	$(NIXL)/bin/python -m pytest tests/transport/test_nixl.py tests/transport/contract tests/test_doctor.py -k nixl
+	$(NIXL)/bin/python -m tests.suite tests/transport/test_nixl.py tests/transport/contract tests/test_doctor.py -k nixl
 
 test-versions: | $(BIN)/python
 	$(BIN)/python tests/versions.py --folder $(VENV)/versions
