@@ -15,11 +15,7 @@ DEMO_INSTALLED := $(VENV)/.installed-demo
 PEFT := $(VENV)/peft
 PEFT_INSTALLED := $(PEFT)/.installed
 
-# Apart from the others too: where it is installed, transport="auto" takes it.
-NIXL := $(VENV)/nixl
-NIXL_INSTALLED := $(NIXL)/.installed
-
-.PHONY: help test test-all test-peft test-nixl test-versions lint demo docs clean
+.PHONY: help test test-all test-peft test-versions lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -29,7 +25,6 @@ help:
 	@echo "make test-all  the test suite, then what takes long: the tests marked exhaustive"
 	@echo "               (TIMES=20 make test-all tries what is random 20 times as often)"
 	@echo "make test-peft  the LoRA example and Hugging Face's Trainer, in a virtual environment with PEFT and transformers"
-	@echo "make test-nixl  messages that ranks read from each other's memory, in a virtual environment with NIXL"
 	@echo "make test-versions  a smoke of all strategies with other versions of torch and Lightning"
 	@echo "make lint      virtual environment, install, ruff and mypy"
 	@echo "make demo      virtual environment, install, how soon wagma is as good as DDP, on digits"
@@ -40,14 +35,11 @@ test: $(INSTALLED)
 	@echo "Tests marked exhaustive are left to make test-all."
 	$(BIN)/python -m tests.suite --numprocesses 2 --dist loadgroup -m "not exhaustive"
 
-test-all: test test-peft test-nixl
+test-all: test test-peft
 	$(BIN)/python -m tests.suite --numprocesses 2 --dist loadgroup -m exhaustive
 
 test-peft: $(PEFT_INSTALLED)
 	$(PEFT)/bin/python -m tests.suite tests/test_examples.py tests/plain/test_hugging_face.py -k "lora or hugging_face"
-
-test-nixl: $(NIXL_INSTALLED)
-	$(NIXL)/bin/python -m tests.suite tests/transport/test_nixl.py tests/transport/contract tests/test_doctor.py -k nixl
 
 test-versions: | $(BIN)/python
 	$(BIN)/python tests/versions.py --folder $(VENV)/versions
@@ -89,10 +81,4 @@ $(PEFT_INSTALLED): pyproject.toml $(INSTALLED)
 	$(BIN)/python -m venv $(PEFT)
 	$(BIN)/python $(SITE) > "$$($(PEFT)/bin/python $(SITE))/whole.pth"
 	$(PEFT)/bin/python -m pip install -e '.[examples]'
-	@touch $@
-
-$(NIXL_INSTALLED): pyproject.toml $(INSTALLED)
-	$(BIN)/python -m venv $(NIXL)
-	$(BIN)/python $(SITE) > "$$($(NIXL)/bin/python $(SITE))/whole.pth"
-	$(NIXL)/bin/python -m pip install -e '.[nixl]'
 	@touch $@

@@ -1,4 +1,4 @@
-r"""Latency and bandwidth of the transports, and what a waiting lane costs a thread that computes.
+"""Latency and bandwidth of the transports, and what a waiting lane costs a thread that computes.
 
     python benchmarks/transport_bandwidth.py --output docs/results/cluster/transport_bandwidth.json
 
@@ -6,11 +6,7 @@ One job of mpiexec for each number of ranks P.  In every round, one after anothe
 same conditions: a message from rank 0 to rank 1 and back, and an all-reduce over all ranks, by the
 MPI transport, by the process_group transport (TCP), and by torch's own gloo.  Limits in the same
 rounds: MPI itself and a plain socket over loopback, into memory that is there, where the transports
-give a new tensor; and a copy from memory to memory.  Where NIXL is installed (the extra `nixl`),
-the NIXL transport takes part in all of it:
-
-    python benchmarks/transport_bandwidth.py --ranks 2 --rounds 9 \
-        --output docs/results/cluster/transport_nixl.json
+give a new tensor; and a copy from memory to memory.
 
 A busy rank: a lane of rank 1 sends back what it receives, while its training thread runs plain
 Python all the time.
@@ -40,8 +36,6 @@ from lightning_dsgd.bench.cells import Cell, finish
 from lightning_dsgd.bench.job import Job
 from lightning_dsgd.transport.mpi import MPITransport
 from lightning_dsgd.transport.mpi_job import library
-from lightning_dsgd.transport.nixl import NIXLTransport
-from lightning_dsgd.transport.nixl_agent import installed
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 SIZES = (1_000, 1_000_000, 100_000_000)
@@ -152,8 +146,6 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     if not dist.is_initialized():
         join()
     nets: dict[str, Any] = {"mpi": MPITransport(), "process_group": ProcessGroupTransport()}
-    if installed():
-        nets["nixl"] = NIXLTransport()
     if cell["what"] == "lanes":
         samples = measure_lanes(nets, settings)
     elif cell["what"] == "busy":

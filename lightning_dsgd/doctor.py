@@ -51,21 +51,6 @@ print(json.dumps(found), flush=True)
 MPI.Finalize()
 """
 
-_NIXL: Final = """
-import ctypes, importlib.metadata, json, os, re, tempfile
-from lightning_dsgd.transport import nixl_agent
-name = nixl_agent.installed()
-found = {"version": importlib.metadata.version(name) if name else None}
-if name:
-    log = os.path.join(tempfile.mkdtemp(), "log")
-    os.environ.update(UCX_LOG_LEVEL="info", UCX_LOG_FILE=log)
-    found["is_copy"] = nixl_agent.trial()
-    ctypes.CDLL(None).fflush(None)
-    lanes = " ".join(re.findall("cfg#.*", open(log).read()))
-    found["devices"] = sorted(set(re.findall("[a-z_0-9]+/[a-z_0-9:.]+", lanes)))
-print(json.dumps(found), flush=True)
-"""
-
 LAUNCHERS: Final = {
     "torchrun": ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
     "SLURM": ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS"),
@@ -100,7 +85,6 @@ def examine() -> list[Finding]:
         "torch": torch_and_cuda,
         "packages": packages,
         "MPI": mpi,
-        "NIXL": nixl,
         "launcher": launcher,
         "networks": emulated_networks,
     }
@@ -209,28 +193,6 @@ def mpi() -> list[Finding]:
     text = f"{found['library']}, thread level {level or f'unknown ({why})'}"
     advice = "" if level == "MULTIPLE" else "lanes need MPI_THREAD_MULTIPLE: use another build"
     return [Finding("MPI", level == "MULTIPLE", text, advice), start]
-
-
-def nixl() -> list[Finding]:
-    """Whether one process reads another's memory by NIXL, and by which devices of UCX's."""
-    found, why = ask(_NIXL)
-    if why:
-        advice = 'transport="process_group" works without it'
-        return [Finding("NIXL", False, why, advice)]
-    if not found["version"]:
-        advice = (
-            "large messages are faster with it: pip install nixl-cu12 (with CUDA 13: nixl-cu13)"
-        )
-        return [Finding("NIXL", False, "not installed", advice)]
-    devices = ", ".join(found["devices"]) or "none named"
-    text = f"{found['version']}, between two processes by {devices}"
-    advice = (
-        ""
-        if found["is_copy"]
-        else "ranks of this machine use TCP: process_vm_readv is forbidden (in a container: "
-        "--cap-add SYS_PTRACE)"
-    )
-    return [Finding("NIXL", found["is_copy"], text, advice)]
 
 
 def mpiexec() -> Finding:

@@ -61,9 +61,8 @@ class WAGMAStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -125,9 +124,8 @@ class EagerSGDStrategy(DecentralizedStrategy):
             None means never
         grace_s: seconds that a started round waits for this rank before it contributes only what is
             pending; None means an eighth of the duration of its last step
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -184,9 +182,8 @@ class HPSGDStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -253,9 +250,8 @@ class SGPStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -313,9 +309,8 @@ class ADPSGDStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -373,9 +368,8 @@ class PopSGDStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -439,9 +433,8 @@ class LocalSGDStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -506,9 +499,8 @@ class DiLoCoStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -561,9 +553,8 @@ class DPSGDStrategy(DecentralizedStrategy):
 
     Args:
         topology: the communication graph; the paper's is the only one
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -625,9 +616,8 @@ class OkTopkStrategy(DecentralizedStrategy):
         warmup_steps: number of steps at the start whose exchanges are dense
         wire_dtype: data type of what is sent; "float32" does not round, "int8" and "int4" send a
             byte and half a byte per value; what is rounded off stays in the residual
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -686,9 +676,8 @@ class TopkAllgatherStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -745,9 +734,8 @@ class TopkDSAStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -805,9 +793,8 @@ class GTopkStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -865,9 +852,8 @@ class GaussianTopkStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -914,9 +900,8 @@ class AllReduceStrategy(DecentralizedStrategy):
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): |g|.
 
     Args:
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -960,9 +945,8 @@ class NoSyncStrategy(DecentralizedStrategy):
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): none.
 
     Args:
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect

@@ -11,7 +11,6 @@ from lightning_dsgd import doctor
 from lightning_dsgd.bench import network
 from lightning_dsgd.cli import main
 from lightning_dsgd.doctor import Finding
-from tests.support.nixl import has_nixl
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def test_the_report_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor"])
     lines = capsys.readouterr().out.splitlines()
     subjects = [line[4:21].strip() for line in lines if line[:4] in ("ok  ", "--  ")]
-    for subject in ("Python", "torch", "CUDA", "NCCL", "Lightning", "W&B", "MPI", "NIXL"):
+    for subject in ("Python", "torch", "CUDA", "NCCL", "Lightning", "W&B", "MPI"):
         assert subject in subjects
     assert any(line.startswith("ok  torch") for line in lines)
 
@@ -85,45 +84,6 @@ def program(folder: Path) -> Path:
     file.write_text("#!/bin/sh\n")
     file.chmod(0o755)
     return file
-
-
-@pytest.mark.parametrize(
-    ("said", "works", "found", "advice"),
-    [
-        ('{"version": null}', False, "not installed", "pip install nixl-cu12"),
-        (
-            '{"version": "1.5.1", "is_copy": true, "devices": ["cma/memory", "tcp/lo"]}',
-            True,
-            "1.5.1, between two processes by cma/memory, tcp/lo",
-            "",
-        ),
-        ('{"version": "1.5.1", "is_copy": false, "devices": []}', False, "1.5.1", "SYS_PTRACE"),
-    ],
-)
-def test_what_is_said_of_nixl(
-    said: str, works: bool, found: str, advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "_NIXL", f"print({said!r})")
-    (finding,) = doctor.nixl()
-    assert finding.works is works
-    assert found in finding.found
-    assert advice in finding.advice
-    assert bool(finding.advice) is not works
-
-
-def test_nixl_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_NIXL", "raise ImportError('libucp.so: not found')")
-    (finding,) = doctor.nixl()
-    assert not finding.works
-    assert "libucp.so" in finding.found
-    assert "process_group" in finding.advice
-
-
-@has_nixl
-def test_nixl_is_tried_between_two_processes() -> None:
-    (finding,) = doctor.nixl()
-    assert finding.works
-    assert "cma/memory" in finding.found
 
 
 def test_mpiexec_is_found_beside_the_interpreter(
@@ -189,10 +149,10 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken() -> list[Finding]:
         raise OSError("no more processes")
 
-    for name in ("torch_and_cuda", "packages", "mpi", "nixl", "emulated_networks"):
+    for name in ("torch_and_cuda", "packages", "mpi", "emulated_networks"):
         monkeypatch.setattr(doctor, name, broken)
     report = doctor.report(doctor.examine())
-    assert report.count("OSError: no more processes") == 5
+    assert report.count("OSError: no more processes") == 4
     assert "launcher" in report
 
 

@@ -196,29 +196,6 @@ MAY_IMPORT = {
         "transport.tickets",
         "devices",
     },
-    "transport.nixl_ranks": set(),
-    "transport.nixl_agent": {"torch"},
-    "transport.nixl_reads": {
-        "torch",
-        "transport.connection",
-        "transport.frames",
-        "transport.mailboxes",
-        "transport.mesh",
-        "transport.nixl_agent",
-    },
-    "transport.nixl": {
-        "torch",
-        "transport.connection",
-        "transport.contract",
-        "transport.frames",
-        "transport.mailboxes",
-        "transport.mesh",
-        "transport.nixl_agent",
-        "transport.nixl_ranks",
-        "transport.nixl_reads",
-        "transport.process_group",
-        "transport.works",
-    },
     "transport.mpi_job": {"mpi4py", "transport.contract"},
     "transport.mpi": {
         "torch",
@@ -286,8 +263,6 @@ MAY_IMPORT = {
         "transport",
         "transport.mpi",
         "transport.mpi_job",
-        "transport.nixl",
-        "transport.nixl_agent",
         "transport.process_group",
         "transport.newcomer",
         "transport.register",
@@ -764,7 +739,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", metadata["Version"])
     assert metadata["Requires-Python"] == ">=3.11"
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        *("bench", "control", "demo", "dev", "docs", "examples", "images", "mpi", "nixl")
+        *("bench", "control", "demo", "dev", "docs", "examples", "images", "mpi")
     }
     requirements = metadata.get_all("Requires-Dist", [])
     always = {re.split(r"[<>=\[; ]", r)[0] for r in requirements if "extra ==" not in r}

@@ -38,7 +38,7 @@ from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import say
-from lightning_dsgd.session.meeting import TRANSPORTS, Limits, Meeting
+from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
 from lightning_dsgd.session.session import Phase, Training
 from lightning_dsgd.trainer import names, refusals
 from lightning_dsgd.trainer.processes import Processes, start_method
@@ -57,9 +57,8 @@ class FabricMixin(CollectivesMixin):
 
     Args:
         algorithm: how the ranks learn from one another, or its name
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -90,7 +89,7 @@ class FabricMixin(CollectivesMixin):
     ) -> None:
         made = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
         refusals.check_options(type(self).__name__, made, _own_options(), kwargs, _LIGHTNINGS)
-        options.check_choice("transport", transport, TRANSPORTS)
+        check_transport(transport)
         options.check_loss(on_loss, min_ranks, transport)
         limits = Limits(timeout_s, heartbeat_timeout_s, startup_timeout_s)
         made.check_hyperparameters()

@@ -36,7 +36,7 @@ from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options
 from lightning_dsgd.session.changes import ChangingSession
-from lightning_dsgd.session.meeting import TRANSPORTS, Limits, Meeting
+from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
 from lightning_dsgd.session.session import Phase, Session, Training
 from lightning_dsgd.transport import PeerLost
 
@@ -53,9 +53,8 @@ class decentralized(Loop):
         algorithm: how the ranks learn from one another
         scaler: torch's GradScaler, if the loss is scaled; all ranks then skip the same steps where
             they exchange gradients
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -93,7 +92,7 @@ class decentralized(Loop):
         on_loss: str = "end",
         min_ranks: int | None = None,
     ) -> None:
-        options.check_choice("transport", transport, TRANSPORTS)
+        check_transport(transport)
         options.check_loss(on_loss, min_ranks, transport)
         limits = Limits(timeout_s, heartbeat_timeout_s, startup_timeout_s)
         _check_algorithm(algorithm)

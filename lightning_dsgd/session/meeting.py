@@ -18,14 +18,22 @@ from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.mpi import MPITransport
 from lightning_dsgd.transport.mpi_job import is_usable
 from lightning_dsgd.transport.newcomer import NewcomerTransport
-from lightning_dsgd.transport.nixl import NIXLTransport
-from lightning_dsgd.transport.nixl_agent import installed
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.register import Register, outlives_ranks
 from lightning_dsgd.transport.rendezvous import Rendezvous
 
-TRANSPORTS: Final = ("auto", "process_group", "nixl", "mpi")
+TRANSPORTS: Final = ("auto", "process_group", "mpi")
 """What users may choose messages to travel by."""
+
+
+def check_transport(transport: str) -> None:
+    """Raises unless messages can travel by this choice."""
+    if transport == "nixl":
+        raise ValueError(
+            'transport="nixl" is not supported; use transport="auto", or "mpi" for large '
+            "messages between the ranks of a machine"
+        )
+    options.check_choice("transport", transport, TRANSPORTS)
 
 
 @dataclass(frozen=True)
@@ -179,23 +187,7 @@ class Meeting:
         limits = self._limits.timeout_s, self._limits.heartbeat_timeout_s
         if self._transport == "mpi" or (self._transport == "auto" and is_usable(world_size)):
             return MPITransport(*limits, device=device)
-        is_automatic = self._transport == "auto"
-        if self._transport == "process_group" or (is_automatic and device.type != "cpu"):
-            return ProcessGroupTransport(*limits, device=device)
-        if device.type != "cpu":
-            raise ValueError(
-                f'transport="nixl" must train on CPUs so far, got {device}; use '
-                'transport="process_group"'
-            )
-        if is_automatic and not installed():
-            if world_size > 1:
-                self._announce(
-                    "Messages travel by process_group; NIXL, which is optional, is not installed."
-                )
-            return ProcessGroupTransport(*limits)
-        net = NIXLTransport(*limits, required=not is_automatic)
-        self._announce(f"Large messages travel by {net.choice}.")
-        return net
+        return ProcessGroupTransport(*limits, device=device)
 
 
 def refuse_to_join() -> NoReturn:

@@ -66,9 +66,8 @@ class WAGMAStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -130,9 +129,8 @@ class EagerSGDStrategy(DecentralizedStrategy):
             None means never
         grace_s: seconds that a started round waits for this rank before it contributes only what is
             pending; None means an eighth of the duration of its last step
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -189,9 +187,8 @@ class HPSGDStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -258,9 +255,8 @@ class SGPStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -318,9 +314,8 @@ class ADPSGDStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -378,9 +373,8 @@ class PopSGDStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -444,9 +438,8 @@ class LocalSGDStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -511,9 +504,8 @@ class DiLoCoStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -566,9 +558,8 @@ class DPSGDStrategy(DecentralizedStrategy):
 
     Args:
         topology: the communication graph; the paper's is the only one
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -630,9 +621,8 @@ class OkTopkStrategy(DecentralizedStrategy):
         warmup_steps: number of steps at the start whose exchanges are dense
         wire_dtype: data type of what is sent; "float32" does not round, "int8" and "int4" send a
             byte and half a byte per value; what is rounded off stays in the residual
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -691,9 +681,8 @@ class TopkAllgatherStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -750,9 +739,8 @@ class TopkDSAStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -810,9 +798,8 @@ class GTopkStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -870,9 +857,8 @@ class GaussianTopkStrategy(DecentralizedStrategy):
         scale_steps: if True, steps are scaled so that their mean over the ranks is as large as one
             of them, for Adam, AdamW and other optimizers that divide by a second moment; takes |x|
             more memory, and |x| / 30 more is sent
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -919,9 +905,8 @@ class AllReduceStrategy(DecentralizedStrategy):
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): |g|.
 
     Args:
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -965,9 +950,8 @@ class NoSyncStrategy(DecentralizedStrategy):
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): none.
 
     Args:
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect

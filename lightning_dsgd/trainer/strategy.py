@@ -40,7 +40,7 @@ from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.replica.surviving import SurvivingReplica
 from lightning_dsgd.session import options, record
-from lightning_dsgd.session.meeting import TRANSPORTS, Limits, Meeting
+from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
 from lightning_dsgd.session.scaling import agree_on_overflow
 from lightning_dsgd.session.session import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
@@ -63,9 +63,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     Args:
         algorithm: how the ranks learn from one another
-        transport: "process_group" (TCP), "nixl", "mpi", or "auto", which takes MPI where mpiexec or
-            srun has started the ranks as one MPI world that mpi4py can join, else NIXL where it is
-            installed and ranks can read each other's memory
+        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
+            has started the ranks as one MPI world that mpi4py can join, else TCP
         timeout_s: how long a rank waits for another before it gives up
         heartbeat_timeout_s: after how much silence a rank counts as lost
         startup_timeout_s: how long a rank waits for all others to start, and then to connect
@@ -107,7 +106,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     ) -> None:
         ours = [option.name for option in own_options()]
         refusals.check_options(type(self).__name__, algorithm, ours, kwargs, self._lightnings)
-        options.check_choice("transport", transport, TRANSPORTS)
+        check_transport(transport)
         options.check_choice("evaluate", evaluate, ("consensus", "local"))
         options.check_loss(on_loss, min_ranks, transport, max_ranks)
         limits = Limits(timeout_s, heartbeat_timeout_s, startup_timeout_s)

@@ -7,13 +7,11 @@
     simulated/        P ranks in one process, on a virtual clock
     processes         real ranks: a transport that is given a wire; its `lanes`
     mailboxes         where messages and receives meet; `staging`: tensors on a device, on their way
-    wire              what carries messages between processes: `tcp`, `nixl` or `mpi`
+    wire              what carries messages between processes: `tcp` or `mpi`
     mesh              who is alive, over `connections`, each a `connection` after its `handshake`
     frames, buffers   a message as bytes, and the memory for it
     process_group     real ranks over TCP, with torch's own collectives for CUDA tensors
     native            those collectives; `tickets`: the one order that they need
-    nixl              the same, but that ranks read large messages from each other's memory:
-                      `nixl_ranks` says which ranks, `nixl_agent` how, `nixl_reads` when
     mpi, mpi_job      real ranks that mpiexec or srun has started
     rendezvous        how real ranks meet, before there is a transport; `register`: what is written
                       there about a training that goes on without a rank; `newcomer`: who joins it

@@ -4,7 +4,7 @@
     dtype, nbytes    what follows
 
 News are the mesh's: heartbeat, farewell (the sender needs nobody any more), the loss of a rank, and
-the agreement on who goes on after one.  Those of memory are for the wire of `nixl`.
+the agreement on who goes on after one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import Tensor
 from lightning_dsgd.transport.messages import KINDS
 
 HEADER: Final = struct.Struct("<qqQBB")  # channel, tag, nbytes, kind, code of the dtype
-EXPOSED, OFFER, TAKEN, REFUSED = 248, 249, 250, 251  # kinds of news: of memory
-AGREEMENT, HEARTBEAT, FAREWELL, LOST = 252, 253, 254, 255  # and of life and death
-_FIRST_NEWS: Final = EXPOSED
+AGREEMENT, HEARTBEAT, FAREWELL, LOST = 252, 253, 254, 255  # kinds of news
+_FIRST_NEWS: Final = AGREEMENT
 DTYPES: Final = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool,

@@ -10,6 +10,10 @@ A mesh that survives goes on after a loss instead, see `survival`.
 
 What carries messages is no matter of the mesh, see `wire`; its news travel on its own connections,
 which the wire of TCP uses too.
+
+**Scope.**  These connections carry news and control, messages of CPU tensors, and what no engine
+can carry: messages to ranks that have not asked for them yet.  They are not to become faster for
+large tensors: MPI (`mpi`) and NCCL (`native`) are the engines for these.
 """
 
 from __future__ import annotations
@@ -56,8 +60,7 @@ class Mesh:
 
     The thread that opens the network opens and closes the mesh.  Any thread may ask who is lost,
     or `lose` a rank: `_losing` makes one loss the first.  `_heard` is the mesh's thread's alone;
-    `on_lost`, `on_memory_news`, `_closing_at` and `_thread` are single references that one thread
-    writes.
+    `on_lost`, `_closing_at` and `_thread` are single references that one thread writes.
 
     Args:
         rank: this process's
@@ -86,7 +89,6 @@ class Mesh:
         self.connections = Connections(self, world_size)
         self.on_lost: Callable[[PeerLost], None] | None = None
         self.secret = b""
-        self.on_memory_news: Callable[[Connection, int, int, bytes], None] | None = None
         self._pid = os.getpid()
         self._world_size = world_size
         self.has_failed = False
@@ -247,12 +249,6 @@ class Mesh:
         if lost is not None:
             raise PeerLost(lost.rank, lost.reason, waited_for)
 
-    def is_gone(self, rank: int) -> bool:
-        """Whether a rank has left, or is in no view any more."""
-        if rank in self.mailboxes.left:
-            return True
-        return self._survival is not None and rank not in self._survival.members
-
     def blame(self, what: str) -> None:
         """Raises `PeerLost` if another library's error is about a lost rank, once that is known."""
         self.check_process()
@@ -326,11 +322,8 @@ class Mesh:
         self._heard[rank] = time.monotonic()
 
     def hear_news(self, connection: Connection, kind: int, tag: int, text: bytes) -> None:
-        """In the mesh's thread: a farewell, the loss of a rank, or what is the wire's."""
-        if kind < AGREEMENT:
-            if self.on_memory_news is not None:
-                self.on_memory_news(connection, kind, tag, text)
-        elif kind == FAREWELL:
+        """In the mesh's thread: a farewell, the loss of a rank, or a word of the agreement."""
+        if kind == FAREWELL:
             connection.is_ending = True
             if not tag:
                 self.mailboxes.break_off(left=connection.rank)

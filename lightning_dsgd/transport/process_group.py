@@ -20,7 +20,6 @@ from lightning_dsgd.transport.contract import Work
 from lightning_dsgd.transport.native import Native, destroy_group, make_group
 from lightning_dsgd.transport.processes import CPU, ProcessTransport, group_device
 from lightning_dsgd.transport.tcp import TCPWire
-from lightning_dsgd.transport.wire import Wire
 
 
 class ProcessGroupTransport(ProcessTransport):
@@ -31,7 +30,6 @@ class ProcessGroupTransport(ProcessTransport):
         heartbeat_timeout_s: after how much silence a rank counts as lost
         native_devices: device types on which torch's own collectives sum and broadcast, if
             they are those of the default process group
-        wire: what carries messages; None: TCP
         device: that this rank computes on
     """
 
@@ -40,7 +38,6 @@ class ProcessGroupTransport(ProcessTransport):
         timeout_s: float = 1800.0,
         heartbeat_timeout_s: float = 20.0,
         native_devices: Sequence[str] = tuple(COLLECTIVES),
-        wire: Wire | None = None,
         device: torch.device = CPU,
     ) -> None:
         self._native: Native | None = None
@@ -48,7 +45,7 @@ class ProcessGroupTransport(ProcessTransport):
         # Made before anything can use it, and on all ranks alike.
         group = make_group(device, timeout_s) if is_native else None
         try:
-            super().__init__(wire or TCPWire(), timeout_s, heartbeat_timeout_s, device)
+            super().__init__(TCPWire(), timeout_s, heartbeat_timeout_s, device)
         except BaseException:
             if group is not None:
                 destroy_group(group)

@@ -4,7 +4,7 @@
        |
     mailboxes  where messages and receives meet
        |
-    wire       carries messages         `tcp`, `nixl`, `mpi`
+    wire       carries messages         `tcp`, `mpi`
        |
     mesh       knows who is alive       one thread per process, over `connections`
 
@@ -126,7 +126,7 @@ class ProcessTransport(Endpoint):
             listed = ", ".join(f"{kind} on rank {rank}" for rank, kind in enumerate(kinds))
             raise TransportError(
                 f"the transport must be the same on all ranks, got {listed}; name it: "
-                'transport="process_group", "nixl" or "mpi"'
+                'transport="process_group" or "mpi"'
             )
         self.wire.check_names(names)
 
