@@ -183,7 +183,6 @@ MAY_IMPORT = {
         "transport.processes",
         "transport.tcp",
         "devices",
-        "transport.wire",
     },
     "transport.native": {
         "torch",
