@@ -18,15 +18,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.advise import verify
-from lightning_dsgd.advise.candidates import BOUND, CANDIDATES
-from lightning_dsgd.advise.ranking import rank
-from lightning_dsgd.bench.network import Link
-from lightning_dsgd.probe import command as probe
-from lightning_dsgd.probe.cluster import Cluster, table
-from lightning_dsgd.results import provenance, write_result
-from lightning_dsgd.simulate.machines import probed
-from lightning_dsgd.simulate.recorded import Recorded
+from lightning_dsgd.lab.advise import verify
+from lightning_dsgd.lab.advise.candidates import BOUND, CANDIDATES
+from lightning_dsgd.lab.advise.ranking import rank
+from lightning_dsgd.lab.bench.network import Link
+from lightning_dsgd.lab.probe import command as probe
+from lightning_dsgd.lab.probe.cluster import Cluster, table
+from lightning_dsgd.lab.results import provenance, write_result
+from lightning_dsgd.lab.simulate.machines import probed
+from lightning_dsgd.lab.simulate.recorded import Recorded
 from lightning_dsgd.stragglers import delayed_ranks
 
 SPECS = (

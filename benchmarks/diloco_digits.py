@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.hyperparameters import parse
-from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 RANKS, STEPS, LR = 4, 480, 0.05

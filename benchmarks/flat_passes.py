@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica import flat
-from lightning_dsgd.results import provenance, write_result
 
 
 def mixed_parameters() -> list[tuple[str, nn.Parameter]]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_dsgd.results import provenance, write_result
-from lightning_dsgd.simulate.machines import Machine
-from lightning_dsgd.simulate.model import run
+from lightning_dsgd.lab.results import provenance, write_result
+from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.model import run
 
 STEPS, WARM_UP = 42, 10
 

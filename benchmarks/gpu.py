@@ -36,8 +36,8 @@ from torch import Tensor
 
 from lightning_dsgd import devices
 from lightning_dsgd.devices import Port, port_of, until
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives import sparse
-from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.transport.frames import HEADER
 from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.staging import Landing, Staging

@@ -45,8 +45,8 @@ from tqdm import tqdm
 
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
-from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.digits import DigitsData
 
 RANKS = 4

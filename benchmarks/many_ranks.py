@@ -37,7 +37,7 @@ from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.simulated import SimulatedWorld
 

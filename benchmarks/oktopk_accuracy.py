@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.replica import flat
-from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
 from lightning_dsgd.transport.simulated import SimulatedWorld

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.hyperparameters import at_least, parse
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.replica import flat
 from lightning_dsgd.replica.part import decays_of
-from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
 from lightning_dsgd.transport.simulated import SimulatedWorld

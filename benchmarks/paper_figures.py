@@ -19,9 +19,9 @@ from typing import Any
 import matplotlib as mpl
 from tqdm import tqdm
 
-from lightning_dsgd.results import provenance, write_result
-from lightning_dsgd.simulate.comparison import compare, plot
-from lightning_dsgd.simulate.machines import MACHINES
+from lightning_dsgd.lab.results import provenance, write_result
+from lightning_dsgd.lab.simulate.comparison import compare, plot
+from lightning_dsgd.lab.simulate.machines import MACHINES
 
 Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[1]

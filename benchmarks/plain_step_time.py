@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.plain.steps import Steps
-from lightning_dsgd.results import provenance, write_result
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms.popsgd import PopSGD
-from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.tasks.regression import least_squares
 from lightning_dsgd.transport.simulated import SimulatedWorld
 

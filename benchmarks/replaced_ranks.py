@@ -36,7 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.lab.results import provenance, write_result
 
 SCRIPT = """
 import os, sys, time

@@ -21,7 +21,7 @@ from simulated_digits import TEST, error
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms.sgp import SGP
-from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 EVERY = 10

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica import sharded
-from lightning_dsgd.results import provenance, write_result
 
 RANKS, REPLICAS = 4, 2
 ALGORITHMS: dict[str, Any] = {

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from sharded_memory import RANKS, join, sharded_model
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.results import provenance, write_result
+from lightning_dsgd.lab.results import provenance, write_result
 
 WARM_UP = 5
 WAYS = ("end", "continue")

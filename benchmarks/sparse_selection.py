@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives import sparse
-from lightning_dsgd.results import provenance, write_result
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives.rounding import encode
 from lightning_dsgd.primitives.step_scaling import EVERY, WIRE, StepScaling
-from lightning_dsgd.results import provenance, write_result
 
 
 class AtHand:

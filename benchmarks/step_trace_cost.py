@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd import StepTrace
-from lightning_dsgd.bench import contestants
-from lightning_dsgd.bench.cells import Cell, finish
-from lightning_dsgd.bench.job import Job
+from lightning_dsgd.lab.bench import contestants
+from lightning_dsgd.lab.bench.cells import Cell, finish
+from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.timeline.recorder import Recorder
 
 RANKS = 2

@@ -18,11 +18,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd import StepTrace, StragglerInjector
-from lightning_dsgd.bench import contestants
-from lightning_dsgd.bench.cells import Cell, finish
-from lightning_dsgd.bench.job import Job
-from lightning_dsgd.bench.throughput_cell import Sleeper
-from lightning_dsgd.timeline import picture
+from lightning_dsgd.lab.bench import contestants
+from lightning_dsgd.lab.bench.cells import Cell, finish
+from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.bench.throughput_cell import Sleeper
+from lightning_dsgd.lab.drawing import picture
 
 STRATEGIES = ("ddp", "wagma")
 

@@ -43,8 +43,8 @@ from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica import flat
-from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.tasks.networks import build
 from lightning_dsgd.transport.simulated import SimulatedWorld
 

@@ -29,8 +29,8 @@ from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica import flat
-from lightning_dsgd.results import provenance, write_result
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 BATCH, HIDDEN, EVERY = 16, 64, 2

@@ -14,11 +14,11 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.advise import accuracy
-from lightning_dsgd.bench import target
-from lightning_dsgd.bench.situations import SITUATIONS
 from lightning_dsgd.catalogue import BRIEF, markdown
-from lightning_dsgd.results import text
+from lightning_dsgd.lab.advise import accuracy
+from lightning_dsgd.lab.bench import target
+from lightning_dsgd.lab.bench.situations import SITUATIONS
+from lightning_dsgd.lab.results import text
 
 ROOT = Path(__file__).parents[1]
 TARGETS = [f"docs/results/choosing/target_{name}.json" for name in ("digits", "slow_link")]
@@ -137,7 +137,7 @@ def known_accuracy() -> str:
 
 def main() -> None:
     """All documents."""
-    (ROOT / "lightning_dsgd" / "advise" / accuracy.FILE).write_text(known_accuracy())
+    (ROOT / "lightning_dsgd" / "lab" / "advise" / accuracy.FILE).write_text(known_accuracy())
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = page.read_text()
         new = renewed(text)

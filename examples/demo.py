@@ -268,7 +268,7 @@ def main() -> None:
         f"\nMedians over the seeds ({args.seeds}), at the soonest of the learning rates {args.lrs}:"
     )
     show(best, targets)
-    from lightning_dsgd.results import provenance, write_result  # loads torch
+    from lightning_dsgd.lab.results import provenance, write_result  # loads torch
 
     figures = [{key: job[key] for key in job if key != "checkpoint"} for job in jobs]
     write_result(provenance() | {"jobs": figures}, output / "demo.json")

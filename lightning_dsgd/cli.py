@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
+
+from lightning_dsgd import wings
 
 COMMANDS = {
     "fit": "train a model (Lightning's command line: `lightning-dsgd fit --help`)",
@@ -28,14 +29,6 @@ COMMANDS = {
     "advise": "which strategy is fastest for you (`lightning-dsgd advise --help`)",
     "timeline": "draw where a run's time went (`lightning-dsgd timeline --help`)",
     "launch": "start a script's ranks, and look after them (`lightning-dsgd launch --help`)",
-}
-MODULES = ("simulate", "probe", "advise", "timeline", "launch")
-"""Commands with a package of their own."""
-BENCHES = {
-    "throughput": "steps per second, with simulated computation, stragglers and links",
-    "convergence": "steps, seconds and bytes to a target, over seeds",
-    "target": "seconds to all-reduce's quality in five situations, in simulated time",
-    "report": "tables and plots of result files",
 }
 
 
@@ -56,26 +49,20 @@ def main(args: Sequence[str] | None = None) -> None:
         if command == "doctor":
             _examine(given[1:])
             return
-        if command == "bench":
-            _run_bench(given[1:])
+        if command == "launch":
+            from lightning_dsgd.launch import command as launch
+
+            launch.main(given[1:])
             return
-        if command in MODULES:
+        if command in wings.COMMANDS:
             # Lazily: `--help` of another command needs none of it.
-            importlib.import_module(f"lightning_dsgd.{command}.command").main(given[1:])
+            try:
+                module = wings.load(wings.COMMANDS[command], f"`lightning-dsgd {command}`")
+            except wings.WingMissing as error:
+                sys.exit(f"error: {error}")
+            module.main(given[1:])
             return
     _run_lightning(None if args is None else given)
-
-
-def _run_bench(args: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd bench",
-        epilog="\n".join(f"  {name:12}{text}" for name, text in BENCHES.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("what", choices=BENCHES, metavar="what", help="one of those below")
-    what = parser.parse_args(args[:1] or ["--help"]).what
-    # Lazily: a strategy name, or a help text, needs none of it.
-    importlib.import_module(f"lightning_dsgd.bench.{what}").main(args[1:])
 
 
 def _show_strategies(args: list[str]) -> None:

@@ -34,7 +34,7 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.transport.buffers import buffer
+from lightning_dsgd.buffers import buffer
 
 _SHORTEST_PAUSE_S: Final = 20e-6
 _LONGEST_PAUSE_S: Final = 1e-3

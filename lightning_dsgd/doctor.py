@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_dsgd.bench import network
+from lightning_dsgd import wings
 
 CHILD_TIMEOUT_S: Final = 90.0
 
@@ -221,6 +221,7 @@ def launcher() -> list[Finding]:
 
 def emulated_networks() -> list[Finding]:
     """Whether `bench --network` can emulate links, and their latency."""
+    network = wings.load("lab.bench.network", "a check of emulated networks")
     reason = network.why_not()
     if reason:
         advice = "`bench --network` then measures over loopback, and says so"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_dsgd import doctor
-from lightning_dsgd.bench import network
 from lightning_dsgd.cli import main
 from lightning_dsgd.doctor import Finding
+from lightning_dsgd.lab.bench import network
 
 
 @pytest.fixture(autouse=True)

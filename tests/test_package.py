@@ -12,6 +12,7 @@ import sys
 import tomllib
 import zipfile
 from email.parser import HeaderParser
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,487 +24,87 @@ from lightning_dsgd.algorithms import ALGORITHMS
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_dsgd"
 
-# Module: what it may import besides the standard library.  A name covers what is below it.
-# A package's own line is for its __init__; its modules go by lines of their own, or by `.*`.
-MAY_IMPORT = {
-    "arrival": set(),
-    "hyperparameters": set(),
-    "agreement": {"torch", "transport"},
-    "devices": {"torch", "transport.buffers"},
-    "algorithm": {"torch", "agreement", "hyperparameters", "transport"},
-    "algorithms": {"algorithm", "algorithms", "hyperparameters"},
-    "algorithms.*": {
-        "torch",
-        "agreement",
-        "algorithm",
-        "devices",
-        "hyperparameters",
-        "primitives",
-        "transport",
-    },
-    "primitives": set(),
-    "primitives.*": {
-        "torch",
-        "numpy",
-        "triton",
-        "agreement",
-        "algorithm",
-        "devices",
-        "hyperparameters",
-        "primitives",
-        "transport",
-    },
-    "primitives.nodes": {
-        "torch",
-        "algorithm",
-        "hyperparameters",
-        "transport",
-        "transport.endpoint",
-        "transport.view",
-    },
-    "replica": set(),
-    "replica.*": {"torch", "agreement", "algorithm", "replica", "transport", "transport.watch"},
-    "replica.sharded": {"torch", "torch.distributed", "replica"},
-    "replica.replica": {
-        *("torch", "agreement", "algorithm", "primitives.step_scaling", "replica"),
-        *("transport", "transport.watch"),
-    },
-    "replica.part": {"torch", "algorithm", "devices", "primitives.step_scaling", "replica"},
-    "replica.kept": {"torch", "agreement", "devices", "transport"},
-    "replica.calls": {
-        *("torch", "agreement", "transport", "transport.endpoint", "transport.membership"),
-        "transport.view",
-    },
-    "transport": {"transport.contract"},
-    "transport.watch": set(),
-    "transport.contract": {"torch", "transport.watch"},
-    "transport.messages": {"torch", "transport.contract"},
-    "transport.works": {"torch", "transport.contract"},
-    "transport.collectives": {"torch", "transport.contract", "transport.messages"},
-    "transport.endpoint": {
-        "torch",
-        "transport.collectives",
-        "transport.contract",
-        "transport.messages",
-    },
-    "transport.membership": set(),
-    "transport.survival": {
-        "transport.connections",
-        "transport.contract",
-        "transport.mailboxes",
-        "transport.membership",
-        "transport.view",
-    },
-    "transport.tickets": {"torch", "transport.contract"},
-    "transport.view": {
-        *("torch", "transport.collectives", "transport.contract", "transport.endpoint")
-    },
-    "transport.simulated": {"transport.simulated"},
-    "transport.simulated.views": {
-        "transport.contract",
-        "transport.membership",
-        "transport.simulated",
-    },
-    "transport.simulated.*": {
-        "torch",
-        "transport.contract",
-        "transport.endpoint",
-        "transport.messages",
-        "transport.simulated",
-        "transport.works",
-    },
-    "transport.buffers": {"torch"},
-    "transport.frames": {"torch", "transport.messages"},
-    "transport.mailboxes": {"torch", "transport.contract", "devices"},
-    # Life and death: connections, and the mesh on them.
-    "transport.handshake": set(),
-    "transport.connection": {
-        "torch",
-        "transport.buffers",
-        "transport.contract",
-        "transport.frames",
-        "transport.mailboxes",
-        "transport.works",
-        "devices",
-    },
-    "transport.connections": {
-        "transport.connection",
-        "transport.contract",
-        "transport.handshake",
-    },
-    "transport.mesh": {
-        "torch",
-        "transport.connection",
-        "transport.connections",
-        "transport.contract",
-        "transport.frames",
-        "transport.mailboxes",
-        "transport.survival",
-        "devices",
-    },
-    # What carries messages, under one mesh.
-    "transport.wire": {"torch", "transport.contract", "transport.mesh"},
-    "transport.tcp": {
-        "torch",
-        "transport.connections",
-        "transport.contract",
-        "transport.mesh",
-        "devices",
-        "transport.frames",
-        "transport.staging",
-    },
-    "transport.lanes": {
-        "transport.contract",
-        "transport.endpoint",
-        "transport.mailboxes",
-        "transport.mesh",
-        "devices",
-    },
-    "transport.processes": {
-        "torch",
-        "torch.distributed",
-        "transport.contract",
-        "transport.endpoint",
-        "transport.frames",
-        "transport.lanes",
-        "transport.mailboxes",
-        "transport.mesh",
-        "transport.messages",
-        "transport.wire",
-        "transport.works",
-        "devices",
-        "transport.staging",
-    },
-    "transport.process_group": {
-        "torch",
-        "torch.distributed",
-        "transport.collectives",
-        "transport.contract",
-        "transport.native",
-        "transport.processes",
-        "transport.tcp",
-        "devices",
-    },
-    "transport.native": {
-        "torch",
-        "torch.distributed",
-        "transport.collectives",
-        "transport.contract",
-        "transport.frames",
-        "transport.mailboxes",
-        "transport.processes",
-        "transport.tickets",
-        "devices",
-    },
-    "transport.mpi_job": {"mpi4py", "transport.contract"},
-    "transport.mpi": {
-        "torch",
-        "transport.buffers",
-        "transport.contract",
-        "transport.frames",
-        "transport.mailboxes",
-        "transport.mesh",
-        "transport.mpi_job",
-        "transport.processes",
-        "transport.works",
-        "devices",
-        "transport.staging",
-    },
-    "transport.staging": {
-        "torch",
-        "devices",
-        "transport.buffers",
-        "transport.contract",
-        "transport.mesh",
-        "transport.works",
-    },
-    "transport.rendezvous": {"torch.distributed", "transport.contract", "transport.register"},
-    "transport.newcomer": {
-        "transport.contract",
-        "transport.endpoint",
-        "transport.processes",
-        "transport.tcp",
-    },
-    "transport.register": {"torch.distributed", "transport.contract"},
-    # What all faces share.
-    "session": set(),
-    "session.*": {"torch", "numpy", "agreement", "algorithm", "replica", "session", "transport"},
-    "session.surviving": {
-        *("torch", "agreement", "replica", "session", "transport", "transport.endpoint"),
-        "transport.view",
-    },
-    "session.changes": {
-        *("agreement", "session", "transport", "transport.register", "transport.view")
-    },
-    "session.sharding": {
-        "torch",
-        "torch.distributed",
-        "agreement",
-        "algorithm",
-        "replica",
-        "transport",
-        "transport.endpoint",
-        "transport.view",
-    },
-    "session.sharded": {
-        "torch",
-        "torch.distributed",
-        "agreement",
-        "replica",
-        "session",
-        "transport",
-    },
-    "session.record": {"torch", "numpy", "algorithm", "devices", "replica"},
-    "session.meeting": {
-        "torch",
-        "torch.distributed",
-        "devices",
-        "session",
-        "transport",
-        "transport.mpi",
-        "transport.mpi_job",
-        "transport.process_group",
-        "transport.newcomer",
-        "transport.register",
-        "transport.rendezvous",
-    },
-    # The faces: for a plain loop here, for Lightning in ABOVE.
-    "plain": set(),
-    "plain.*": {"torch", "agreement", "algorithm", "plain", "replica", "session", "transport"},
-    "plain.launch": {"torch.distributed", "transport.mpi_job"},
-    "launch": set(),
-    "launch.command": {"launch.supervisor", "transport"},
-    "launch.supervisor": {"launch.rank", "transport", "transport.register"},
-    "launch.rank": set(),
-    "plain.training": {
-        *("torch", "agreement", "algorithm", "devices", "plain", "replica", "session", "transport")
-    },
-    "results": {""},
-    "stragglers": set(),
-    "catalogue": {"algorithm", "algorithms", "hyperparameters"},
-    "doctor": {"bench.network"},
-    "timeline": set(),
-    "timeline.recorder": set(),
-    "timeline.clocks": {"torch", "agreement", "transport"},
-    "timeline.trace": {"timeline.recorder"},
-    "timeline.spans": {"timeline.recorder", "timeline.trace"},
-    "timeline.picture": {"timeline.spans", "timeline.trace"},
-    "timeline.page": {"timeline.picture", "timeline.spans"},
-    "timeline.perfetto": {"timeline.picture", "timeline.spans"},
-    "timeline.command": {"timeline.page", "timeline.perfetto", "timeline.picture"},
-    # `ranks` knows Lightning, which knows every launcher; `command` loads it late.
-    "advise": set(),
-    "advise.bar": {"tqdm"},
-    "advise.candidates": {"algorithms", "hyperparameters", "primitives"},
-    "advise.accuracy": {"simulate.recorded"},
-    "advise.ranking": {
-        "advise.accuracy",
-        "advise.candidates",
-        "simulate.machines",
-        "simulate.model",
-        "simulate.recorded",
-    },
-    "advise.words": {
-        "advise.accuracy",
-        "advise.candidates",
-        "advise.ranking",
-        "algorithms",
-        "hyperparameters",
-    },
-    "advise.verify": {
-        "advise.candidates",
-        "advise.ranking",
-        "bench.cells",
-        "bench.job",
-        "bench.network",
-        "simulate.machines",
-        "simulate.model",
-    },
-    "advise.verify_cell": {
-        "lightning",
-        "torch",
-        "bench.cells",
-        "bench.contestants",
-        "bench.rank",
-        "bench.throughput_cell",
-    },
-    "advise.command": {
-        "advise.bar",
-        "advise.candidates",
-        "advise.ranking",
-        "advise.verify",
-        "advise.words",
-        "probe.cluster",
-        "results",
-        "simulate.machines",
-        "simulate.recorded",
-    },
-    "probe": set(),
-    "probe.cluster": set(),
-    "probe.bar": {"tqdm"},
-    "probe.measure": {
-        "torch",
-        "agreement",
-        "algorithms",
-        "primitives",
-        "probe.cluster",
-        "timeline.clocks",
-        "transport",
-        "transport.simulated",
-        "devices",
-    },
-    "probe.ranks": {"lightning", "torch.distributed", "probe.bar", "probe.measure", "trainer"},
-    "probe.command": {
-        "bench.job",
-        "bench.network",
-        "bench.rank",
-        "probe.bar",
-        "probe.cluster",
-        "probe.measure",
-        "probe.ranks",
-        "results",
-    },
-    "simulate": set(),
-    "simulate.recorded": {"timeline.trace"},
-    "simulate.machines": {"probe.cluster", "simulate.recorded", "stragglers"},
-    "simulate.model": {
-        "torch",
-        "algorithm",
-        "algorithms",
-        "hyperparameters",
-        "primitives",
-        "simulate.machines",
-        "timeline.recorder",
-        "transport.simulated",
-        "transport.watch",
-    },
-    "simulate.comparison": {"tqdm", "algorithms", "simulate.machines", "simulate.model"},
-    "simulate.check": {"algorithms", "hyperparameters", "simulate.machines", "simulate.model"},
-    "simulate.command": {
-        "matplotlib",
-        "probe.cluster",
-        "results",
-        "simulate.check",
-        "simulate.comparison",
-        "simulate.machines",
-        "simulate.recorded",
-    },
-    # Nothing of Lightning, so that `--help` and `doctor` are there at once.  `bench.contestants`
-    # and the two that run on the ranks know Lightning; `options` loads `contestants` when it runs.
-    "bench": set(),
-    "bench.network": set(),
-    "bench.rank": set(),
-    "bench.cells": {"tqdm", "results"},
-    "bench.job": {"bench.cells", "bench.network", "results"},
-    "bench.options": {"bench.contestants", "bench.job", "bench.network"},
-    "bench.workloads": set(),
-    "bench.throughput": {
-        *("bench.cells", "bench.network", "bench.options", "devices", "results"),
-        "simulate.machines",
-    },
-    "bench.convergence": {
-        "bench.cells",
-        "bench.job",
-        "bench.options",
-        "bench.tracking",
-        "bench.workloads",
-        "results",
-    },
-    "bench.situations": {"stragglers"},
-    # `target` loads those that know torch and Lightning when it measures.
-    "bench.target": {
-        "algorithms",
-        "bench.cells",
-        "bench.situations",
-        "bench.small_tasks",
-        "bench.job",
-        "bench.network",
-        "bench.target_cell",
-        "bench.target_rank",
-        "results",
-    },
-    "bench.target_cell": {
-        "torch",
-        "algorithms",
-        "bench.cells",
-        "bench.situations",
-        "bench.small_tasks",
-        "primitives.step_scaling",
-        "transport.simulated",
-    },
-    "bench.target_rank": {
-        "torch",
-        "torch.distributed",
-        "agreement",
-        "bench.cells",
-        "bench.network",
-        "bench.situations",
-        "bench.small_tasks",
-        "bench.target_cell",
-        "transport.process_group",
-    },
-    "bench.small_tasks": {"torch", "sklearn", "tasks"},
-    "bench.plots": {"matplotlib"},
-    "bench.report": {"bench.convergence", "bench.plots", "bench.target", "bench.throughput"},
-    "bench.tracking": {"wandb", "bench.plots", "hyperparameters"},
-    "bench.peer": {"lightning", "trainer", "trainer.seams"},
-    "bench.torchft_peers": {
-        *("torch", "torch.distributed", "torchft", "bench.peer", "transport.connections")
-    },
-    "bench.decent_dp_peer": {"torch", "decent_dp", "loguru", "bench.peer"},
-    "bench.hivemind_peer": {
-        *("torch.distributed", "hivemind", "bench.peer", "transport.connections")
-    },
-    "bench.contestants": {
-        "lightning",
-        "torch",
-        "torch.distributed",
-        "algorithm",
-        "bench.decent_dp_peer",
-        "bench.hivemind_peer",
-        "bench.torchft_peers",
-        "hyperparameters",
-        "trainer",
-    },
-    "bench.throughput_cell": {
-        "lightning",
-        "torch",
-        "torch.distributed",
-        "bench.cells",
-        "bench.contestants",
-        "bench.throughput",
-        "devices",
-        "trainer",
-        "transport.process_group",
-    },
-    "bench.convergence_cell": {
-        "lightning",
-        "torch",
-        "bench.cells",
-        "bench.contestants",
-        "bench.rank",
-        "bench.workloads",
-        "trainer",
-    },
-}
-# These stand above the contracts, may know Lightning, and are known to nothing in the table above.
-ABOVE = {
-    "", "trainer", "fabric", "pytorch_lightning", "cli", "__main__", "tasks",
+# Folder, or module of the package's own: what else of ours it may import.  Further down may import
+# further up, never the other way round; the core is all that is not in WINGS, and imports no wing.
+CORE = {
+    "arrival": "", "hyperparameters": "", "stragglers": "", "wings": "",
+    "buffers": "",
+    "devices": "buffers",
+    "transport": "buffers devices",
+    "agreement": "transport",
+    "algorithm": "agreement hyperparameters transport",
+    "primitives": "agreement algorithm devices hyperparameters transport",
+    "algorithms": "agreement algorithm devices hyperparameters primitives transport",
+    "catalogue": "algorithm algorithms hyperparameters",
+    "replica": "agreement algorithm devices primitives transport",
+    "session": "agreement algorithm devices replica transport",
+    "timeline": "agreement transport",
+    "launch": "transport",
+    "plain": "agreement algorithm devices replica session transport",
+    "trainer": "agreement algorithm algorithms hyperparameters replica session stragglers timeline "
+    "transport wings",
+    "fabric": "algorithm algorithms plain session trainer transport",
+    "pytorch_lightning": "trainer",
+    "tasks": "",
+    "doctor": "devices wings",
+    "cli": "catalogue doctor launch trainer wings",
+    "__main__": "cli",
+    PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport",
 }  # fmt: skip
-# "transport" is what the contract exports, "torch" all of torch but its communication.
-EXACT = {"transport"}
-APART = {"torch.distributed"}
+WINGS = {
+    "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
+    "stragglers tasks timeline trainer transport",
+}
+# These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
+LAB_ON_RANKS = (
+    "lab.advise.verify_cell lab.probe.ranks lab.bench.peer lab.bench.contestants "
+    "lab.bench.throughput_cell lab.bench.convergence_cell"
+)
+# Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
+BEHIND_THE_CONTRACT = {
+    "transport.endpoint transport.view": "primitives.nodes replica.calls session trainer fabric",
+    "transport.membership": "replica.calls",
+    "transport.watch": "replica.replica lab.simulate.model",
+    "transport.mpi_job": "session.meeting plain.launch trainer.strategy fabric.strategy",
+    "transport.newcomer transport.register": "session launch.supervisor trainer",
+    "transport.mpi transport.process_group transport.rendezvous": "session.meeting lab",
+    "transport.simulated transport.connections": "lab",
+}
+# What is not ours, and who alone may know it; all but ground and launchers may know torch.
+LIBRARIES = {
+    "torch.distributed": "session plain.launch transport.native transport.processes "
+    "transport.process_group transport.register transport.rendezvous replica.sharded "
+    "trainer tasks.language fabric lab",
+    "mpi4py": "transport.mpi_job",
+    "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric "
+    f"pytorch_lightning cli tasks {LAB_ON_RANKS}",
+    "torchmetrics": "trainer tasks",
+    "numpy": "primitives session tasks",
+    "triton": "primitives.sparse_triton",
+    "wandb": "trainer.step_trace trainer.loggers lab",
+    "PIL gymnasium sklearn": "tasks lab",
+    "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
+    "torch": "agreement algorithm algorithms buffers devices fabric lab plain primitives replica "
+    "session tasks timeline trainer transport",
+}
 
 
-def modules() -> list[str]:
+def known_to(table: dict[str, str]) -> dict[str, set[str]]:
+    """For each name of a table's keys, who may import it."""
+    return {name: set(who.split()) for names, who in table.items() for name in names.split()}
+
+
+@cache
+def modules() -> tuple[str, ...]:
     """Every module's name, relative to the package."""
     names = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return names
+    return tuple(names)
 
 
+@cache
 def tree_of(module: str) -> ast.Module:
     path = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -515,9 +116,11 @@ def imports(module: str, known: set[str]) -> set[str]:
 
     Ours come relative to the package and with a dot in front.
     """
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Attribute) and node.attr == "distributed":
+            found.add("torch.distributed")
+        elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} has a relative import in line {node.lineno}"
@@ -525,7 +128,7 @@ def imports(module: str, known: set[str]) -> set[str]:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 ours = whole.removeprefix("lightning_dsgd.")
-                is_module = ours in known if ours != whole else whole in APART
+                is_module = ours in known if ours != whole else whole == "torch.distributed"
                 found.add(whole if is_module else node.module)
     return {
         re.sub(r"^lightning_dsgd(\.|$)", ".", name)
@@ -534,33 +137,45 @@ def imports(module: str, known: set[str]) -> set[str]:
     }
 
 
-def allows(rule: str, name: str) -> bool:
-    """Whether a rule of the table covers an imported name."""
-    ours = name.startswith(".")
-    name = name.removeprefix(".")
-    if not ours and any(name == apart or name.startswith(apart + ".") for apart in APART):
-        return rule in APART
-    return rule == name or (rule not in EXACT and name.startswith(rule + "."))
+def is_of(module: str, folders: set[str]) -> bool:
+    """Whether a module is one of these, or in one of them."""
+    return any(module == folder or module.startswith(f"{folder}.") for folder in folders)
 
 
-def rules_for(module: str) -> set[str] | None:
-    """What a module may import; None where the table says nothing about it."""
-    if module.partition(".")[0] in ABOVE:
-        return None
-    for key in (module, module.rpartition(".")[0] + ".*"):
-        if key in MAY_IMPORT:
-            return MAY_IMPORT[key]
-    raise AssertionError(f"{module} is new: give it a line in MAY_IMPORT, or in ABOVE")
+def folder_of(module: str) -> str:
+    """The folder, or module of the package's own, that it belongs to."""
+    return module.partition(".")[0] or PACKAGE.name
+
+
+def why_not(module: str, name: str) -> str:
+    """Why a module may not import a name; empty if it may."""
+    home = folder_of(module)
+    if not name.startswith("."):
+        is_of_torch = name == "torch.distributed" or name.startswith("torch.distributed.")
+        library = "torch.distributed" if is_of_torch else name.partition(".")[0]
+        who = known_to(LIBRARIES).get(library, set())
+        return "" if is_of(module, who) else f"only {sorted(who)} may"
+    name = name[1:]
+    folder = folder_of(name)
+    if folder == home:
+        is_of_other_paper = home == "algorithms" and home not in (module, name)
+        return "one algorithm does not stand on another" if is_of_other_paper else ""
+    is_of_ranks = (home, folder) != ("lab", "trainer") or module in LAB_ON_RANKS.split()
+    if folder not in {**CORE, **WINGS}[home].split() or not is_of_ranks:
+        return f"{module} does not stand on {folder}"
+    if folder != "transport" or name in ("transport", "transport.contract"):
+        return ""
+    who = known_to(BEHIND_THE_CONTRACT).get(".".join(name.split(".")[:2]), set())
+    return "" if is_of(module, who) else f"only {sorted(who)} may look behind the contract"
 
 
 def offences(module: str, known: set[str]) -> list[str]:
-    rules = rules_for(module)
-    if rules is None:
-        return []
+    home = folder_of(module)
+    assert home in {**CORE, **WINGS}, f"{home} is new: give it a line in CORE or WINGS"
     return [
-        f"{module or 'the package'} imports {name}"
+        f"{module or home} imports {name}: {reason}"
         for name in sorted(imports(module, known))
-        if not any(allows(rule, name) for rule in rules)
+        if (reason := why_not(module, name))
     ]
 
 
@@ -583,11 +198,13 @@ def test_imports_point_one_way(module: str) -> None:
         ("algorithms.dpsgd", "from lightning_dsgd.transport import simulated"),
         ("algorithms.dpsgd", "from lightning_dsgd.algorithms.local_sgd import LocalSGD"),
         ("transport.simulated.links", "from torch.distributed import TCPStore"),
-        ("transport.endpoint", "import lightning_dsgd.transport.process_group"),
+        ("algorithms.dpsgd", "import torch\n\ntorch.distributed.barrier()"),
+        ("replica.replica", "from lightning_dsgd.transport.mesh import Mesh"),
+        ("trainer.strategy", "from lightning_dsgd.lab.bench import network"),
         ("algorithm", "import lightning_dsgd"),
-        ("simulate.machines", "from lightning_dsgd.trainer.callbacks import StragglerInjector"),
-        ("simulate.model", "from lightning_dsgd.bench.contestants import parse"),
-        ("bench.report", "import lightning as L"),
+        ("lab.simulate.machines", "from lightning_dsgd.trainer.callbacks import StragglerInjector"),
+        ("lab.simulate.model", "from lightning_dsgd.trainer import seams"),
+        ("lab.bench.report", "import lightning as L"),
     ],
 )
 def test_an_import_against_the_way_is_noticed(

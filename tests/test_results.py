@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.results import provenance, text, write_result
+from lightning_dsgd.lab.results import provenance, text, write_result
 
 STORED = sorted(Path(__file__).parents[1].joinpath("docs", "results").rglob("*.json"))
 

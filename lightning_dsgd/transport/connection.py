@@ -22,8 +22,8 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from lightning_dsgd.buffers import buffer, copy_of
 from lightning_dsgd.devices import Port
-from lightning_dsgd.transport.buffers import buffer, copy_of
 from lightning_dsgd.transport.contract import Work
 from lightning_dsgd.transport.frames import DTYPES, FROM_DEVICE, HEADER, bytes_of, is_news
 from lightning_dsgd.transport.mailboxes import Mailboxes

@@ -35,8 +35,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lightning_dsgd.buffers import buffer, copy_of
 from lightning_dsgd.devices import is_on_host
-from lightning_dsgd.transport.buffers import buffer, copy_of
 from lightning_dsgd.transport.contract import Timeout, TransportError, Work, failed
 from lightning_dsgd.transport.frames import (
     DTYPES,

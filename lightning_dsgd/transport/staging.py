@@ -30,8 +30,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from lightning_dsgd.buffers import copy_of
 from lightning_dsgd.devices import PASSED, Mark, Port, is_on_host, port_of
-from lightning_dsgd.transport.buffers import copy_of
 from lightning_dsgd.transport.contract import Work, failed
 from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.works import Done, Sending

@@ -25,7 +25,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dsgd import STRATEGIES
-from lightning_dsgd.bench.job import is_of_mpich
+from lightning_dsgd.lab.bench.job import is_of_mpich
 from lightning_dsgd.session import session
 from lightning_dsgd.session.stopping import AgreedBatch
 from tests.support import doomed

@@ -1,7 +1,6 @@
 """Runs a function on every rank of a world, and gives what each rank made of it.
 
 `ProcessWorld`: `fn(net, *args)` in real processes, joined by gloo, each with a transport.
-`NodeWorld`: the same with every rank on a node of its own, a network namespace.
 `FitWorld`: `fn(*args)` in the same processes, set up as torchrun sets them up, for `Trainer.fit`.
 `FakeWorld`, `FakeFitWorld`: the same, with an accelerator that is none.
 `StartWorld`: the same, where the strategy makes the process group.
@@ -15,7 +14,6 @@ tests' own, not the package's).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -30,16 +28,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dsgd.bench import network
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support import fake_device
-
-shaped = pytest.mark.skipif(bool(network.why_not()), reason=network.why_not() or "possible here")
 
 preloaded = multiprocessing.get_context("forkserver")
 """Starts processes that have torch and Lightning loaded."""
@@ -183,24 +177,6 @@ class AcceleratorWorld(ProcessWorld):
             return fn(net, self._device, *args)
 
         return super()._call(run, ())
-
-
-@dataclass
-class NodeWorld(ProcessWorld):
-    """P processes, each on the node of its rank; `fn(net, nodes, *args)` may cut links of these."""
-
-    nodes: network.Network | None = None
-
-    def _join(self, rank: int, world_size: int, store: str) -> None:
-        assert self.nodes is not None
-        with open(f"/run/netns/{self.nodes.namespace(rank)}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
-                raise OSError(ctypes.get_errno(), "setns")
-        os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE
-        super()._join(rank, world_size, store)
-
-    def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return super()._call(fn, (self.nodes, *args))
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A user's script under every launcher: ranks on one node or on two.
 
-Nodes are network namespaces, for which `lightning_dsgd.bench.network` needs root.
+Nodes are network namespaces, for which `lightning_dsgd.lab.bench.network` needs root.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.bench.job import is_of_mpich
-from lightning_dsgd.bench.network import INTERFACE, Link, Network
+from lightning_dsgd.lab.bench.job import is_of_mpich
+from lightning_dsgd.lab.bench.network import INTERFACE, Link, Network
 from tests.support.mpi import ROOT, environment, every_mpi, mpiexec
+from tests.support.nodes import shaped
 from tests.support.ports import free_port
 from tests.support.torchrun import run_forked_by_torchrun
-from tests.support.worlds import ParentWorld, shaped
+from tests.support.worlds import ParentWorld
 
 LIMIT_S = 280.0
 TORCHRUN = ("-m", "torch.distributed.run")

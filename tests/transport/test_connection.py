@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.bench.network import Link, Network
+from lightning_dsgd.lab.bench.network import Link, Network
 from lightning_dsgd.transport import ANY, PeerLost, Timeout
-from tests.support.worlds import NodeWorld, ProcessWorld, shaped
+from tests.support.nodes import NodeWorld, shaped
+from tests.support.worlds import ProcessWorld
 from tests.transport.helpers import BIG, stopped, until
 
 EMPTY = torch.empty(0)

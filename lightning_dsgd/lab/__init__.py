@@ -1,0 +1,11 @@
+"""The laboratory: what measures, predicts and draws trainings; no training needs it.
+
+    probe       what messages and sums cost on this cluster
+    simulate    how fast a strategy would be, on many ranks
+    advise      which strategy is fastest, from what `probe` and `StepTrace` recorded
+    bench       strategies side by side, measured
+    drawing     where a run's time went: the command `timeline`
+    results     how they write what they have measured
+
+It stands on the core, which reaches it through `lightning_dsgd.wings` alone.
+"""

@@ -1,0 +1,98 @@
+"""What a strategy has cost in accuracy where that was measured: `accuracy.json`.
+
+The file holds the results of `lightning-dsgd bench target` for one small task, in five situations:
+see docs/time_to_target.md.  Which of them is most like the run in question follows from its step
+times and from what an all-reduce takes.  It is a direction, not a promise: another model is another
+task.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Final
+
+from lightning_dsgd.lab.simulate.recorded import Recorded
+
+FILE: Final = "accuracy.json"
+_SLOW_LINK: Final = 1.0
+"""An all-reduce takes as long as so many steps, or longer."""
+_SLOW_RANK: Final = 1.3
+"""The slowest rank's mean, over the median of the ranks' means."""
+_HEAVY_TAIL: Final = 3.0
+"""The longest of 200 steps, over the median."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one strategy cost in one situation.
+
+    Args:
+        points: of accuracy, over all-reduce's; negative where it was worse
+        reached: the share of the seeds that came to 99% of all-reduce's accuracy
+        time: until then, over all-reduce's; None where half of the seeds never came there
+    """
+
+    points: float
+    reached: float
+    time: float | None
+
+
+def distilled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of results of `bench target`; of a strategy in several of them, the first."""
+    situations: dict[str, str] = {}
+    costs: dict[str, dict[str, Any]] = {}
+    for result in results:
+        for name, situation in result["settings"]["situations"].items():
+            situations.setdefault(name, situation["text"])
+        for row in result["summary"]:
+            soonest = row["to_target"]["0.99"]
+            cost = {
+                "points": round(100 * row["difference"], 2),
+                "reached": round(soonest["reached"] / row["seeds"], 2),
+                "time": soonest["share"],
+            }
+            costs.setdefault(row["situation"], {}).setdefault(row["strategy"], cost)
+    return {"situations": situations, "costs": costs}
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(
+        resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
+    )
+    return table
+
+
+def cost(spec: str, situation: str) -> Cost | None:
+    """What this strategy cost there; None where it was not measured."""
+    found = _table()["costs"][situation].get(spec)
+    return None if found is None else Cost(**found)
+
+
+def in_words(situation: str) -> str:
+    """What happens in this situation."""
+    return str(_table()["situations"][situation])
+
+
+def most_like(recorded: Recorded, allreduce_s: float, num_ranks: int) -> str:
+    """The measured situation that this run is most like.
+
+    Args:
+        recorded: its step times
+        allreduce_s: what a step of all-reduce takes longer than the slowest rank's computation
+        num_ranks: how many there are to be
+    """
+    means = [statistics.mean(of_rank) for of_rank in recorded.seconds]
+    every = sorted(s for of_rank in recorded.seconds for s in of_rank)
+    if allreduce_s > _SLOW_LINK * recorded.mean_s:
+        return "slow-link"
+    if max(means) > _SLOW_RANK * statistics.median(means):
+        return "slow-rank"
+    if every[int(0.995 * (len(every) - 1))] > _HEAVY_TAIL * statistics.median(every):
+        return "heavy-tail"
+    return "random-16" if num_ranks >= 12 else "random"

@@ -1,0 +1,117 @@
+"""Runs what was advised, here, beside what is predicted for just that.
+
+Each step is a sleep as long as the recorded one, so that many ranks fit on few cores, and every
+strategy meets the same steps; all of them take turns.  A step takes more than its sleep and its
+communication, as `no_sync` shows.  What it takes of a core is part of every prediction, so that
+ranks and their lanes compete for cores; the rest of what `no_sync` takes longer is added.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND
+from lightning_dsgd.lab.advise.ranking import Ranking
+from lightning_dsgd.lab.bench.cells import in_turn
+from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.bench.network import Link, demanded
+from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.model import run
+
+STEPS: Final = 20
+ROUNDS: Final = 3
+MOST: Final = 3
+
+
+def specs_of(ranking: Ranking) -> list[str]:
+    """The bound, all-reduce, what is advised, and the fastest besides."""
+    first = [ranking.advised.candidate.spec, *(row.candidate.spec for row in ranking.rows)]
+    chosen = [spec for spec in dict.fromkeys(first) if spec not in (BOUND, BASELINE)]
+    return [BOUND, BASELINE, *chosen[:MOST]]
+
+
+def verify(
+    ranking: Ranking, machine: Machine, num_ranks: int, network: str | None
+) -> list[dict[str, Any]]:
+    """Measured and predicted steps per second, until the slowest rank has done its steps."""
+    link = demanded(network)
+    specs = specs_of(ranking)
+    measured, core_s = measure(specs, machine, num_ranks, link)
+    return compare(specs, machine, num_ranks, measured, core_s)
+
+
+def measure(
+    specs: Sequence[str], machine: Machine, num_ranks: int, link: Link | None, rounds: int = ROUNDS
+) -> tuple[dict[str, list[float]], float]:
+    """Steps per second of each strategy, by round; and what a step of `BOUND` takes of a core."""
+    assert machine.recorded is not None
+    times = [machine.recorded.step_times(num_ranks, STEPS, seed) for seed in range(rounds)]
+    settings = {"ranks": num_ranks, "params": machine.num_params, "steps": STEPS, "times": times}
+    job = Job("lightning_dsgd.lab.advise.verify_cell:run", settings, num_ranks, link)
+    measured: dict[str, list[float]] = {}
+    core_s = []
+    with tempfile.TemporaryDirectory() as folder:
+        for result in job.run(in_turn(specs, "round", rounds), Path(folder, "verify.json")):
+            slowest_s = max(rank["seconds"] for rank in result["ranks"])
+            measured.setdefault(result["strategy"], []).append(STEPS / slowest_s)
+            if result["strategy"] == BOUND:
+                core_s += [rank["core_s"] / STEPS for rank in result["ranks"]]
+    return measured, statistics.mean(core_s)
+
+
+def compare(
+    specs: Sequence[str],
+    machine: Machine,
+    num_ranks: int,
+    measured: dict[str, list[float]],
+    core_s: float,
+) -> list[dict[str, Any]]:
+    """One row for each strategy: medians over the rounds."""
+    here = replace(machine, machine_size=max(machine.machine_size, num_ranks), step_core_s=core_s)
+    rounds = range(len(measured[BOUND]))
+
+    def predicted(spec: str, besides_s: float) -> float:
+        return statistics.median(
+            1 / (1 / run(spec, num_ranks, here, STEPS, seed).slowest_steps_per_s + besides_s)
+            for seed in rounds
+        )
+
+    besides_s = max(0.0, 1 / statistics.median(measured[BOUND]) - 1 / predicted(BOUND, 0.0))
+    rows = []
+    for spec in specs:
+        rate = statistics.median(measured[spec])
+        expected = predicted(spec, besides_s)
+        rows.append(
+            {
+                "strategy": spec,
+                "measured": rate,
+                "predicted": expected,
+                "ratio": expected / rate,
+                "besides_s": besides_s,
+                "step_core_s": core_s,
+                "rounds": measured[spec],
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Predicted beside measured."""
+    width = max(len(row["strategy"]) for row in rows) + 2
+    lines = [f"{'strategy':{width}}measured, steps/s  predicted  ratio"]
+    for row in rows:
+        lines.append(
+            f"{row['strategy']:{width}}{row['measured']:>17.3f}{row['predicted']:>11.3f}"
+            f"{row['ratio']:>7.2f}"
+        )
+    core_ms, besides_ms = (1e3 * rows[0][name] for name in ("step_core_s", "besides_s"))
+    lines.append(
+        f"in every predicted step, as {BOUND} shows it: {core_ms:.1f} ms of a core, and "
+        f"{besides_ms:.1f} ms"
+    )
+    return "\n".join(lines)

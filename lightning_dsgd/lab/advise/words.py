@@ -1,0 +1,136 @@
+"""A ranking as a table, and one sentence of advice with what to paste."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.lab.advise import accuracy
+from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND
+from lightning_dsgd.lab.advise.ranking import CLOSE, Ranking, Row
+
+COLUMNS: Final = (
+    "strategy", "steps/s", "of bound", "x allreduce", "MB sent", "MB memory", "accuracy",
+    "99% after",
+)  # fmt: skip
+
+
+def table(ranking: Ranking) -> str:
+    """One line for each candidate, the fastest first."""
+    lines = [COLUMNS, *map(_cells, ranking.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    text = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(text)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    cost = row.cost
+    points = time = "?"
+    if row.candidate.spec == BOUND:
+        points = time = "-"
+    elif cost is not None:
+        points = "" if row.candidate.spec == BASELINE else f"{cost.points:+.1f}"
+        time = "never" if cost.time is None else f"{cost.time:.2f}"
+    return (
+        row.candidate.spec,
+        f"{row.steps_per_s:.3g}",
+        f"{row.share:.0%}",
+        f"{row.ratio:.2f}",
+        f"{row.mb_sent:.3g}",
+        f"{row.mb_memory:.0f}",
+        points,
+        time,
+    )
+
+
+def legend(ranking: Ranking) -> str:
+    """What the columns mean."""
+    return (
+        f"of bound: of the steps per second without communication ({BOUND}).  MB sent: by a rank "
+        "in a step.  MB memory: that\na rank needs more, with weights in fp32.  accuracy, 99% "
+        "after: points against all-reduce at the end, and the time to\n99% of its accuracy over "
+        f"its own, measured on a small task where {accuracy.in_words(ranking.situation)};\n"
+        '"never": half of the seeds did not reach it; "?": not measured.'
+    )
+
+
+def advice(ranking: Ranking) -> str:
+    """One sentence, and the line of code and of YAML."""
+    row = ranking.advised
+    spec = row.candidate.spec
+    if spec == BASELINE or row.ratio < 1 + CLOSE:
+        return (
+            "Advice: stay with all-reduce (or Lightning's ddp): no strategy whose accuracy was "
+            f"measured is predicted to be more than {CLOSE:.0%} faster here.\n" + paste(BASELINE)
+        )
+    assert row.cost is not None
+    said = f"it ended {abs(row.cost.points):.1f} points "
+    said += "below" if row.cost.points < 0 else "above"
+    after = "never reached 99% of its accuracy with half of the seeds"
+    if row.cost.time is not None:
+        after = f"reached 99% of its accuracy in {row.cost.time:.2f} of its time"
+    return (
+        f"Advice: {spec}, {row.ratio:.2f} times as fast as all-reduce and {row.share:.0%} of the "
+        f"bound; in the most similar case that was measured,\non a small task, {said} all-reduce "
+        f"and {after}.\n" + paste(spec) + _reaching(ranking, row)
+    )
+
+
+def _reaching(ranking: Ranking, advised: Row) -> str:
+    """The fastest that was as good in the end, where the one that is advised was not."""
+    if advised.cost is not None and advised.cost.time is not None:
+        return ""
+    for row in ranking.rows:  # the fastest first
+        if row.cost is not None and row.cost.time is not None and row.candidate.spec != BOUND:
+            spec = row.candidate.spec
+            rate = f"{row.ratio:.2f} times as fast as all-reduce"
+            return f"\nThe fastest that reached 99% there: {spec}, {rate}.\n{paste(spec)}"
+    return ""
+
+
+def paste(spec: str) -> str:
+    """Code and YAML that choose this strategy."""
+    name, options = parse(spec)
+    arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    code = f'strategy="{name}"'
+    if options:
+        code = f"strategy=lightning_dsgd.{ALGORITHMS[name].__name__}Strategy({arguments})"
+    yaml = f"trainer: {{strategy: {name}}}"
+    if options:
+        listed = ", ".join(f"{key}: {_yaml(value)}" for key, value in options.items())
+        path = f"lightning_dsgd.{ALGORITHMS[name].__name__}Strategy"
+        yaml = f"trainer: {{strategy: {{class_path: {path}, init_args: {{{listed}}}}}}}"
+    return f"    L.Trainer({code}, ...)\n    {yaml}"
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def warnings(num_ranks: int, probed: int, recorded: int, has_nodes: bool) -> list[str]:
+    """What the prediction goes beyond."""
+    said = []
+    if num_ranks > probed:
+        said.append(
+            f"{num_ranks} ranks are more than the {probed} that were probed: further nodes are "
+            "taken to be like these, and the network between them not to be a limit"
+        )
+        if not has_nodes:
+            said.append(
+                "only ranks of one node were probed: links between nodes are taken to be as fast "
+                "as those inside; probe two nodes"
+            )
+    if num_ranks > recorded:
+        said.append(
+            f"{num_ranks} ranks are more than the {recorded} that were recorded: the others are "
+            "copies of these at other times"
+        )
+    return [f"extrapolated: {text}" for text in said]

@@ -1,0 +1,98 @@
+"""Cells of a measurement: each is measured once, and kept until all are.
+
+    results = measured([{"strategy": "wagma", "round": 0}, ...], Path("FILE.json"), key, measure)
+
+A cell is a dict of plain values that says what is to be measured; its result is a dict that JSON
+can hold.  Results are kept in `FILE.json.cells`, one per line, until `finish` writes `FILE.json`.
+A run that was interrupted continues with the cells that are missing.  Results with another
+identity, such as other settings, are not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm  # comes with Lightning
+
+from lightning_dsgd.lab.results import write_result
+
+Cell = dict[str, Any]
+
+
+def measured(
+    cells: Sequence[Cell],
+    output: Path,
+    identity: str,
+    measure: Callable[[Sequence[Cell]], Iterator[Cell]],
+) -> list[Cell]:
+    """The results of all cells, in their order.
+
+    Args:
+        cells: what is to be measured
+        output: the result file; what is kept lies beside it
+        identity: all that the results depend on besides the cell
+        measure: gives the result of each of these cells, in their order
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    done = _kept(output, key)
+    missing = [cell for cell in cells if name(cell) not in done]
+    if missing:
+        with _bar(len(cells), len(cells) - len(missing)) as tell, open(_store(output), "a") as file:
+            for cell, result in zip(missing, measure(missing), strict=True):
+                done[name(cell)] = result
+                file.write(json.dumps({"key": key, "cell": cell, "result": result}) + "\n")
+                file.flush()
+                tell(cell)
+    return [done[name(cell)] for cell in cells]
+
+
+def finish(report: dict[str, Any], output: Path) -> None:
+    """Writes the result file, and removes the cells that were kept for a run that is resumed."""
+    write_result(report, output)
+    _store(output).unlink(missing_ok=True)
+
+
+def in_turn(specs: Sequence[str], turn: str, count: int) -> list[Cell]:
+    """Every strategy once a turn, in an order that changes from turn to turn."""
+    return [
+        {"strategy": specs[(index + place) % len(specs)], turn: index}
+        for index in range(count)
+        for place in range(len(specs))
+    ]
+
+
+def name(cell: Cell) -> str:
+    """The cell as text."""
+    return json.dumps(cell, sort_keys=True)
+
+
+def _store(output: Path) -> Path:
+    return output.with_name(output.name + ".cells")
+
+
+def _kept(output: Path, key: str) -> dict[str, Cell]:
+    done: dict[str, Cell] = {}
+    if _store(output).exists():
+        for line in _store(output).read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # cut off when the run was
+                entry = json.loads(line)
+                if entry["key"] == key:
+                    done[name(entry["cell"])] = entry["result"]
+    return done
+
+
+@contextlib.contextmanager
+def _bar(total: int, done: int) -> Iterator[Callable[[Cell], None]]:
+    with tqdm(total=total, initial=done, unit="cell", dynamic_ncols=True, smoothing=0) as bar:
+
+        def tell(cell: Cell) -> None:
+            bar.set_postfix_str(" ".join(map(str, cell.values())))
+            bar.update()
+
+        yield tell

@@ -1,0 +1,152 @@
+"""What a measurement compares: our strategies, and their peers in Lightning and torch, by name.
+
+    wagma:overlap=true:grace_s=0.02     a strategy of ours, with hyperparameters
+    ddp, single_device                  Lightning's own
+    ddp_fp16                            its gradients compressed to half precision on the wire
+    ddp_powersgd:rank=2                 its gradients as products of low rank (Vogels et al. 2019)
+    post_local_sgd:period=8:start=0     DDP; from step `start` on, weights averaged every `period`
+    torchft_local_sgd, torchft_diloco   from torchft (the extra `bench`): `torchft_peers.py`
+    decent_dp:topology=ring             from Decent-DP (the same extra): `decent_dp_peer.py`
+    hivemind:period=8                   from hivemind (the same extra): `hivemind_peer.py`
+
+The three in the middle use torch's own code: communication hooks and PeriodicModelAverager.
+Lightning registers communication hooks on CUDA only; here they also run on CPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Final
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.hyperparameters import parse, strategy_called
+from lightning_dsgd.lab.bench.decent_dp_peer import DecentDPStrategy
+from lightning_dsgd.lab.bench.hivemind_peer import HivemindStrategy
+from lightning_dsgd.lab.bench.torchft_peers import DiLoCoStrategy, TorchFTStrategy
+from lightning_dsgd.trainer.named import STRATEGIES
+from lightning_dsgd.trainer.strategy import DecentralizedStrategy
+
+
+def strategy(spec: str) -> Any:
+    """What `Trainer(strategy=...)` takes."""
+    name, options = parse(spec)
+    return strategy_called(name, {**PEERS, **STRATEGIES})(**options)
+
+
+def check(spec: str, ranks: int) -> None:
+    """Raises `ValueError` or `TypeError` for a strategy that so many ranks could not measure.
+
+    Or whose package is not installed.
+    """
+    name, _ = parse(spec)
+    module, package = _PACKAGES.get(name, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
+        raise ValueError(
+            f"{name} needs the package {package}, which is not installed; "
+            f"install it (pip install {package}), or leave {name} out"
+        )
+    algorithm = getattr(strategy(spec), "algorithm", None)
+    if algorithm is not None:
+        algorithm.check(ranks, Conditions(ranks_per_node=ranks))
+
+
+def communication(trainer: L.Trainer) -> dict[str, float]:
+    """What a strategy of ours has sent and waited for; empty for the others, which do not count."""
+    strategy = trainer.strategy
+    return strategy.communication() if isinstance(strategy, DecentralizedStrategy) else {}
+
+
+def trainer(spec: str, ranks: int, *, device: str = "cpu", **options: Any) -> L.Trainer:
+    """A Trainer that does nothing but train with that strategy."""
+    return L.Trainer(
+        strategy=strategy(spec),
+        accelerator=device,
+        devices=ranks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+
+
+class _DDPWithHook(DDPStrategy):
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.add_hook(self.model)
+
+    def add_hook(self, model: DistributedDataParallel) -> None:
+        raise NotImplementedError
+
+
+class _DDPFp16(_DDPWithHook):
+    def add_hook(self, model: DistributedDataParallel) -> None:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+class _DDPPowerSGD(_DDPWithHook):
+    def __init__(self, rank: int = 1, start: int = 2) -> None:
+        super().__init__()
+        self._rank = rank
+        self._start = start
+
+    def add_hook(self, model: DistributedDataParallel) -> None:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=self._rank, start_powerSGD_iter=self._start
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+class _PostLocalSGD(_DDPWithHook):
+    def __init__(self, period: int = 8, start: int = 0) -> None:
+        super().__init__()
+        self._period = period
+        self._start = start
+
+    def add_hook(self, model: DistributedDataParallel) -> None:
+        self._averager = PeriodicModelAverager(self._period, self._start)
+        # One rank is a group of its own: no gradient is reduced once local steps have begun.
+        alone, _ = torch.distributed.new_subgroups(1)  # type: ignore[no-untyped-call]
+        state = post_localSGD_hook.PostLocalSGDState(  # type: ignore[no-untyped-call]
+            process_group=None, subgroup=alone, start_localSGD_iter=self._start
+        )
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        assert self.model is not None
+        self._averager.average_parameters(iter(self.model.parameters()))
+        return result
+
+
+PEERS: dict[str, Any] = {
+    "single_device": SingleDeviceStrategy,
+    "ddp": DDPStrategy,
+    "ddp_fp16": _DDPFp16,
+    "ddp_powersgd": _DDPPowerSGD,
+    "post_local_sgd": _PostLocalSGD,
+    "torchft_local_sgd": TorchFTStrategy,
+    "torchft_diloco": DiLoCoStrategy,
+    "decent_dp": DecentDPStrategy,
+    "hivemind": HivemindStrategy,
+}
+_PACKAGES: Final = {
+    "torchft_local_sgd": ("torchft", "torchft-nightly"),
+    "torchft_diloco": ("torchft", "torchft-nightly"),
+    "decent_dp": ("decent_dp", "decent-dp"),
+    "hivemind": ("hivemind", "hivemind"),
+}
+"""What the peers of the extra `bench` need: the module, and the package that pip installs."""

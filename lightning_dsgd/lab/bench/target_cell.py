@@ -1,0 +1,158 @@
+"""One cell of `bench target`: a strategy trains a task in the simulated world.
+
+Each rank computes real gradients; only time and the network are simulated.  The quality is that of
+the mean of all ranks' weights, as they are at a moment of the virtual time: looking costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.lab.bench.cells import Cell
+from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
+from lightning_dsgd.lab.bench.small_tasks import BATCH, TASKS, Networks, Task
+from lightning_dsgd.primitives import step_scaling
+from lightning_dsgd.transport.simulated import SimulatedWorld, on_one_core
+
+LATENCY_S: Final = 1e-3
+
+
+def run(cell: Cell, settings: dict[str, Any]) -> Cell:
+    """Trains, and returns the quality over virtual seconds, steps of a rank and MB sent by it."""
+    task, situation = TASKS[settings["task"]], SITUATIONS[cell["situation"]]
+    training = Training(task, situation, cell, settings)
+    bandwidth = bandwidth_bytes_s(training.x[0], situation)
+    # The fastest ranks wait at the end for as long as the slowest one is behind.
+    world = SimulatedWorld(situation.ranks, LATENCY_S, bandwidth, timeout_s=math.inf)
+    with on_one_core():
+        rates = world.run(training.run)
+    return {**training.curve, "steps_per_s": sum(rates) / len(rates)}
+
+
+def bandwidth_bytes_s(x: Tensor, situation: Situation) -> float:
+    """Of a rank's link: an all-reduce sends 2 |x| (P-1)/P."""
+    return 2 * x.nbytes * (situation.ranks - 1) / situation.ranks / situation.allreduce_s
+
+
+class Training:
+    """All ranks of one simulated run.
+
+    Ranks take turns, and only the one whose turn it is touches this.  A gradient is computed when
+    the first rank has finished a computation: for all ranks that are computing, in one call.
+
+    Args:
+        task: what is trained
+        situation: what slows the ranks down
+        cell: the strategy, its learning rate, the seed, and for how many times the steps it trains
+        settings: the steps of every rank, with the schedule of the learning rate over them
+    """
+
+    def __init__(
+        self, task: Task, situation: Situation, cell: Cell, settings: dict[str, Any]
+    ) -> None:
+        self.task = task
+        self.situation = situation
+        self.lr: float = cell["lr"]
+        self.seed: int = cell["seed"]
+        num_steps: int = round(settings["steps"] * cell.get("stretch", 1.0))
+        self.num_steps = num_steps
+        self.algorithms = [make_algorithm(cell["strategy"]) for _ in range(situation.ranks)]
+        torch.manual_seed(self.seed)
+        self.networks = Networks(task, situation.ranks)
+        self.inputs, self.targets, *self.held_out = _examples(task, self.seed)
+        self.x = self.networks.weights().repeat(situation.ranks, 1)  # after each rank's last step
+        self.g = torch.zeros_like(self.x)
+        self.computing: dict[int, Tensor] = {}  # which examples, by rank
+        self.num_done = 0
+        self.every = max(1, num_steps // 60) * situation.ranks
+        self.bytes_sent = [0] * situation.ranks
+        self.curve: dict[str, list[float]] = {"seconds": [], "step": [], "mb_sent": [], "value": []}
+
+    def run(self, net: Any) -> float:
+        """One rank; gives its steps per second."""
+        rank = net.rank
+        algorithm = self.algorithms[rank]
+        weights, g = torch.nn.Parameter(self.x[rank].clone()), torch.zeros_like(self.x[rank])
+        x = weights.detach()  # the same memory
+        optimizer = self.task.optimizer([weights], self.lr)
+        draw = torch.Generator().manual_seed(1000 * self.seed + rank)
+        mine = torch.arange(rank, len(self.inputs), net.world_size)
+        weights.grad = g
+        with torch.no_grad():
+            algorithm.start(net, x)
+            scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
+            for k in range(self.num_steps):
+                self.computing[rank] = mine[torch.randint(len(mine), (BATCH,), generator=draw)]
+                self.compute(net, self.situation.step_s(self.seed, k, rank))
+                g.copy_(self.gradient(rank))
+                algorithm.before_update(x, g if algorithm.uses_gradient else g[:0])
+                for group in optimizer.param_groups:
+                    group["lr"] = self.lr * self.share_of_lr(k)
+                scaling.update_begins(x)
+                optimizer.step()
+                scaling.update_ends(x)
+                algorithm.after_update(x)
+                self.end_step(rank, x, self.now(net), net.counters.bytes_sent)
+            steps_per_s = self.num_steps / self.now(net)
+            algorithm.settle(x)
+            scaling.settle()
+            settled_s = self.now(net)
+            algorithm.finish(x)
+            self.end_step(rank, x, settled_s, net.counters.bytes_sent)
+        return float(steps_per_s)
+
+    def compute(self, net: Any, seconds: float) -> None:
+        """A step takes so long."""
+        net.compute(seconds)
+
+    def now(self, net: Any) -> float:
+        """The time since the beginning, where a step takes a second."""
+        return float(net.now())
+
+    def end_step(self, rank: int, x: Tensor, now: float, bytes_sent: int) -> None:
+        """A rank has made a step, or has finished; the curve has a point for every so many."""
+        self.x[rank].copy_(x)
+        self.bytes_sent[rank] = bytes_sent
+        self.num_done += 1
+        num_all = (self.num_steps + 1) * len(self.x)
+        if self.num_done == num_all or (
+            self.num_done % self.every == 0 and self.num_done <= self.num_steps * len(self.x)
+        ):
+            self.look(now)
+
+    def gradient(self, rank: int) -> Tensor:
+        """At the weights after the rank's last step."""
+        if rank in self.computing:
+            ranks = list(self.computing)
+            examples = torch.stack(list(self.computing.values()))
+            batches = self.inputs[examples], self.targets[examples]
+            self.g[ranks] = self.networks.gradients(self.x[ranks], ranks, batches)
+            self.computing.clear()
+        return self.g[rank]
+
+    def share_of_lr(self, step: int) -> float:
+        """A linear rise, then a cosine to zero."""
+        done = (step + 1) / self.num_steps
+        if done < self.task.warmup:
+            return done / self.task.warmup
+        return (1.0 + math.cos(math.pi * step / self.num_steps)) / 2
+
+    def look(self, seconds: float) -> None:
+        """Adds a point to the curve."""
+        num_ranks = len(self.x)
+        self.curve["seconds"].append(round(seconds, 2))
+        self.curve["step"].append(round(min(self.num_done / num_ranks, self.num_steps), 2))
+        self.curve["mb_sent"].append(round(sum(self.bytes_sent) / num_ranks / 1e6, 4))
+        value = self.networks.quality(self.x.mean(0), *self.held_out)
+        self.curve["value"].append(round(value, 5))
+
+
+@cache
+def _examples(task: Task, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return task.examples(seed)

@@ -1,0 +1,171 @@
+"""Steps per second of several strategies, in one job, with simulated computation and stragglers.
+
+    lightning-dsgd bench throughput --strategies ddp,wagma,wagma:overlap=true,no_sync --ranks 8 \
+        --network 1gbit --compute-ms 400 --delay-ms 320 --delayed-ranks 2 --params 1e6 --steps 30 \
+        --output FILE.json
+
+All ranks are started once; then they run one `Trainer.fit` after another, each strategy once per
+round, in an order that changes from round to round.  Computation is a sleep, so that many ranks fit
+on few cores, and the same random ranks are delayed for every strategy of a round.
+
+steps_per_s   steps / (time until the slowest rank has done its last step)
+with_finish   steps / (time until the slowest rank has the final model)
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_dsgd.lab.bench import options
+from lightning_dsgd.lab.bench.cells import Cell, finish, in_turn
+from lightning_dsgd.lab.bench.network import Link
+from lightning_dsgd.lab.results import typed
+from lightning_dsgd.lab.simulate.machines import EMULATED
+
+STATISTICS: Final = (
+    "steps_per_s", "with_finish", "wait_s_per_step", "mb_sent_per_step", "late_share",
+)  # fmt: skip
+LINK_CHECK: Final = "allreduce_bandwidth"
+"""The cell that measures the network itself."""
+
+
+def flatten(result: Cell, steps: int) -> dict[str, Any]:
+    """A cell's figures in one dict: those of the slowest rank, or the mean over the ranks."""
+    ranks = result["ranks"]
+    flat: dict[str, Any] = {
+        "strategy": result["strategy"],
+        "round": result["round"],
+        "steps_per_s": steps / max(rank["seconds"] for rank in ranks),
+        "with_finish": steps / max(rank["finished_s"] for rank in ranks),
+        "seconds": [rank["seconds"] for rank in ranks],
+    }
+    for name in ranks[0]:
+        if name not in ("seconds", "finished_s"):
+            flat[name] = statistics.mean(rank[name] for rank in ranks)
+    return flat
+
+
+def summarize(cells: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
+    """Per strategy the medians over the rounds, and the median of the ratios within each round."""
+    by_round: dict[int, dict[str, float]] = {}
+    for cell in cells:
+        by_round.setdefault(cell["round"], {})[cell["strategy"]] = cell["steps_per_s"]
+    rows = []
+    for spec in dict.fromkeys(cell["strategy"] for cell in cells):
+        mine = [cell for cell in cells if cell["strategy"] == spec]
+        row: dict[str, Any] = {"strategy": spec}
+        for name in STATISTICS:
+            values = [cell[name] for cell in mine if name in cell]
+            row[name] = statistics.median(values) if values else None
+        for other, key in ((baseline, "ratio"), ("no_sync", "of_no_sync")):
+            ratios = [r[spec] / r[other] for r in by_round.values() if spec in r and other in r]
+            row[key] = statistics.median(ratios) if ratios else None
+            row[f"{key}_range"] = [min(ratios), max(ratios)] if ratios else None
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]], baseline: str) -> str:
+    """The summary in Markdown."""
+    lines = [
+        f"| strategy | steps/s | x {baseline} | of no_sync | waited, ms per step "
+        "| MB sent per step | late |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        figures = [
+            f"{row['steps_per_s']:.2f}",
+            _or_dash(row["ratio"], "{:.2f}"),
+            _or_dash(row["of_no_sync"], "{:.2f}"),
+            _or_dash(row["wait_s_per_step"], "{:.0f}", 1e3),
+            _or_dash(row["mb_sent_per_step"], "{:.2f}"),
+            _or_dash(row["late_share"], "{:.0%}"),
+        ]
+        lines.append(f"| `{row['strategy']}` | " + " | ".join(figures) + " |")
+    return "\n".join(lines)
+
+
+def _or_dash(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "" if value is None else form.format(factor * value)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the job and writes the result file."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-dsgd bench throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_to(
+        parser,
+        strategies="ddp,local_sgd:sync_period=1,wagma,no_sync",
+        compute_ms=1e3 * EMULATED.compute_s,
+        delay_ms=1e3 * EMULATED.delay_s,
+        delayed_ranks=EMULATED.delayed_ranks,
+    )
+    parser.add_argument("--params", type=float, default=float(EMULATED.num_params))
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where ranks train; each needs its own GPU",
+    )
+    parser.add_argument("--output", type=Path, default=Path("throughput.json"))
+    args = parser.parse_args(argv)
+    options.refuse(parser, args)
+    reason = why_not_on(args.device, args.ranks)
+    if reason:
+        parser.error(reason)
+    link, network = options.chosen_link(args.network)
+    print(f"{args.ranks} ranks, {network}")
+    specs = args.strategies.split(",")
+    job = options.job(
+        "lightning_dsgd.lab.bench.throughput_cell:run",
+        args,
+        link,
+        {
+            "steps": args.steps,
+            "params": int(args.params),
+            "device": args.device,
+            "link_bit_s": link.rate_bit_s if link else None,
+        },
+    )
+    plan: list[Cell] = [{"strategy": LINK_CHECK, "round": 0}] if args.ranks > 1 else []
+    plan += in_turn(specs, "round", args.rounds)
+    results = job.run(plan, args.output)
+    report = job.provenance(typed("lightning-dsgd bench throughput", argv))
+    report["network"] = network
+    if args.ranks > 1:
+        report["link_check"] = check_link(results.pop(0), link)
+    cells = [flatten(result, args.steps) for result in results]
+    report["summary"] = summarize(cells, specs[0])
+    report["cells"] = cells
+    print("\n" + table(report["summary"], specs[0]))
+    finish(report, args.output)
+
+
+def why_not_on(device: str, ranks: int) -> str:
+    """Why so many ranks cannot train there; empty if they can."""
+    if device == "cpu":
+        return ""
+    from lightning_dsgd import devices  # loads torch
+
+    return devices.why_no_devices(device, ranks)
+
+
+def check_link(result: Cell, link: Link | None) -> dict[str, Any]:
+    """The all-reduce rate of the slowest rank, and its share of the link's."""
+    rate = min(rank["rate_bit_s"] for rank in result["ranks"])
+    share = rate / link.rate_bit_s if link else None
+    asked = f", {share:.2f} of the link's" if share else ""
+    print(f"an all-reduce alone moves {rate / 1e9:.3f} Gbit/s in each direction{asked}")
+    return {"rate_bit_s": rate, "share_of_link": share}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The timeline as one HTML page, which opens without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from lightning_dsgd.lab.drawing.picture import COLOURS, LEGEND, Run, look, sentence
+from lightning_dsgd.lab.drawing.spans import Lane, Span
+
+_LOOKS = list(COLOURS)
+
+
+def html(runs: Sequence[Run]) -> str:
+    """The page: `page.html`, with the runs as data in it."""
+    data = {
+        "looks": [{"key": k, "colour": COLOURS[k], "words": LEGEND[k]} for k in _LOOKS],
+        "runs": [_run(run) for run in runs],
+    }
+    page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    title = " | ".join(run.name for run in runs)
+    # "</script>" in a name must not end the script.
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    return page.replace("TITLE", escape(title)).replace("/*DATA*/null", text)
+
+
+def _run(run: Run) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "sentence": sentence(run),
+        "us": round(1e6 * run.seconds),
+        "lanes": [_lane(lane) for lane in run.lanes],
+    }
+
+
+def _lane(lane: Lane) -> dict[str, Any]:
+    kinds = ("compute", "wait", "exchange", "fetch", "evaluate", "serve", "late")
+    return {
+        "rank": lane.rank,
+        "shares": [round(lane.share(kind), 4) for kind in kinds],
+        "spans": _numbers(lane.spans),
+        "beside": _numbers(sorted(lane.beside, key=lambda span: span.begin_s)),
+    }
+
+
+def _numbers(spans: Sequence[Span]) -> list[int]:
+    """Five numbers a span: look, begin and length in microseconds, who, step."""
+    flat: list[int] = []
+    for span in spans:
+        begin = round(1e6 * span.begin_s)
+        length = round(1e6 * span.end_s) - begin
+        flat += (_LOOKS.index(look(span)), begin, length, span.who, span.step)
+    return flat

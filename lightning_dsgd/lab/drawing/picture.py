@@ -1,0 +1,263 @@
+"""One or several runs, ready to be drawn, and a still picture of them as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Final
+
+from lightning_dsgd.lab.drawing.spans import NOBODY, Lane, Span, lanes, union
+from lightning_dsgd.timeline.trace import Trace, missing_ranks, read_folder
+
+# Of Okabe and Ito's colours, which the colour-blind tell apart; computation is pale, as it is what
+# should be everywhere.
+COLOURS: Final = {
+    "compute": "#a6cee9",
+    "late wait": "#d55e00",
+    "wait": "#f0b04c",
+    "exchange": "#0072b2",
+    "fetch": "#f0e442",
+    "evaluate": "#b3b3b3",
+    "serve": "#009e73",
+    "late": "#8b1a6b",
+}
+LEGEND: Final = {
+    "compute": "computes",
+    "late wait": "waits for a late rank",
+    "wait": "waits for messages on their way",
+    "exchange": "sends, adds, selects",
+    "fetch": "between batches (data, loggers)",
+    "evaluate": "validates",
+    "serve": "serves others, while it computes",
+    "late": "is late: others wait for it",
+}
+_WIDTH, _ROW, _GAP, _LEFT, _HEAD = 960, 18, 4, 64, 34
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, ready to be drawn: its time begins at 0 s.
+
+    Args:
+        name: above its lanes
+        lanes: one for each rank
+        note: what is not drawn, for the reader of the picture
+    """
+
+    name: str
+    lanes: list[Lane]
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return max((lane.spans[-1].end_s for lane in self.lanes if lane.spans), default=0.0)
+
+    @property
+    def num_spans(self) -> int:
+        """How much there is to draw."""
+        return sum(len(lane.spans) + len(lane.beside) for lane in self.lanes)
+
+
+def load(
+    folder: Path,
+    steps: tuple[int, int] | None = None,
+    seconds: tuple[float, float] | None = None,
+    most_spans: int | None = None,
+) -> Run:
+    """The run that was recorded in this folder.
+
+    Args:
+        folder: of StepTrace, or of `lightning-dsgd simulate --trace`
+        steps: the first and the last that is drawn; by default all
+        seconds: of these steps' time, what is drawn
+        most_spans: so many fit; later steps are left out, and the run's note says so
+    """
+    traces = read_folder(folder)
+    numbers = [step.number for trace in traces for step in trace.steps]
+    if not numbers:
+        raise ValueError(f"a run must have made a step, got none in {folder}; train for longer")
+    first, last = (min(numbers), max(numbers)) if steps is None else steps
+    notes = []
+    fits = last if most_spans is None else _last_that_fits(traces, first, last, most_spans)
+    if fits < min(last, max(numbers)):
+        notes.append(f"steps {first} to {fits} of {max(numbers)}")
+    drawn = lanes(traces, first, fits)
+    if not any(lane.spans for lane in drawn):
+        raise ValueError(
+            f"--steps must be among those recorded, {min(numbers)} to {max(numbers)}, "
+            f"got {first}:{last}"
+        )
+    begin_s = min(lane.spans[0].begin_s for lane in drawn if lane.spans)
+    drawn = _moved(drawn, -begin_s)
+    if seconds is not None:
+        drawn = _moved(_cut(drawn, *seconds), -seconds[0])
+    absent = missing_ranks(traces)
+    if absent:
+        notes.append(f"no files of ranks {', '.join(map(str, absent))}")
+    if any(trace.about.get("waits") == "not seen" for trace in traces):
+        notes.append("waits were not recorded")
+    return Run(_name(traces[0]), drawn, ", ".join(notes))
+
+
+def _name(trace: Trace) -> str:
+    simulated = ", simulated" if trace.about.get("simulated") else ""
+    ranks = f"{trace.world_size} ranks" if trace.world_size > 1 else "1 rank"
+    return f"{trace.about.get('strategy', 'training')}, {ranks}{simulated}"
+
+
+def _last_that_fits(traces: Sequence[Trace], first: int, last: int, most: int) -> int:
+    """The last step with which no more spans than that are drawn."""
+    counts: dict[int, int] = {}
+    for trace in traces:
+        for step in trace.steps:
+            if first <= step.number <= last:
+                mine = 4 + 3 * len(step.wait) + 2 * len(step.exchange) + len(step.serve)
+                counts[step.number] = counts.get(step.number, 0) + mine
+    total, fits = 0, first
+    for number in sorted(counts):
+        total += counts[number]
+        if total > most and number > first:
+            return fits
+        fits = number
+    return last
+
+
+def _moved(drawn: Sequence[Lane], by_s: float) -> list[Lane]:
+    def move(spans: Sequence[Span]) -> list[Span]:
+        return [replace(s, begin_s=s.begin_s + by_s, end_s=s.end_s + by_s) for s in spans]
+
+    return [Lane(lane.rank, move(lane.spans), move(lane.beside)) for lane in drawn]
+
+
+def _cut(drawn: Sequence[Lane], begin_s: float, end_s: float) -> list[Lane]:
+    def cut(spans: Sequence[Span]) -> list[Span]:
+        inside = (s for s in spans if s.begin_s < end_s and s.end_s > begin_s)
+        return [
+            replace(s, begin_s=max(s.begin_s, begin_s), end_s=min(s.end_s, end_s)) for s in inside
+        ]
+
+    return [Lane(lane.rank, cut(lane.spans), cut(lane.beside)) for lane in drawn]
+
+
+def look(span: Span) -> str:
+    """The key of its colour."""
+    return "late wait" if span.kind == "wait" and span.who != NOBODY else span.kind
+
+
+def shares(run: Run) -> dict[str, float]:
+    """The mean over the ranks of what they did, as shares of the time that is drawn."""
+    kinds = ("compute", "wait", "exchange", "fetch", "evaluate", "late")
+    return {kind: sum(lane.share(kind) for lane in run.lanes) / len(run.lanes) for kind in kinds}
+
+
+def steps_per_s(run: Run) -> float:
+    """The mean over the ranks, of whole and cut steps."""
+    made = sum(len({s.step for s in lane.spans}) for lane in run.lanes) / len(run.lanes)
+    return made / run.seconds if run.seconds else 0.0
+
+
+def sentence(run: Run) -> str:
+    """One line of what the picture shows."""
+    of = shares(run)
+    words = [f"computes {of['compute']:.0%}", f"waits {of['wait']:.0%}"]
+    words.append(f"sends, adds and selects {of['exchange']:.0%}")
+    text = f"a rank {', '.join(words)} of the time"
+    return text + (f" ({run.note})" if run.note else "")
+
+
+def svg(runs: Sequence[Run]) -> str:
+    """A still picture of the runs, one above the other, with one scale of time."""
+    whole_s = max(run.seconds for run in runs) or 1.0
+    scale = (_WIDTH - _LEFT - 20) / whole_s
+    parts, y = [], 8
+    for run in runs:
+        parts.append(_text(12, y + 14, run.name, "b"))
+        parts.append(_text(_WIDTH - 12, y + 14, sentence(run), "e"))
+        y += _HEAD - 10
+        row = _ROW if len(run.lanes) <= 16 else max(4, 288 // len(run.lanes))
+        gap = _GAP if row > 8 else 1
+        for lane in run.lanes:
+            if row > 8 or lane.rank % 8 == 0:
+                parts.append(_text(_LEFT - 8, y + row / 2 + 4, f"rank {lane.rank}", "e"))
+            parts += _lane(lane, y, row, scale)
+            y += row + gap
+        y += 14
+    parts += _axis(whole_s, scale, y)
+    y += 34
+    used = {
+        look(span) for run in runs for lane in run.lanes for span in (*lane.spans, *lane.beside)
+    }
+    x = 12
+    for key, words in LEGEND.items():
+        if key not in used:
+            continue
+        if x + 28 + 6.9 * len(words) > _WIDTH:
+            x, y = 12, y + 20
+        parts.append(f'<rect x="{x}" y="{y}" width="14" height="12" fill="{COLOURS[key]}"/>')
+        parts.append(_text(x + 19, y + 10.5, words, ""))
+        x += int(34 + 6.9 * len(words))
+    height = y + 24
+    style = (
+        "text{font:12px system-ui,sans-serif;fill:#24292f}.b{font-weight:600;font-size:14px}"
+        ".e{text-anchor:end}.m{text-anchor:middle;fill:#57606a}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}" role="img">\n<style>{style}</style>\n'
+        f'<rect width="{_WIDTH}" height="{height}" rx="6" fill="#ffffff"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _lane(lane: Lane, y: float, row: float, scale: float) -> list[str]:
+    strip = max(1.5, row / 6)
+    parts = []
+    for key in COLOURS:
+        if key in ("serve", "late"):
+            top = y + row - strip if key == "serve" else y
+            times, height = [(s.begin_s, s.end_s) for s in lane.beside if s.kind == key], strip
+        else:
+            times, height, top = [], row, y
+            times = [(s.begin_s, s.end_s) for s in lane.spans if look(s) == key]
+        drawn = "".join(
+            f"M{_LEFT + begin * scale:.2f} {top:g}h{max(0.3, (end - begin) * scale):.2f}"
+            f"v{height:g}H{_LEFT + begin * scale:.2f}z"
+            for begin, end in union(times)
+        )
+        if drawn:
+            parts.append(f'<path fill="{COLOURS[key]}" d="{drawn}"/>')
+    ends = [b.begin_s for a, b in zip(lane.spans, lane.spans[1:], strict=False) if a.step != b.step]
+    ticks = "".join(f"M{_LEFT + at * scale:.2f} {y:g}v{row:g}" for at in ends)
+    if ticks and row > 8:
+        parts.append(f'<path stroke="#ffffff" stroke-width="1.5" d="{ticks}"/>')
+    return parts
+
+
+def _axis(whole_s: float, scale: float, y: float) -> list[str]:
+    step_s = nice_step(whole_s, 10)
+    parts, number = [f'<path stroke="#8c959f" d="M{_LEFT} {y}h{whole_s * scale:.1f}"/>'], 0
+    while number * step_s <= whole_s * 1.0001:
+        x = _LEFT + number * step_s * scale
+        parts.append(f'<path stroke="#8c959f" d="M{x:.1f} {y}v4"/>')
+        parts.append(_text(x, y + 17, f"{number * step_s:g} s", "m"))
+        number += 1
+    return parts
+
+
+def nice_step(whole: float, most: int) -> float:
+    """1, 2 or 5 times a power of ten, so that no more than `most` fit into the whole."""
+    step = 1e-6
+    for factor in (2, 2.5, 2) * 20:
+        if whole / step <= most:
+            break
+        step *= factor
+    return float(f"{step:.6g}")
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    of_class = f' class="{style}"' if style else ""
+    return f'<text x="{x:g}" y="{y:g}"{of_class}>{escape(text)}</text>'

@@ -1,0 +1,101 @@
+"""What a message, a sum and a selection cost on this cluster, in about a minute.
+
+    torchrun --nproc-per-node 8 -m lightning_dsgd probe --output cluster.json
+    srun python -m lightning_dsgd probe --output cluster.json
+    mpiexec -n 8 python -m lightning_dsgd probe --output cluster.json
+    lightning-dsgd probe --ranks 4 --output cluster.json      # as many processes of this machine
+
+Measures latency and bandwidth between ranks, inside a node and between nodes, of one pair and of
+all at once; an all-reduce by size; and what sending, adding and selecting take of a processor.
+`lightning-dsgd advise` and `lightning-dsgd simulate --cluster` read the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightning_dsgd.lab.probe import cluster
+from lightning_dsgd.lab.results import provenance, typed, write_result
+
+_TIMEOUT_S = 300.0
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Probes, on every rank; rank 0 writes and prints."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-dsgd probe",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=Path("cluster.json"))
+    parser.add_argument("--ranks", type=int, help="processes to start here, without a launcher")
+    parser.add_argument("--network", help="of these, such as 1gbit: emulated links (needs root)")
+    parser.add_argument("--accelerator", default="auto", help="where ranks compute, as in Trainer")
+    args = parser.parse_args(argv)
+    command = typed("lightning-dsgd probe", argv)
+    from lightning_dsgd.lab.probe import ranks  # loads torch and Lightning
+
+    num_ranks = ranks.launched()
+    if num_ranks and (args.ranks or args.network):
+        parser.error(
+            "--ranks and --network must be left out under a launcher, which has started "
+            f"{num_ranks} ranks"
+        )
+    if num_ranks == 1:
+        parser.error(
+            "a probe needs at least 2 ranks, got 1 from the launcher; try torchrun "
+            "--nproc-per-node 2, or `lightning-dsgd probe --ranks 2` without a launcher"
+        )
+    try:
+        found = _launched(num_ranks, args.accelerator) if num_ranks else _started_here(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if found:
+        _report(found, command, args.output)
+
+
+def _launched(num_ranks: int, accelerator: str) -> list[dict[str, Any]]:
+    """What rank 0 has found; nothing on the others."""
+    from lightning_dsgd.lab.bench.rank import rank_of_this_process
+    from lightning_dsgd.lab.probe import ranks
+    from lightning_dsgd.lab.probe.bar import shown
+
+    is_first = rank_of_this_process() == 0
+    found = shown(ranks.stages(num_ranks, accelerator), is_shown=is_first)
+    ranks.leave()
+    return found if is_first else []
+
+
+def _started_here(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What ranks have found that are processes of this machine."""
+    from lightning_dsgd.lab.bench.job import Job
+    from lightning_dsgd.lab.bench.network import demanded
+
+    num_ranks = 2 if args.ranks is None else args.ranks
+    if num_ranks < 2:
+        raise ValueError(f"--ranks must be at least 2, got {num_ranks}; try --ranks 2")
+    if args.accelerator not in ("auto", "cpu"):
+        raise ValueError(
+            f"--accelerator must be cpu with --ranks, got {args.accelerator!r}; start ranks on "
+            "GPUs by torchrun, srun or mpiexec"
+        )
+    settings = {"ranks": num_ranks}
+    function = "lightning_dsgd.lab.probe.ranks:run"
+    link = demanded(args.network)
+    job = Job(function, settings, num_ranks, link, cell_timeout_s=_TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as folder:
+        (result,) = job.run([{"probe": "all"}], Path(folder, "probe.json"))
+    found: list[dict[str, Any]] = result["ranks"][0]["found"]
+    return found
+
+
+def _report(found: list[dict[str, Any]], command: str, output: Path) -> None:
+    from lightning_dsgd.lab.probe import measure
+
+    result = measure.cluster(found)
+    print(cluster.table(result))
+    pairs = [each for each in found if "pair" in each]
+    write_result({**result.to_json(), "pairs": pairs, **provenance(command)}, output)

@@ -1,0 +1,102 @@
+"""Several algorithms on several numbers of ranks: the rows, their table and their plot."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.model import Run, run
+
+
+def compare(
+    specs: Sequence[str],
+    ranks: Sequence[int],
+    name: str,
+    machine: Machine,
+    steps: int,
+    seed: int,
+    trace: Path | None = None,
+) -> list[dict[str, Any]]:
+    """All rows; `allreduce` comes first, if it is there, as the others are compared to it.
+
+    With `trace`, what each rank did is written into that folder, in one of its own for each row if
+    there are several.
+    """
+    for spec in specs:  # before the first of them takes minutes
+        for world_size in ranks:
+            make_algorithm(spec).check(world_size)
+    rows = []
+    total = steps * sum(ranks) * len(specs)
+    with tqdm(total=total, unit="step", leave=False, disable=None) as bar:  # of a terminal
+        for world_size in ranks:
+            baseline = None
+            for spec in sorted(specs, key=lambda spec: spec != "allreduce"):
+                bar.set_description_str(f"{spec}, {world_size} ranks")
+                begin_s = time.perf_counter()
+                folder = trace
+                if trace is not None and len(specs) * len(ranks) > 1:
+                    folder = trace / f"{re.sub('[^a-z0-9.]+', '_', spec.lower())}-{world_size}"
+                done = run(spec, world_size, machine, steps, seed, folder, bar.update)
+                baseline = done.steps_per_s if spec == "allreduce" else baseline
+                rows.append(summarize(done, name, baseline))
+                took = time.perf_counter() - begin_s
+                tqdm.write(f"{spec}, {world_size} ranks: {took:.1f} s", file=sys.stderr)
+    return rows
+
+
+def summarize(done: Run, machine: str, baseline: float | None) -> dict[str, Any]:
+    """One row of the table; `baseline` is the steps per second of the all-reduce."""
+    return {
+        "algorithm": done.algorithm,
+        "ranks": len(done.done_s),
+        "profile": machine,
+        "steps_per_s": done.steps_per_s,
+        "slowest_steps_per_s": done.slowest_steps_per_s,
+        "ideal_steps_per_s": done.ideal_steps_per_s,
+        "of_ideal": done.steps_per_s / done.ideal_steps_per_s,
+        "ratio": done.steps_per_s / baseline if baseline else None,
+        "mb_sent_per_step": done.bytes_sent / 1e6,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """In Markdown."""
+    lines = [
+        "| algorithm | ranks | steps/s | ideal | of ideal | x allreduce | MB sent per step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        lines.append(
+            f"| `{row['algorithm']}` | {row['ranks']} | {row['steps_per_s']:.3f} | "
+            f"{row['ideal_steps_per_s']:.3f} | {row['of_ideal']:.0%} | {ratio} | "
+            f"{row['mb_sent_per_step']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Bars of throughput, grouped by P, each group under its ideal."""
+    everyone = sorted({row["ranks"] for row in rows})
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    width = 0.84 / len(names)
+    for index, name in enumerate(names):
+        mine = {row["ranks"]: row["steps_per_s"] for row in rows if row["algorithm"] == name}
+        places = [everyone.index(p) + (index + 0.5) * width - 0.42 for p in mine]
+        axes.bar(places, mine.values(), 0.94 * width, label=name, color=f"C{index}")
+    for place, p in enumerate(everyone):
+        ideal = max(row["ideal_steps_per_s"] for row in rows if row["ranks"] == p)
+        label = "ideal" if place == 0 else None
+        axes.hlines(ideal, place - 0.45, place + 0.45, "k", "dashed", label=label)
+    axes.set_xticks(range(len(everyone)), [f"{p:,}" for p in everyone])
+    axes.set(xlabel="ranks", ylabel="steps per second of each rank")
+    axes.set_ylim(0, 1.45 * max(row["ideal_steps_per_s"] for row in rows))
+    axes.legend(fontsize="small", ncols=2, loc="upper center")

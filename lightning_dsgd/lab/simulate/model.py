@@ -1,0 +1,298 @@
+"""A training run on a machine that is not here: the algorithms on a virtual clock.
+
+The algorithms are the package's own, on `transport.simulated`: every message is sent, in the same
+order as on a real network, and takes latency + bytes / bandwidth of links that carry one message at
+a time.  Weights and gradients are small tensors that stand for large ones: messages of weights,
+gradients and selected entries count for as many bytes as those of the large ones; control messages
+count for what they are.  Collectives are the package's own too, so their time follows from that of
+their messages.
+
+With the figures of `lightning-dsgd probe`, sending, adding, unpacking and selecting take processor
+time, for which the ranks of a machine compete, and the ranks of a node share its uplink.  Not
+simulated: other costs of a step (`Machine.compute_s` includes them), and links inside the network.
+
+Legend: P ranks, n elements of the stand-in, k selected ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import secrets
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
+from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.primitives import rounding, step_scaling
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+from lightning_dsgd.primitives.periodic import PeriodicAverage
+from lightning_dsgd.primitives.sparse import HEADER_BYTES
+from lightning_dsgd.timeline.recorder import Recorder
+from lightning_dsgd.transport.simulated import (
+    Costs,
+    Nodes,
+    SimulatedTransport,
+    SimulatedWorld,
+    on_one_core,
+)
+from lightning_dsgd.transport.watch import exchanging
+
+LEAST_ELEMENTS: Final = 256
+"""Elements of a stand-in: so few that they cost nothing, and at least one for each rank."""
+LEAST_SPARSE_ELEMENTS: Final = 1 << 14
+PER_REGION: Final = 4
+"""How many selected entries of a sparse stand-in there are for each rank's region."""
+MODEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A simulated run.
+
+    Attributes:
+        algorithm: as on the command line
+        compute_s: what each rank computed in each step: [rank, step]
+        done_s: when each rank had done each step, from the start of the run
+        bytes_sent: per rank and step, on average
+    """
+
+    algorithm: str
+    compute_s: Tensor
+    done_s: Tensor
+    bytes_sent: float
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of each rank."""
+        return self.done_s.shape[1]
+
+    @property
+    def steps_per_s(self) -> float:
+        """The mean over the ranks."""
+        return float((self.num_steps / self.done_s[:, -1]).mean())
+
+    @property
+    def slowest_steps_per_s(self) -> float:
+        """Until the slowest rank has done its last step, as `bench throughput` measures it."""
+        return self.num_steps / float(self.done_s[:, -1].max())
+
+    @property
+    def ideal_steps_per_s(self) -> float:
+        """If nobody waited for anything."""
+        return float((self.num_steps / self.compute_s.sum(1)).mean())
+
+
+def run(
+    spec: str,
+    world_size: int,
+    machine: Machine,
+    num_steps: int,
+    seed: int = 0,
+    trace: Path | None = None,
+    on_step: Callable[[], object] = lambda: None,
+) -> Run:
+    """Runs one algorithm.
+
+    Args:
+        spec: its name and hyperparameters, as in `wagma:overlap=true`
+        world_size: P
+        machine: the machine and what trains on it
+        num_steps: of each rank
+        seed: of the step times and of the stragglers
+        trace: a folder for what each rank did, as `StepTrace` records it
+        on_step: is called after each step of each rank, for whoever shows how far it is
+
+    Raises:
+        ValueError: for names and hyperparameters that cannot work
+    """
+    if world_size < 1 or num_steps < 1:
+        raise ValueError(
+            "the number of ranks and of steps must be at least 1, got "
+            f"{world_size} ranks and {num_steps} steps"
+        )
+    algorithm = make_algorithm(spec)
+    algorithm.check(world_size)
+    compute_s = machine.step_times(world_size, num_steps, seed)
+    num_elements = stand_in(algorithm, world_size, machine.num_params)
+    world = SimulatedWorld(
+        world_size,
+        machine.latency_s,
+        machine.bandwidth_bytes_s,
+        machine.shared_link,
+        timeout_s=math.inf,
+        message_bytes=message_bytes(machine.num_params / num_elements),
+        strict=False,  # nobody receives what is under way when all have made their steps
+        nodes=_nodes(machine),
+        costs=_costs(machine, algorithm),
+    )
+    own_s = selection_s(algorithm, machine, world_size)
+    core_s = own_s / 2, own_s / 2 + machine.step_core_s
+    record = None if trace is None else partial(_recorder, trace, algorithm, _of_this_run())
+    with on_one_core():
+        work = algorithm, num_elements, compute_s, core_s, record, on_step
+        ranks = world.run(_run_rank, *work)
+    return Run(
+        spec,
+        torch.tensor(compute_s, dtype=torch.float64),
+        torch.tensor([done_s for done_s, _ in ranks], dtype=torch.float64),
+        statistics.mean(num_bytes for _, num_bytes in ranks) / num_steps,
+    )
+
+
+def _run_rank(
+    net: SimulatedTransport,
+    pattern: Algorithm,
+    num_elements: int,
+    compute_s: list[list[float]],
+    core_s: tuple[float, float],
+    record: Callable[[SimulatedTransport], Recorder] | None,
+    on_step: Callable[[], object],
+) -> tuple[list[float], float]:
+    """When this rank had done each step, and the bytes that it sent for them."""
+    algorithm, x = copy.copy(pattern), torch.zeros(num_elements)
+    source = torch.Generator().manual_seed(net.rank)
+    algorithm.start(net, x)
+    scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
+    net.barrier().wait()
+    begin_s, before = net.now(), net.counters.bytes_sent
+    recorder = None if record is None else record(net)
+    net.counters.watch = recorder
+    done_s = []
+    for step, seconds in enumerate(compute_s[net.rank], 1):
+        g = x[:0]
+        if isinstance(algorithm, ErrorFeedback):  # which entries are large decides what is sent
+            g = torch.randn(num_elements, generator=source)
+        elif algorithm.uses_gradient:
+            g = torch.zeros(num_elements)
+        net.compute(seconds)
+        with exchanging(recorder, net.now):
+            # A gradient is selected before its exchange, and put in its place behind it, where the
+            # optimizer works too.
+            net.work(core_s[0])
+            algorithm.before_update(x, g if algorithm.uses_gradient else x[:0])
+            net.work(core_s[1])
+            scaling.update_begins(x)
+            if len(g) and not algorithm.uses_gradient:  # it looks at what local steps have changed
+                x -= g
+            scaling.update_ends(x)
+            algorithm.after_update(x)
+        done_s.append(net.now() - begin_s)
+        if recorder is not None:
+            recorder.end_step(step)
+        on_step()
+    sent = net.counters.bytes_sent - before
+    if recorder is not None:
+        recorder.close("the simulation has ended")
+    net.counters.watch = None
+    algorithm.settle(x)  # serves those that still make steps
+    scaling.settle()
+    algorithm.stop()
+    return done_s, sent
+
+
+def _nodes(machine: Machine) -> Nodes | None:
+    if machine.node_size == 1:
+        return None
+    return Nodes(
+        machine.node_size,
+        machine.inside_latency_s,
+        machine.inside_bandwidth_bytes_s,
+        machine.uplink_bytes_s,
+    )
+
+
+def _costs(machine: Machine, algorithm: Algorithm) -> Costs | None:
+    cpu = machine.processor
+    if cpu is None:
+        return None
+    own = cpu.dense_s_per_byte.get(algorithm.name)
+    return Costs(
+        machine.cores,
+        machine.machine_size,
+        cpu.send_s,
+        cpu.send_s_per_byte,
+        cpu.receive_s,
+        cpu.receive_s_per_byte,
+        cpu.add_s_per_byte if own is None else own,
+        cpu.unpack_s_per_byte,
+        own or 0.0,
+    )
+
+
+def _of_this_run() -> dict[str, Any]:
+    """What the traces of all ranks have in common."""
+    return {"run": secrets.token_hex(8), "began_unix_s": time.time(), "simulated": True}
+
+
+def _recorder(
+    folder: Path, algorithm: Algorithm, shared: dict[str, Any], net: SimulatedTransport
+) -> Recorder:
+    options = {name: str(value) for name, value in algorithm.hyperparameters().items()}
+    about = {**shared, "strategy": algorithm.name, "hyperparameters": options, "waits": "by rank"}
+    return Recorder(folder, net.rank, net.world_size, net.now, about=about)
+
+
+def stand_in(algorithm: Algorithm, world_size: int, num_params: int) -> int:
+    """How many elements stand for all: each rank has equally many in collectives.
+
+    With a sparse algorithm, some are selected in each rank's region; rounded sums need a whole
+    block for each rank.
+    """
+    least, per_region = LEAST_ELEMENTS, PER_REGION
+    if getattr(algorithm, "wire_dtype", "float32") in ("int8", "int4"):
+        per_region = 8 * rounding.BLOCK  # the last of these is filled up
+        num_fragments = algorithm.num_fragments if isinstance(algorithm, PeriodicAverage) else 1
+        least = max(least, rounding.BLOCK * num_fragments * world_size)
+    if isinstance(algorithm, ErrorFeedback):
+        per_rank = math.ceil(per_region / algorithm.share)
+        least = max(LEAST_SPARSE_ELEMENTS, per_rank * world_size)
+    return min(num_params, world_size * math.ceil(least / world_size))
+
+
+def message_bytes(scale: float) -> Callable[[Tensor], float]:
+    """What messages count for where each element stands for `scale` of them.
+
+    Weights and gradients are fp32, or halves or rounded to int8 on the wire; selected entries are
+    packed in bytes, after a header; integers and fp64 are counts, indices of regions, activations,
+    push weights.
+    """
+
+    def count(x: Tensor) -> float:
+        if x.dtype in MODEL_DTYPES:
+            return x.nbytes * scale
+        if x.dtype == torch.uint8 and x.nbytes > HEADER_BYTES:
+            return HEADER_BYTES + (x.nbytes - HEADER_BYTES) * scale
+        return x.nbytes
+
+    return count
+
+
+def selection_s(algorithm: Algorithm, machine: Machine, world_size: int) -> float:
+    """How long a rank takes in a step to select its largest entries, on average."""
+    if not isinstance(algorithm, ErrorFeedback):
+        return 0.0
+    n, exact = machine.num_params / algorithm.local_steps, machine.exact_topk_s
+    if machine.processor is not None and algorithm.name in machine.processor.sparse_s:
+        least_s, each_s = machine.processor.sparse_s[algorithm.name]
+        return least_s / algorithm.local_steps + n * each_s
+    by_threshold = machine.threshold_s
+    if isinstance(algorithm, OkTopk):
+        return n * (by_threshold + exact / algorithm.threshold_period)
+    if isinstance(algorithm, GaussianTopk):
+        return 2 * n * by_threshold  # one pass for the mean and the deviation, one to select
+    if isinstance(algorithm, GTopk):
+        merged = 2 * algorithm.share * n * math.ceil(math.log2(world_size))
+        return exact * (n + merged)
+    return n * exact

@@ -1,0 +1,45 @@
+"""The doors to the wings: what the core loads by name, when a user asks for it.
+
+A wing stands on the core.  The core imports none of them and works without each: this table is the
+only place that names one, and `load` says what is missing where a wing has been left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Final
+
+WINGS: Final = {"lab": "measures, predicts and draws trainings"}
+"""Each wing, a folder of the package, and what it does."""
+COMMANDS: Final = {
+    "bench": "lab.bench.command",
+    "simulate": "lab.simulate.command",
+    "probe": "lab.probe.command",
+    "advise": "lab.advise.command",
+    "timeline": "lab.drawing.command",
+}
+"""The commands of `lightning-dsgd` that a wing carries out, each by the `main` of a module."""
+
+
+class WingMissing(ImportError):
+    """This installation lacks the wing that was asked for."""
+
+
+def load(module: str, asked_for: str) -> ModuleType:
+    """A module of a wing.
+
+    Args:
+        module: its name within the package
+        asked_for: what the user wants of it, for the error
+    """
+    try:
+        return importlib.import_module(f"lightning_dsgd.{module}")
+    except ModuleNotFoundError as error:
+        wing = module.partition(".")[0]
+        if error.name != f"lightning_dsgd.{wing}":
+            raise
+        raise WingMissing(
+            f"{asked_for} needs the folder lightning_dsgd/{wing}, which {WINGS[wing]}, and this "
+            "installation lacks it; install the whole package"
+        ) from error

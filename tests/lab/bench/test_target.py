@@ -1,0 +1,265 @@
+"""`lightning-dsgd bench target`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.lab.bench import report, target, target_cell
+from lightning_dsgd.lab.bench.network import why_not
+from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
+from lightning_dsgd.lab.bench.small_tasks import TASKS, Networks
+from tests.support.bench import run_bench
+
+
+def cell(spec: str, lr: float, seed: int, values: list[float], pace_s: float = 1.0) -> Any:
+    """A curve with a point per step; each step takes `pace_s` and sends 1 MB."""
+    steps = list(range(1, len(values) + 1))
+    return {
+        "situation": "random",
+        "strategy": spec,
+        "lr": lr,
+        "seed": seed,
+        "seconds": [pace_s * step for step in steps],
+        "step": steps,
+        "mb_sent": steps,
+        "value": values,
+        "steps_per_s": 1 / pace_s,
+    }
+
+
+CELLS = [
+    cell("allreduce", 0.1, 0, [0.5, 0.79, 0.8], 2.0),
+    cell("allreduce", 0.1, 1, [0.5, 0.80, 0.8], 2.0),
+    cell("allreduce", 0.2, 0, [0.7, 0.7, 0.7], 2.0),
+    cell("allreduce", 0.2, 1, [0.7, 0.7, 0.7], 2.0),
+    cell("wagma", 0.1, 0, [0.6, 0.6, 0.6]),
+    cell("wagma", 0.1, 1, [0.6, 0.6, 0.6]),
+    cell("wagma", 0.2, 0, [0.7, 0.795, 0.81]),
+    cell("wagma", 0.2, 1, [0.7, 0.795, 0.79]),
+]
+
+
+def test_each_strategy_has_its_own_learning_rate_and_each_seed_its_own_target() -> None:
+    rows, curves = target.summarize(CELLS, higher_is_better=True)
+    baseline, ours = rows
+    assert (baseline["lr"], ours["lr"]) == (0.1, 0.2)
+    assert ours["lr_at_edge"]
+    assert len(curves) == 4
+    assert ours["value"] == pytest.approx(0.8)
+    # 99% of 0.8 is 0.792: ours after two steps of 1 s, all-reduce after three and two of 2 s.
+    assert ours["to_target"]["0.99"] == {
+        **{"reached": 2, "seconds": 2.0, "step": 2.0, "mb_sent": 2.0},
+        "share": pytest.approx((2 / 6 + 2 / 4) / 2, abs=1e-4),
+    }
+    # All of it is reached by one seed of two: the median of the two is never.
+    assert ours["to_target"]["1"]["seconds"] is None
+    assert ours["to_target"]["1"]["reached"] == 1
+
+
+def test_a_strategy_may_train_for_more_steps_than_all_reduce_and_be_there_sooner() -> None:
+    longer = [
+        cell("allreduce", 0.1, seed, [0.5, 0.6, 0.7, 0.8, 0.81], 2.0) | {"stretch": 1.7}
+        for seed in (0, 1)
+    ] + [
+        cell("wagma", 0.1, seed, [0.5, 0.6, 0.7, last, last], 1.0) | {"stretch": 1.7}
+        for seed, last in ((0, 0.8), (1, 0.82))
+    ]
+    [baseline, ours], curves = target.summarize(CELLS + longer, higher_is_better=True)
+    assert len(curves) == 4  # those of as many steps
+    assert "stretch" not in baseline["to_target"]["1"]  # it is there later with more steps
+    assert "stretch" not in ours["to_target"]["0.99"]
+    assert ours["to_target"]["1"] == {
+        **{"stretch": 1.7, "reached": 2, "seconds": 4.0, "step": 4.0, "mb_sent": 4.0},
+        "share": pytest.approx((4 / 6 + 4 / 4) / 2, abs=1e-4),
+    }
+    assert "4 s (0.83), 1.7x |" in target.time_table(
+        {"summary": [baseline, ours], "higher_is_better": True}, "1"
+    )
+
+
+def test_a_loss_is_to_fall_below_the_target() -> None:
+    cells = [
+        cell("allreduce", 0.1, 0, [3.0, 2.01, 2.0]),
+        cell("wagma", 0.1, 0, [2.5, 2.015, 2.015]),
+        cell("wagma", 0.2, 0, [2.5, 2.5, 2.5]),
+    ]
+    rows, _ = target.summarize(cells, higher_is_better=False)
+    assert rows[1]["lr"] == 0.1
+    assert rows[1]["to_target"]["0.99"]["step"] == 2  # 2.0 / 0.99 is 2.02
+    assert rows[1]["to_target"]["1"]["reached"] == 0
+
+
+def test_the_tables_say_how_many_seeds_got_there() -> None:
+    summary, _ = target.summarize(CELLS, higher_is_better=True)
+    text = target.tables({"summary": summary, "higher_is_better": True})
+    assert "| `wagma` | 2 s (0.42) |" in text
+    assert "| `wagma` | never (1 of 2) |" in text
+    assert "| `allreduce` | 80.0%; 0.50; 0.1* |" in text
+    assert "| `wagma` | +0.0; 1.00; 0.2* |" in text
+
+
+def test_interrupted_run_continues_with_the_cells_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    options = "--strategies allreduce,adpsgd --situations slow-rank --lrs 0.2 --seeds 1 --steps 6"
+    run, seen = target_cell.run, []
+
+    def failing(one: Any, settings: Any) -> Any:
+        seen.append(one["strategy"])
+        if seen == ["allreduce", "adpsgd"]:
+            raise KeyboardInterrupt
+        return run(one, settings)
+
+    monkeypatch.setattr(target_cell, "run", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(target, tmp_path / "t.json", options)
+    result = run_bench(target, tmp_path / "t.json", options)
+    assert seen == ["allreduce", "adpsgd", "adpsgd"]
+    assert [row["strategy"] for row in result["summary"]] == ["allreduce", "adpsgd"]
+    synchronous, asynchronous = result["summary"]
+    assert synchronous["steps_per_s"] == pytest.approx(0.5, rel=0.05)  # the slow rank's rate
+    assert asynchronous["steps_per_s"] == pytest.approx(7.5 / 8, rel=0.05)
+    assert "| `adpsgd` | " in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.cells"))
+    report.main([str(tmp_path / "t.json"), "--output", str(tmp_path / "report")])
+    assert "| `adpsgd` | " in (tmp_path / "report" / "report.md").read_text()
+    assert (tmp_path / "report" / "t.png").stat().st_size > 10_000
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
+def test_workers_have_cores_of_their_own() -> None:
+    before = os.sched_getaffinity(0)
+    num_taken, found = multiprocessing.Value("i", 0), []
+    try:
+        for _ in range(len(before) + 1):
+            target.take_core(num_taken)
+            found.append(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, before)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert [len(cores) for cores in found] == [1] * len(found)
+    assert set().union(*found[:-1]) == before
+    assert found[-1] == found[0]
+
+
+def test_several_jobs_give_the_same_result(tmp_path: Path) -> None:
+    options = "--strategies allreduce,popsgd --situations random --lrs 0.2 --seeds 2 --steps 6"
+    one = run_bench(target, tmp_path / "one.json", options)
+    two = run_bench(target, tmp_path / "two.json", f"{options} --jobs 2")
+    for key in ("summary", "finals", "curves"):
+        assert one[key] == two[key]
+
+
+def test_what_fills_up_sentences_counts_for_nothing() -> None:
+    task = TASKS["translation"]
+    _, targets, *_ = task.examples(0)
+    is_word = targets[:32] != task.ignored
+    assert not is_word.all()
+    outputs = torch.nn.functional.one_hot(targets[:32], int(targets.max()) + 1).float()
+    assert task.quality(outputs, targets[:32]) == 1.0
+    outputs[~is_word] = torch.randn(outputs.shape[-1])
+    assert task.quality(outputs, targets[:32]) == 1.0
+    assert float(task.loss(1e3 * outputs, targets[:32])) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_gradients_of_several_ranks_are_those_of_each_alone(task: str) -> None:
+    networks = Networks(TASKS[task], 3)
+    inputs, targets, *_ = TASKS[task].examples(0)
+    x = networks.weights() + 0.01 * torch.randn(3, len(networks.weights()))
+    batches = inputs[:12].unflatten(0, (3, 4)), targets[:12].unflatten(0, (3, 4))
+    together = networks.gradients(x, [0, 1, 2], batches)
+    for rank in range(3):
+        parameters = list(networks.module.parameters())
+        torch.nn.utils.vector_to_parameters(x[rank], parameters)
+        loss = TASKS[task].loss(networks.module(batches[0][rank]), batches[1][rank])
+        alone = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+        torch.testing.assert_close(together[rank], alone, rtol=1e-3, atol=1e-5)
+
+
+def test_a_cell_gives_the_same_result_twice() -> None:
+    one = {"situation": "random", "strategy": "wagma:overlap=true", "lr": 0.4, "seed": 1}
+    results = [target_cell.run(one, {"task": "digits", "steps": 8}) for _ in range(2)]
+    assert results[0] == results[1]
+    assert results[0]["step"][-1] == 8
+    assert results[0]["value"][-1] > 0.3
+
+
+def test_an_all_reduce_takes_three_steps_on_a_slow_link() -> None:
+    one = {"situation": "slow-link", "strategy": "allreduce", "lr": 0.1, "seed": 0}
+    result = target_cell.run(one, {"task": "digits", "steps": 4})
+    assert result["seconds"][-1] == pytest.approx(16, rel=0.1)
+    assert SITUATIONS["random-16"].ranks == 16
+
+
+def test_ranks_wait_at_the_end_for_one_that_is_an_hour_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is longer than the time-out of a job."""
+    monkeypatch.setitem(SITUATIONS, "slow-rank", Situation("one rank is far behind", slow=600.0))
+    one = {"situation": "slow-rank", "strategy": "popsgd", "lr": 0.1, "seed": 0}
+    result = target_cell.run(one, {"task": "digits", "steps": 6})
+    assert result["seconds"][-1] > 3500
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--strategies wagma", "must have allreduce"),
+        ("--strategies allreduce,none", "'none'"),
+        ("--strategies allreduce,popsgdd", "did you mean popsgd?"),
+        (
+            "--strategies allreduce,wagma:grace=1",
+            "no option grace, got grace=1; it takes group_s",
+        ),
+        ("--strategies allreduce,wagma:group_size=9", "group_size"),
+        ("--situations rain", "--situations must be of slow-link"),
+        ("--seeds 0", "at least 1"),
+        ("--lrs much", "0.1,0.2,0.4"),
+        ("--stretch 0.5,2", "--stretch must hold 1"),
+        ("--jobs 0", "--jobs must be at least 1"),
+        ("--jobs 2 --real-ms 200", "1 with --real-ms"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    options: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        target.main(options.split())
+    assert message in capsys.readouterr().err
+
+
+def test_real_ranks_are_refused_where_they_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "why_not", lambda: "")
+    for options, says in (
+        ("--real-ms 0", "--real-ms must be positive, got --real-ms 0.0; try 200"),
+        ("--real-ms 200 --task resnet", "--real-ms needs a network without BatchNorm"),
+    ):
+        with pytest.raises(SystemExit):
+            run_bench(target, tmp_path / "t.json", options)
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "network namespaces can be had")
+def test_real_ranks_train_as_the_simulated_ones_do(tmp_path: Path) -> None:
+    """All-reduce makes the same steps, whatever the time; a step is long enough for busy cores."""
+    pytest.importorskip("matplotlib")
+    options = "--situations slow-link --strategies allreduce --lrs 0.4 --seeds 1 --steps 6"
+    simulated = run_bench(target, tmp_path / "simulated.json", options)
+    real = run_bench(target, tmp_path / "real.json", f"{options} --real-ms 300")
+    (a,), (b,) = simulated["curves"], real["curves"]
+    assert a["step"] == b["step"]
+    assert a["value"] == pytest.approx(b["value"], abs=0.01)  # sums are rounded in another order
+    assert a["mb_sent"][-1] < b["mb_sent"][-1]  # with the weights that fill up
+    assert b["seconds"][-1] > 0.9 * a["seconds"][-1]

@@ -1,0 +1,133 @@
+"""The command: a page without a network, a picture, a file for Perfetto, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lightning_dsgd.cli import main
+from lightning_dsgd.lab.drawing import command, page, perfetto, picture
+from lightning_dsgd.lab.simulate import command as simulate
+from tests.support.browser import chromium
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    arguments = ["--algorithms", "allreduce,wagma", "--ranks", "4", "--steps", "12"]
+    simulate.main([*arguments, "--profile", "emulated-1gbit", "--trace", str(folder)])
+    return folder
+
+
+def test_a_page_holds_both_runs_and_fetches_nothing(runs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "timeline.html"
+    main(["timeline", str(runs / "allreduce-4"), str(runs / "wagma-4"), "--output", str(output)])
+    text = output.read_text()
+    assert "<title>allreduce, 4 ranks, simulated | wagma, 4 ranks, simulated</title>" in text
+    assert re.findall(r"\b(?:src|href)=|https?://|@import|url\(", text) == []
+    (data,) = re.findall(r"^const DATA = (.*)$", text, re.MULTILINE)
+    parsed = json.loads(data)
+    assert [run["name"] for run in parsed["runs"]][1] == "wagma, 4 ranks, simulated"
+    assert all(len(lane["spans"]) % 5 == 0 for run in parsed["runs"] for lane in run["lanes"])
+
+
+def test_a_name_cannot_end_the_script(runs: Path) -> None:
+    run = picture.load(runs / "wagma-4")
+    text = page.html([picture.Run("</script><b>", run.lanes)])
+    assert text.count("</script>") == 1
+    assert "<title>&lt;/script&gt;&lt;b&gt;</title>" in text
+
+
+def test_a_picture_is_xml_and_cut_to_the_seconds(runs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "timeline.svg"
+    arguments = [str(runs / "wagma-4"), "--seconds", "1:2.5", "--output", str(output)]
+    command.main(arguments)
+    root = ElementTree.parse(output).getroot()
+    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert "rank 3" in texts
+    assert "1.4 s" in texts
+    assert "2 s" not in texts
+
+
+def test_perfetto_gets_an_event_for_each_span(runs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "timeline.json"
+    command.main([str(runs / "allreduce-4"), "--steps", "3:5", "--output", str(output)])
+    events = json.loads(output.read_text())["traceEvents"]
+    run = picture.load(runs / "allreduce-4", (3, 5))
+    assert len([e for e in events if e["ph"] == "X"]) == run.num_spans
+    assert {e["args"]["step"] for e in events if e.get("cat") == "compute"} == {3, 4, 5}
+    assert json.loads(perfetto.trace_events([run]))["traceEvents"] == events
+
+
+def test_what_does_not_fit_is_left_out_and_said(runs: Path) -> None:
+    run = picture.load(runs / "allreduce-4", most_spans=100)
+    assert "steps 1 to" in run.note
+    assert "of 12" in picture.sentence(run)
+    assert run.num_spans <= 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output", "x.pdf"], "--output must end with"),
+        (["--steps", "5"], "--steps must be two numbers"),
+        (["--steps", "30:40"], "--steps must be among those recorded, 1 to 12"),
+        (["--seconds", "3:1"], "--seconds must be two numbers"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    runs: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main([str(runs / "wagma-4"), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_trace_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main([str(tmp_path)])
+    assert "record them with StepTrace" in capsys.readouterr().err
+
+
+USED = """
+const said = [], box = main.getBoundingClientRect()
+for (let x = 100; x < 900; x += 10) {
+  const at = { clientX: x + box.left, clientY: AXIS + HEAD + 10 + box.top, bubbles: true }
+  main.dispatchEvent(new PointerEvent("pointermove", at))
+  said.push(tip.textContent)
+}
+main.dispatchEvent(new WheelEvent("wheel", { deltaY: -900, clientX: 500, clientY: 100 }))
+const near = until - from
+main.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }))
+main.dispatchEvent(new MouseEvent("dblclick"))
+const shown = { said, zoomed: near < whole, all: until - from === whole }
+document.body.insertAdjacentHTML("beforeend", `<pre id="used">${JSON.stringify(shown)}</pre>`)
+</script>
+"""
+
+
+def test_a_browser_draws_the_page_and_answers(runs: Path, tmp_path: Path) -> None:
+    """Whatever stands below the script, it has drawn before: an error leaves the tables empty."""
+    output = tmp_path / "timeline.html"
+    command.main([str(runs / "allreduce-4"), "--output", str(output)])
+    output.write_text(output.read_text().replace("</script>\n", USED))
+    document = chromium(tmp_path / "profile", "--dump-dom", output.as_uri()).stdout
+    assert document.count("<tr>") == 5
+    assert "waits for a late rank</span>" in document
+    used = re.search(r'<pre id="used">({.*})</pre>', document)
+    assert used is not None
+    shown = json.loads(used[1])
+    assert (shown["zoomed"], shown["all"]) == (True, True)
+    assert any(
+        re.search(r"rank 0, step \d+waits for rank \d, which is late", s) for s in shown["said"]
+    )
+    image = tmp_path / "timeline.png"
+    size = "--window-size=1000,400"
+    chromium(tmp_path / "profile", size, f"--screenshot={image}", output.as_uri())
+    assert image.stat().st_size > 15_000

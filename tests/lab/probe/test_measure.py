@@ -1,0 +1,143 @@
+"""What is measured, where it is known: in the simulated world; and once between processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.lab.probe import measure
+from lightning_dsgd.lab.probe.cluster import Cluster, Link, table
+from lightning_dsgd.lab.results import write_result
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.support.worlds import ProcessWorld
+
+CPU = torch.device("cpu")
+LATENCY_S, BANDWIDTH = 1e-3, 1e7
+
+
+def of_the_network(net: Any) -> list[dict[str, Any]]:
+    found = [measure.pair(net, 0, 1), measure.together(net, 1, BANDWIDTH)]
+    return [*found, measure.all_reduce(net, CPU)]
+
+
+def test_a_known_network_is_measured_as_it_is() -> None:
+    world = SimulatedWorld(4, latency_s=LATENCY_S, bandwidth_bytes_s=BANDWIDTH)
+    pair, together, all_reduce = world.run(of_the_network)[0]
+    assert pair["pair"] == [0, 1]
+    assert pair["latency_s"] == pytest.approx(LATENCY_S, rel=0.01)
+    assert pair["bandwidth_bytes_s"] == pytest.approx(BANDWIDTH, rel=0.02)
+    assert together["bytes_s"] == pytest.approx(BANDWIDTH, rel=0.02)
+    for size, seconds in all_reduce["all_reduce"]:
+        sent_s = 2 * 3 / 4 * size / BANDWIDTH
+        assert sent_s < seconds < sent_s + 5 * LATENCY_S
+    assert all_reduce["all_reduce"][-1][0] == max(measure.ALL_REDUCED)
+
+
+def test_a_shared_link_shows_when_all_send() -> None:
+    world = SimulatedWorld(4, LATENCY_S, BANDWIDTH, shared_link=True)
+    pair, together, _ = world.run(of_the_network)[0]
+    assert together["bytes_s"] == pytest.approx(pair["bandwidth_bytes_s"] / 4, rel=0.05)
+
+
+def spots(nodes: str, machine: str = "m") -> list[dict[str, Any]]:
+    return [{"node": n, "machine": machine, "cores": 2, "device": "cpu"} for n in nodes]
+
+
+def test_pairs_are_taken_inside_nodes_and_between_them() -> None:
+    pairs = measure.pairs_of(spots("aaaabbbb"))
+    inside = [(a, b) for a, b in pairs if (a < 4) == (b < 4)]
+    assert (len(inside), len(pairs)) == (6, 12)
+    assert len({rank for pair in pairs for rank in pair}) >= 6
+    assert measure.pairs_of(spots("ab")) == [(0, 1)]
+
+
+def everything(nodes: str) -> list[dict[str, Any]]:
+    costs: dict[str, Any] = dict.fromkeys(measure.Processor.__dataclass_fields__, 1e-9)
+    del costs["sparse_s"], costs["dense_s_per_byte"]
+    costs["sparse"] = {"oktopk": [(1e-3, 10, 1e3), (2e-3, 10, 1e4)]}
+    costs["dense"] = {"popsgd": (3e-3, 10, 1e6), "hpsgd": (1e-3, 0, 0)}
+    found: list[dict[str, Any]] = [{"places": spots(nodes), "transport": "process_group"}, costs]
+    for a, b in measure.pairs_of(spots(nodes)):
+        is_inside = nodes[a] == nodes[b]
+        speed = {"latency_s": 1e-5, "bandwidth_bytes_s": 4e9} if is_inside else {}
+        found.append({"pair": [a, b], "latency_s": 1e-4, "bandwidth_bytes_s": 1e8, **speed})
+    found.append({"shift": 1, "bytes_s": 1e9})
+    found.append({"shift": measure.shift_between(spots(nodes)), "bytes_s": 2.5e7})
+    return [*found, {"all_reduce": [[4000, 1e-3]]}]
+
+
+def test_what_messages_take_is_no_part_of_a_strategys_own_code() -> None:
+    costs = dict.fromkeys(("send_s", "receive_s"), 1e-4)
+    costs |= dict.fromkeys(("send_s_per_byte", "receive_s_per_byte", "unpack_s_per_byte"), 1e-9)
+    costs["copy_s_per_byte"] = 1e-10
+    few, many = measure.SPARSE_ELEMENTS
+    own_s = {n: 3e-3 + n * 5e-9 for n in (few, many)}
+    steps = [
+        measure.Spent(own_s[n] + 20 * 2e-4 + n / 50 * 3e-9 + 4 * n * 1e-10, 20, n / 50)
+        for n in (few, many)
+    ]
+    assert measure.own_code_s(steps, costs) == pytest.approx((3e-3, 5e-9))
+    assert measure.own_code_s([measure.Spent(0.0, 20, 0), steps[1]], costs)[0] == 0.0
+
+
+def test_what_was_found_is_one_cluster_and_survives_a_file(tmp_path: Path) -> None:
+    cluster = measure.cluster(everything("aabb"))
+    assert (cluster.ranks, cluster.ranks_per_node, cluster.ranks_per_machine) == (4, 2, 4)
+    assert cluster.inside == Link(1e-5, 4e9, 1e9)
+    assert cluster.between == cluster.link == Link(1e-4, 1e8, 2.5e7)
+    path = tmp_path / "cluster.json"
+    write_result(cluster.to_json(), path)
+    assert Cluster.read(path) == cluster
+    of_popsgd_s = 3e-3 - 20e-9 - 2e-3  # messages, and their bytes
+    assert cluster.processor.dense_s_per_byte == {"popsgd": pytest.approx(of_popsgd_s / 1e6)}
+    text = table(cluster)
+    assert "4, 2 on each of 2 nodes" in text
+    assert "25 MB/s for each rank, 0.25" in text
+    alone = measure.cluster(everything("aa"))
+    assert (alone.between, alone.link) == (None, alone.inside)
+
+
+def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"summary": []}')
+    with pytest.raises(ValueError, match="must be a file of `lightning-dsgd probe --output`"):
+        Cluster.read(path)
+    with pytest.raises(ValueError, match="must have two ranks to have a link"):
+        _ = replace(measure.cluster(everything("a" * 2)), inside=None).link
+
+
+def all_of_it(net: Any) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    found = [measure.places(net, CPU) | {"transport": net.wire.name}]
+    found += [measure.selection(net, CPU), measure.processor(net), measure.pair(net, 0, 1)]
+    found.append(measure.steps(net, CPU, 1e8))
+    return [*found, measure.together(net, 1, 1e8), measure.all_reduce(net, CPU)]
+
+
+@pytest.mark.exhaustive
+def test_processes_measure_all_of_it() -> None:
+    found = ProcessWorld().run(2, all_of_it)[0]
+    cluster = measure.cluster(found)
+    assert (cluster.ranks, cluster.ranks_per_node, cluster.between) == (2, 2, None)
+    assert cluster.inside is not None
+    assert 0 < cluster.inside.latency_s < 0.1
+    assert 1e7 < cluster.inside.bandwidth_bytes_s < 1e11
+    assert 0 < cluster.processor.send_s < 0.1
+    assert 0 < cluster.processor.add_s_per_byte < 1e-7
+    assert "all-reduce of 16 MB" in table(cluster)
+    assert set(cluster.processor.sparse_s) == {
+        name for name, algorithm in ALGORITHMS.items() if issubclass(algorithm, ErrorFeedback)
+    }
+    costs = cluster.processor.sparse_s.values()
+    whole = [least + 1e6 * each for least, each in costs]
+    assert all(0 <= seconds < 10 for seconds in whole)
+    assert max(whole) > 1e-4
+    dense = cluster.processor.dense_s_per_byte
+    assert {"allreduce", "local_sgd", "popsgd", "wagma"} <= set(dense)
+    assert all(0 <= seconds < 1e-6 for seconds in dense.values())

@@ -1,0 +1,73 @@
+"""The check against measured runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_dsgd import cli
+from lightning_dsgd.lab.simulate.check import check
+from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.model import run
+
+
+def measured(**rates: float) -> dict[str, Any]:
+    """A result file of `bench throughput`."""
+    return {
+        "summary": [{"strategy": spec, "steps_per_s": rate} for spec, rate in rates.items()],
+        "cells": [{"round": 0}, {"round": 1}],
+        "settings": {
+            "ranks": 4,
+            "compute_s": 0.1,
+            "delay_s": 0.05,
+            "delayed_ranks": 4,
+            "params": "25e5",
+            "steps": 10,
+            "network": {"rate_bit_s": 8e8, "latency_s": 0.0, "emulated": True},
+        },
+    }
+
+
+def test_check_compares_with_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of 150 ms, 10 MB at 100 MB/s: an all-reduce takes 150 ms more."""
+    report = measured(ddp=3.0, no_sync=6.0)
+    report["summary"].append({"strategy": "ddp_powersgd:rank=2", "steps_per_s": 4.0})
+    rows, overhead_s = check(report)
+    assert overhead_s == pytest.approx(1 / 6 - 0.15)
+    predicted = {row["strategy"]: row["predicted"] for row in rows}
+    assert predicted["no_sync"] == pytest.approx(6.0)
+    assert predicted["ddp"] == pytest.approx(1 / (1 / 6 + 0.15), rel=1e-3)
+    assert predicted["ddp_powersgd:rank=2"] is None
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(report))
+    cli.main(["simulate", "--check", str(path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| `ddp` | 3.000 | 3.158 | 1.05 |"
+    assert lines[4] == "| `ddp_powersgd:rank=2` | 4.000 | not ours | |"
+    assert lines[-1].endswith(" 16.7 ms")
+
+
+def test_check_takes_the_rounds_as_seeds_and_loopback_as_no_cost() -> None:
+    report = measured(allreduce=1.0)
+    report["settings"] |= {"delayed_ranks": 1, "ranks": 8, "delay_s": 0.4}
+    report["settings"]["network"] = {"rate_bit_s": None, "latency_s": None, "emulated": False}
+    rows, overhead_s = check(report)
+    assert overhead_s == 0
+    assert rows[0]["predicted"] == pytest.approx(2.0)  # one of eight is late in each step
+    report["summary"] = [{"strategy": "no_sync", "steps_per_s": 1e3}]
+    machine = Machine(0.0, math.inf, 0.1, 25_000_000, delay_s=0.4, delayed_ranks=1)
+    rates = [run("no_sync", 8, machine, 10, seed).slowest_steps_per_s for seed in (0, 1)]
+    assert check(report)[0][0]["predicted"] == pytest.approx(sum(rates) / 2)
+
+
+def test_check_names_what_a_result_file_lacks() -> None:
+    report = measured(ddp=1.0)
+    del report["settings"]["delay_s"]
+    with pytest.raises(ValueError, match="with its settings, got one without 'delay_s'"):
+        check(report)

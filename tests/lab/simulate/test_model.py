@@ -1,0 +1,130 @@
+"""A simulated run, where the answer is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_dsgd.algorithms.oktopk import OkTopk
+from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.lab.simulate import model
+from lightning_dsgd.lab.simulate.machines import MACHINES, Machine
+from lightning_dsgd.lab.simulate.model import run
+
+PLAIN = Machine(latency_s=0.0, bandwidth_bytes_s=1e9, compute_s=0.1, num_params=25_000_000)
+"""All weights take 0.1 s to send, as long as a step computes."""
+
+STRAGGLERS = replace(PLAIN, bandwidth_bytes_s=math.inf, delay_s=0.2, delayed_ranks=2)
+
+
+def step_s(spec: str, world_size: int, machine: Machine, steps: int = 10) -> float:
+    """Seconds per step of the slowest rank."""
+    return 1 / run(spec, world_size, machine, steps).slowest_steps_per_s
+
+
+@pytest.mark.parametrize(
+    ("spec", "messages"),
+    [
+        ("no_sync", 0.0),
+        ("allreduce", 2 * 7 / 8),
+        ("local_sgd:sync_period=1", 2 * 7 / 8),
+        ("local_sgd:sync_period=5", 2 * 7 / 8 / 5),
+        # In the first of two periods the ranks agree on the model, unrounded.
+        ("local_sgd:sync_period=5:wire_dtype=int8", 2 * 7 / 8 * (1 + 2 * 33 / 128) / 10),
+        ("sgp", 1.0),
+        ("sgp:num_peers=2", 2.0),
+        ("popsgd:blocking=true:wire_dtype=bfloat16", 0.5),
+        ("wagma:group_size=2:sync_period=100", 1.0),
+        ("wagma:group_size=4:sync_period=5", (4 * 2 * 3 / 4 + 2 * 7 / 8) / 5),
+    ],
+)
+def test_a_step_takes_the_time_of_its_messages(spec: str, messages: float) -> None:
+    """`messages` of all weights, beside the computation; 8 ranks, nobody late."""
+    done = run(spec, 8, PLAIN, 10)
+    assert 1 / done.slowest_steps_per_s == pytest.approx(0.1 + 0.1 * messages, rel=1e-4)
+    assert done.bytes_sent == pytest.approx(100e6 * messages, rel=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["hpsgd", "adpsgd", "wagma:overlap=true:sync_period=100"])
+def test_who_waits_for_nobody_is_as_fast_as_without_messages(spec: str) -> None:
+    assert step_s(spec, 8, PLAIN) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_the_bytes_of_sparse_messages_follow_the_density_and_not_the_stand_in() -> None:
+    """Ok-Topk sends about 2k (P-1)/P entries of 5.1 bytes; control messages hardly count."""
+    for density in (0.01, 0.02):
+        done = run(f"oktopk:density={density}", 8, PLAIN, 2)
+        expected = 2 * 7 / 8 * density * PLAIN.num_params * 5.1
+        assert done.bytes_sent == pytest.approx(expected, rel=0.25)
+        local = run(f"oktopk:density={density}:local_steps=2", 8, PLAIN, 2)
+        assert local.bytes_sent == pytest.approx(expected / 2, rel=0.25)
+
+
+def test_a_sparse_stand_in_has_entries_for_each_region() -> None:
+    for world_size in (4, 256):
+        n = model.stand_in(OkTopk(density=0.001), world_size, 10**9)
+        assert 0.001 * n >= world_size
+        assert n % world_size == 0
+    assert model.stand_in(WAGMA(), 6, 10**9) % 6 == 0
+    assert model.stand_in(WAGMA(), 6, 20) == 20
+
+
+def test_only_what_stands_for_the_model_counts_for_more() -> None:
+    count = model.message_bytes(100.0)
+    assert count(torch.zeros(3)) == 1200
+    assert count(torch.zeros(3, dtype=torch.bfloat16)) == 600
+    assert count(torch.zeros(3, dtype=torch.int64)) == 24
+    assert count(torch.zeros(1, dtype=torch.float64)) == 8
+    assert count(torch.zeros(34, dtype=torch.uint8)) == 24 + 1000
+    assert count(torch.zeros(0, dtype=torch.uint8)) == 0
+
+
+def test_selection_costs_what_the_profile_says() -> None:
+    free = replace(PLAIN, bandwidth_bytes_s=math.inf)
+    slow = replace(free, exact_topk_s=4e-9, threshold_s=1e-9)  # 0.1 s and 0.025 s of all
+    for spec, more_s in (
+        ("topk_allgather", 0.1),
+        ("gaussian_topk", 0.05),
+        ("oktopk:threshold_period=4", 0.025 + 0.1 / 4),
+        ("gtopk", 0.1 + 0.1 * 2 * 0.01 * 2),
+        ("topk_allgather:local_steps=2", 0.1 / 2),
+        ("allreduce", 0.0),
+    ):
+        assert step_s(spec, 4, slow, 2) - step_s(spec, 4, free, 2) == pytest.approx(more_s), spec
+
+
+def test_ranks_beyond_the_devices_share_them() -> None:
+    station = replace(PLAIN, devices=4)
+    assert step_s("no_sync", 4, station) == pytest.approx(0.1)
+    assert step_s("no_sync", 12, station) == pytest.approx(0.3)
+
+
+def test_wait_avoidance_pays_with_stragglers_and_costs_nothing_without() -> None:
+    assert step_s("allreduce", 16, STRAGGLERS) == pytest.approx(0.3)
+    assert step_s("wagma", 16, STRAGGLERS) < 0.75 * 0.3
+    calm = replace(STRAGGLERS, delayed_ranks=0)
+    assert step_s("wagma", 16, calm) == pytest.approx(0.1)
+
+
+def test_an_all_reduce_takes_longer_among_more_ranks() -> None:
+    slow = replace(PLAIN, bandwidth_bytes_s=125e6, latency_s=1e-3)
+    times = [step_s("allreduce", p, slow, 2) for p in (2, 4, 8, 16)]
+    assert times == sorted(set(times))
+    shared = replace(slow, shared_link=True)
+    assert step_s("allreduce", 8, shared, 2) > 4 * step_s("allreduce", 8, slow, 2)
+
+
+def test_two_runs_are_equal_to_the_bit_and_another_seed_gives_another() -> None:
+    runs = [run("wagma", 8, STRAGGLERS, 12, seed) for seed in (0, 0, 1)]
+    assert torch.equal(runs[0].done_s, runs[1].done_s)
+    assert runs[0].bytes_sent == runs[1].bytes_sent
+    assert not torch.equal(runs[0].done_s, runs[2].done_s)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_profile_runs(name: str) -> None:
+    done = run("allreduce", 4, MACHINES[name], 2)
+    assert 0 < done.steps_per_s <= done.ideal_steps_per_s

@@ -1,0 +1,68 @@
+"""The core without a wing: it is imported, trains and passes its tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_dsgd.wings import COMMANDS, WINGS
+
+ROOT = Path(__file__).parents[1]
+IMPORT_ALL = """
+import importlib, pkgutil, lightning.pytorch, lightning_dsgd
+for module in pkgutil.walk_packages(lightning_dsgd.__path__, "lightning_dsgd."):
+    try:
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        assert not error.name.startswith("lightning_dsgd"), error  # but an optional library
+print(lightning_dsgd.__file__)
+"""
+TESTS_OF_THE_CORE = (
+    "tests/plain/test_training.py::test_the_weights_are_those_of_the_trainer_to_the_bit",
+    "tests/fabric/test_fabric.py::test_the_weights_are_those_of_the_trainer_to_the_bit",
+    "tests/trainer/test_strategy.py::test_allreduce_equals_ddp",
+    "tests/primitives/test_wait_avoiding.py",
+    "tests/transport/test_native.py",
+)
+"""One or two for each face, and of what stands below."""
+
+
+@pytest.fixture(params=WINGS)
+def without(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """A copy of the package and its tests that lacks a wing."""
+    wing = request.param
+    leave_out = shutil.ignore_patterns("__pycache__")
+    for folder in ("lightning_dsgd", "tests", "recipes", "docs", "examples", "benchmarks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=leave_out)
+    for file in ("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile", "mkdocs.yml"):
+        shutil.copy(ROOT / file, tmp_path)
+    shutil.rmtree(tmp_path / "lightning_dsgd" / wing)
+    shutil.rmtree(tmp_path / "tests" / wing)
+    return wing, tmp_path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.exhaustive
+def test_the_core_is_imported_and_trains(without: tuple[str, Path]) -> None:
+    wing, folder = without
+    imported = run(folder, "-c", IMPORT_ALL)
+    assert imported.stdout.strip() == str(folder / "lightning_dsgd" / "__init__.py"), (
+        imported.stderr
+    )
+    tested = run(folder, "-m", "pytest", "-q", "-m", "not exhaustive", *TESTS_OF_THE_CORE)
+    assert tested.returncode == 0, tested.stdout
+    for command in (name for name, module in COMMANDS.items() if module.startswith(f"{wing}.")):
+        missing = run(folder, "-m", "lightning_dsgd", command)
+        assert missing.returncode == 1
+        assert missing.stderr.startswith(f"error: `lightning-dsgd {command}` needs the folder")
