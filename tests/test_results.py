@@ -10,7 +10,8 @@ import pytest
 
 from lightning_dsgd.lab.results import provenance, text, write_result
 
-STORED = sorted(Path(__file__).parents[1].joinpath("docs", "results").rglob("*.json"))
+ROOT = Path(__file__).parents[1]
+STORED = sorted(ROOT.joinpath("docs", "results").rglob("*.json"))
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,12 @@ def test_provenance_names_the_command_the_machine_and_the_versions() -> None:
 def test_every_stored_result_has_a_record_per_line(path: Path) -> None:
     stored = path.read_text()
     assert stored == text(json.loads(stored)) + "\n"
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_the_command_of_a_result_names_files_that_exist(path: Path) -> None:
+    words = json.loads(path.read_text())["command"].split()
+    assert [w for w in words if "/" in w and not (ROOT / w).exists()] == []
+    if "--output" in words:
+        output = ROOT / words[words.index("--output") + 1]
+        assert output in (path, path.parent)
