@@ -79,7 +79,7 @@ def main() -> None:
     if second and not first.keys() <= second[0].keys():
         lacking = ", ".join(" ".join(key) for key in first.keys() - second[0].keys())
         parser.error(f"the second result must have all that the first one has, it lacks {lacking}")
-    columns = ["situation", "strategy", "steps/s", "99%"]
+    columns = ["situation", "strategy", "steps/s (mean of ranks)", "99%"]
     if second:
         columns += [
             "steps/s there",

@@ -108,7 +108,7 @@ def soonest_cell(rows: list[dict[str, Any]], of: str, share: str) -> str:
         return "never"
     _, fraction, row = min(found, key=lambda each: each[:2])
     figures = row["to_target"][share]
-    notes = [f"steps/s {row['steps_per_s'] / speeds[0]:.1f}"]
+    notes = [f"mean steps/s {row['steps_per_s'] / speeds[0]:.1f}"]
     if "stretch" in figures:
         notes.append(f"trained {figures['stretch']:g}x")
     if figures["reached"] < row["seeds"]:

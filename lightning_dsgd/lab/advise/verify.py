@@ -103,7 +103,10 @@ def compare(
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Predicted beside measured."""
     width = max(len(row["strategy"]) for row in rows) + 2
-    lines = [f"{'strategy':{width}}measured, steps/s  predicted  ratio"]
+    lines = [
+        "steps/s (slowest rank):",
+        f"{'strategy':{width}}{'measured':>17}{'predicted':>11}{'ratio':>7}",
+    ]
     for row in rows:
         lines.append(
             f"{row['strategy']:{width}}{row['measured']:>17.3f}{row['predicted']:>11.3f}"

@@ -23,8 +23,8 @@ With --stretch 0.5,1,2 each strategy also trains for half and twice the steps, w
 its learning rate over all of them; what most seeds reach the target with counts, of those the
 soonest, of all-reduce too.  The target stays all-reduce's quality after --steps.
 
-The second table has the final quality above all-reduce's, the steps per second of a rank, and the
-learning rate; * marks one at an edge of the grid.  A run that was interrupted continues if the same
+The second table has the final quality above all-reduce's, steps/s (mean of ranks), and the learning
+rate; * marks one at an edge of the grid.  A run that was interrupted continues if the same
 command is given again.  With --jobs 4, four cells are computed at a time; the result is the same.
 
 With --real-ms 200 each rank is a process and each link is emulated between network namespaces; a
@@ -202,7 +202,7 @@ def tables(result: dict[str, Any]) -> str:
         parts.append(f"Seconds to {words} of all-reduce's final quality, and share of its time:")
         parts.append(time_table(result, f"{share:g}"))
     better = "accuracy in points" if result["higher_is_better"] else "loss"
-    parts.append(f"Final {better} relative to all-reduce; steps per second; learning rate:")
+    parts.append(f"Final {better} relative to all-reduce; steps/s (mean of ranks); learning rate:")
     parts.append(quality_table(result))
     return "\n\n".join(parts)
 
@@ -213,7 +213,7 @@ def time_table(result: dict[str, Any], share: str) -> str:
 
 
 def quality_table(result: dict[str, Any]) -> str:
-    """The final quality, the steps per second and the learning rate, in Markdown."""
+    """The final quality, steps/s (mean of ranks) and the learning rate, in Markdown."""
     return _table(result, partial(_quality_cell, higher_is_better=result["higher_is_better"]))
 
 

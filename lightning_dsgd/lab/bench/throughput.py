@@ -71,7 +71,7 @@ def summarize(cells: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]
 def table(rows: list[dict[str, Any]], baseline: str) -> str:
     """The summary in Markdown."""
     lines = [
-        f"| strategy | steps/s | x {baseline} | of no_sync | waited, ms per step "
+        f"| strategy | steps/s (slowest rank) | x {baseline} | of no_sync | waited, ms per step "
         "| MB sent per step | late |",
         "|---|---|---|---|---|---|---|",
     ]

@@ -84,7 +84,10 @@ def predict(
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """In Markdown."""
-    lines = ["| strategy | measured, steps/s | predicted | ratio |", "|---|---|---|---|"]
+    lines = [
+        "| strategy | measured, steps/s (slowest rank) | predicted | ratio |",
+        "|---|---|---|---|",
+    ]
     for row in rows:
         measured, predicted = row["measured"], row["predicted"]
         figures = f"{predicted:.3f} | {predicted / measured:.2f}" if predicted else "not ours |"

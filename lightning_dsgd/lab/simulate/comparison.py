@@ -45,15 +45,19 @@ def compare(
                 if trace is not None and len(specs) * len(ranks) > 1:
                     folder = trace / f"{re.sub('[^a-z0-9.]+', '_', spec.lower())}-{world_size}"
                 done = run(spec, world_size, machine, steps, seed, folder, bar.update)
-                baseline = done.steps_per_s if spec == "allreduce" else baseline
+                baseline = done if spec == "allreduce" else baseline
                 rows.append(summarize(done, name, baseline))
                 took = time.perf_counter() - begin_s
                 tqdm.write(f"{spec}, {world_size} ranks: {took:.1f} s", file=sys.stderr)
     return rows
 
 
-def summarize(done: Run, machine: str, baseline: float | None) -> dict[str, Any]:
-    """One row of the table; `baseline` is the steps per second of the all-reduce."""
+def summarize(done: Run, machine: str, baseline: Run | None) -> dict[str, Any]:
+    """One row of the table; `baseline` is the all-reduce."""
+    ratio = slowest_ratio = None
+    if baseline is not None:
+        ratio = done.steps_per_s / baseline.steps_per_s
+        slowest_ratio = done.slowest_steps_per_s / baseline.slowest_steps_per_s
     return {
         "algorithm": done.algorithm,
         "ranks": len(done.done_s),
@@ -62,7 +66,8 @@ def summarize(done: Run, machine: str, baseline: float | None) -> dict[str, Any]
         "slowest_steps_per_s": done.slowest_steps_per_s,
         "ideal_steps_per_s": done.ideal_steps_per_s,
         "of_ideal": done.steps_per_s / done.ideal_steps_per_s,
-        "ratio": done.steps_per_s / baseline if baseline else None,
+        "ratio": ratio,
+        "slowest_ratio": slowest_ratio,
         "mb_sent_per_step": done.bytes_sent / 1e6,
     }
 
@@ -70,15 +75,19 @@ def summarize(done: Run, machine: str, baseline: float | None) -> dict[str, Any]
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """In Markdown."""
     lines = [
-        "| algorithm | ranks | steps/s | ideal | of ideal | x allreduce | MB sent per step |",
-        "|---|---|---|---|---|---|---|",
+        "| algorithm | ranks | steps/s (mean of ranks) | ideal | of ideal "
+        "| x allreduce (mean of ranks) | steps/s (slowest rank) | x allreduce (slowest rank) "
+        "| MB sent per step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        ratio, of_slowest = (
+            "" if row[name] is None else f"{row[name]:.2f}" for name in ("ratio", "slowest_ratio")
+        )
         lines.append(
             f"| `{row['algorithm']}` | {row['ranks']} | {row['steps_per_s']:.3f} | "
             f"{row['ideal_steps_per_s']:.3f} | {row['of_ideal']:.0%} | {ratio} | "
-            f"{row['mb_sent_per_step']:.1f} |"
+            f"{row['slowest_steps_per_s']:.3f} | {of_slowest} | {row['mb_sent_per_step']:.1f} |"
         )
     return "\n".join(lines)
 
@@ -97,6 +106,6 @@ def plot(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
         label = "ideal" if place == 0 else None
         axes.hlines(ideal, place - 0.45, place + 0.45, "k", "dashed", label=label)
     axes.set_xticks(range(len(everyone)), [f"{p:,}" for p in everyone])
-    axes.set(xlabel="ranks", ylabel="steps per second of each rank")
+    axes.set(xlabel="ranks", ylabel="steps/s (mean of ranks)")
     axes.set_ylim(0, 1.45 * max(row["ideal_steps_per_s"] for row in rows))
     axes.legend(fontsize="small", ncols=2, loc="upper center")

@@ -86,4 +86,4 @@ def test_the_first_are_run_here(files: list[str], capsys: pytest.CaptureFixture[
     main([*files, "--params", "1e4", *some, "--verify", "--verify-ranks", "2"])
     text = capsys.readouterr().out
     assert "running the first three on 2 ranks of this machine" in text
-    assert "measured, steps/s" in text
+    assert "steps/s (slowest rank):" in text
