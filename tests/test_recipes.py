@@ -83,6 +83,8 @@ def test_recipe_says_what_it_is(recipe: Path) -> None:
     assert FOLDER / named == recipe
     for other in re.findall(r"recipes/\S+?\.yaml|benchmarks/\S+?\.py|docs/\S+?\.json", text):
         assert (FOLDER.parent / other).exists()
+    for seen, result in re.findall(r"val_bleu ([\d.]+) [^.]*\((docs/\S+?\.json)\)", text):
+        assert f'"val_bleu": {seen}' in (FOLDER.parent / result).read_text()
 
 
 LESS_DATA = {
