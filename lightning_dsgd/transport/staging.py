@@ -11,6 +11,9 @@ written is used once the host has seen that it is done.
 **Order.**  Messages of one channel and tag to one rank leave in the order in which they were sent,
 those of CPU tensors too; others may overtake them until their first chunk has left.
 
+**Done.**  A send is done once nobody reads the caller's memory any more: once all of it is copied
+to pinned memory, or once the wire has read what it takes from where it lies.
+
 **Memory.**  `_SLOTS` chunks of pinned memory for each rank that is sent to; an outlet that takes
 messages whole has one piece of pinned memory for each message.
 
@@ -82,8 +85,8 @@ class _Way:
     outlet: Outlet
     free: list[Tensor] = field(default_factory=list)
     num_slots: int = 0
-    leaving: list[tuple[Tensor | None, Work[None]]] = field(default_factory=list)
-    """Chunks that the wire has; with the pinned memory that is free once they have left."""
+    leaving: list[tuple[Work[None], Tensor | None, Sending | None]] = field(default_factory=list)
+    """Chunks that the wire has; once one has left, its pinned memory is free and its send done."""
     job: _Job | None = None
 
 
@@ -192,16 +195,26 @@ class Staging:
                 is_closing = self._closing_at is not None
             while self._new:
                 self._jobs.append(self._new.popleft())
-        if self._mesh.mailboxes.failure is not None and not self._mesh.survives:
+        is_lost = self._mesh.mailboxes.failure is not None and not self._mesh.survives
+        if is_lost:
             self._drop(lambda job: not job.has_begun)
-            for job in self._jobs:
-                job.sending.finish()
+            self._finish_all()
         if self._closing_at is None:
             return True
-        return bool(self._jobs) and time.monotonic() < self._closing_at
+        has_more = bool(self._jobs) or (self._is_leaving() and not is_lost)
+        return has_more and time.monotonic() < self._closing_at
 
     def _is_leaving(self) -> bool:
         return any(way.leaving for way in self._ways.values())
+
+    def _finish_all(self) -> None:
+        """Nobody waits for the wire any more: all sends are done."""
+        for job in self._jobs:
+            job.sending.finish()
+        for way in self._ways.values():
+            for _, _, sending in way.leaving:
+                if sending is not None:
+                    sending.finish()
 
     def _advance(self) -> bool:
         """Moves every message on; whether anything has moved."""
@@ -254,7 +267,7 @@ class Staging:
             at_once = self._whole or not job.is_from_device
             count = job.nbytes if at_once else min(CHUNK_BYTES, job.nbytes - job.read)
             part = job.x[job.read : job.read + count]
-            if self._direct or not job.is_from_device:
+            if self._lends(job):
                 job.copied.append((part, count, PASSED))
             else:
                 slot = _slot(job.port, way, count, is_kept=not self._whole)
@@ -281,12 +294,20 @@ class Staging:
         job.num_added += count
         work = way.outlet.add(slot[:count], is_last=job.num_added == job.nbytes)
         is_from_ring = job.is_from_device and count > 0 and not self._whole
-        way.leaving.append((slot if is_from_ring else None, work))
+        ends_send = self._lends(job) and job.num_added == job.nbytes
+        way.leaving.append(
+            (work, slot if is_from_ring else None, job.sending if ends_send else None)
+        )
+
+    def _lends(self, job: _Job) -> bool:
+        """Whether the wire reads the sender's memory, and not pinned memory."""
+        return self._direct or not job.is_from_device
 
     def _end_job(self, job: _Job) -> None:
-        """The device's memory is not read any more."""
+        """The wire has all of it, or it is dropped."""
         job.x = None
-        job.sending.finish()
+        if not (self._lends(job) and job.has_begun):
+            job.sending.finish()
         self._jobs.remove(job)
         with self._changed:
             self._pending[job.key] -= 1
@@ -307,6 +328,7 @@ class Staging:
             self._jobs.extend(self._new)
             self._new.clear()
         self._drop(lambda _: True)
+        self._finish_all()
 
 
 def _slot(port: Port, way: _Way, count: int, *, is_kept: bool) -> Tensor | None:
@@ -324,11 +346,14 @@ def _slot(port: Port, way: _Way, count: int, *, is_kept: bool) -> Tensor | None:
 def _take_back(way: _Way) -> bool:
     """Pinned memory that has left may be written again; whether there was any."""
     still = []
-    for slot, work in way.leaving:
+    for work, slot, sending in way.leaving:
         if not work.done():
-            still.append((slot, work))
-        elif slot is not None:
+            still.append((work, slot, sending))
+            continue
+        if slot is not None:
             way.free.append(slot)
+        if sending is not None:
+            sending.finish()
     is_any = len(still) < len(way.leaving)
     way.leaving = still
     return is_any

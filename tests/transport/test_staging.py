@@ -77,6 +77,61 @@ def test_an_outlet_may_take_a_devices_memory() -> None:
     FakeWorld().run(1, send_from_device_memory)
 
 
+class Late:
+    """A wire that has a message, and still reads it."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.has_read = threading.Event(), threading.Event()
+        self.num_added = 0
+
+    def begin(self, header: bytes) -> None:
+        pass
+
+    def add(self, chunk: Tensor, *, is_last: bool) -> Late:
+        self.num_added += 1
+        return self
+
+    def done(self) -> bool:
+        self.is_asked.set()
+        return self.has_read.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        raise AssertionError("the stager waits for nobody")
+
+
+def send_to_a_wire_that_is_late(net: Any, fake: FakeDevice, is_direct: bool, ends: str) -> None:
+    """What is not copied: from a device's memory, or from the host's behind a device's message."""
+    late, header = Late(), b"h" * 26
+    stager = Staging(net.mesh, lambda dst: late, whole=is_direct, direct=is_direct)
+    with hung(fake):
+        sent = stager.send(0, header, torch.ones(10, device=fake.device), copy=not is_direct)
+        if not is_direct:
+            assert stager.takes(0, header, torch.ones(10))
+            sent = stager.send(0, header, torch.ones(10), copy=False)
+    assert until(lambda: late.num_added == 2 - is_direct, 60, lambda: None)
+    late.is_asked.clear()
+    assert late.is_asked.wait(60)
+    assert not sent.done(), "the wire still reads it"
+    if ends == "read":
+        late.has_read.set()
+    elif ends == "lost":
+        net.mesh.lose(1, "died")
+        with pytest.raises(PeerLost, match="rank 1 died"):
+            sent.wait(60)
+    with mock.patch.object(staging, "_CLOSE_TIMEOUT_S", 0.1):
+        stager.close()
+    assert sent.done()
+
+
+def send_to_wires_that_are_late(net: Any, fake: FakeDevice) -> None:
+    for is_direct, ends in ((True, "read"), (False, "read"), (True, "closed"), (False, "lost")):
+        send_to_a_wire_that_is_late(net, fake, is_direct, ends)
+
+
+def test_a_send_is_done_once_the_wire_has_read_it() -> None:
+    FakeWorld().run(1, send_to_wires_that_are_late)
+
+
 def mix_devices(net: Any, fake: FakeDevice) -> None:
     x, host = torch.ones(4, device=fake.device), torch.ones(4)
     for work in (
@@ -283,8 +338,8 @@ def lands_at_once(original: Callable[[Landing], bool]) -> Callable[[Landing], bo
 
 
 def slots_are_free_at_once(way: Any) -> bool:
-    way.free += [slot for slot, _ in way.leaving if slot is not None]
-    way.leaving = []
+    way.free += [slot for _, slot, _ in way.leaving if slot is not None]
+    way.leaving = [chunk for chunk in way.leaving if chunk[1] is None]
     return False
 
 
