@@ -2,7 +2,8 @@
 
 A `Port` is what threads and messages need of one device:
 
-    enter                  this thread works on the device
+    enter                  this thread works on the device: its first call to it, as any other
+                           call would go to, and make a context on, the device of index 0
     current, new, using    streams: what this thread queues goes onto its current one
     mark                   a point in the current stream, which passes once all before it is done
     pinned, copy           host memory that copies run to and from beside everything else

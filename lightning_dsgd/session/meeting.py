@@ -170,6 +170,7 @@ class Meeting:
             self._rendezvous,
             partial(self._open_transport, world_size, device),
         )
+        port_of(device).enter()  # in plain PyTorch nobody may have done so
         if rendezvous is None:
             return open_transport()
 

@@ -216,17 +216,18 @@ class Native:
             self._net.mesh.lose(self._net.rank, failed(failure))
         if not self._is_aborted:
             self._is_aborted = True
-            _abort(self._own_groups())
+            _abort(self._own_groups(), self._port)
 
     def _own_groups(self) -> list[Any]:
         return [group for group in self._groups if group is not None]
 
 
-def _abort(groups: Sequence[Any]) -> None:
+def _abort(groups: Sequence[Any], port: Port) -> None:
     """Side by side: one waits for its kernels, which may be queued behind those of another."""
 
     def abort(group: Any) -> None:
         with contextlib.suppress(Exception):  # the job ends all the same
+            port.enter()
             group.abort()
 
     threads = [threading.Thread(target=abort, args=(group,), daemon=True) for group in groups]

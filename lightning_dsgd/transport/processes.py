@@ -243,6 +243,7 @@ class ProcessTransport(Endpoint):
     ) -> Work[None]:
         self.mesh.check(f"sending to rank {dst}")
         if dst == self.rank:
+            self.mesh.port.enter()  # whoever sends may have made no call to the device before
             x = x.detach().clone()
             mark = self.mesh.port.mark()  # of a CPU tensor too: it tells of what this thread did
             self.mesh.mailboxes.deliver(dst, (channel, tag), kind, x, mark)

@@ -223,6 +223,7 @@ class Staging:
         for job in list(self._jobs):
             is_first = job.key not in seen
             seen.add(job.key)
+            job.port.enter()
             if is_first and job.mark.has_passed():
                 moved |= self._advance_job(job)
         for way in self._ways.values():
@@ -282,7 +283,6 @@ class Staging:
 
     def _stream_of(self, port: Port) -> Any:
         if port.device not in self._streams:
-            port.enter()
             self._streams[port.device] = port.new()
         return self._streams[port.device]
 

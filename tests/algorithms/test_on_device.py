@@ -30,7 +30,7 @@ def train(net: Any, name: str, device: torch.device) -> Tensor:
     """What a few steps make of the weights, as the CPU sees it."""
     x, goal = start_at(net.rank, 0.0).to(device), target(net.rank).to(device)
     algorithm = TABLE[name].make()
-    algorithm.start(net.sub(f"{name} on {device}"), x)
+    algorithm.start(net.sub(f"{name} on {device.type}"), x)
     for _ in range(STEPS):
         g = x - goal
         algorithm.before_update(x, g)

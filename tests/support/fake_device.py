@@ -11,6 +11,9 @@ Memory behaves as under torch's allocator: once no tensor refers to a piece, wha
 the stream that it was made on may write to it, and here does: poison.  `Port.keep` is what prevents
 it.
 
+A thread works on index 0 until it enters another.  A call of a thread that works on another index
+raises an error: on a GPU it would have made a context there.
+
 Every access is also told to CUDA's sanitizer (`torch.cuda._sanitizer`, which is pure Python), with
 every mark and every wait.  It finds accesses that nothing has ordered, also where the pauses
 have let them come out right: `FakeDevice.races`.
@@ -67,6 +70,7 @@ class FakeEvent:
             stream.queue.put(self.passed.set)
 
     def has_passed(self) -> bool:
+        self._device.require_entered()
         if not self.passed.is_set():
             return False
         with self._device.lock:
@@ -176,10 +180,11 @@ class FakeDevice:
     Args:
         seed: of the pauses
         longest_pause_s: of which most are much shorter
+        index: of the device
     """
 
-    def __init__(self, seed: int = 0, longest_pause_s: float = 2e-3) -> None:
-        self.device = torch.device("fake", 0)
+    def __init__(self, seed: int = 0, longest_pause_s: float = 2e-3, index: int = 0) -> None:
+        self.device = torch.device("fake", index)
         self.lock = threading.RLock()
         self.sanitizer = _sanitizer.EventHandler()
         self.races: list[str] = []
@@ -192,7 +197,8 @@ class FakeDevice:
         self._random = random.Random(seed)
         self._of_thread = threading.local()
         self._streams: list[FakeStream] = []
-        self._default = self.new()
+        self._default = FakeStream(self)
+        self._streams.append(self._default)
         self.num_queued = 0
 
     def pause(self) -> None:
@@ -203,12 +209,21 @@ class FakeDevice:
     # ---- the port ----
 
     def enter(self) -> None:
-        pass
+        self._of_thread.index = self.device.index
+
+    def require_entered(self) -> None:
+        """Raises unless this thread works on the device."""
+        index = getattr(self._of_thread, "index", 0)
+        if index != self.device.index:
+            name = threading.current_thread().name
+            raise RuntimeError(f"{name} calls {self.device}, but works on fake:{index}")
 
     def current(self) -> FakeStream:
+        self.require_entered()
         return getattr(self._of_thread, "stream", self._default)
 
     def new(self) -> FakeStream:
+        self.require_entered()
         self._streams.append(FakeStream(self))
         return self._streams[-1]
 
@@ -236,6 +251,7 @@ class FakeDevice:
             x.block.users.add(self.current())
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.require_entered()
         return torch.empty(numel, dtype=dtype)
 
     def copy(self, into: Tensor, source: Tensor) -> None:
@@ -488,11 +504,11 @@ def parameters_allowed() -> Any:
 _installed: list[FakeDevice] = []
 
 
-def install(seed: int = 0, longest_pause_s: float = 2e-3) -> FakeDevice:
+def install(seed: int = 0, longest_pause_s: float = 2e-3, index: int = 0) -> FakeDevice:
     """Makes torch and the package know a new device, in this process."""
     _tell_torch()
     _sanitizer.traceback = _NoTraces  # it takes the stack of every access: most of its time
-    fake = FakeDevice(seed, longest_pause_s)
+    fake = FakeDevice(seed, longest_pause_s, index)
     _installed.append(fake)
     devices.register("fake", lambda _: fake)
     devices._ports.pop(fake.device, None)

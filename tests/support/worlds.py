@@ -132,7 +132,9 @@ class ProcessWorld:
 
 @dataclass
 class FakeWorld(ProcessWorld):
-    """P processes, each with an accelerator that is none: `fn(net, fake, *args)`.
+    """P processes, each with an accelerator that is none and has its rank's index.
+
+    `fn(net, fake, *args)` runs in each.
 
     Fails if anything was read or written on it that no wait has ordered.
     """
@@ -141,7 +143,8 @@ class FakeWorld(ProcessWorld):
     finds_races: bool = True
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        fake = fake_device.install(self.seed + dist.get_rank())
+        fake = fake_device.install(self.seed + dist.get_rank(), index=dist.get_rank())
+        fake.enter()
         self._device = fake.device
 
         def run(net: ProcessGroupTransport) -> Any:

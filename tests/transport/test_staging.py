@@ -15,19 +15,22 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.cuda import _sanitizer
 
 from lightning_dsgd.devices import PASSED, StreamLock, until
 from lightning_dsgd.primitives.published import Published
+from lightning_dsgd.session.meeting import Limits, Meeting
 from lightning_dsgd.transport import PeerLost, Timeout, staging
 from lightning_dsgd.transport.connection import Connection
 from lightning_dsgd.transport.lanes import Lane
 from lightning_dsgd.transport.mailboxes import Mailboxes
 from lightning_dsgd.transport.staging import CHUNK_BYTES, Landing, Staging
 from lightning_dsgd.transport.works import Done
+from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeTensor, OnDevice
 from tests.support.mpi import FakeMPIWorld, MPIJob, every_mpi
-from tests.support.worlds import FakeWorld
+from tests.support.worlds import FakeWorld, FitWorld
 from tests.transport.contract.test_in_order import run_in_order
 
 LARGE = 10 * CHUNK_BYTES // 4
@@ -437,6 +440,32 @@ def test_each_wait_is_needed() -> None:
     assert FakeWorld(finds_races=False).run(2, leave_each_out) == [[], []]
 
 
+# ---- which device ----
+
+
+def use_a_device_that_nobody_has_entered() -> None:
+    """As in plain PyTorch: this thread, a lane, the stager and a thread that only sends call it."""
+    fake = fake_device.install(index=dist.get_rank() + 1)
+    with pytest.raises(RuntimeError, match=r"MainThread calls fake:\d, but works on fake:0"):
+        fake.mark()
+    net = Meeting("process_group", Limits(60, 20, 60), print).open_network(2, fake.device)
+    thread = threading.Thread(target=net.send, args=(torch.ones(1), net.rank))
+    thread.start()
+    lane = net.spawn_lane(lambda end: end.all_reduce(torch.ones(3, device=fake.device)).wait())
+    x = torch.ones(LARGE, device=fake.device)
+    net.send(x, 1 - net.rank, tag=1, copy=False).wait()
+    assert is_full_of(net.recv(x, 1 - net.rank, tag=1).wait(), 1)
+    assert net.recv(torch.ones(1), net.rank).wait().tolist() == [1]
+    lane.join()
+    thread.join()
+    net.close()
+    fake.check()
+
+
+def test_every_thread_chooses_its_device_first() -> None:
+    FitWorld().run(2, use_a_device_that_nobody_has_entered)
+
+
 # ---- a device that does not come to it ----
 
 
@@ -469,7 +498,7 @@ def wait_for_a_hung_device(net: Any, fake: FakeDevice) -> float:
 
         work = net.broadcast(x, src=0)
         if net.rank:
-            text = r"0.2 s for broadcast.* to be copied to fake:0"
+            text = r"0.2 s for broadcast.* to be copied to fake:1"
             assert until(work._pending.arrived.is_set, 60, lambda: None)
             with pytest.raises(Timeout, match=text):
                 work.wait(0.2)
