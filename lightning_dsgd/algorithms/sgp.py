@@ -205,6 +205,7 @@ class _Pusher:
         self.stopped: set[int] = set()
         self.expected: deque[tuple[int, int]] = deque()  # (step, from whom)
         self.next_weight: dict[int, Receipt] = {}  # posted ahead, one for each neighbour looked at
+        self.next_share: dict[int, Receipt] = {}  # posted once its weight is there
 
     def push(self, x: Tensor, w: float, step: int) -> float:
         """Sends shares, adds to x what has come; gives the new w."""
@@ -219,7 +220,7 @@ class _Pusher:
             weight = torch.tensor([w * p], dtype=torch.float64)
             for peer in going:
                 self.net.send(message, peer, _WEIGHTS, copy=False)
-                self.net.send(weight, peer, _WEIGHT)  # last: where it is, the share is too
+                self.net.send(weight, peer, _WEIGHT)  # may overtake a share that is on a device
             kept = p * (len(receivers) + 1 - len(going))
             x *= kept
             w *= kept
@@ -235,7 +236,7 @@ class _Pusher:
             is_due = sent_at <= step - self.algorithm.overlap
             if peer in self.stopped:
                 continue
-            if not is_due and (peer in overtaken or not self._receipt(peer).done()):
+            if not is_due and (peer in overtaken or not self._has_come(peer, x)):
                 overtaken.add(peer)  # messages of one rank are taken in order
                 still_expected.append((sent_at, peer))
                 continue
@@ -252,10 +253,20 @@ class _Pusher:
         if not len(weight):
             self.stopped.add(peer)
             return 0.0
-        del self.next_weight[peer]
-        like = rounding.encode(x[:0], self.algorithm.wire_dtype)
-        x += rounding.decode(self.net.recv(like, peer, _WEIGHTS).wait(), like=x)
+        x += rounding.decode(self._share(peer, x).wait(), like=x)
+        del self.next_weight[peer], self.next_share[peer]
         return float(weight)
+
+    def _has_come(self, peer: int, x: Tensor) -> bool:
+        """Whether the next message of a rank, with its share, is there, or says that it stops."""
+        weight = self._receipt(peer)
+        return weight.done() and (not len(weight.wait()) or self._share(peer, x).done())
+
+    def _share(self, peer: int, x: Tensor) -> Receipt:
+        if peer not in self.next_share:
+            like = rounding.encode(x[:0], self.algorithm.wire_dtype)
+            self.next_share[peer] = self.net.recv(like, peer, _WEIGHTS)
+        return self.next_share[peer]
 
     def _receipt(self, peer: int) -> Receipt:
         if peer not in self.next_weight:

@@ -6,6 +6,7 @@ nothing has ordered.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from typing import Any
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.algorithms.sgp import SGP
+from lightning_dsgd.devices import until
 from lightning_dsgd.primitives.step_scaling import made_for
 from tests.algorithms.test_algorithms import LR, TABLE, start_at, target
 from tests.support.fake_device import FakeDevice
 from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
+from tests.transport.test_staging import hung
 
 STEPS = 6
 NAMES = [name for name in ALGORITHMS if name in TABLE] + ["eager_solo"]
@@ -87,6 +91,37 @@ def test_every_algorithm_trains_on_an_accelerator() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_row_trains_on_a_device(world_size: int) -> None:
     check(FakeWorld(), list(TABLE), world_size, to_the_bit=True)
+
+
+def push_while_a_share_is_late(net: Any, fake: FakeDevice) -> float:
+    """Rank 1's share is behind what its device has not come to; its push weight overtakes it."""
+    x, other = torch.zeros(4, device=fake.device), 1 - net.rank
+    algorithm, words = SGP(overlap=3), net.sub("words")
+    algorithm.start(net, x)
+
+    def step() -> None:
+        algorithm.before_update(x, x[:0])
+        algorithm.after_update(x)
+
+    with hung(fake) if net.rank else contextlib.nullcontext():
+        if net.rank:
+            x += 1
+            step()
+            words.recv(torch.ones(1), other).wait()
+        else:
+            assert until(algorithm.pusher._receipt(other).done, 60, lambda: None)
+            for _ in range(3):
+                step()
+            words.send(torch.ones(1), other)
+    for _ in range(2 * net.rank):
+        step()
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return float(x.cpu().mean())
+
+
+def test_sgp_waits_for_no_share_that_is_not_due() -> None:
+    assert FakeWorld(timeout_s=20).run(2, push_while_a_share_is_late) == [0.5, 0.5]
 
 
 # ---- where the host waits for the device ----
