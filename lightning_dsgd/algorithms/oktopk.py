@@ -1,12 +1,13 @@
 """Ok-Topk (Li & Hoefler, PPoPP 2022, https://arxiv.org/abs/2201.07598), Algorithms 1 and 2.
 
-    acc_i <- e_i + g_i
+    acc_i <- e_i + g_i P / A
     u <- Topk(sum_i Topk(acc_i))
     e_i <- acc_i, but 0 where it has contributed to u
     g_i <- u / P
 
 Legend: g gradient, e residual, acc the accumulated gradient, k = density n entries of n are
-selected, P ranks, tau' threshold_period, tau repartition_period.
+selected, P ranks, of which A still have data (P, in the paper), tau' threshold_period, tau
+repartition_period.
 
 Every rank owns a region of the gradient: it sums the entries that the ranks have selected there and
 selects from the sums.  The selected sums are then all-gathered.
@@ -113,14 +114,14 @@ class OkTopk(ErrorFeedback):
         self.num_selected = 0
         self.num_balanced = 0
 
-    def exchange(self, g: Tensor, active: int) -> None:
+    def exchange(self, g: Tensor) -> None:
         if self.round >= self.num_dense:
-            super().exchange(g, active)
+            super().exchange(g)
             return
         sample = self.some_of(g)
         self.gradients += torch.where(sample.isfinite().all(), sample, 0.0)
         self.net.all_reduce(g).wait()
-        g /= active
+        g /= self.net.world_size
         self.round += 1
         self.num_selected = self.num_applied = len(g)
 

@@ -1,19 +1,20 @@
 """What sparse all-reduces share: the largest entries are sent, the rest is kept for later.
 
-    acc_i <- e_i + g_i
+    acc_i <- e_i + g_i P / A
     u, I_i <- sparse_allreduce(acc)         I_i: the entries of acc_i that are in u
     e_i <- acc_i - acc_i[I_i]
     g_i <- u / P
 
 Legend: e the residual, g the gradient, acc what has been accumulated (in the memory of e), u the
-sum that all ranks get, n elements, k of them to be selected, P ranks that are still stepping.
+sum that all ranks get, n elements, k of them to be selected, P ranks, A of them still have data.
 
 Nothing is lost and nothing counted twice: over all ranks, what was accumulated = what was applied +
 the residuals.
 
 A rank that has run out of data goes on with a gradient of zero: its residual is sent like the
-others', and the sum is divided by the number of ranks that have a gradient, as in `allreduce`.  It
-takes over the weights of those that went on once all have stopped.
+others'.  A gradient counts as one of those A that were made with it, as in `allreduce`, in whatever
+step it is applied; what was held back before keeps its weight.  The rank takes over the weights of
+those that went on once all have stopped.
 
 With `local_steps` H above 1, what H steps have changed takes the place of the gradient (SparseLoCo,
 Sarfi et al. 2025, https://arxiv.org/abs/2508.15706):
@@ -22,8 +23,7 @@ Sarfi et al. 2025, https://arxiv.org/abs/2508.15706):
     e_i <- e_i + (x - x_i);   u, I_i <- sparse_allreduce(e);   e_i <- e_i - e_i[I_i]
     x <- x - u / P            on all ranks, which go on from there
 
-Here P is the number of all ranks, also of those that have run out of data: what they have changed
-since the last exchange is sent in the first one that they serve.  Between two exchanges every rank
+What ranks have changed that run out of data is sent in the first exchange that they serve.  Between two exchanges every rank
 has weights of its own; the consensus is their mean.  Over all ranks, the mean of the weights = the
 start + the mean of all that was changed - the mean of the residuals of which it was taken.
 """
@@ -129,7 +129,9 @@ class ErrorFeedback(Algorithm):
             return
         active = num_active(self.net, active=True, counts=self.conditions.gradient_counts)
         self.step += 1
-        self.exchange(g, active)
+        if active < self.net.world_size:
+            g *= self.net.world_size / active
+        self.exchange(g)
 
     def after_update(self, x: Tensor) -> None:
         if self.local_steps == 1:
@@ -145,9 +147,9 @@ class ErrorFeedback(Algorithm):
                 self.exchange_changes(x)
             return
         zeros = None
-        while active := num_active(self.net, active=False, counts=self.conditions.gradient_counts):
+        while num_active(self.net, active=False, counts=self.conditions.gradient_counts):
             zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
-            self.exchange(zeros, active)
+            self.exchange(zeros)
         self.step = take_over_newest(self.net, x, self.step)
 
     def begin_local_steps(self, x: Tensor) -> None:
@@ -159,11 +161,11 @@ class ErrorFeedback(Algorithm):
         """One round after local steps; what is exchanged lies in the memory of x."""
         self.begin_local_steps(x)
         torch.sub(self.base, x, out=x)
-        self.exchange(x, self.net.world_size)
+        self.exchange(x)
         torch.sub(self.base, x, out=x)
         self.steps_since = 0
 
-    def exchange(self, g: Tensor, active: int) -> None:
+    def exchange(self, g: Tensor) -> None:
         """One round: leaves in g what is to be applied."""
         skips = self.conditions.skips_overflow and self.uses_gradient  # else each rank by itself
         if skips and self.has_overflowed(g):
@@ -172,7 +174,7 @@ class ErrorFeedback(Algorithm):
         if self.uses_gradient:
             self.gradients += self.some_of(g)
         values, indices = self.sparse_allreduce(g)
-        g[indices] = values.div_(active).to(g.dtype)
+        g[indices] = values.div_(self.net.world_size).to(g.dtype)
         self.round += 1
         self.num_applied = len(values)
 

@@ -211,6 +211,38 @@ def test_what_was_accumulated_is_what_was_applied_and_what_is_left(
         assert float((accumulated - rank["applied"] - left).abs().max() / scale) < 1e-6
 
 
+def drive_unevenly(
+    net: Any, make: Callable[[], ErrorFeedback], counts: list[int]
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """What this rank has computed and was given in each of its steps, and what it has left."""
+    algorithm, x = make(), torch.zeros(1000)
+    algorithm.start(net, x)
+    made, given = [], []
+    for step in range(counts[net.rank]):
+        g = normal(net.rank, step, 1000, net.world_size)
+        made.append(g.clone())
+        algorithm.before_update(x, g)
+        given.append(g)
+    algorithm.settle(x)
+    return made, given, algorithm.residual
+
+
+@EVERY
+def test_the_last_rank_with_data_makes_steps_of_the_usual_size(
+    make: Callable[..., ErrorFeedback],
+) -> None:
+    """And a gradient counts as one of those that were made with it, whenever it is applied."""
+    counts = [32, *[30] * 7]
+    made, given, left = zip(
+        *SimulatedWorld(8).run(drive_unevenly, partial(make, density=0.01), counts), strict=True
+    )
+    norms = torch.stack(given[0]).norm(dim=1)
+    assert norms[30] < 2 * norms[20:30].mean()
+    means = [torch.stack([g[step] for g in made if step < len(g)]).mean(0) for step in range(32)]
+    rest = torch.stack(means).sum(0) - torch.stack(given[0]).sum(0) - torch.stack(left).mean(0)
+    assert rest.abs().max() < 1e-4
+
+
 @EVERY
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_there_may_be_fewer_entries_than_ranks(make: Callable[..., ErrorFeedback], n: int) -> None:
