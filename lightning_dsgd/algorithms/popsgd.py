@@ -26,11 +26,12 @@ has not begun to train.  With `blocking=True` it waits for its partner, as in th
 `wire_dtype="int8"` sends q(x) = s round(x / s) modulo 256 s, which a receiver whose own weights are
 less than 128 s away can tell from those (Davies et al., ICLR 2021,
 https://arxiv.org/abs/2002.09268; the later SwarmSGD does the same).  s, a power of two, is twice
-what the distances that the two have seen last would need.  Sums of round(x / s) over every 256th
-entry are sent with it.  If they do not match what was decoded, both send their weights in full, as
-they do at a first interaction.  One side adds what the other subtracts, even if it was decoded
-wrongly, so the mean over all ranks is conserved up to the rounding of that addition; the partners
-are up to s apart afterwards.
+what the distances that the two have seen last would need.  Hashes of round(x / s) are sent with
+it: of every 256th entry the sum, weighted by place, modulo 2^64.  If they do not match what was
+decoded, both send their weights in full, as they do at a first interaction.  A wrong entry is
+always found if it is the only one in its hash; several hide each other with a chance of about
+2^-56.  One side adds what the other subtracts, even if it was decoded wrongly, so the mean over all
+ranks is conserved up to the rounding of that addition; the partners are up to s apart afterwards.
 
 A rank that stops tells all possible partners with an empty message; they then continue without it.
 
@@ -59,13 +60,15 @@ from lightning_dsgd.primitives import step_scaling, topology
 from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.transport import ANY, Lane, Transport
 
-_MODEL, _HELLO, _SUMS = range(3)  # tags; of a lane: _CONTROL in place of _HELLO
+_MODEL, _HELLO, _HASHES = range(3)  # tags; of a lane: _CONTROL in place of _HELLO
 _CONTROL = 1
 _ARRIVED, _OFFER = range(2)
 
 UNKNOWN: Final = 1 << 30
 """In place of an exponent: the weights are to be sent in full."""
-NUM_SUMS: Final = 256
+NUM_HASHES: Final = 256
+ROWS_AT_ONCE: Final = 512
+"""Of so many entries as there are hashes: a piece of 1 MB."""
 
 
 @dataclass
@@ -176,14 +179,17 @@ class PopSGD(Algorithm):
         if max(self.exponent, exponent) != UNKNOWN:
             s = 2.0 ** max(self.exponent, exponent)
             k = (x / s).round_()
-            mine = sums_of(k)
+            mine = hashes_of(k)
+            if len(k) and not k.norm(torch.inf) < 2.0**62:  # it has no hash: equal to no partner's
+                mine[-1] = ~net.rank
             code = k.remainder_(256).to(torch.uint8)
             del k
             net.send(code, partner, _MODEL, copy=False)
-            net.send(mine, partner, _SUMS)
+            net.send(mine, partner, _HASHES)
             ahead = (net.recv(code, partner, _MODEL).wait(timeout_s) - code).view(torch.int8)
             ahead[ahead == -128] = 0  # else both partners would go the same way
-            if torch.equal(mine + sums_of(ahead), net.recv(mine, partner, _SUMS).wait(timeout_s)):
+            decoded = mine + hashes_of(ahead)
+            if torch.equal(decoded, net.recv(mine, partner, _HASHES).wait(timeout_s)):
                 distance = s * max(0.5, float(ahead.abs().max())) if len(x) else 0.0
                 d = ahead.to(x.dtype).mul_(0.5 * s)
         if d is None:  # and, as all above is the same with the opposite sign there, on both sides
@@ -355,12 +361,25 @@ def half_difference(theirs: Tensor, mine: Tensor, like: Tensor) -> Tensor:
     return (theirs.to(like.dtype) - mine.to(like.dtype)).mul_(0.5)
 
 
-def sums_of(k: Tensor) -> Tensor:
-    """Of every 256th entry, exact as long as they stay below 2^53: that of k + d is their sum."""
-    whole = len(k) - len(k) % NUM_SUMS
-    sums = k[:whole].view(-1, NUM_SUMS).sum(0, dtype=torch.float64)
-    sums[: len(k) - whole] += k[whole:]
-    return sums
+def hashes_of(k: Tensor) -> Tensor:
+    """Of every 256th entry, and 0 behind them: modulo 2^64, those of k + d are the sums of theirs.
+
+    Weights are odd, so a difference of 256 times less than 2^56 in one entry changes its hash.
+    """
+    num_rows = len(k) // NUM_HASHES
+    whole = num_rows * NUM_HASHES
+    weights = torch.arange(1, num_rows + 2, device=k.device) * _MIX[0]
+    weights = (weights ^ (weights >> 32)) * _MIX[1] | 1  # as of a random place, as a hash is made
+    hashes = torch.zeros(NUM_HASHES + 1, dtype=torch.int64, device=k.device)
+    rows = k[:whole].view(-1, NUM_HASHES)
+    for piece, weight in zip(
+        torch.split(rows, ROWS_AT_ONCE), torch.split(weights[:-1], ROWS_AT_ONCE), strict=True
+    ):
+        hashes[:-1] += (piece.to(torch.int64) * weight[:, None]).sum(0)
+    hashes[: len(k) - whole] += k[whole:].to(torch.int64) * weights[-1]
+    return hashes
 
 
+_MIX: Final = -7046029254386353131, -4658895280553007687
+"""Odd numbers whose products mix all bits (those of splitmix64)."""
 _WORDS = torch.empty(0, dtype=torch.int64)

@@ -23,9 +23,10 @@ Sarfi et al. 2025, https://arxiv.org/abs/2508.15706):
     e_i <- e_i + (x - x_i);   u, I_i <- sparse_allreduce(e);   e_i <- e_i - e_i[I_i]
     x <- x - u / P            on all ranks, which go on from there
 
-What ranks have changed that run out of data is sent in the first exchange that they serve.  Between two exchanges every rank
-has weights of its own; the consensus is their mean.  Over all ranks, the mean of the weights = the
-start + the mean of all that was changed - the mean of the residuals of which it was taken.
+What ranks have changed that run out of data is sent in the first exchange that they serve.
+Between two exchanges every rank has weights of its own; the consensus is their mean.  Over all
+ranks, the mean of the weights = the start + the mean of all that was changed - the mean of the
+residuals of which it was taken.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ The simulated world first, then real processes under `Trainer.fit`.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -475,7 +476,7 @@ def test_a_byte_tells_the_way_to_the_partner_or_the_weights_are_sent_in_full(jum
         is_full = step == 0 or (step == 4 and jump > 0)
         assert (sent >= x.nbytes) == is_full
         if not is_full:
-            assert sent == len(x) + 2048 + 16
+            assert sent == len(x) + 2056 + 16
         if step == 4:
             total[::7] += jump
             total[1::7] -= jump
@@ -487,23 +488,28 @@ def test_a_byte_tells_the_way_to_the_partner_or_the_weights_are_sent_in_full(jum
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
-def meet_apart(net: Any, distance: float) -> tuple[Tensor, int]:
-    """s is 1."""
+def meet_apart(net: Any, where: list[int], distance: float, s: float) -> tuple[Tensor, int]:
+    """Half of these entries are so far from rank 0's, the others as far on the other side."""
     algorithm = PopSGD(blocking=True, wire_dtype="int8")
-    x = torch.full((300,), distance * net.rank).double()
+    x = torch.zeros(2100).double()
+    x[where[::2]], x[where[1::2]] = distance * net.rank, -distance * net.rank
     algorithm.start(net, x)
-    algorithm.exponent = 0
+    algorithm.exponent = int(math.log2(s))
     algorithm.before_update(x, x[:0])
     algorithm.after_update(x)
     return x, net.counters.messages_sent
 
 
-@pytest.mark.parametrize("distance", [127.0, 128.0, -128.0, 129.0, 256.0])
-def test_a_byte_that_cannot_tell_the_distance_is_noticed_on_both_sides(distance: float) -> None:
-    (x, num), (y, other) = SimulatedWorld(2).run(meet_apart, distance)
-    assert x.eq(distance / 2).all()
-    assert y.eq(distance / 2).all()
-    assert num == other == (3 if abs(distance) < 128 else 4)
+@pytest.mark.parametrize("where", [[7], [7, 7 + 256], [0, 2099], [3, 3 + 1024, 5, 5 + 1024]])
+@pytest.mark.parametrize("distance", [127.0, 128.0, -128.0, 129.0, 199.0, 256.0, 2.0**70])
+def test_a_byte_that_cannot_tell_the_distance_is_noticed_on_both_sides(
+    distance: float, where: list[int]
+) -> None:
+    for s in (1.0, 2.0**-40):
+        (x, num), (y, other) = SimulatedWorld(2).run(meet_apart, where, distance * s, s)
+        assert x.equal(y)
+        assert x[where].abs().eq(abs(distance) * s / 2).all()
+        assert num == other == (3 if abs(distance) < 128 else 4)
 
 
 def steps_in_time(net: Any, make: Callable[[], Algorithm], until_s: float) -> int:
