@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: what follows the program's name; by default that of this process.  Lightning starts
             the other ranks with the arguments of this process: for several ranks, leave it out.
     """
+    if args is None:
+        _find_the_users_modules()
     given = sys.argv[1:] if args is None else list(args)
     # Lightning's parser also takes options before the command: `--config FILE fit`.
     if not given or given[0] in ("-h", "--help") or not given[0].startswith("-"):
@@ -63,6 +66,16 @@ def main(args: Sequence[str] | None = None) -> None:
             module.main(given[1:])
             return
     _run_lightning(None if args is None else given)
+
+
+def _find_the_users_modules() -> None:
+    """Lets `--model my_model.MyModel` name a file of the working folder, as `python -m` does.
+
+    Lightning starts the other ranks with the same command, so they find it too.
+    """
+    folder = os.getcwd()
+    if not sys.flags.safe_path and folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _show_strategies(args: list[str]) -> None:

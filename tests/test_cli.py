@@ -25,10 +25,10 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["python"])
 
 
-def run(module: str, *args: str, cwd: Path) -> None:
-    """`python -m MODULE ARGS`, which must end well."""
+def finish(command: list[str], cwd: Path) -> None:
+    """Runs what must end well."""
     done = subprocess.run(
-        [sys.executable, "-m", module, *args],
+        command,
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -210,8 +210,35 @@ def test_run_leaves_metrics_config_and_a_checkpoint(tmp_path: Path) -> None:
     assert {"train_loss", "val_loss", "val_accuracy", "dsgd/bytes_sent"} <= set(columns)
 
 
+OWN_MODEL = """
+import torch
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+class MyModel(BoringModel):
+    def on_train_end(self):
+        with open(f"trained_{self.global_rank}", "x") as file:
+            file.write(str(self.trainer.world_size))
+"""
+OWN_DATA = "from my_model import BoringDataModule as MyData\n"
+
+
+@pytest.mark.exhaustive
+def test_console_script_finds_the_users_modules_on_all_ranks(tmp_path: Path) -> None:
+    """The second rank is started by Lightning."""
+    (tmp_path / "my_model.py").write_text(OWN_MODEL)
+    (tmp_path / "my_data.py").write_text(OWN_DATA)
+    script = Path(sys.executable).with_name("lightning-dsgd")
+    own = ["--model", "my_model.MyModel", "--data", "my_data.MyData"]
+    ranks = ["--trainer.strategy", "local_sgd", "--trainer.accelerator", "cpu"]
+    few = ["--trainer.devices", "2", "--trainer.fast_dev_run", "true"]
+    finish([str(script), "fit", *own, *ranks, *few], tmp_path)
+    written = {path.name: path.read_text() for path in tmp_path.glob("trained_*")}
+    assert written == {"trained_0": "2", "trained_1": "2"}
+
+
 @pytest.mark.exhaustive
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     more = ["--trainer.devices", "2", "--trainer.fast_dev_run", "true"]
-    run(*torchrun, "-m", "lightning_dsgd", "fit", "--config", str(RECIPE), *more, cwd=tmp_path)
+    command = [sys.executable, "-m", *torchrun, "-m", "lightning_dsgd", "fit"]
+    finish([*command, "--config", str(RECIPE), *more], tmp_path)
