@@ -1,6 +1,9 @@
 """All that is to be tested and measured on a GPU, in one command of at most 8 minutes.
 
     python benchmarks/gpu.py
+    python benchmarks/gpu.py --rehearse
+
+It runs from a checkout, which need not be installed; torch, Lightning and pytest are all it needs.
 
     tests       those marked `gpu`
     sanitizer   the same under TORCH_CUDA_SANITIZER=1, which looks at the main thread's accesses
@@ -11,9 +14,13 @@
     stream      how much longer a step that computes takes while a lane moves 100 MB in each:
                 through the stager, and by copies on the stream that trains
 
-Writes docs/results/gpus/NAME.json, NAME that of the device.  Does nothing, and says why, where
-there is no GPU.  Tests that take too long are noted as "out of time"; what was measured before is
-written all the same.
+Writes docs/results/gpus/NAME.json, NAME that of the device, anew after each figure and each test:
+whatever ends it, nothing that it has found is lost.  A part that fails is noted with its error, and
+the others follow.  Does nothing, and says why, where there is no GPU.
+
+With `--rehearse` the parts run on the CPU with small sizes, pytest skips each test for want of a
+GPU, and the file is build/cpu.json.  So one sees, before the GPU is there, that nothing is missing.
+The sanitizer needs a GPU.
 """
 
 from __future__ import annotations
@@ -22,21 +29,25 @@ import argparse
 import math
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # before what is installed, if anything is
+
 from lightning_dsgd import devices
 from lightning_dsgd.devices import Port, port_of, until
-from lightning_dsgd.lab.results import provenance, write_result
+from lightning_dsgd.lab.results import provenance, save
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.transport.frames import HEADER
 from lightning_dsgd.transport.mesh import Mesh
@@ -64,24 +75,49 @@ def why_not() -> str:
     return ""
 
 
-def run_tests(limit_s: float, **environment: str) -> dict[str, Any]:
-    """What pytest says of the tests for a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *TESTS]
+def run_tests(
+    found: dict[str, Any], write: Callable[[], None], limit_s: float, **environment: str
+) -> None:
+    """Adds what pytest says of the tests for a GPU, test by test."""
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-m", "gpu"]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        [*command, "-p", "no:cacheprovider", *TESTS],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # the ranks of a test end with it
+    )
+    late = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+    late.start()
+    found |= {"passed": False, "outcomes": [], "said": []}
+    lines = []
+    assert process.stdout is not None
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired:
-        return {"passed": False, "said": ["out of time"]}
-    lines = (done.stdout + done.stderr).splitlines()
-    print("\n".join(lines[-40:]))
-    kept = lines[-1:] if done.returncode == 0 else [line for line in lines if "Error" in line][-20:]
-    return {"passed": done.returncode == 0, "said": kept}
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+            if outcome := re.match(r"(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", line):
+                found["outcomes"].append(
+                    dict(zip(("test", "outcome"), outcome.groups(), strict=True))
+                )
+                write()
+        found["passed"] = process.wait() == 0
+    finally:
+        late.cancel()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode == -signal.SIGKILL:
+        found["said"] = [
+            f"out of time after {limit_s:.0f} s, in: {lines[-1] if lines else 'imports'}"
+        ]
+    elif found["passed"]:
+        found["said"] = lines[-1:]
+    else:
+        found["said"] = [line for line in lines if "Error" in line][-20:] or lines[-5:]
+    write()
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
@@ -96,9 +132,8 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) 
     return statistics.median(times[1:])
 
 
-def selection(device: torch.device, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+def selection(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """16 n bytes are read and written at the least, 8 n by a copy."""
-    found = []
     for n in sizes:
         r, g = (torch.randn(n, device=device) for _ in range(2))
         other = torch.empty_like(r)
@@ -108,8 +143,7 @@ def selection(device: torch.device, sizes: tuple[int, ...]) -> list[dict[str, An
         for name, form in sparse.forms(r).items():
             form_s = seconds(lambda: form(r, threshold, g), device)  # noqa: B023
             row |= {f"{name}_gb_s": 16 * n / form_s / 1e9, f"{name}_share": 2 * copy_s / form_s}
-        found.append(row)
-    return found
+        yield row
 
 
 class Sink:
@@ -135,9 +169,9 @@ def land(port: Port, payload: Tensor) -> Tensor:
     return landing.take()
 
 
-def staging(device: torch.device, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+def staging(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Gigabytes a second of a message of so many bytes, in both directions."""
-    port, stage, found = port_of(device), stager(), []
+    port, stage = port_of(device), stager()
     header = HEADER.pack(0, 0, 0, 0, 0)
     for nbytes in sizes:
         x = torch.ones(nbytes // 4, device=device)
@@ -151,12 +185,11 @@ def staging(device: torch.device, sizes: tuple[int, ...]) -> list[dict[str, Any]
             "up_staged": lambda: land(port, pinned),  # noqa: B023
         }
         rates = {name: nbytes / seconds(way, device) / 1e9 for name, way in ways.items()}
-        found.append({"bytes": nbytes, **{f"{name}_gb_s": rate for name, rate in rates.items()}})
+        yield {"bytes": nbytes, **{f"{name}_gb_s": rate for name, rate in rates.items()}}
     stage.close()
-    return found
 
 
-def stream(device: torch.device, nbytes: int, side: int, steps: int) -> dict[str, Any]:
+def stream(device: torch.device, nbytes: int, side: int, steps: int) -> Iterator[dict[str, Any]]:
     """A step's seconds on the stream that trains, alone and beside a lane."""
     port, stage = port_of(device), stager()
     header = HEADER.pack(0, 0, 0, 0, 0)
@@ -203,7 +236,7 @@ def stream(device: torch.device, nbytes: int, side: int, steps: int) -> dict[str
     thread.join(60)
     stage.close()
     synchronous = step_s(as_before)
-    return {
+    yield {
         "bytes_each_way": nbytes,
         "alone_s": alone,
         "beside_a_lane_s": beside,
@@ -214,44 +247,76 @@ def stream(device: torch.device, nbytes: int, side: int, steps: int) -> dict[str
     }
 
 
-def measure(device: torch.device, *, small: bool = False) -> dict[str, Any]:
-    """All that is measured; small: to see that it runs."""
+def measure(
+    found: dict[str, Any], write: Callable[[], None], device: torch.device, *, small: bool = False
+) -> None:
+    """Adds all that is measured, figure by figure; small: to see that it runs."""
     mb = 1 << (12 if small else 20)
-    return {
+    counts = (1, 20) if small else (1, 16, 100, 400)
+    parts = {
         "selection": selection(device, (10_000,) if small else (10**6, 10**7, 10**8)),
-        "staging": staging(
-            device, tuple(n * mb for n in ((1, 20) if small else (1, 16, 100, 400)))
-        ),
+        "staging": staging(device, tuple(count * mb for count in counts)),
         "stream": stream(device, 100 * mb, 64 if small else 4096, 5 if small else 50),
     }
+    for name, rows in parts.items():
+        found[name] = []
+        try:
+            for row in rows:
+                found[name].append(row)
+                write()
+                print(f"{name}: {row}", flush=True)
+        except Exception as error:  # the other parts follow
+            traceback.print_exc()
+            found[name].append({"error": f"{type(error).__name__}: {error}"})
+            write()
+
+
+def chosen_device() -> torch.device:
+    """The accelerator that this thread has."""
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    return port_of(found).device
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small sizes")
     args = parser.parse_args()
-    reason = why_not()
+    reason = "" if args.rehearse else why_not()
     if reason:
         print(f"nothing was done: {reason}")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so tests end as well
     began = time.monotonic()
-    found = torch.accelerator.current_accelerator()
-    assert found is not None
-    device = port_of(found).device
+    device = torch.device("cpu") if args.rehearse else chosen_device()
     name = devices.name_of(device)
-    path = args.output or Path(
-        "docs/results/gpus", re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") + ".json"
-    )
-    result = {**provenance(), "device": name, **devices.seen()}
-    result["measured"] = measure(device)
-    write_result(result, path)  # first: the tests may take the rest of the time
-    for part, environment in (("tests", {}), ("sanitizer", {"TORCH_CUDA_SANITIZER": "1"})):
+    file = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") + ".json"
+    folder = "build" if args.rehearse else "docs/results/gpus"
+    path = args.output or ROOT / folder / file
+    found: dict[str, Any] = {"measured": {}}
+
+    def write(*, is_whole: bool = False) -> None:
+        ran = {"seconds": math.ceil(time.monotonic() - began), "is_whole": is_whole}
+        save({**made, **ran, **found}, path)
+
+    made = {**provenance(), "device": name, **devices.seen()}
+    write()
+    print(f"writing: {path}", flush=True)
+    measure(found["measured"], write, device, small=args.rehearse)  # the tests may take the rest
+    parts = {"tests": {}, "sanitizer": {"TORCH_CUDA_SANITIZER": "1"}}
+    for part in ["tests"] if args.rehearse else parts:
         left = LIMIT_S - (time.monotonic() - began)
-        share = left / 2 if part == "tests" else left
-        result[part] = run_tests(share, **environment) if left > 20 else {"said": ["out of time"]}
-        write_result(result, path)
-    result["seconds"] = math.ceil(time.monotonic() - began)
-    write_result(result, path)
+        found[part] = {"passed": False, "said": ["out of time"]}
+        if left > 20:
+            run_tests(found[part], write, left / 2 if part == "tests" else left, **parts[part])
+    write(is_whole=True)
+    print(f"written: {path}")
+    failed = [part for part in parts if not found.get(part, {"passed": True})["passed"]]
+    failed += [part for part, rows in found["measured"].items() if "error" in rows[-1]]
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -126,6 +127,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_lightning(args: list[str] | None) -> None:
+    if importlib.util.find_spec("jsonargparse") is None:
+        sys.exit(
+            "lightning-dsgd: error: Lightning's command line needs the package jsonargparse, which "
+            "is not installed; install it (pip install 'jsonargparse[signatures]>=4.39,<5')"
+        )
     # Imported here as it takes seconds, and the other commands and `--help` do without.
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI

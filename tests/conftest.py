@@ -14,6 +14,21 @@ from tests.support.mpi import MPIJob
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+PLUGINS = {"timeout": "timeout", "xdist": "xdist_group"}
+"""The marks of each plugin: a checkout runs without them on a machine that has pytest alone."""
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.has_plugin("timeout"):
+        parser.addini("timeout", "no limit: pytest-timeout is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for plugin, mark in PLUGINS.items():
+        if not config.pluginmanager.has_plugin(plugin):
+            config.addinivalue_line("markers", f"{mark}: nothing, as its plugin is not installed")
+
+
 @pytest.fixture(scope="session")
 def mpi_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], MPIJob]]:
     """One job of mpiexec for each interpreter, started when it is first asked for."""

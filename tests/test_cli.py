@@ -193,6 +193,12 @@ def test_a_wrong_name_or_hyperparameter_beside_a_name_is_told(
     assert said in capsys.readouterr().err
 
 
+def test_a_fit_without_jsonargparse_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    with pytest.raises(SystemExit, match="needs the package jsonargparse, which is not installed"):
+        main(["fit", "--config", str(RECIPE)])
+
+
 def fit_in(folder: Path, args: list[str]) -> None:
     os.chdir(folder)
     main(["fit", *args])

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from lightning_dsgd.algorithms.allreduce import AllReduce
@@ -65,6 +64,10 @@ def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def differentiate(model: nn.Module, step: int, rank: int) -> None:
     """Leaves the gradients of a batch."""
+    from sklearn.datasets import (
+        load_digits,
+    )  # an extra, which others' use of this module does without
+
     pixels, labels = load_digits(return_X_y=True)
     images, goals = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels)
     begin = (step * RANKS + rank) * BATCH

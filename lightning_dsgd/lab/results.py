@@ -54,6 +54,12 @@ def typed(command: str, argv: Sequence[str] | None) -> str:
 
 
 def write_result(result: dict[str, Any], path: Path) -> None:
+    """Writes the file, and says where it is."""
+    save(result, path)
+    print(f"\nwritten: {path}")
+
+
+def save(result: dict[str, Any], path: Path) -> None:
     """Writes the file, or leaves the old one as it was.
 
     Folders that are missing are made.
@@ -62,7 +68,6 @@ def write_result(result: dict[str, Any], path: Path) -> None:
     new = path.with_name(path.name + ".new")
     new.write_text(text(result) + "\n")
     new.replace(path)
-    print(f"\nwritten: {path}")
 
 
 def text(value: Any, depth: int = 0) -> str:

@@ -1,8 +1,12 @@
-"""The contract, and what it costs the stream that trains, for tensors on a real accelerator."""
+"""The contract for tensors on a real accelerator; the command that tests and measures on one."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +41,76 @@ def gpu_command() -> Any:
     return module
 
 
-def measure(net: Any, fake: FakeDevice) -> dict[str, Any]:
-    found: dict[str, Any] = gpu_command().measure(fake.device, small=True)
-    return found
+def measure(net: Any, fake: FakeDevice) -> tuple[dict[str, Any], int]:
+    """What is measured, and how often it is written."""
+    found: dict[str, Any] = {}
+    written: list[None] = []
+    gpu_command().measure(found, lambda: written.append(None), fake.device, small=True)
+    return found, len(written)
 
 
 def test_the_command_for_a_gpu_measures() -> None:
-    [found] = FakeWorld(finds_races=False).run(1, measure)
+    [(found, num_written)] = FakeWorld(finds_races=False).run(1, measure)
     assert found["selection"][0]["elements"] == 10_000
     assert found["selection"][0]["torch_gb_s"] > 0
     assert [row["bytes"] for row in found["staging"]] == [4096, 20 * 4096]
     assert all(rate > 0 for row in found["staging"] for rate in row.values())
-    assert found["stream"]["moves_per_step"] > 0
+    assert found["stream"][0]["moves_per_step"] > 0
+    assert num_written == 4
+
+
+BARE = """
+import os, sys
+for name in ("wandb", "jsonargparse", "hatchling", "sklearn", "psutil"):
+    sys.modules[name] = None
+sys.path = [p for p in sys.path if not os.path.isdir(os.path.join(p, "lightning_dsgd"))]
+"""
+"""What every Python does first: it has neither the package nor more than the command needs."""
+
+
+def rehearse(folder: Path) -> subprocess.Popen[str]:
+    (folder / "sitecustomize.py").write_text(BARE)
+    bare = {
+        "PYTHONPATH": str(folder),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu.py"),
+        "--rehearse",
+        "--output",
+        "r.json",
+    ]
+    return subprocess.Popen(
+        command, cwd=folder, env=os.environ | bare, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_the_command_loses_nothing_where_it_is_killed(tmp_path: Path) -> None:
+    """It runs from a checkout that is not installed."""
+    with rehearse(tmp_path) as process:
+        assert process.stdout is not None
+        said = next((line for line in process.stdout if line.startswith("staging: ")), "")
+        process.kill()
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert said, "it has ended before anything was measured"
+    assert result["measured"]["selection"][0]["elements"] == 10_000
+    assert result["measured"]["staging"][0]["bytes"] == 4096
+    assert not result["is_whole"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_the_command_comes_to_its_end_without_being_installed(tmp_path: Path) -> None:
+    with rehearse(tmp_path) as process:
+        said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    result = json.loads((tmp_path / "r.json").read_text())
+    outcomes = result["tests"]["outcomes"]
+    assert {row["outcome"] for row in outcomes} == {"SKIPPED"}
+    assert {row["test"].partition("::")[0] for row in outcomes} == set(gpu_command().TESTS)
+    assert result["is_whole"]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

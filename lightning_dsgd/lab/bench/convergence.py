@@ -19,6 +19,7 @@ to target when the value first reaches the target: optimizer steps, seconds, MB 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 from pathlib import Path
@@ -148,6 +149,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("convergence.json"))
     args = parser.parse_args(argv)
     options.refuse(parser, args)
+    for package in ("wandb", "matplotlib") if args.wandb is not None else ():
+        if importlib.util.find_spec(package) is None:
+            parser.error(
+                f"--wandb needs the package {package}, which is not installed; "
+                f"install it (pip install {package}), or leave --wandb out"
+            )
     link, network = options.chosen_link(args.network)
     print(f"{args.task}, {args.ranks} ranks, {network}")
     workload, specs = WORKLOADS[args.task], args.strategies.split(",")
