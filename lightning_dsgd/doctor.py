@@ -31,7 +31,7 @@ _VERSIONS: Final = """
 import json
 from importlib.metadata import PackageNotFoundError, version
 found = {}
-for name in ("lightning", "wandb", "scikit-learn", "matplotlib", "mpi4py"):
+for name in ("lightning", "wandb", "scikit-learn", "matplotlib", "jsonargparse", "mpi4py"):
     try:
         found[name] = version(name)
     except PackageNotFoundError:
@@ -50,6 +50,9 @@ found["level"] = next(n for n in names if getattr(MPI, "THREAD_" + n) == level)
 print(json.dumps(found), flush=True)
 MPI.Finalize()
 """
+
+_MALWARE: Final = ("2.6.2", "2.6.3")
+"""Releases of Lightning, which pyproject.toml excludes."""
 
 LAUNCHERS: Final = {
     "torchrun": ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"),
@@ -160,14 +163,21 @@ def packages() -> list[Finding]:
     if why:
         return [Finding("packages", False, why)]
     lightning = versions["lightning"] or "not installed"
-    fits = lightning.startswith("2.6.")
-    advice = "" if fits else "pip install 'lightning>=2.6,<2.7'"
+    fits = lightning.startswith("2.6.") and lightning not in _MALWARE
+    advice = "" if fits else "pip install 'lightning>=2.6,<2.7,!=2.6.2,!=2.6.3'"
+    if lightning in _MALWARE:
+        lightning += ", a release with malware: change the passwords and keys of this machine"
     findings = [Finding("Lightning", fits, lightning, advice)]
     mode = os.environ.get("WANDB_MODE", "online unless WANDB_MODE=offline or offline=True")
     wandb = versions["wandb"]
     text, advice = (f"{wandb}, {mode}", "") if wandb else ("not installed", "pip install wandb")
     findings.append(Finding("W&B", bool(wandb), text, advice))
-    for name, use in (("scikit-learn", "the digits"), ("matplotlib", "plots")):
+    uses = {
+        "jsonargparse": "`lightning-dsgd fit`",
+        "scikit-learn": "the digits",
+        "matplotlib": "plots",
+    }
+    for name, use in uses.items():
         version = versions[name]
         advice = "" if version else f"for {use}: pip install {name}"
         findings.append(Finding(name, bool(version), version or "not installed", advice))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -56,6 +57,23 @@ def test_mpi4py_without_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not finding.works
     assert "cannot load MPI library" in finding.found
     assert "uninstall mpi4py" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("version", "works"), [("2.6.1", True), ("2.6.3", False), ("2.5.0", False)]
+)
+def test_the_release_of_lightning_decides(
+    version: str, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {"wandb": "0.30", "scikit-learn": None, "matplotlib": None, "jsonargparse": None}
+    monkeypatch.setattr(
+        doctor, "_VERSIONS", f"print({json.dumps({'lightning': version} | others)!r})"
+    )
+    lightning, *rest = doctor.packages()
+    assert lightning.works is works
+    assert ("!=2.6.2" in lightning.advice) is not works
+    assert ("malware" in lightning.found) is (version == "2.6.3")
+    assert any(f.advice == "for `lightning-dsgd fit`: pip install jsonargparse" for f in rest)
 
 
 @pytest.mark.parametrize(("level", "works"), [("MULTIPLE", True), ("SERIALIZED", False)])

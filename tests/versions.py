@@ -17,14 +17,23 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COMBINATIONS = (("2.13.0", "2.6.0"), ("2.13.0", "2.6.6"), ("2.14.1", "2.6.6"))
-"""Of torch and Lightning: the oldest and the newest that pyproject.toml admits."""
+COMBINATIONS = (
+    ("2.8.0", "2.6.0"),
+    ("2.8.0", "2.6.6"),
+    ("2.11.0", "2.6.6"),
+    ("2.13.0", "2.6.0"),
+    ("2.13.0", "2.6.6"),
+    ("2.14.1", "2.6.6"),
+)
+"""Of torch and Lightning: the oldest and the newest that pyproject.toml admits, and between."""
 SMOKE = (
     "tests/test_versions.py",
     "tests/trainer/test_works_with.py::test_a_feature_works_and_ends_in_one_model",
     "tests/trainer/test_strategy.py::test_pytorch_lightning_trains_like_lightning",
     "tests/trainer/test_strategy.py::test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step_together",
     "tests/session/test_ending.py::test_sigterm_to_all_ranks_stops_them_once",
+    "tests/transport/test_staging.py::test_the_contract_holds_for_tensors_on_a_device",
+    "tests/algorithms/test_on_device.py::test_algorithms_train_on_a_device",
 )
 """All strategies and a resume; and what stands on private parts of torch and Lightning."""
 

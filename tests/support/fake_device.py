@@ -18,7 +18,8 @@ Every access is also told to CUDA's sanitizer (`torch.cuda._sanitizer`, which is
 every mark and every wait.  It finds accesses that nothing has ordered, also where the pauses
 have let them come out right: `FakeDevice.races`.
 
-Only one process per test may have it, as torch knows of it from then on: `ProcessWorld` gives one.
+Only one process per test may have it, as torch knows of it from then on: `FakeWorld` gives one, or
+skips the test where torch is too old to take a device whose code is Python.
 """
 
 from __future__ import annotations
@@ -40,12 +41,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.cuda import _sanitizer
+from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from lightning_dsgd import devices
 from lightning_dsgd.replica import flat
 
+WHY_NOT = (
+    ""
+    if hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+    else f"the emulated device needs a torch newer than 2.9, got {torch.__version__}"
+)
+"""Why this torch cannot have the device; empty if it can."""
 _POISON = 0x7F
 _FIRST_ADDRESS = 1 << 40
 _aten = torch.ops.aten
@@ -457,7 +464,7 @@ class FakeDevice:
 @cache
 def _tell_torch() -> torch.library.Library:
     """Makes torch know the type of device; what makes tensors of nothing asks for the newest."""
-    _setup_privateuseone_for_python_backend("fake")
+    backend_registration._setup_privateuseone_for_python_backend("fake")
     library = torch.library.Library("aten", "IMPL", "PrivateUse1")
 
     def made(inner: Tensor) -> Tensor:

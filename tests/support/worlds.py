@@ -132,8 +132,18 @@ class ProcessWorld:
         return [outcome.result for outcome in outcomes]
 
 
+class OnFakeDevice:
+    """Skips a test that this torch cannot run."""
+
+    def outcomes(self, *args: Any, **kwargs: Any) -> list[Outcome]:
+        if fake_device.WHY_NOT:
+            pytest.skip(fake_device.WHY_NOT)
+        found: list[Outcome] = super().outcomes(*args, **kwargs)  # type: ignore[misc]
+        return found
+
+
 @dataclass
-class FakeWorld(ProcessWorld):
+class FakeWorld(OnFakeDevice, ProcessWorld):
     """P processes, each with an accelerator that is none and has its rank's index.
 
     `fn(net, fake, *args)` runs in each.
@@ -194,7 +204,7 @@ class FitWorld(ProcessWorld):
 
 
 @dataclass
-class FakeFitWorld(FitWorld):
+class FakeFitWorld(OnFakeDevice, FitWorld):
     """The same, each with an accelerator that is none: `fn(fake, *args)`."""
 
     seed: int = 0
