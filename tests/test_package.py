@@ -37,7 +37,7 @@ CORE = {
     "algorithms": "agreement algorithm devices hyperparameters primitives transport",
     "catalogue": "algorithm algorithms hyperparameters",
     "replica": "agreement algorithm devices primitives transport",
-    "session": "agreement algorithm devices replica transport",
+    "session": "agreement algorithm devices primitives replica transport",
     "timeline": "agreement transport",
     "launch": "transport",
     "plain": "agreement algorithm devices replica session transport",

@@ -27,7 +27,7 @@ from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.plain.signals import Signals
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.replica.flat import Whole
-from lightning_dsgd.session import options, record
+from lightning_dsgd.session import notices, options, record
 from lightning_dsgd.session.session import Session, Training
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.transport import Transport
@@ -173,6 +173,8 @@ class Loop:
         else:
             record.restore(own, replica)
         session.begin_training()
+        if self._num_builds == 1:
+            notices.tell(session, self._announce)
 
     def _layout(self, net: Transport, model: nn.Module, optimizers: Sequence[Optimizer]) -> Whole:
         """How a replica of the model is laid out over ranks."""

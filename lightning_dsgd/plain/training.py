@@ -16,7 +16,6 @@ With `on_loss="continue"` the others go on where one is lost: `session.surviving
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -165,12 +164,6 @@ class decentralized(Loop):
         if self._sharding is not None:
             self._sharding.check_ranks(self._session.meetings)
         self.build(self._model, self._optimizers, self._scaler)
-        if session.world_size == 1:
-            warnings.warn(
-                "one process trains alone; start several with torchrun, mpiexec or srun, as in "
-                "`torchrun --nproc-per-node 4 train.py`",
-                stacklevel=3,
-            )
 
     def _join(self, launch: Launch, device: torch.device) -> None:
         if launch.address is not None:

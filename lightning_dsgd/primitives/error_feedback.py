@@ -85,6 +85,10 @@ class ErrorFeedback(Algorithm):
         """The density, as it was set or follows from the local steps."""
         return min(1.0, 0.01 * self.local_steps) if self.density is None else self.density
 
+    def num_selected_of(self, num_entries: int) -> int:
+        """k, of so many entries."""
+        return max(1, round(self.share * num_entries))
+
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
         """With several local steps, each rank's optimizer sees its own gradients."""
@@ -106,7 +110,7 @@ class ErrorFeedback(Algorithm):
         self.residual = torch.zeros_like(x, dtype=wide)
         sparse.prepare(self.residual, net.world_size, is_told=net.rank == 0)
         self.bytes = x.new_empty(0, dtype=torch.uint8)  # what messages are received like
-        self.k = max(1, round(self.share * len(x)))
+        self.k = self.num_selected_of(len(x))
         self.step = 0
         self.round = 0  # in which this rank took part, with or without a gradient
         self.num_applied = 0

@@ -81,6 +81,16 @@ def num_optimizer_steps(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+def num_steps_planned(trainer: Any) -> float:
+    """How many optimizer steps this rank is to make; inf where Lightning cannot tell."""
+    schedules = any(
+        is_a("GradientAccumulationScheduler", callback) and len(callback.scheduling) > 1
+        for callback in trainer.callbacks
+    )
+    planned = -1 if schedules else trainer.estimated_stepping_batches
+    return float("inf") if planned < 0 else float(planned)
+
+
 def is_accumulating(trainer: Any) -> bool:
     """Whether the optimizer does not step after the current batch."""
     return bool(trainer.fit_loop._should_accumulate())

@@ -39,7 +39,7 @@ from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.replica.surviving import SurvivingReplica
-from lightning_dsgd.session import options, record
+from lightning_dsgd.session import notices, options, record
 from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
 from lightning_dsgd.session.scaling import agree_on_overflow
 from lightning_dsgd.session.session import Phase
@@ -304,6 +304,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def on_train_start(self) -> None:
         self.session.begin_training()
+        notices.tell(self.session, rank_zero_info, seams.num_steps_planned(self._trainer))
         if self._random_states is not None:
             # The loader has drawn the seed of its epoch, as it had before the save.
             record.restore_random_states(self._random_states)

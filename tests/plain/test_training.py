@@ -130,7 +130,7 @@ print([name for name in sys.modules if "lightning" in name and "lightning_dsgd" 
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True
     )
     assert done.stdout == "0 1 2.0 {'a': 1.0}\n[]\n"
-    assert "one process trains alone; start several with torchrun" in done.stderr
+    assert 'got one rank with strategy="wagma": it trains alone' in done.stderr
 
 
 # ---- batches, evaluation, figures ----

@@ -1,0 +1,187 @@
+"""What a training would lose in silence: a line each at its start, on the first rank.
+
+A line says what was given, what happens, and what to do.  All are warnings, as another choice
+avoids the loss; how many entries a sparse strategy sends is told in any case.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.optim import Optimizer
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+from lightning_dsgd.session.session import Session
+
+FEW_ENTRIES: Final = 100
+"""With fewer per exchange, sparse gradients train badly."""
+LOW_DENSITY: Final = 0.01
+"""The papers' lowest; below it an entry waits for more than a hundred exchanges."""
+LOW_BETA: Final = 0.5
+"""Adam's first beta that suits sparse gradients."""
+_PERIODS: Final = ("group_period", "local_steps", "sync_period")
+"""The hyperparameter that is the number of steps between two exchanges, whichever comes first."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a training when it starts.
+
+    Args:
+        algorithm: how the ranks learn from one another
+        optimizers: all that step
+        sizes: the number of weights that each algorithm exchanges
+        num_replicas: how many copies of the model there are
+        num_steps: how many steps each rank is to make; inf: that is not known
+    """
+
+    algorithm: Algorithm
+    optimizers: Sequence[Optimizer]
+    sizes: Sequence[int]
+    num_replicas: int
+    num_steps: float = math.inf
+
+
+def tell(
+    session: Session[Any], announce: Callable[[str], None], num_steps: float = math.inf
+) -> None:
+    """Warns, on the first rank, of what this training would lose.
+
+    Args:
+        session: whose training starts
+        announce: tells the user what is no loss
+        num_steps: how many steps each rank is to make; inf: that is not known
+    """
+    if session.training is None or not session.is_first:
+        return
+    replica, algorithm = session.training.replica, session.training.algorithm
+    parts = replica.parts
+    optimizers = list({id(part.optimizer): part.optimizer for part in parts}.values())
+    sizes = [len(part.x) for part in parts]
+    for text in notices(Facts(algorithm, optimizers, sizes, replica.net.world_size, num_steps)):
+        warnings.warn(text, stacklevel=3)
+    if isinstance(algorithm, ErrorFeedback):
+        sent = sum(algorithm.num_selected_of(size) for size in sizes)
+        announce(
+            f"Sparse exchanges: {sent:,} of {sum(sizes):,} weights are selected in each "
+            f"(density={algorithm.share:g})."
+        )
+
+
+def notices(facts: Facts) -> list[str]:
+    """The lines, none where nothing is lost."""
+    if facts.num_replicas == 1:
+        return [
+            f'got one rank with strategy="{facts.algorithm.name}": it trains alone, nothing is '
+            "averaged; start several, with devices=4 in the Trainer or Fabric, or with torchrun, "
+            "mpiexec or srun, as in `torchrun --nproc-per-node 4 train.py`"
+        ]
+    return [text for rule in _RULES if (text := rule(facts))]
+
+
+def _adam_where_weights_are_averaged(facts: Facts) -> str:
+    algorithm, name = facts.algorithm, facts.algorithm.name
+    outer_lr, momentum = (getattr(algorithm, f"outer_{x}", 0.0) for x in ("lr", "momentum"))
+    enlarges = outer_lr > 1 - momentum  # which makes up for averages
+    adam = _adam(facts)
+    if adam is None or algorithm.uses_gradient or algorithm.scales_steps or enlarges:
+        return ""
+    way_out = "set scale_steps=True"
+    if not hasattr(algorithm, "scale_steps"):
+        way_out = 'use strategy="sgp" with scale_steps=True'
+    return (
+        f'got {type(adam).__name__} with strategy="{name}": where weights are averaged, the mean '
+        f"of its steps is up to {math.sqrt(facts.num_replicas):.1f} times smaller than with DDP, "
+        f"so the same learning rate learns less; {way_out} and let the learning rate fall to zero "
+        '(page "Coming from DDP", "Adam")'
+    )
+
+
+def _adam_with_sparse_gradients(facts: Facts) -> str:
+    algorithm, adam = facts.algorithm, _adam(facts, above=LOW_BETA)
+    if adam is None or not _has_sparse_gradients(algorithm):
+        return ""
+    return (
+        f'got {type(adam).__name__} with strategy="{algorithm.name}": an entry collects many '
+        "gradients and is applied in one step, which Adam's first moment spreads over later ones; "
+        f"set its first beta to {LOW_BETA:g}, or local_steps=2 with density=0.4 and "
+        'scale_steps=True (page "oktopk", "Accuracy")'
+    )
+
+
+def _few_entries(facts: Facts) -> str:
+    algorithm, num_weights = facts.algorithm, min(facts.sizes)
+    if not isinstance(algorithm, ErrorFeedback):
+        return ""
+    count = algorithm.num_selected_of(num_weights)
+    if count >= min(FEW_ENTRIES, num_weights):
+        return ""
+    density = min(1.0, math.ceil(1000 * FEW_ENTRIES / num_weights) / 1000)
+    entries = "1 entry is" if count == 1 else f"{count} entries are"
+    return (
+        f'got density={algorithm.share:g} of {num_weights:,} weights with strategy="'
+        f'{algorithm.name}": {entries} selected in an exchange, so few that training may diverge; '
+        f'set density={density:g} or more, or use strategy="allreduce"'
+    )
+
+
+def _momentum_with_long_delay(facts: Facts) -> str:
+    algorithm = facts.algorithm
+    momentum = max(_of_groups(facts.optimizers, "momentum", 0.0))
+    if not momentum or not isinstance(algorithm, ErrorFeedback) or algorithm.local_steps > 1:
+        return ""
+    if algorithm.share >= LOW_DENSITY:
+        return ""
+    return (
+        f'got momentum={momentum:g} with density={algorithm.share:g} and strategy="'
+        f'{algorithm.name}": an entry waits for {1 / algorithm.share:,.0f} steps or more, and '
+        f"momentum then repeats it; set density={LOW_DENSITY:g} or more, momentum=0, or "
+        "local_steps=4, which exchanges what steps with momentum have changed"
+    )
+
+
+def _period_longer_than_training(facts: Facts) -> str:
+    algorithm, num_steps = facts.algorithm, facts.num_steps
+    option = next((name for name in _PERIODS if hasattr(algorithm, name)), None)
+    if option is None or algorithm.uses_gradient:
+        return ""
+    period = getattr(algorithm, option)
+    if period <= max(1, num_steps):
+        return ""
+    return (
+        f'got {option}={period} with strategy="{algorithm.name}" in a training of {num_steps:.0f} '
+        "steps: the ranks learn nothing from each other before its end; try "
+        f"{option}={max(1, int(num_steps) // 10)}"
+    )
+
+
+_RULES: Final = (
+    _adam_where_weights_are_averaged,
+    _adam_with_sparse_gradients,
+    _few_entries,
+    _momentum_with_long_delay,
+    _period_longer_than_training,
+)
+
+
+def _has_sparse_gradients(algorithm: Algorithm) -> bool:
+    return isinstance(algorithm, ErrorFeedback) and algorithm.uses_gradient
+
+
+def _adam(facts: Facts, above: float = -1.0) -> Optimizer | None:
+    """The first optimizer of Adam's kind, of those whose first beta is above this."""
+    for optimizer in facts.optimizers:
+        for betas in _of_groups([optimizer], "betas", ()):
+            if betas and float(betas[0]) > above:
+                return optimizer
+    return None
+
+
+def _of_groups(optimizers: Sequence[Optimizer], name: str, default: Any) -> list[Any]:
+    """A setting of all groups of parameters."""
+    return [group.get(name, default) for each in optimizers for group in each.param_groups]

@@ -1,0 +1,125 @@
+"""What is said at the start of a training of what it would lose in silence."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+import lightning_dsgd as dsgd
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.session.notices import Facts, notices
+from tests.support.fits import Plain, fit, run
+
+MODEL = nn.Linear(10, 1)
+SPARSE_ADAM = "first beta to 0.5, or local_steps=2 with density=0.4 and scale_steps=True"
+
+
+def stepped_by(kind: str) -> torch.optim.Optimizer:
+    name, _, option = kind.partition(" ")
+    options = {"betas": (0.5, 0.999)} if option == "low" else {}
+    if option == "momentum":
+        options = {"momentum": 0.9}
+    return getattr(torch.optim, name)(MODEL.parameters(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "size", "num_steps", "said"),
+    [
+        # Adam where weights are averaged
+        ("wagma", "SGD", 400, math.inf, []),
+        ("wagma", "AdamW", 400, math.inf, ["2.0 times smaller than with DDP", "set scale_steps"]),
+        ("wagma", "NAdam", 400, math.inf, ['got NAdam with strategy="wagma"']),
+        ("wagma:scale_steps=true", "AdamW", 400, math.inf, []),
+        ("wagma:hierarchical=true", "AdamW", 400, math.inf, []),
+        ("allreduce", "AdamW", 400, math.inf, []),
+        ("eager_sgd:sync_period=100", "AdamW", 400, 10, []),
+        ("dpsgd", "Adam", 400, math.inf, ['use strategy="sgp" with scale_steps=True']),
+        ("local_sgd", "Adam", 400, math.inf, ["got Adam with", "set scale_steps"]),
+        ("diloco", "AdamW", 400, math.inf, []),  # the outer momentum enlarges averages
+        ("oktopk:local_steps=2:density=0.4", "AdamW", 40_000, 1e4, ["set scale_steps=True"]),
+        # sparse gradients
+        ("oktopk", "SGD", 38_000, math.inf, []),
+        ("oktopk", "AdamW", 38_000, math.inf, [SPARSE_ADAM]),
+        ("oktopk", "AdamW low", 38_000, math.inf, []),
+        ("gtopk", "SGD", 380, math.inf, ["density=0.01 of 380 weights", "4 entries", "=0.264 or"]),
+        ("gtopk:density=0.5", "SGD", 50, math.inf, ["25 entries are", "set density=1 or more"]),
+        ("gtopk", "SGD", 60, math.inf, ["1 entry is selected", 'strategy="allreduce"']),
+        ("gtopk:density=1", "SGD", 60, math.inf, []),
+        ("oktopk", "SGD momentum", 38_000, math.inf, []),
+        ("oktopk:density=0.001", "SGD", 400_000, math.inf, []),
+        (
+            *("oktopk:density=0.001", "SGD momentum", 400_000, math.inf),
+            ["momentum=0.9 with density=0.001", "1,000 steps or more", "set density=0.01"],
+        ),
+        ("oktopk:density=0.001:local_steps=4", "SGD momentum", 400_000, math.inf, []),
+        # periods
+        ("diloco", "SGD", 400, 500, []),
+        ("diloco", "SGD", 400, 120, ["got sync_period=500", "120 steps", "try sync_period=12"]),
+        ("popsgd:local_steps=8", "SGD", 400, 7, ["local_steps=8", "try local_steps=1"]),
+        ("wagma:sync_period=100", "SGD", 400, 10, []),  # groups average in every step
+        ("wagma:group_period=20:sync_period=100", "SGD", 400, 10, ["got group_period=20"]),
+        ("no_sync", "SGD", 400, 10, []),
+    ],
+)
+def test_each_silent_loss_has_a_line_with_the_way_out(
+    spec: str, kind: str, size: int, num_steps: float, said: list[str]
+) -> None:
+    facts = make_algorithm(spec), [stepped_by(kind)], [size, 10 * size]
+    lines = notices(Facts(*facts, num_replicas=4, num_steps=num_steps))
+    assert len(lines) == bool(said)
+    assert all(words in lines[0] for words in said)
+    (alone,) = notices(Facts(*facts, num_replicas=1, num_steps=num_steps))
+    assert "got one rank" in alone
+    assert "start several" in alone
+
+
+class WithAdam(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def train_with_adam(face: str, path: str) -> list[str]:
+    """What this rank warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if face == "Trainer":
+            fit("local_sgd", WithAdam, options={"sync_period": 9})
+        else:
+            model = nn.Linear(10, 1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            {"plain": load_in_plain_pytorch, "Fabric": step_in_fabric}[face](model, optimizer, path)
+    return [str(w.message) for w in caught if str(w.message).startswith("got ")]
+
+
+def load_in_plain_pytorch(model: Any, optimizer: Any, path: str) -> None:
+    with dsgd.decentralized(model, optimizer, dsgd.LocalSGD()) as replica:
+        replica.save(path)
+        replica.load(path)
+
+
+def step_in_fabric(model: Any, optimizer: Any, _: str) -> None:
+    strategy = dsgd.FabricStrategy("local_sgd")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+    with strategy:
+        for _ in range(2):
+            fabric.backward(model(torch.ones(4, 10)).sum())
+            optimizer.step()
+
+
+@pytest.mark.parametrize("face", ["Trainer", "plain", "Fabric"])
+def test_the_lines_stand_once_and_on_rank_0_alone(face: str, tmp_path: Path) -> None:
+    first, second = run(2, train_with_adam, face, str(tmp_path / "saved.pt"))
+    assert second == []
+    adam, *period = first
+    assert "got AdamW" in adam
+    assert len(period) == (face == "Trainer")  # which alone knows how many steps there are to be
+    assert all("got sync_period=9" in line and "training of 8 steps" in line for line in period)
