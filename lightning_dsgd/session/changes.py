@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.session.ending import say
+from lightning_dsgd.session.lateness import Lateness
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.session import Phase, TrainingT
 from lightning_dsgd.session.stopping import MEET, STOP, AgreedBatch
@@ -71,6 +72,7 @@ class ChangingSession(SurvivingSession[TrainingT]):
         has_stopped = self.phase is Phase.STOPPING
         training.agreed = _in_view(training.agreed, view.sub("stop"), has_stopped=has_stopped)
         self._members = view.members
+        self._lateness = Lateness(view)
         seconds = time.monotonic() - self.calls.changing_since
         self._changes_s += seconds
         self._begun_anew(view, lost)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import threading
@@ -43,11 +44,14 @@ from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import end_fork, say
+from lightning_dsgd.session.lateness import NUM_FIGURES, Lateness
 from lightning_dsgd.session.stopping import ENDS, MEET, STOP, AgreedBatch
 from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 
 if TYPE_CHECKING:
     from lightning_dsgd.session.sharding import Sharding
+
+_log: Final = logging.getLogger("lightning_dsgd")
 
 NOTICE_WITHIN_S: Final = 15.0
 """How long a training thread may take to notice a loss before its process is ended."""
@@ -129,6 +133,7 @@ class Session(Generic[TrainingT]):
         self.sharding: Sharding | None = None
         self._net: Transport | None = None
         self._meetings: Transport | None = None
+        self._lateness: Lateness | None = None
         self._last_resort: threading.Timer | None = None
 
     def open(self, net: Transport) -> None:
@@ -136,6 +141,7 @@ class Session(Generic[TrainingT]):
         self._net = net
         self._meetings = net.sub("meetings")
         net.on_lost(self._await_notice)
+        self._lateness = Lateness(net)
         self.phase = Phase.READY
 
     def check_options(self, algorithm: Algorithm, evaluate: str, average_buffers: bool) -> None:
@@ -262,6 +268,7 @@ class Session(Generic[TrainingT]):
 
     def begin_training(self) -> None:
         """Batches will be trained on."""
+        opened(self._lateness).begin()
         self._enter(Phase.TRAINING)
 
     def begin_batch(self) -> None:
@@ -296,6 +303,7 @@ class Session(Generic[TrainingT]):
         """The optimizer has stepped."""
         if self.training is not None:
             self.training.replica.after_update(optimizer)
+            opened(self._lateness).num_steps += 1
 
     def show_consensus(self) -> None:
         """Puts the consensus into the model, on all ranks."""
@@ -338,22 +346,33 @@ class Session(Generic[TrainingT]):
         training = self.training
         if training is None or self.phase in (Phase.IN_BATCH, Phase.STOPPING):
             return False
+        lateness, meetings = opened(self._lateness), self.meetings
+        mine = lateness.figures()
         while True:
             if training.agreed.others_stopped:
                 self._stop_here(training)
             training.replica.settle()
             if training.replica.shows_consensus:
                 return False
-            votes = torch.zeros(MEET + 1, dtype=torch.int64)
+            told = torch.zeros(MEET + 1 + meetings.world_size * NUM_FIGURES, dtype=torch.int64)
+            votes, figures = told[: MEET + 1], told[MEET + 1 :]
             votes[what] = 1
-            self.meetings.all_reduce(votes).wait()
+            figures.view(-1, NUM_FIGURES)[meetings.rank] = mine
+            meetings.all_reduce(told).wait()
             if votes[STOP]:
                 self._stop_here(training)
             are_all_here = int(votes[what]) == self.world_size
+            if votes[0] == self.world_size:
+                self._tell_who_is_late(lateness.end(figures, self.members, training.algorithm))
             are_all_here = self._agree(what, votes, are_all_here=are_all_here)
             if are_all_here or what:
                 return are_all_here
             # others go on with their batches: serves them until they are here as well
+
+    def _tell_who_is_late(self, text: str) -> None:
+        """On the first rank; no warning of Python's, which some have end what they are about."""
+        if text and self.is_first:
+            _log.warning(text)
 
     def _stop_here(self, training: TrainingT) -> NoReturn:
         agreed = training.agreed
@@ -428,6 +447,7 @@ class Session(Generic[TrainingT]):
             mine = record.of_replica(algorithm, replica)
             own = record.with_record(replica.own(checkpoint), mine)
         files.save(io, self.meetings, path, shared, own, storage_options)
+        opened(self._lateness).begin()  # one rank writes, the others wait
 
     # ---- the end ----
 

@@ -46,7 +46,8 @@ class CommunicationMonitor(pl.Callback):
 
     Args:
         per_rank: whether every rank's waits, bytes and staleness are logged too, as
-            `dsgd/rank_00003/wait_s`; of each epoch, and gathered at its end, so that no step waits
+            `dsgd/rank_00003/wait_s`; of each epoch, and gathered at its end, so that no step waits;
+            the wait for the last rank at the end of an epoch is part of `wait_s`
         prog_bar: whether rank 0's `dsgd/wait_s`, `dsgd/wait_share`, `dsgd/late_share`,
             `dsgd/staleness` and `dsgd/consensus_distance` stand in the progress bar too
     """
@@ -110,7 +111,10 @@ class CommunicationMonitor(pl.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if not self.per_rank:
             return
-        figures = {name: self._of_rank[name] for name in _OF_RANK if name in self._of_rank}
+        trainer.strategy.barrier()  # standing still is waiting, too, and belongs to this epoch
+        waited = {"wait_s": trainer.strategy.communication()["wait_s"]}
+        own = self._of_rank | waited
+        figures = {name: own[name] for name in _OF_RANK if name in own}
         for name in _COUNTED & figures.keys():
             figures[name] -= self._at_epoch_start[name]
         by_rank = trainer.strategy.gather_figures(figures)

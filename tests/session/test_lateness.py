@@ -1,0 +1,209 @@
+"""The rank that others wait for is named, once; in the simulated world, and by each face."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+import lightning_dsgd as dsgd
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.session import lateness
+from lightning_dsgd.session.lateness import Lateness
+from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.support.fits import Plain, fit, run
+
+# ---- who is late: simulated ranks ----
+
+Steps = Callable[[int, int], tuple[int, float]]
+"""How many steps a rank makes before its n-th meeting, and how long each takes; 0: how long it
+does something else.
+"""
+
+EQUAL: dict[str, Steps] = {
+    "equal": lambda rank, n: (30, 0.2),
+    "a tenth slower": lambda rank, n: (30, 0.22 if rank == 1 else 0.2),
+    "one prepares": lambda rank, n: (30, 0.2) if n % 2 else (0, 20.0 if rank == 0 else 0.0),
+    "late in turn": lambda rank, n: (1, 1.0 if n % 3 == rank else 0.2),
+    "too short to tell": lambda rank, n: (1, 0.4 if rank == 1 and n < 10 else 0.01),
+}
+LATE: dict[str, tuple[Steps, list[str]]] = {
+    "twice as slow": (
+        lambda rank, n: (30, 0.4 if rank == 1 else 0.2),
+        ["of the last 12.0 s", "idle for 6.0 s (50%)", "30 steps took 12.0 s, their 30 took 6.0 s"],
+    ),
+    "more batches": (
+        lambda rank, n: (45 if rank == 1 else 30, 0.2),
+        ["of the last 9.0 s", "its 45 steps took 9.0 s, their 30 took 6.0 s"],
+    ),
+    "its first step": (
+        lambda rank, n: (1, 60.0) if rank == 1 else (30, 0.2),
+        ["its 1 steps took 60.0 s, their 30 took 6.0 s"],
+    ),
+    "meetings after each step": (
+        lambda rank, n: (1, 0.4 if rank == 1 else 0.2),
+        ["idle for 2.6 s (50%)", "its 13 steps took 5.2 s"],
+    ),
+}
+
+
+def lines(net: Transport, steps: Steps, name: str, num_meetings: int) -> list[str]:
+    found, algorithm = Lateness(net), make_algorithm(name)
+    said = []
+    for n in range(num_meetings):
+        number, seconds = steps(net.rank, n)
+        for _ in range(max(1, number)):
+            net.compute(seconds)  # type: ignore[attr-defined]
+            if algorithm.lockstep:
+                net.barrier().wait()
+        found.num_steps += number
+        figures = torch.stack(net.all_gather(found.figures()).wait())
+        said.append(found.end(figures.view(-1), range(net.world_size), algorithm))
+    return [line for line in said if line]
+
+
+def simulated(steps: Steps, name: str = "no_sync", num_meetings: int = 60) -> list[str]:
+    """What all ranks find alike."""
+    first, *others = SimulatedWorld(3).run(lines, steps, name, num_meetings)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize("steps", EQUAL.values(), ids=EQUAL)
+@pytest.mark.parametrize("name", ["no_sync", "allreduce"])
+def test_nobody_is_named_where_nobody_is_late(steps: Steps, name: str) -> None:
+    assert simulated(steps, name) == []
+
+
+@pytest.mark.parametrize(("steps", "words"), LATE.values(), ids=LATE)
+def test_the_late_rank_is_named_once(steps: Steps, words: list[str]) -> None:
+    (line,) = simulated(steps)
+    assert line.startswith("rank 1 is late")
+    assert "; deal fewer batches to rank 1" in line
+    assert all(word in line for word in words)
+
+
+def test_waits_within_steps_count_where_all_wait_in_each() -> None:
+    (line,) = simulated(LATE["twice as slow"][0], "allreduce")
+    assert "(50%)" in line
+    assert 'a strategy that waits less, such as "popsgd", and deal fewer batches to rank 1' in line
+
+
+def test_another_late_rank_is_named_too() -> None:
+    first, second = simulated(lambda rank, n: (30, 0.4 if rank == 1 + n // 9 % 2 else 0.2))
+    assert (first[:6], second[:6]) == ("rank 1", "rank 2")
+
+
+# ---- in each face: real ranks ----
+
+NUM_STEPS = 6
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Slow(Plain):
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self.step_s = step_s
+
+    def training_step(self, *args: Any) -> Any:
+        time.sleep(self.step_s)
+        return super().training_step(*args)
+
+
+def train(
+    face: str, name: str, step_s: tuple[float, ...], folder: str, least_s: float = 0.5
+) -> list[str]:
+    """What this rank says of those that are late."""
+    lateness.LEAST_S = least_s
+    heard = Heard()
+    logging.getLogger("lightning_dsgd").addHandler(heard)
+    seconds = step_s[int(os.environ["RANK"])]
+    if face == "Trainer":
+        fit(
+            name,
+            lambda: Slow(seconds),
+            {"num_samples": 3 * 8 * NUM_STEPS},
+            max_epochs=2,
+            logger=CSVLogger(folder, name="", version=""),
+            log_every_n_steps=2,
+            callbacks=[dsgd.CommunicationMonitor(per_rank=True)],
+        )
+    else:
+        model = nn.Linear(10, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        face_of = {"plain": train_in_plain_pytorch, "Fabric": train_in_fabric}[face]
+        face_of(model, optimizer, name, seconds)
+    return [line for line in heard.lines if "late" in line]
+
+
+def train_in_plain_pytorch(model: Any, optimizer: Any, name: str, seconds: float) -> None:
+    with dsgd.decentralized(model, optimizer, make_algorithm(name)) as replica:
+        for _ in range(2):
+            for x in replica.batches(torch.ones(NUM_STEPS, 4, 10)):
+                time.sleep(seconds)
+                model(x).sum().backward()
+                optimizer.step()
+            replica.barrier()
+
+
+def train_in_fabric(model: Any, optimizer: Any, name: str, seconds: float) -> None:
+    strategy = dsgd.FabricStrategy(name)
+    fabric = Fabric(accelerator="cpu", devices=3, strategy=strategy)
+    fabric.launch()
+    model, optimizer = fabric.setup(model, optimizer)
+    with strategy:
+        for _ in range(2):
+            for x in strategy.batches(torch.ones(NUM_STEPS, 4, 10)):
+                time.sleep(seconds)
+                fabric.backward(model(x).sum())
+                optimizer.step()
+            fabric.barrier()
+
+
+ONE_SLOW = (0.02, 0.2, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("face", "name"),
+    [("Trainer", "popsgd"), ("Trainer", "allreduce"), ("plain", "no_sync"), ("Fabric", "no_sync")],
+)
+def test_a_slow_rank_is_named_by_rank_0_once(face: str, name: str, tmp_path: Path) -> None:
+    said, *others = run(3, train, face, name, ONE_SLOW, str(tmp_path))
+    assert others == [[], []]
+    assert sum(line.startswith("rank 1 is late") for line in said) == 1
+    if face == "Trainer":
+        epochs = waits_of_epochs(tmp_path)
+        assert len(epochs) == 2
+        for waits in epochs:  # the fast ranks stand still at the end, which is this epoch's
+            least = 0.5 * NUM_STEPS * (ONE_SLOW[1] - ONE_SLOW[0])
+            assert min(waits[0], waits[2]) > waits[1] + least
+
+
+def waits_of_epochs(folder: Path) -> list[list[float]]:
+    with (folder / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("dsgd/rank_00000/wait_s")]
+    return [[float(row[f"dsgd/rank_{rank:05d}/wait_s"]) for rank in range(3)] for row in rows]
+
+
+def test_none_is_named_where_real_ranks_are_equal(tmp_path: Path) -> None:
+    equal = run(3, train, "Trainer", "no_sync", (0.2, 0.2, 0.2), str(tmp_path), 2.0)
+    assert equal == [[], [], []]
