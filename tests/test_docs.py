@@ -185,6 +185,32 @@ def test_the_first_script_learns_on_every_rank(tmp_path: Path) -> None:
     assert losses[0] < 0.1  # 8 is the variance of the target
 
 
+def fit_dealt_by_speed() -> tuple[int, list[int], list[int]]:
+    """Steps of two epochs, and what this rank's sampler deals it in each."""
+    names: dict[str, Any] = {}
+    exec(blocks(DOCS / "choosing.md")[0], names)
+    kind = type("Model", (Regression,), {"train_dataloader": names["train_dataloader"]})
+    model = kind()
+    model.train_set = loader(7 * 24).dataset
+    fitted = trainer("popsgd", 4, max_epochs=2)
+    fitted.fit(model, val_dataloaders=loader())
+    sampler = names["BySpeed"](model.train_set, [2, 2, 2, 1], fitted.global_rank)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    return fitted.global_step, first, list(sampler)
+
+
+def test_the_sampler_of_the_page_deals_a_slow_rank_half_as_many_batches() -> None:
+    source = blocks(DOCS / "choosing.md")[0].partition("\n\n\ndef train_dataloader")[0]
+    sampler = source.partition("class BySpeed")[2]
+    assert sampler in (ROOT / "benchmarks" / "slow_rank_epochs.py").read_text()  # what was measured
+    steps, *epochs = zip(*FitWorld().run(4, fit_dealt_by_speed), strict=True)
+    assert steps == (12, 12, 12, 6)
+    for dealt in epochs:
+        assert sorted(index for rank in dealt for index in rank) == list(range(7 * 24))
+    assert epochs[0] != epochs[1]
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
 def test_code_of_the_pages_compiles(page: Path) -> None:
     for block in blocks(page):

@@ -91,7 +91,7 @@ class HPSGD(Algorithm):
         with_whom="all ranks",
         sends="2(P-1)/P |x| per synchronisation",
         memory="2 |x|; 4 |x| with an outer optimizer or a `wire_dtype`, 5 |x| with both",
-        suits="stragglers; with a `wire_dtype` also slow networks",
+        suits="random stragglers; with a `wire_dtype` also slow networks",
     )
 
     max_local_steps: int | None = at_least(

@@ -81,7 +81,7 @@ class PopSGD(Algorithm):
         with_whom="a random partner",
         sends="|x| / `local_steps`",
         memory="2 |x|, 5 |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`",
-        suits="stragglers of every kind; many nodes",
+        suits="random stragglers; a slow rank that gets fewer batches",
     )
 
     local_steps: int = at_least(1, default=1, doc="number of steps from one exchange to the next")

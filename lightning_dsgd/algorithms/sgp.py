@@ -59,7 +59,7 @@ class SGP(Algorithm):
         sends="`num_peers` |x|",
         memory="2 |x|; 3 |x| with `overlap`, random graphs or different numbers of batches; |g| "
         "more with `hierarchical`",
-        suits="many nodes or slow networks; `num_peers` messages per step for any P",
+        suits="equally fast ranks on a slow network; `num_peers` messages per step for any P",
     )
 
     num_peers: int = at_least(

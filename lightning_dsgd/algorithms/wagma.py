@@ -78,7 +78,7 @@ class WAGMA(Algorithm):
         sends="2(S-1)/S |x| / `group_period`",
         memory="2 |x|; 3 |x| with `overlap`; none with `wait_avoiding=False`; with a `wire_dtype` "
         "|x| more, 4 |x| during a sum; with `hierarchical` that of a shard, and |g|",
-        suits="random stragglers, many ranks",
+        suits="random stragglers, many nodes",
     )
 
     group_size: int | None = at_least(
