@@ -21,8 +21,6 @@ from lightning_dsgd.lab.simulate.recorded import Recorded
 FILE: Final = "accuracy.json"
 _SLOW_LINK: Final = 1.0
 """An all-reduce takes as long as so many steps, or longer."""
-_SLOW_RANK: Final = 1.3
-"""The slowest rank's mean, over the median of the ranks' means."""
 _HEAVY_TAIL: Final = 3.0
 """The longest of 200 steps, over the median."""
 
@@ -87,11 +85,10 @@ def most_like(recorded: Recorded, allreduce_s: float, num_ranks: int) -> str:
         allreduce_s: what a step of all-reduce takes longer than the slowest rank's computation
         num_ranks: how many there are to be
     """
-    means = [statistics.mean(of_rank) for of_rank in recorded.seconds]
     every = sorted(s for of_rank in recorded.seconds for s in of_rank)
     if allreduce_s > _SLOW_LINK * recorded.mean_s:
         return "slow-link"
-    if max(means) > _SLOW_RANK * statistics.median(means):
+    if recorded.slow_ranks:
         return "slow-rank"
     if every[int(0.995 * (len(every) - 1))] > _HEAVY_TAIL * statistics.median(every):
         return "heavy-tail"

@@ -20,7 +20,7 @@ class Candidate:
 
     Args:
         spec: as on the command line
-        copies: memory that a rank needs more, in copies of the weights
+        copies: memory that a rank needs more at its peak, in copies of the weights
     """
 
     spec: str
@@ -49,11 +49,11 @@ CANDIDATES: Final = (
     Candidate("sgp", 2),
     Candidate("sgp:overlap=1", 3),
     Candidate("sgp:overlap=1:wire_dtype=int8", 3),
-    Candidate("popsgd", 2),
-    Candidate("popsgd:wire_dtype=int8", 3),
+    Candidate("popsgd", 5),
+    Candidate("popsgd:wire_dtype=int8", 6),
     Candidate("popsgd:blocking=true", 1),
-    Candidate("adpsgd", 2),
-    Candidate("adpsgd:wire_dtype=int8", 2),
+    Candidate("adpsgd", 4),
+    Candidate("adpsgd:wire_dtype=int8", 4),
     Candidate("hpsgd", 2),
     Candidate("hpsgd:max_local_steps=2", 2),
     Candidate("hpsgd:wire_dtype=int8", 4),
@@ -61,15 +61,15 @@ CANDIDATES: Final = (
     Candidate("eager_sgd", 4),
     Candidate("wagma", 2),
     Candidate("wagma:sync_period=10", 2),
-    Candidate("wagma:group_period=2:wire_dtype=int8", 3),
+    Candidate("wagma:group_period=2:wire_dtype=int8", 6),
     Candidate("wagma:overlap=true", 3),
-    Candidate("wagma:overlap=true:sync_period=10:wire_dtype=int8", 4),
-    Candidate("oktopk", 2.5),
-    Candidate("oktopk:wire_dtype=int8", 2.5),
-    Candidate("oktopk:local_steps=4", 2.5),
-    Candidate("oktopk:local_steps=4:wire_dtype=int4", 2.5),
+    Candidate("wagma:overlap=true:sync_period=10:wire_dtype=int8", 7),
+    Candidate("oktopk", 3.25),
+    Candidate("oktopk:wire_dtype=int8", 3.25),
+    Candidate("oktopk:local_steps=4", 3.25),
+    Candidate("oktopk:local_steps=4:wire_dtype=int4", 3.25),
     Candidate("topk_allgather", 2),
-    Candidate("topk_dsa", 2.25),
+    Candidate("topk_dsa", 2.5),
     Candidate("gtopk", 2),
     Candidate("gaussian_topk", 2),
 )

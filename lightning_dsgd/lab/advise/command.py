@@ -79,6 +79,8 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
         "settings": {"ranks": num_ranks, "params": num_params, "steps": args.steps},
         "situation": ranked.situation,
         "advised": ranked.advised.candidate.spec,
+        "slow_ranks": ranked.slow_ranks,
+        "dealt_by_speed": ranked.dealt_by_speed,
         "extrapolated": beyond,
         "rows": [_record(row) for row in ranked.rows],
     }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_dsgd.lab.advise import accuracy
@@ -28,18 +29,20 @@ class Row:
 
     Args:
         candidate: what it is
-        steps_per_s: until the slowest rank has done its steps
+        slowest_steps_per_s: of the slowest rank: so long takes training if all owe as many steps
         share: of the bound: what there is without communication
-        ratio: to all-reduce
+        slowest_ratio: to all-reduce
+        mean_ratio: the same of the mean of the ranks' steps per second
         mb_sent: by a rank in a step
-        mb_memory: that a rank needs more
+        mb_memory: that a rank needs more at its peak
         cost: in accuracy, in the situation that is most like this; None: not measured
     """
 
     candidate: Candidate
-    steps_per_s: float
+    slowest_steps_per_s: float
     share: float
-    ratio: float
+    slowest_ratio: float
+    mean_ratio: float
     mb_sent: float
     mb_memory: float
     cost: Cost | None
@@ -53,11 +56,15 @@ class Ranking:
         rows: the candidates
         situation: the measured one that is most like this run
         refused: candidates that cannot run here, and why
+        slow_ranks: their speeds, by rank, over the mean of all ranks'; those always slower
+        dealt_by_speed: the least time of training over all-reduce's, if batches follow the speeds
     """
 
     rows: list[Row]
     situation: str
     refused: dict[str, str]
+    slow_ranks: dict[int, float] = field(default_factory=dict)
+    dealt_by_speed: float = 1.0
 
     def of(self, spec: str) -> Row:
         """The row of this candidate."""
@@ -69,9 +76,17 @@ class Ranking:
 
         Strategies whose accuracy was not measured, and the bound, are not advised.
         """
+        return self._soonest_of_fastest(lambda row: row.slowest_ratio)
+
+    @property
+    def advised_if_dealt(self) -> Row:
+        """The same where each rank's number of batches follows its speed."""
+        return self._soonest_of_fastest(lambda row: row.mean_ratio)
+
+    def _soonest_of_fastest(self, rate: Callable[[Row], float]) -> Row:
         known = [r for r in self.rows if r.cost is not None and r.candidate.spec != BOUND]
-        fastest = max(row.steps_per_s for row in known)
-        close = [row for row in known if row.steps_per_s >= (1 - CLOSE) * fastest]
+        fastest = max(map(rate, known))
+        close = [row for row in known if rate(row) >= (1 - CLOSE) * fastest]
         return min(close, key=_lateness_of_quality)
 
 
@@ -97,7 +112,7 @@ def rank(
         shown: goes through the candidates, and shows how far it is
     """
     assert machine.recorded is not None
-    rates: dict[str, tuple[Candidate, float, float]] = {}
+    runs: dict[str, tuple[Candidate, float, float, float]] = {}
     refused: dict[str, str] = {}
     bound = 0.0
     for candidate in shown(candidates):
@@ -113,24 +128,37 @@ def rank(
         share = float(done.compute_s.sum(1).max() / done.done_s[:, -1].max())
         if candidate.spec == BOUND:
             bound = done.slowest_steps_per_s
-        rates[candidate.spec] = candidate, share, done.bytes_sent
-    allreduce_s = 1 / (rates[BASELINE][1] * bound) - 1 / bound
+        mean_share = done.steps_per_s / done.ideal_steps_per_s
+        runs[candidate.spec] = candidate, share, mean_share, done.bytes_sent
+    _, baseline, mean_baseline, _ = runs[BASELINE]
+    allreduce_s = 1 / (baseline * bound) - 1 / bound
     late_s = _lateness(machine.recorded, num_ranks, num_steps, bound)
     situation = accuracy.most_like(machine.recorded, allreduce_s - late_s, num_ranks)
-    baseline = rates[BASELINE][1]
     rows = [
         Row(
             candidate,
             share * bound,
             share,
             share / baseline,
+            mean_share / mean_baseline,
             sent / 1e6,
             candidate.copies * machine.num_params * _BYTES / 1e6,
             accuracy.cost(spec, situation),
         )
-        for spec, (candidate, share, sent) in rates.items()
+        for spec, (candidate, share, mean_share, sent) in runs.items()
     ]
-    return Ranking(sorted(rows, key=lambda row: -row.steps_per_s), situation, refused)
+    return Ranking(
+        sorted(rows, key=lambda row: -row.slowest_steps_per_s),
+        situation,
+        refused,
+        {rank: machine.recorded.speeds[rank] for rank in machine.recorded.slow_ranks},
+        baseline * bound * _dealt_step_s(machine.recorded),
+    )
+
+
+def _dealt_step_s(recorded: Recorded) -> float:
+    """What a step of the mean rank takes, if no rank waits: the harmonic mean of the ranks'."""
+    return statistics.harmonic_mean(map(statistics.mean, recorded.seconds))
 
 
 def _lateness(recorded: Recorded, num_ranks: int, num_steps: int, bound: float) -> float:

@@ -11,15 +11,16 @@ from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND
 from lightning_dsgd.lab.advise.ranking import CLOSE, Ranking, Row
 
 COLUMNS: Final = (
-    "strategy", "steps/s", "of bound", "x allreduce", "MB sent", "MB memory", "accuracy",
-    "99% after",
+    ("", "slowest", "", "slowest", "mean", "", "", "", "99% in an"),
+    ("strategy", "steps/s", "of bound", "x allreduce", "x allreduce", "MB sent", "MB memory",
+     "accuracy", "endless epoch"),
 )  # fmt: skip
 
 
 def table(ranking: Ranking) -> str:
     """One line for each candidate, the fastest first."""
-    lines = [COLUMNS, *map(_cells, ranking.rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    lines = [*COLUMNS, *map(_cells, ranking.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = [
         "  ".join(
             cell.ljust(width) if column == 0 else cell.rjust(width)
@@ -27,7 +28,7 @@ def table(ranking: Ranking) -> str:
         )
         for line in lines
     ]
-    text.insert(1, "  ".join("-" * width for width in widths))
+    text.insert(len(COLUMNS), "  ".join("-" * width for width in widths))
     return "\n".join(text)
 
 
@@ -41,9 +42,10 @@ def _cells(row: Row) -> tuple[str, ...]:
         time = "never" if cost.time is None else f"{cost.time:.2f}"
     return (
         row.candidate.spec,
-        f"{row.steps_per_s:.3g}",
+        f"{row.slowest_steps_per_s:.3g}",
         f"{row.share:.0%}",
-        f"{row.ratio:.2f}",
+        f"{row.slowest_ratio:.2f}",
+        f"{row.mean_ratio:.2f}",
         f"{row.mb_sent:.3g}",
         f"{row.mb_memory:.0f}",
         points,
@@ -54,19 +56,26 @@ def _cells(row: Row) -> tuple[str, ...]:
 def legend(ranking: Ranking) -> str:
     """What the columns mean."""
     return (
-        f"of bound: of the steps per second without communication ({BOUND}).  MB sent: by a rank "
-        "in a step.  MB memory: that\na rank needs more, with weights in fp32.  accuracy, 99% "
-        "after: points against all-reduce at the end, and the time to\n99% of its accuracy over "
-        f"its own, measured on a small task where {accuracy.in_words(ranking.situation)};\n"
+        "slowest, mean: steps per second of the slowest rank, and the mean of the ranks.  Where "
+        "ranks owe as many batches,\ntraining ends with the slowest.  of bound: of the slowest "
+        f"rank's without communication ({BOUND}).  MB sent: by a rank\nin a step.  MB memory: "
+        "what a rank needs more at its peak, with weights in fp32.  accuracy: points against "
+        "all-reduce\nat the end.  99%: the time to 99% of its accuracy over its own.  Both were "
+        "measured on a small task in one endless\nepoch, where "
+        f"{accuracy.in_words(ranking.situation)}; "
         '"never": half of the seeds did not reach it; "?": not measured.'
     )
 
 
 def advice(ranking: Ranking) -> str:
-    """One sentence, and the line of code and of YAML."""
+    """One sentence, and the line of code and of YAML; and what helps against a slow rank."""
+    return _choice(ranking) + _dealing(ranking)
+
+
+def _choice(ranking: Ranking) -> str:
     row = ranking.advised
     spec = row.candidate.spec
-    if spec == BASELINE or row.ratio < 1 + CLOSE:
+    if spec == BASELINE or row.slowest_ratio < 1 + CLOSE:
         return (
             "Advice: stay with all-reduce (or Lightning's ddp): no strategy whose accuracy was "
             f"measured is predicted to be more than {CLOSE:.0%} faster here.\n" + paste(BASELINE)
@@ -78,9 +87,25 @@ def advice(ranking: Ranking) -> str:
     if row.cost.time is not None:
         after = f"reached 99% of its accuracy in {row.cost.time:.2f} of its time"
     return (
-        f"Advice: {spec}, {row.ratio:.2f} times as fast as all-reduce and {row.share:.0%} of the "
-        f"bound; in the most similar case that was measured,\non a small task, {said} all-reduce "
-        f"and {after}.\n" + paste(spec) + _reaching(ranking, row)
+        f"Advice: {spec}, {row.slowest_ratio:.2f} times as fast as all-reduce until the slowest "
+        f"rank is done, and {row.share:.0%} of the bound; in the most\nsimilar case that was "
+        f"measured, a small task in one endless epoch, {said} all-reduce and\n{after}.\n"
+        + paste(spec)
+        + _reaching(ranking, row)
+    )
+
+
+def _dealing(ranking: Ranking) -> str:
+    """What is gained where slow ranks get fewer batches; empty if no rank is always slower."""
+    if not ranking.slow_ranks:
+        return ""
+    ranks = ", ".join(f"rank {rank} {speed:.0%}" for rank, speed in ranking.slow_ranks.items())
+    spec = ranking.advised_if_dealt.candidate.spec
+    return (
+        "\nA rank that is always slower holds up the end of every epoch, whatever the strategy.  "
+        f"Deal the batches by speed:\nrecorded {ranks} of an equal share.  Then {spec} needs at "
+        f"least {ranking.dealt_by_speed:.2f} of the time of all-reduce with equal shares\n"
+        '(how: docs/choosing.md, "A rank that is always slower").'
     )
 
 
@@ -91,7 +116,7 @@ def _reaching(ranking: Ranking, advised: Row) -> str:
     for row in ranking.rows:  # the fastest first
         if row.cost is not None and row.cost.time is not None and row.candidate.spec != BOUND:
             spec = row.candidate.spec
-            rate = f"{row.ratio:.2f} times as fast as all-reduce"
+            rate = f"{row.slowest_ratio:.2f} times as fast as all-reduce"
             return f"\nThe fastest that reached 99% there: {spec}, {rate}.\n{paste(spec)}"
     return ""
 

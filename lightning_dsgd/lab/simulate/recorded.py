@@ -18,6 +18,8 @@ from lightning_dsgd.timeline.trace import missing_ranks, read_folder
 
 LEAST_STEPS: Final = 5
 """Of every rank; the first, which warms up, is left out."""
+_SLOW: Final = 1.3
+"""A rank's mean step, over the median of the ranks' means."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,18 @@ class Recorded:
     def mean_s(self) -> float:
         """Over ranks and steps."""
         return statistics.mean(map(statistics.mean, self.seconds))
+
+    @property
+    def speeds(self) -> list[float]:
+        """Steps of each rank, over the mean of all ranks', if no rank waits."""
+        rates = [1 / statistics.mean(of_rank) for of_rank in self.seconds]
+        return [rate / statistics.mean(rates) for rate in rates]
+
+    @property
+    def slow_ranks(self) -> list[int]:
+        """Those that are always slower."""
+        median = statistics.median(1 / speed for speed in self.speeds)
+        return [rank for rank, speed in enumerate(self.speeds) if 1 / speed > _SLOW * median]
 
     def step_times(self, world_size: int, num_steps: int, seed: int) -> list[list[float]]:
         """What each rank computes in each step, in seconds: [rank][step]."""

@@ -73,8 +73,8 @@ def test_predictions_are_compared_with_what_no_sync_shows_besides() -> None:
 
 def test_the_advised_one_is_verified_with_the_bound_and_all_reduce() -> None:
     names = ["no_sync", "adpsgd", "hpsgd", "sgp", "wagma", "allreduce"]
-    rows = [Row(Candidate(n, 0), 2.0 - i / 10, 1, 1, 1, 1, None) for i, n in enumerate(names)]
-    rows[3] = Row(Candidate("sgp", 0), 1.99, 1, 1, 1, 1, Cost(-0.1, 1.0, 0.9))
+    rows = [Row(Candidate(n, 0), 2.0 - i / 10, 1, 1, 1, 1, 1, None) for i, n in enumerate(names)]
+    rows[3] = Row(Candidate("sgp", 0), 1.99, 1, 1, 1, 1, 1, Cost(-0.1, 1.0, 0.9))
     assert verify.specs_of(Ranking(rows, "random", {})) == [
         "no_sync", "allreduce", "sgp", "adpsgd", "hpsgd",
     ]  # fmt: skip
