@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 
 def agree_on_overflow(scaler: Any, optimizer: Optimizer) -> None:
-    """Has a GradScaler look at the reduced gradient, which one rank's inf has reached on all."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    finite = all(bool(grad.isfinite().all()) for grad in grads if grad is not None)
-    for flag in overflow_flags(scaler, optimizer):
-        flag.fill_(0.0 if finite else 1.0)
+    """Has a GradScaler look at the reduced gradient, which one rank's inf has reached on all.
 
-
-def overflow_flags(scaler: Any, optimizer: Optimizer) -> list[Any]:
-    """What torch's GradScaler has noted for each device: whether a gradient was inf or NaN."""
-    states = scaler._per_optimizer_states[id(optimizer)]
-    return list(states["found_inf_per_device"].values())
+    It looks as it did before, on the device; the host waits for what it has found where it steps.
+    """
+    scale, state = scaler._scale, scaler._per_optimizer_states[id(optimizer)]
+    one, none_found = torch.ones_like(scale), torch.zeros_like(scale)
+    found = scaler._unscale_grads_(optimizer, one, none_found, allow_fp16=True)
+    state["found_inf_per_device"] = found
 
 
 def is_unscaled(scaler: Any, optimizer: Optimizer) -> bool:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.amp import GradScaler
 
-from lightning_dsgd.session.scaling import agree_on_overflow, is_unscaled, overflow_flags
+from lightning_dsgd.session.scaling import agree_on_overflow, is_unscaled
+from tests.support.fake_device import FakeDevice
+from tests.support.worlds import FakeWorld
+
+
+def flags(scaler: Any, optimizer: Any) -> list[bool]:
+    """For each device, whether a gradient was inf or NaN."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return [bool(flag) for flag in found.values()]
 
 
 @pytest.mark.parametrize(("reduced", "skips"), [(1.0, False), (torch.inf, True), (torch.nan, True)])
@@ -18,11 +28,29 @@ def test_a_step_is_skipped_for_what_the_reduced_gradient_holds(reduced: float, s
     assert not is_unscaled(scaler, optimizer)
     scaler.unscale_(optimizer)
     assert is_unscaled(scaler, optimizer)
-    assert [bool(flag) for flag in overflow_flags(scaler, optimizer)] == [not skips]
+    assert flags(scaler, optimizer) == [not skips]
     assert x.grad is not None
     x.grad.fill_(reduced)
     agree_on_overflow(scaler, optimizer)
+    assert x.grad.equal(torch.full((3,), reduced)) or reduced != reduced
     scaler.step(optimizer)
     scaler.update()
     assert bool(x.eq(0).all()) == skips
     assert scaler.get_scale() == (2.0 if skips else 4.0)
+
+
+def step_with_many_parameters(net: Any, fake: FakeDevice) -> list[tuple[str, str, str]]:
+    """What the host waits for from the reduced gradient to the end of the step."""
+    xs = [torch.zeros(3, device=fake.device).requires_grad_() for _ in range(9)]
+    optimizer, scaler = torch.optim.SGD(xs, 0.1), GradScaler("fake")
+    scaler.scale(torch.stack(xs).sum()).backward()
+    scaler.unscale_(optimizer)
+    fake.syncs.clear()
+    agree_on_overflow(scaler, optimizer)
+    scaler.step(optimizer)
+    return fake.syncs
+
+
+def test_the_host_waits_once_for_all_parameters() -> None:
+    [found] = FakeWorld().run(1, step_with_many_parameters)
+    assert len(found) == 1, found
