@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> None:
         "--max-restarts",
         type=int,
         default=3,
-        help='how often a rank that is lost is started again, with on_loss="continue"',
+        help="how often a rank that is lost is started again, counted anew once it has trained for "
+        '10 minutes, with on_loss="continue"',
     )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the script")

@@ -25,6 +25,8 @@ class Rank:
     def __init__(self, local: int) -> None:
         self.local = local
         self.num_starts = 0
+        self.num_counted = 0
+        """Its starts that count: see the head of `supervisor`."""
         self.process: subprocess.Popen[bytes] | None = None
         self.status: int | None = None
         """What its newest process has ended with."""
@@ -37,6 +39,7 @@ class Rank:
         """Starts its next process."""
         self.log = logs / f"rank_{variables['RANK']}.{self.num_starts}.log"
         self.num_starts += 1
+        self.num_counted += 1
         self.status, self.again_at = None, None
         self.show()  # the rest of the last one
         if self._shown is not None:

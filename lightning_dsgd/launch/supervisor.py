@@ -2,13 +2,21 @@
 
     a rank ends badly             on_loss="end": the others end too, by themselves, or after
                                   `grace_s` by SIGTERM, and then by SIGKILL
-                                  on_loss="continue": the others go on, and it is started again,
+    a rank ends before training   on_loss="continue": the others go on, and it is started again,
                                   after 1 s, then 2 s, 4 s, ..., `max_restarts` times at most;
                                   but for one that has left, as it got SIGTERM, and in a loop of
                                   the user's, which a rank cannot join
+    no rank is left that trains   who is started again could only fail: all end
     SIGTERM or Ctrl-C comes here  every rank gets SIGINT, on which all stop after the same batch;
                                   a second one ends them at once
     the supervisor dies           the kernel sends SIGTERM to its ranks
+
+**Whether training goes on** the ranks say themselves, at the store (`register`), with
+on_loss="continue": that a rank ends with 0 tells nothing, as its script may have caught an error.
+The job has ended well only once they have said that training is over.
+
+**Which starts count.**  Once a rank has trained for `_FORGETS_AFTER_S`, its starts before that do
+not count any more: so each of many losses in weeks is followed by as many starts as the first.
 
 With `Place.joins` its ranks are none of the first: they get numbers behind these, and start once
 training goes on.
@@ -32,15 +40,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from lightning_dsgd.launch.rank import Rank
 from lightning_dsgd.transport import TransportError
-from lightning_dsgd.transport.register import Register
+from lightning_dsgd.transport.register import GOES_ON, OVER, STOPPED, Register, Trained
+
+T = TypeVar("T")
 
 _LOOK_EVERY_S: Final = 0.05
 _FIRST_BACKOFF_S: Final = 1.0
 _LONGEST_BACKOFF_S: Final = 60.0
+_FORGETS_AFTER_S: Final = 600.0
 _TERM_S: Final = 10.0
 """How long a rank has between SIGTERM and SIGKILL."""
 _OTHER_NODES_S: Final = 60.0
@@ -103,7 +114,7 @@ class Supervisor:
         place: of this node
         logs: a folder
         grace_s: how long ranks may take to end by themselves, once they are to
-        max_restarts: how often a rank is started again
+        max_restarts: how often a rank is started again that has not trained for long since
     """
 
     def __init__(
@@ -125,7 +136,13 @@ class Supervisor:
         self._signals = 0
         self._port = place.port
         self._register: Register | None = None
-        self._has_store, self._has_survived = True, False
+        self._has_store = True
+        self._training = ""
+        """How it stood when the store said so last."""
+        self._last_words = ""
+        """Of the last rank that has said why it does not train any more."""
+        self._judge_at = float("inf")
+        """When to look whether a rank is left that trains."""
         self._kill_at: list[tuple[float, int]] = []
         """When which signal is sent to those that have not ended."""
 
@@ -244,6 +261,9 @@ class Supervisor:
         if self._signals:
             self._pass_on()
         now = time.monotonic()
+        if self._judge_at <= now:
+            self._judge_at = float("inf")
+            self._end_if_nobody_trains()
         for rank in self._ranks:
             if rank.again_at is not None and rank.again_at <= now:
                 self._start_again(rank)
@@ -252,23 +272,35 @@ class Supervisor:
             self._send(signum)
 
     def _ended(self, rank: Rank) -> None:
-        if not rank.status:
-            for other in self._ranks:
-                other.again_at = None  # training is over
+        training, trained = self._how_training_stands(), self._take_trained(rank)
+        if training in GOES_ON:
+            self._lost(rank, trained)
             return
-        _say(f"rank {self._number(rank)} ended with {rank.status}: {rank.log}")
-        if not self._survives():
-            self._end_within(self._grace_s)
-        elif self._asked(lambda register: register.has_left(self._number(rank))):
-            _say(f"rank {self._number(rank)} has left, as it was told to")
-        elif not self._kill_at and all(other.status != 0 for other in self._ranks):
+        self._drop_restarts()
+        if rank.status:
+            late = ", once training was over, and is not replaced" if training == OVER else ""
+            _say(f"rank {self._number(rank)} ended with {rank.status}{late}: {rank.log}")
+            if training != OVER:
+                self._end_within(self._grace_s)
+
+    def _lost(self, rank: Rank, trained: Trained) -> None:
+        """A rank has ended, but not training."""
+        number, early = self._number(rank), "" if rank.status else ", but training goes on"
+        _say(f"rank {number} ended with {rank.status}{early}: {rank.log}")
+        # A newcomer may be about to say that it trains.
+        self._judge_at = time.monotonic() + _FIRST_BACKOFF_S
+        if trained.seconds > _FORGETS_AFTER_S:
+            rank.num_counted = 1
+        if self._asked(lambda register: register.has_left(number), default=False):
+            _say(f"rank {number} has left, as it was told to")
+        elif not self._kill_at:
             self._plan_restart(rank)
 
     def _number(self, rank: Rank) -> int:
         return self._numbers[rank.local]
 
     def _plan_restart(self, rank: Rank) -> None:
-        can_be_joined = self._asked(Register.can_be_joined)
+        can_be_joined = self._asked(Register.can_be_joined, default=False)
         if not self._has_store:
             return  # it could not find the others
         if not can_be_joined:
@@ -278,18 +310,46 @@ class Supervisor:
                 "are not sharded; the others go on without it"
             )
             return
-        if rank.num_starts > self._max_restarts:
+        if rank.num_counted > self._max_restarts:
             _say(
                 f"rank {self._number(rank)} is not started again: --max-restarts is "
-                f"{self._max_restarts}"
+                f"{self._max_restarts}, and it has not trained for {_FORGETS_AFTER_S:g} s since"
             )
             return
-        backoff_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (rank.num_starts - 1))
+        backoff_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (rank.num_counted - 1))
         rank.again_at = time.monotonic() + backoff_s
 
     def _start_again(self, rank: Rank) -> None:
+        if self._how_training_stands() not in GOES_ON or not self._has_store:
+            self._drop_restarts()
+            return
         rank.start(self._command, self._variables(rank.local), self._logs)
         _say(f"rank {self._number(rank)} started again: {rank.log}")
+
+    def _drop_restarts(self) -> None:
+        """Training does not go on, or there is no store any more where a rank could find it."""
+        for rank in self._ranks:
+            if rank.again_at is not None:
+                rank.again_at = None
+                _say(f"rank {self._number(rank)} is not started again: {self._why_not()}")
+
+    def _why_not(self) -> str:
+        if not self._has_store:
+            return "the store where the ranks meet has ended"
+        return "training has come to its end" if self._training == OVER else "training has stopped"
+
+    def _end_if_nobody_trains(self) -> None:
+        if self._how_training_stands() not in GOES_ON or self._kill_at:
+            return
+        if self._asked(Register.does_anybody_train, default=True):
+            return
+        words = f" ({self._last_words})" if self._last_words else ""
+        _say(
+            f"no rank is left that trains{words}, so none that is started again could join; all "
+            "end: start the job anew, from a checkpoint"
+        )
+        self._asked(Register.say_stopped, default=None)
+        self._end_within(self._grace_s)
 
     def _pass_on(self) -> None:
         is_second, self._signals = bool(self._signals > 1 or self._kill_at), 0
@@ -312,15 +372,23 @@ class Supervisor:
         for rank in self._ranks:
             rank.signal(signum)
 
-    def _survives(self) -> bool:
-        """Whether the ranks that are left go on without the others."""
-        survives = self._asked(Register.survives)
-        if self._has_store:
-            self._has_survived = survives
-        return self._has_survived
+    def _how_training_stands(self) -> str:
+        """See `Register.training`; as it was, once the store has ended, with node 0."""
+        self._training = self._asked(Register.training, default=self._training)
+        return self._training
 
-    def _asked(self, question: Callable[[Register], bool]) -> bool:
-        """What the store says; no once it has ended, with node 0."""
+    def _take_trained(self, rank: Rank) -> Trained:
+        """For how long the process has trained that has ended; nobody counts on it any more."""
+        number = self._number(rank)
+        trained = self._asked(lambda register: register.trained(number), default=Trained())
+        if trained.since is not None:
+            self._asked(lambda register: register.forget_training_of(number), default=None)
+        if trained.why:
+            self._last_words = f"rank {number} {trained.why}"
+        return trained
+
+    def _asked(self, question: Callable[[Register], T], default: T) -> T:
+        """What the store says; the default once it has ended, with node 0."""
         assert self._register is not None
         if self._has_store:
             try:
@@ -328,7 +396,7 @@ class Supervisor:
             except TransportError as err:
                 self._has_store = False
                 _say(f"{err}; the ranks of this node go on, and none is started again")
-        return False
+        return default
 
     def _bury(self) -> None:
         """Nothing is left running, whatever has happened."""
@@ -338,10 +406,13 @@ class Supervisor:
                 rank.process.wait()
 
     def _status(self) -> int:
-        statuses = [rank.status for rank in self._ranks]
-        if not any(statuses):
-            return 0
-        return 0 if 0 in statuses and self._survives() else 1
+        statuses, training = [rank.status for rank in self._ranks], self._how_training_stands()
+        if not training:
+            return int(any(statuses))
+        if training == OVER or (training != STOPPED and not self._has_store):
+            return 0 if 0 in statuses else 1
+        _say("the ranks of this node have ended, but training has not come to its end")
+        return 1
 
 
 def _say(text: str) -> None:

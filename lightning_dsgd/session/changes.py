@@ -206,13 +206,6 @@ class ChangingSession(SurvivingSession[TrainingT]):
         """For the launcher, which else starts this rank again."""
         self._tell_register(Register.say_left)
 
-    def _tell_register(self, tell: Callable[[Register], None]) -> None:
-        """Those who come later, if any can; nobody does to a store that has ended."""
-        register = self._meeting.register
-        if register is not None:
-            with contextlib.suppress(TransportError):
-                tell(register)
-
     def _leave_others(self) -> None:
         self._say_has_left()
         self.phase, self.is_alone = Phase.STOPPING, True

@@ -19,7 +19,7 @@ from lightning_dsgd.transport.mpi import MPITransport
 from lightning_dsgd.transport.mpi_job import is_usable
 from lightning_dsgd.transport.newcomer import NewcomerTransport
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
-from lightning_dsgd.transport.register import Register, outlives_ranks
+from lightning_dsgd.transport.register import ALONE, OVER, STOPPED, Register, outlives_ranks
 from lightning_dsgd.transport.rendezvous import Rendezvous
 
 TRANSPORTS: Final = ("auto", "process_group", "mpi")
@@ -126,16 +126,20 @@ class Meeting:
         """Where ranks train that this process can join; None if it starts with the others.
 
         Raises:
-            RuntimeError: if they train without a way to join them
+            RuntimeError: if they train without a way to join them, or have ended
         """
         if not outlives_ranks():
             return None
         register = Register(*address, self._limits.startup_timeout_s)
-        if not register.survives():
-            return None
-        if not register.can_be_joined():
+        training = register.training()
+        if training == ALONE:
             refuse_to_join()
-        return register
+        if training in (OVER, STOPPED):
+            raise RuntimeError(
+                "a process must come while the others train, got one that came once their training "
+                f"was {training}; start the job anew"
+            )
+        return register if training else None
 
     def start_with_others(self, address: tuple[str, int]) -> None:
         """Raises `RuntimeError` if they train already: a loop of the user's cannot be joined."""

@@ -38,6 +38,7 @@ from lightning_dsgd.session.session import Phase, Session, TrainingT, opened
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.transport import Transport, TransportError
 from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ class SurvivingSession(Session[TrainingT], ABC):
         can_be_joined = self.can_be_joined and self._meeting.can_be_joined and not self._rows
         if register is not None and card is not None and can_be_joined:
             register.write_card(self.rank, card)
+        if register is not None:
+            register.say_trains()
         self.meetings.barrier().wait()
         # All survive now; who is back from here knows that nobody waits outside of a call any more.
         self.together(lambda: self.meetings.barrier().wait())
@@ -195,6 +198,8 @@ class SurvivingSession(Session[TrainingT], ABC):
         if self.training is None or self.phase is Phase.BROKEN:
             return
         self.together(super().end_training, self._end_as_others)
+        if self.survives:
+            self._tell_register(Register.say_over)
         if self.calls.view.number > 0 and self.is_first:
             missing = self._num_ranks - self.world_size
             more = f"{-missing} ranks more than the {self._num_ranks} at the start"
@@ -320,6 +325,19 @@ class SurvivingSession(Session[TrainingT], ABC):
             self.together(meet)
 
     # ---- the end ----
+
+    def fail(self, exception: BaseException) -> str:
+        reason = super().fail(exception)
+        if self.survives:
+            self._tell_register(lambda register: register.say_trains_no_more(reason))
+        return reason
+
+    def _tell_register(self, tell: Callable[[Register], None]) -> None:
+        """Those who come later, and the launcher; nobody where the store has ended."""
+        register = self._meeting.register
+        if register is not None:
+            with contextlib.suppress(TransportError):
+                tell(register)
 
     def leave(self) -> None:
         calls, self._calls = self._calls, None

@@ -206,6 +206,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
             if session["division"]:  # else the share of the rank that it was started as
                 self._division = session["division"], net.rank % session["division"]
             self.is_newcomer = False
+            self._tell_register(Register.say_trains)
 
     def _wants_to_meet(self) -> bool:
         training = self.training

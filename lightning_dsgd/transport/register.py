@@ -1,7 +1,9 @@
 """What is written at the rendezvous about a training whose ranks may be lost.
 
-    survives     training has begun, and goes on where a rank is lost: "yes" if others can join it,
-                 "alone" if they cannot; empty once all have stopped
+    training     how a training stands that goes on where a rank is lost: "joinable" or "alone", if
+                 ranks can join it or cannot, once it has begun; then "over" or "stopped"
+    trains/3     since when rank 3 has trained, until when, and why no longer; times by the clock of
+                 its machine
     secret       by which the ranks know each other
     card/3       the host and port where rank 3 listens
     next         the number of the process that came last
@@ -24,7 +26,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -34,8 +36,8 @@ T = TypeVar("T")
 
 _ANSWER_WITHIN_S: Final = 20.0
 _LOOK_EVERY_S: Final = 0.1
-_JOINED: Final = "yes"
-_ALONE: Final = "alone"
+JOINABLE, ALONE, OVER, STOPPED = "joinable", "alone", "over", "stopped"
+GOES_ON: Final = (JOINABLE, ALONE)
 
 
 def outlives_ranks() -> bool:
@@ -46,6 +48,37 @@ def outlives_ranks() -> bool:
 def num_restarts() -> str:
     """How often torchrun has started the ranks again."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def _own_rank() -> str:
+    """What this process was started as."""
+    return os.environ.get("RANK", "")
+
+
+class Trained(NamedTuple):
+    """For how long the process of a rank has trained.
+
+    Args:
+        since: when it began; None if it has not begun
+        until: when it ended; None if it goes on
+        why: it ended, if it has said so
+    """
+
+    since: float | None = None
+    until: float | None = None
+    why: str = ""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it trains."""
+        return self.since is not None and self.until is None
+
+    @property
+    def seconds(self) -> float:
+        """For how long; it has ended, or ends now, on this machine."""
+        if self.since is None:
+            return 0.0
+        return (time.monotonic() if self.until is None else self.until) - self.since
 
 
 class Register:
@@ -121,31 +154,75 @@ class Register:
                 f"the store where the ranks meet has ended, or cannot be reached any more: {err}"
             ) from err
 
+    # ---- how training stands ----
+
+    def training(self) -> str:
+        """How it stands: see the head of the file; empty if none has begun that survives a loss."""
+        return self.read("training")
+
     def survives(self) -> bool:
         """Whether training has begun, and not ended yet, and goes on where a rank is lost."""
-        return bool(self.read("survives"))
+        return self.training() in GOES_ON
 
     def await_training(self, within_s: float, is_over: Callable[[], bool]) -> bool:
         """Waits until training begins; whether it goes on."""
-        return self.wait(["survives"], within_s, is_over) and self.survives()
+        return self.wait(["training"], within_s, is_over) and self.survives()
 
     def can_be_joined(self) -> bool:
         """Whether a rank that is started again can join that training."""
-        return self.read("survives") == _JOINED
+        return self.training() == JOINABLE
 
     def say_survives(self, *, can_be_joined: bool) -> None:
         """Training has begun, and goes on where a rank is lost."""
-        self.say("survives", _JOINED if can_be_joined else _ALONE)
+        self.say("training", JOINABLE if can_be_joined else ALONE)
+
+    def say_over(self) -> None:
+        """Training has come to its end; comes back once the store knows."""
+        self.say("training", OVER)
+        self.training()
 
     def say_stopped(self) -> None:
-        """All have stopped: who came later would find nobody."""
-        self.say("survives", "")
+        """All have stopped before its end: who came later would find nobody."""
+        self.say("training", STOPPED)
+
+    # ---- who trains ----
+
+    def say_trains(self) -> None:
+        """This process trains from now on; comes back once the store knows."""
+        self._say_trained(Trained(time.monotonic()))
+
+    def say_trains_no_more(self, why: str) -> None:
+        """This process will not go on, for that reason."""
+        rank = _own_rank()
+        self._say_trained(self.trained(rank)._replace(until=time.monotonic(), why=why))
+
+    def _say_trained(self, trained: Trained) -> None:
+        rank = _own_rank()
+        self.say(f"trains/{rank}", json.dumps(trained))
+        self.read(f"trains/{rank}")
+
+    def trained(self, rank: str | int) -> Trained:
+        """For how long the newest process of a rank has trained."""
+        text = self.read(f"trains/{rank}")
+        return Trained(*json.loads(text)) if text else Trained()
+
+    def forget_training_of(self, rank: int) -> None:
+        """The process of that rank has ended."""
+        self.say(f"trains/{rank}", "")
+
+    def does_anybody_train(self) -> bool:
+        """Whether the process of any rank does, as far as its launcher has not seen it end."""
+        nodes, size = self.size()
+        num_ranks = nodes * size + self._count("started")
+        return any(self.trained(rank).goes_on for rank in range(num_ranks))
 
     # ---- who has left, and where all have ended ----
 
     def say_left(self, *, has_left: bool = True) -> None:
         """This process has left, as it was told to; or stands in for one that has."""
-        self.say(f"left/{os.environ.get('RANK', '')}", "yes" if has_left else "")
+        self.say(f"left/{_own_rank()}", "yes" if has_left else "")
+        if has_left:
+            self.say_trains_no_more("has left")
 
     def has_left(self, rank: int) -> bool:
         """Whether the newest process of that rank has said so."""
@@ -179,7 +256,11 @@ class Register:
 
     def new_number(self, first_size: int) -> int:
         """One that no rank has had."""
-        return first_size - 1 + int(self._ask(lambda: self._store.add(self._prefix + "next", 1)))
+        return first_size - 1 + self._count("next", 1)
+
+    def _count(self, key: str, more: int = 0) -> int:
+        """What is counted there, with so many more."""
+        return int(self._ask(lambda: self._store.add(self._prefix + key, more)))
 
     # ---- who was started besides the first ----
 
@@ -204,21 +285,19 @@ class Register:
 
     def more_ranks(self, count: int, first_size: int) -> range:
         """What so many ranks are started as that nobody else is."""
-        end = first_size + int(self._ask(lambda: self._store.add(self._prefix + "started", count)))
+        end = first_size + self._count("started", count)
         return range(end - count, end)
 
     def more_supervisors(self, count: int) -> int:
         """How many there are besides those of the first nodes, with so many more."""
-        return int(self._ask(lambda: self._store.add(self._prefix + "supervisors", count)))
+        return self._count("supervisors", count)
 
     def cards(self, number: int, first_size: int) -> dict[int, tuple[str, int]]:
         """Where all others listen, as far as they have said so.
 
         A newcomer says it before it asks this: so of any two, one knows where the other listens.
         """
-        others = range(
-            first_size + int(self._ask(lambda: self._store.add(self._prefix + "next", 0)))
-        )
+        others = range(first_size + self._count("next"))
         texts = {other: self.read(f"card/{other}") for other in others if other != number}
         cards = {other: json.loads(text) for other, text in texts.items() if text}
         return {other: (str(host), int(port)) for other, (host, port) in cards.items()}

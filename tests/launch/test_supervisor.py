@@ -103,6 +103,102 @@ def test_a_rank_of_a_plain_loop_that_is_killed_is_not_replaced(tmp_path):
     assert "view 1: rank 0 lost" in job.said("logs/rank_1.0.log")
 
 
+LEAVING = SURVIVING.replace(
+    "        if replica.world_size == 3 and",
+    """        if os.environ["RANK"] == "1": os._exit(0)
+        if replica.world_size < 3: os.kill(os.getpid(), 9)
+        if False and""",
+).replace("range(10 +", "range(10**6 +")
+
+
+@pytest.mark.exhaustive
+def test_a_plain_loop_whose_ranks_leave_or_are_killed_has_not_come_to_its_end(tmp_path):
+    with Launched(tmp_path, LEAVING, "--ranks", "3") as job:
+        assert job.end() == 1
+    assert "rank 1 ended with 0, but training goes on" in job.said("stderr")
+
+
+# What the ranks of a training tell the launcher, without the training.
+TRAINS = (
+    SCRIPT
+    + """
+from lightning_dsgd.transport.register import Register, Trained
+register = Register(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60.0)
+def meet(name, *ranks):
+    register.say(name + rank)
+    assert register.wait([name + other for other in ranks], 60.0, lambda: False), name
+is_first = not register.read("met" + rank)
+if is_first:
+    register.say_trains()
+    meet("met", *"012")
+    if rank == "0":
+        register.say_survives(can_be_joined=sys.argv[2] == "joinable")
+        register.read("")
+    meet("begun", "0")
+"""
+)
+LEFT = """
+if rank == "1": os._exit(0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_ends_with_0_is_not_the_end_of_training(tmp_path):
+    with Launched(tmp_path, TRAINS + LEFT, "--ranks", "3", arguments=("alone",)) as job:
+        assert job.end() == 1
+    said = job.said("stderr")
+    assert "rank 1 ended with 0, but training goes on: " in said
+    assert all(f"rank {rank} is not replaced: a rank can join a" in said for rank in range(3))
+    assert "the ranks of this node have ended, but training has not come to its end" in said
+
+
+RETURNS = """
+if rank != "1":
+    meet("over", "1")
+    sys.exit(3 if rank == "2" else 0)
+if is_first: os._exit(0)  # as a script does that has caught an error
+if not register.read("again"):
+    register.say("again")
+    register._say_trained(Trained(time.monotonic() - 601.0))
+    sys.exit(5)
+register.say_over()
+meet("over", "1")
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_has_trained_for_long_may_be_lost_as_often_as_the_first_time(tmp_path):
+    options = ("--ranks", "3", "--max-restarts", "1")
+    with Launched(tmp_path, TRAINS + RETURNS, *options, arguments=("joinable",)) as job:
+        assert job.end() == 0, job.said("stderr")
+    said = job.said("stderr")
+    assert "rank 1 ended with 0, but training goes on: " in said
+    assert said.count("rank 1 started again") == 2
+    assert "rank 2 ended with 3, once training was over, and is not replaced: " in said
+
+
+FAILS = """
+if is_first and rank != "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+meet("back", "1")
+if rank == "0":
+    register.say_trains_no_more("must go on with more than half of view 0, got 0")
+    sys.exit(1)
+"""
+
+
+def test_where_no_rank_trains_any_more_the_job_ends_in_place_of_starting_ranks_again(tmp_path):
+    waits = TRAINS + FAILS + WAITS.removeprefix(SCRIPT)
+    options = ("--ranks", "3", "--grace-s", "0.2", "--max-restarts", "1000")
+    with Launched(tmp_path, waits, *options, arguments=("joinable",)) as job:
+        assert job.end() == 1
+    said = job.said("stderr")
+    assert (
+        "no rank is left that trains (rank 0 must go on with more than half of view 0, got 0), so "
+        "none that is started again could join; all end: start the job anew, from a checkpoint"
+    ) in said
+
+
 def late(address: tuple[str, int]) -> None:
     """A process that is started by hand while the others train."""
     os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "3"})

@@ -16,12 +16,12 @@ def two_registers() -> tuple[Register, Register]:
 
 def test_ranks_that_start_again_from_a_checkpoint_find_no_training_of_before(monkeypatch) -> None:
     keeper, other = two_registers()
-    keeper.say("survives")
+    keeper.say_survives(can_be_joined=True)
     assert keeper.survives()  # once it is asked again, the store has taken it
     assert other.survives()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert not Register("127.0.0.1", keeper.port, 10.0).survives()
-    keeper.say("survives", "")
+    keeper.say_stopped()
     assert not keeper.survives()
     assert not other.survives()
 
@@ -43,16 +43,32 @@ def test_ranks_that_are_started_later_are_counted_behind_the_first() -> None:
     with pytest.raises(TransportError, match="must have been started by `lightning-dsgd launch`"):
         other.size()
     keeper.write_size(2, 4)
-    keeper.say("survives")
+    keeper.say_survives(can_be_joined=True)
     assert other.await_training(10.0, lambda: False)
     assert other.size() == (2, 4)
     assert [*other.more_ranks(2, 8), *keeper.more_ranks(1, 8)] == [8, 9, 10]
     assert [other.more_supervisors(1), other.more_supervisors(0)] == [1, 1]
 
 
+def test_a_rank_trains_until_it_says_or_its_launcher_sees_that_it_does_not(monkeypatch) -> None:
+    keeper, other = two_registers()
+    keeper.write_size(1, 2)
+    assert other.more_ranks(1, 2) == range(2, 3)
+    assert not keeper.does_anybody_train()
+    for rank in "02":
+        monkeypatch.setenv("RANK", rank)
+        other.say_trains()
+    other.say_trains_no_more("failed")
+    assert keeper.trained(2).why == "failed"
+    assert keeper.does_anybody_train()
+    keeper.forget_training_of(0)
+    assert not keeper.does_anybody_train()
+    assert keeper.trained(0).seconds == 0.0 < keeper.trained(2).seconds
+
+
 def test_a_store_that_has_ended_is_an_error() -> None:
     keeper, other = two_registers()
-    keeper.say("survives")
+    keeper.say_survives(can_be_joined=True)
     assert keeper.survives()
     del keeper
     with pytest.raises(TransportError, match="the store where the ranks meet has ended"):
