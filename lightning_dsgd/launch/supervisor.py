@@ -341,9 +341,12 @@ class Supervisor:
     def _end_if_nobody_trains(self) -> None:
         if self._how_training_stands() not in GOES_ON or self._kill_at:
             return
-        if self._asked(Register.does_anybody_train, default=True):
+        none: list[Trained] = []
+        everyones = self._asked(Register.everyones_training, default=none)
+        if not self._has_store or any(trained.goes_on for trained in everyones):
             return
-        words = f" ({self._last_words})" if self._last_words else ""
+        said = [f"rank {number} {each.why}" for number, each in enumerate(everyones) if each.why]
+        words = f" ({(said or [self._last_words])[-1]})" if said or self._last_words else ""
         _say(
             f"no rank is left that trains{words}, so none that is started again could join; all "
             "end: start the job anew, from a checkpoint"

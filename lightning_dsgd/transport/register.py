@@ -210,11 +210,10 @@ class Register:
         """The process of that rank has ended."""
         self.say(f"trains/{rank}", "")
 
-    def does_anybody_train(self) -> bool:
-        """Whether the process of any rank does, as far as its launcher has not seen it end."""
+    def everyones_training(self) -> list[Trained]:
+        """What `trained` gives for every rank that was started."""
         nodes, size = self.size()
-        num_ranks = nodes * size + self._count("started")
-        return any(self.trained(rank).goes_on for rank in range(num_ranks))
+        return [self.trained(rank) for rank in range(nodes * size + self._count("started"))]
 
     # ---- who has left, and where all have ended ----
 

@@ -54,15 +54,15 @@ def test_a_rank_trains_until_it_says_or_its_launcher_sees_that_it_does_not(monke
     keeper, other = two_registers()
     keeper.write_size(1, 2)
     assert other.more_ranks(1, 2) == range(2, 3)
-    assert not keeper.does_anybody_train()
+    assert [each.goes_on for each in keeper.everyones_training()] == [False] * 3
     for rank in "02":
         monkeypatch.setenv("RANK", rank)
         other.say_trains()
     other.say_trains_no_more("failed")
     assert keeper.trained(2).why == "failed"
-    assert keeper.does_anybody_train()
+    assert [each.goes_on for each in keeper.everyones_training()] == [True, False, False]
     keeper.forget_training_of(0)
-    assert not keeper.does_anybody_train()
+    assert [each.goes_on for each in keeper.everyones_training()] == [False] * 3
     assert keeper.trained(0).seconds == 0.0 < keeper.trained(2).seconds
 
 
