@@ -344,11 +344,6 @@ def backend_for(device: torch.device) -> str:
     return COLLECTIVES.get(device.type, "gloo")
 
 
-def served_by(backend: str) -> str:
-    """The type of device whose tensors that library moves."""
-    return next((kind for kind, name in COLLECTIVES.items() if name == backend), "cpu")
-
-
 def name_of(device: torch.device) -> str:
     """The product's name, where torch tells it; the type of device elsewhere."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -176,9 +176,9 @@ class Meeting:
         )
         port_of(device).enter()  # in plain PyTorch nobody may have done so
         if rendezvous is None:
-            return open_transport()
+            return self._tell(open_transport())
 
-        def open_in_thread() -> Transport:
+        def open_in_thread() -> ProcessGroupTransport:
             port_of(device).enter()
             return open_transport()
 
@@ -186,9 +186,14 @@ class Meeting:
         limit = self._limits.timeout_s if rendezvous.has_ended else None
         net = rendezvous.watch(open_in_thread, "open the network", limit)
         rendezvous.end()
+        return self._tell(net)
+
+    def _tell(self, net: ProcessGroupTransport) -> ProcessGroupTransport:
+        if net.world_size > 1:
+            self._announce(net.engines())
         return net
 
-    def _open_transport(self, world_size: int, device: torch.device) -> Transport:
+    def _open_transport(self, world_size: int, device: torch.device) -> ProcessGroupTransport:
         limits = self._limits.timeout_s, self._limits.heartbeat_timeout_s
         if self._transport == "mpi" or (self._transport == "auto" and is_usable(world_size)):
             return MPITransport(*limits, device=device)

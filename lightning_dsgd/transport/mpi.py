@@ -20,7 +20,8 @@ a lane would have to be duplicated by all ranks in one order, by training thread
 for each other, and each would have to be looked at in every round.
 
 Tensors on a device are handed to an MPI library that says it is CUDA-aware once they are complete,
-else copied through pinned memory (`staging`); either beside the training.
+else copied through pinned memory (`staging`); either beside the training.  Sums of all ranks and of
+fixed groups are NCCL's there (`process_group`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -36,7 +38,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.buffers import buffer, copy_of
-from lightning_dsgd.devices import is_on_host
+from lightning_dsgd.devices import COLLECTIVES, is_on_host
 from lightning_dsgd.transport.contract import Timeout, TransportError, Work, failed
 from lightning_dsgd.transport.frames import (
     DTYPES,
@@ -55,7 +57,8 @@ from lightning_dsgd.transport.mpi_job import (
     load_mpi,
     world_of_threads,
 )
-from lightning_dsgd.transport.processes import CPU, ProcessTransport
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.staging import Staging
 from lightning_dsgd.transport.works import Done, Sending
 
@@ -69,7 +72,7 @@ _SHORTEST_PAUSE_S: Final = 20e-6
 _CLOSE_TIMEOUT_S: Final = 5.0
 
 
-class MPITransport(ProcessTransport):
+class MPITransport(ProcessGroupTransport):
     """This process's end of a network over MPI; all ranks open it together.
 
     The default process group, which must have the ranks of MPI_COMM_WORLD, is where they find each
@@ -80,6 +83,7 @@ class MPITransport(ProcessTransport):
         heartbeat_timeout_s: after how much silence a rank counts as lost
         communicator: mpi4py's, of the ranks that take part; None: MPI_COMM_WORLD
         device: that this rank computes on
+        native_devices: as of `ProcessGroupTransport`
     """
 
     ends_with_peers = True
@@ -90,11 +94,12 @@ class MPITransport(ProcessTransport):
         heartbeat_timeout_s: float = 20.0,
         communicator: Any = None,
         device: torch.device = CPU,
+        native_devices: Sequence[str] = tuple(COLLECTIVES),
     ) -> None:
         world = world_of_threads()
         job.join(world)  # before the network, so that it ends after it
         wire = MPIWire(world if communicator is None else communicator)
-        super().__init__(wire, timeout_s, heartbeat_timeout_s, device)
+        super().__init__(timeout_s, heartbeat_timeout_s, native_devices, wire, device)
 
     def close(self) -> None:
         if self.mesh.mailboxes.failure is not None:
@@ -187,6 +192,12 @@ class MPIWire:
     def name(self) -> str:
         """What users choose it by, and what MPI says of this rank."""
         return f"mpi as rank {self._world.Get_rank()} of {self._world_size}"
+
+    @property
+    def carrier(self) -> str:
+        """What carries messages, as users are told once it is open."""
+        takes = ", which reads the memory of devices" if self._takes_device_memory else ""
+        return f"MPI{takes}"
 
     def check_names(self, names: list[str]) -> None:
         """Raises unless MPI's ranks are those of the process group."""

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dsgd.devices import PASSED, Port, is_on_host, port_of
+from lightning_dsgd.devices import PASSED, Port, backend_for, is_on_host, port_of
 from lightning_dsgd.transport.collectives import Call, num_children
 from lightning_dsgd.transport.contract import Counters, Timeout, TransportError, failed
 from lightning_dsgd.transport.frames import CODES, DTYPES
@@ -73,6 +73,7 @@ def make_group(device: torch.device, timeout_s: float, members: Sequence[int] | 
     with _environment(_LEFT_TO_US):
         return dist.new_group(
             None if members is None else list(members),
+            backend=backend_for(device),
             timeout=timedelta(seconds=2 * timeout_s),
             device_id=None if is_known else port_of(device).device,
         )

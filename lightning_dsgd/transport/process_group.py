@@ -1,9 +1,11 @@
-"""The network over TCP: connections of our own, and torch's collectives for CUDA tensors.
+"""The network of messages over any wire, by default TCP, and of torch's collectives on CUDA.
 
-Messages travel on the mesh's connections (`tcp`); the process group is where ranks find each
-other's addresses.  On CUDA other ones sum and broadcast the tensors of all ranks, and of groups
-that are fixed at the start: NCCL (`native`).  Groups that change, such as those of `wagma`, are
-served by messages there too: a communicator for each would take memory on the device.
+Messages travel on the wire, over TCP on the mesh's connections (`tcp`); the process group is where
+ranks find each other's addresses.  On CUDA other ones sum and broadcast the tensors of all ranks,
+and of groups that are fixed at the start: NCCL (`native`).  So it is where the process group's
+backend for the device is NCCL, whatever has started the ranks.  Groups that change, such as those
+of `wagma`, are served by messages there too: a communicator for each would take memory on the
+device.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dsgd.devices import COLLECTIVES
+from lightning_dsgd.devices import COLLECTIVES, backend_for
 from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import Work
 from lightning_dsgd.transport.native import Native, destroy_group, make_group
-from lightning_dsgd.transport.processes import CPU, ProcessTransport, group_device
+from lightning_dsgd.transport.processes import CPU, ProcessTransport, libraries
 from lightning_dsgd.transport.tcp import TCPWire
+from lightning_dsgd.transport.wire import Wire
 
 
 class ProcessGroupTransport(ProcessTransport):
@@ -28,8 +31,9 @@ class ProcessGroupTransport(ProcessTransport):
     Args:
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
-        native_devices: device types on which torch's own collectives sum and broadcast, if
-            they are those of the default process group
+        native_devices: device types on which torch's own collectives sum and broadcast, if the
+            default process group has them
+        wire: what carries messages; None: TCP
         device: that this rank computes on
     """
 
@@ -38,20 +42,35 @@ class ProcessGroupTransport(ProcessTransport):
         timeout_s: float = 1800.0,
         heartbeat_timeout_s: float = 20.0,
         native_devices: Sequence[str] = tuple(COLLECTIVES),
+        wire: Wire | None = None,
         device: torch.device = CPU,
     ) -> None:
         self._native: Native | None = None
-        is_native = dist.get_world_size() > 1 and device.type == group_device() in native_devices
+        self._has, self._wants = libraries().get(device.type, "none"), backend_for(device)
+        is_native = device.type in native_devices and self._has == self._wants
+        is_native &= dist.get_world_size() > 1
         # Made before anything can use it, and on all ranks alike.
         group = make_group(device, timeout_s) if is_native else None
         try:
-            super().__init__(TCPWire(), timeout_s, heartbeat_timeout_s, device)
+            super().__init__(wire or TCPWire(), timeout_s, heartbeat_timeout_s, device)
         except BaseException:
             if group is not None:
                 destroy_group(group)
             raise
         if group is not None:
             self._native = Native(self, group)
+
+    def engines(self) -> str:
+        """What carries messages, and what makes sums, in one line."""
+        messages, kind = f"Messages travel over {self.wire.carrier}", self.mesh.port.device.type
+        if self._native is not None:
+            sums = f"{self._wants.upper()} makes the sums of all ranks and of fixed groups"
+        else:
+            sums = "sums are made of messages too"
+            if kind in COLLECTIVES:
+                wanted = f"the process group's backend for {kind} is {self._has}, not {self._wants}"
+                sums += f", as {wanted}"
+        return f"{messages}; {sums}."
 
     def close(self) -> None:
         native, self._native = self._native, None

@@ -8,9 +8,9 @@
        |
     mesh       knows who is alive       one thread per process, over `connections`
 
-The process group is where ranks find each other's addresses, and, on CUDA, what sums and
-broadcasts dense tensors of all ranks and of fixed groups (NCCL, see `native`).  Why not gloo's send
-and receive: they can neither be polled nor cancelled, and do not notice a dead peer.
+The process group is where ranks find each other's addresses.  On CUDA, NCCL sums and broadcasts
+dense tensors of all ranks and of fixed groups, whatever carries messages (see `native`).  Why not
+gloo's send and receive: they can neither be polled nor cancelled, and do not notice a dead peer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dsgd.devices import PASSED, is_on_host, port_of, served_by, until
+from lightning_dsgd.devices import PASSED, is_on_host, port_of, until
 from lightning_dsgd.transport.contract import (
     Counters,
     PeerLost,
@@ -370,13 +370,20 @@ class _Receipt(Expected):
 def _gather_json(value: Any) -> list[Any]:
     """Every rank's value, through the process group."""
     text = encode(value)
-    card = torch.zeros(_CARD_BYTES, dtype=torch.uint8, device=group_device())
+    card = torch.zeros(_CARD_BYTES, dtype=torch.uint8, device=_card_device())
     card[: len(text)] = text
     cards = [torch.empty_like(card) for _ in range(dist.get_world_size())]
     dist.all_gather(cards, card)
     return [json.loads(bytes(card.cpu().numpy()).rstrip(b"\0")) for card in cards]
 
 
-def group_device() -> str:
-    """The type of device whose tensors the default process group moves."""
-    return served_by(dist.get_backend())
+def _card_device() -> str:
+    """A type of device whose tensors the default process group moves: the CPU, if it can."""
+    found = libraries()
+    return "cpu" if "cpu" in found else next(iter(found))
+
+
+def libraries() -> dict[str, str]:
+    """What moves the tensors of each type of device in the default process group."""
+    config = dist.BackendConfig(dist.Backend(dist.get_backend_config()))
+    return {kind: str(name) for kind, name in config.get_device_backend_map().items()}

@@ -20,6 +20,7 @@ class TCPWire:
 
     name = "process_group"
     """What users choose it by."""
+    carrier = "TCP"
 
     _connections: Connections
     _staging: Staging | None = None

@@ -24,6 +24,11 @@ class Wire(Protocol):
         """What this rank tells the others of its wire; the first word is the same on all ranks."""
         ...
 
+    @property
+    def carrier(self) -> str:
+        """What carries messages, as users are told once it is open."""
+        ...
+
     def check_names(self, names: list[str]) -> None:
         """Raises `TransportError`, on every rank, if this wire cannot join these ranks."""
         ...

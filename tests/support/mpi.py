@@ -135,13 +135,20 @@ class MPIWorld(ProcessWorld):
     """Up to SIZE of the processes of a job, each with an `MPITransport`."""
 
     job: MPIJob | None = field(default=None, repr=False)
+    native_devices: tuple[str, ...] = ()
+    """On which torch's own collectives sum."""
     communicator: Any = field(default=None, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "job": None}
 
     def _open(self) -> MPITransport:
-        return MPITransport(self.timeout_s, self.heartbeat_timeout_s, self.communicator)
+        return MPITransport(
+            self.timeout_s,
+            self.heartbeat_timeout_s,
+            self.communicator,
+            native_devices=self.native_devices,
+        )
 
     def outcomes(
         self, world_size: int, fn: Callable[..., Any], *args: Any, limit_s: float = 250.0

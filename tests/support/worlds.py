@@ -62,11 +62,12 @@ class ProcessWorld:
     timeout_s: float = 60.0  # as a machine that is busy with other things may need
     heartbeat_timeout_s: float = 20.0
     _device = torch.device("cpu")  # that each rank computes on
+    _backend = "gloo"  # of the process group
 
     def _join(self, rank: int, world_size: int, store: str) -> None:
         timeout, met = timedelta(seconds=self.timeout_s), dist.FileStore(store, world_size)
         dist.init_process_group(
-            "gloo", store=met, rank=rank, world_size=world_size, timeout=timeout
+            self._backend, store=met, rank=rank, world_size=world_size, timeout=timeout
         )
         # A rank that is connected and ends at once would break the others' connecting.
         met.set(f"joined-{rank}", "")

@@ -10,6 +10,7 @@ import random
 import re
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from lightning_dsgd.transport import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.native import TAKEN, Native, NativeCollective
 from lightning_dsgd.transport.tickets import Key
 from lightning_dsgd.transport.view import View
+from tests.support.mpi import MPIJob, MPIWorld, every_mpi
 from tests.support.thorough import tries
 from tests.support.worlds import NativeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
@@ -52,6 +54,23 @@ def sums(net: Any) -> list[Tensor]:
     pair = net.sub("apart").all_reduce(torch.ones(3), [0, 1]).wait() if net.rank < 2 else everyone
     assert [everyone.tolist(), pair.tolist()[:1]] == [[3.0] * 3, [2.0 if net.rank < 2 else 3.0]]
     return sums
+
+
+def sums_in_groups(net: Any) -> tuple[str, list[list[float]]]:
+    return net.engines(), in_groups(net)
+
+
+@every_mpi
+def test_torchs_collectives_sum_under_mpiexec_too(
+    python: str, mpi_jobs: Callable[[str], MPIJob]
+) -> None:
+    """To the bit as where messages travel over TCP."""
+    world = MPIWorld(job=mpi_jobs(python), native_devices=("cpu",))
+    makes = "GLOO makes the sums of all ranks and of fixed groups."
+    by_mpi, by_tcp = (w.run(4, sums_in_groups) for w in (world, WORLD))
+    assert [line for line, _ in by_mpi] == [f"Messages travel over MPI; {makes}"] * 4
+    assert [line for line, _ in by_tcp] == [f"Messages travel over TCP; {makes}"] * 4
+    assert [found for _, found in by_mpi] == [found for _, found in by_tcp]
 
 
 def call(net: Any, x: Tensor, group: Any, src: int | None) -> Any:

@@ -28,6 +28,7 @@ from lightning_dsgd.transport.mailboxes import Mailboxes
 from lightning_dsgd.transport.native import Native, NativeCollective, make_group
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.algorithms.test_on_device import NAMES, check
+from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
 from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
@@ -77,28 +78,37 @@ class FakeNCCL:
 
 
 def _group_of_gloo(_: torch.device, __: float, members: Sequence[int] | None = None) -> Any:
-    return dist.new_group(None if members is None else list(members))
+    return dist.new_group(None if members is None else list(members), backend="gloo")
 
 
 @dataclass
 class FakeNCCLWorld(FakeWorld):
-    """P processes, each with an accelerator and an NCCL that are none."""
+    """P processes, each with an accelerator and an NCCL that are none.
+
+    The process group has it for the accelerator alone: gloo goes by its name.
+    """
+
+    _backend = "cpu:gloo,fake:gloo"
+
+    def _join(self, rank: int, world_size: int, store: str) -> None:
+        fake_device.install()  # torch knows the type of device from then on
+        super()._join(rank, world_size, store)
 
     def _open(self) -> ProcessGroupTransport:
         fake: Any = port_of(self._device)
         nccl = FakeNCCL(fake)
         dist.all_reduce = nccl.all_reduce  # type: ignore[assignment]
         dist.broadcast = nccl.broadcast  # type: ignore[assignment]
-        process_group.group_device = lambda: "fake"  # type: ignore[attr-defined]
         for module in (process_group, native):
             module.make_group = _group_of_gloo  # type: ignore[attr-defined]
-        return ProcessGroupTransport(
+        net = ProcessGroupTransport(
             self.timeout_s, self.heartbeat_timeout_s, ("fake",), device=self._device
         )
+        assert net._native is not None, net.engines()
+        return net
 
 
 def contract(net: Any, fake: FakeDevice) -> None:
-    assert net._native is not None
     run_in_order(OnDevice(net, fake.device))  # type: ignore[arg-type]
 
 
@@ -271,15 +281,18 @@ def test_nccl_sums_one_ranks_tensors() -> None:
     assert found == [1.0] * len(native.TAKEN)
 
 
+@dataclass
 class NCCLWorld(ProcessWorld):
     """P processes, each with a GPU of its own and NCCL."""
+
+    backend: str | None = "nccl"
 
     def _join(self, rank: int, world_size: int, store: str) -> None:
         self._device = torch.device("cuda", rank)
         torch.cuda.set_device(self._device)
         met = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
         dist.init_process_group(
-            "nccl", store=met, rank=rank, world_size=world_size, device_id=self._device
+            self.backend, store=met, rank=rank, world_size=world_size, device_id=self._device
         )
 
 
@@ -312,8 +325,11 @@ def sum_on_gpus(net: Any, kills: bool) -> str:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("kills", [False, True])
-def test_nccl_sums_in_one_order_and_ends_with_a_rank(kills: bool) -> None:
-    outcomes = NCCLWorld().outcomes(torch.cuda.device_count(), sum_on_gpus, kills)
+@pytest.mark.parametrize(
+    ("kills", "backend"),
+    [(False, "nccl"), (False, None), (False, "cpu:gloo,cuda:nccl"), (True, "nccl")],
+)
+def test_nccl_sums_in_one_order_and_ends_with_a_rank(kills: bool, backend: str | None) -> None:
+    outcomes = NCCLWorld(backend=backend).outcomes(torch.cuda.device_count(), sum_on_gpus, kills)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error == ("died" if kills and rank == 1 else ""), rank

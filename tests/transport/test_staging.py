@@ -18,6 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.cuda import _sanitizer
 
+from lightning_dsgd import devices
 from lightning_dsgd.devices import PASSED, StreamLock, until
 from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.session.meeting import Limits, Meeting
@@ -448,7 +449,14 @@ def use_a_device_that_nobody_has_entered() -> None:
     fake = fake_device.install(index=dist.get_rank() + 1)
     with pytest.raises(RuntimeError, match=r"MainThread calls fake:\d, but works on fake:0"):
         fake.mark()
-    net = Meeting("process_group", Limits(60, 20, 60), print).open_network(2, fake.device)
+    lines: list[str] = []
+    with mock.patch.dict(devices.COLLECTIVES, {"fake": "nccl"}):
+        meeting = Meeting("process_group", Limits(60, 20, 60), lines.append)
+        net = meeting.open_network(2, fake.device)
+    assert lines == [
+        "Messages travel over TCP; sums are made of messages too, as the process group's backend "
+        "for fake is none, not nccl."
+    ]
     thread = threading.Thread(target=net.send, args=(torch.ones(1), net.rank))
     thread.start()
     lane = net.spawn_lane(lambda end: end.all_reduce(torch.ones(3, device=fake.device)).wait())
