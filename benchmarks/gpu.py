@@ -51,6 +51,7 @@ from lightning_dsgd.lab.results import provenance, save
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.transport.frames import HEADER
 from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.staging import Landing, Staging
 from lightning_dsgd.transport.works import Done
 
@@ -163,7 +164,7 @@ def stager() -> Staging:
 
 def land(port: Port, payload: Tensor) -> Tensor:
     """Takes a message up, and waits for it as a receipt does."""
-    landing = Landing(port, payload, None, port.mark())
+    landing = Landing(port, payload, None, port.mark(), Pinned())
     if not until(landing.has_landed, 60.0, lambda: None):
         raise TimeoutError("a copy to the device has not ended within 60 s")
     return landing.take()

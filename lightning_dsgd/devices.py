@@ -106,6 +106,10 @@ class Port(Protocol):
         """Host memory of any contents."""
         ...
 
+    def is_pinned(self, x: Tensor) -> bool:
+        """Whether a tensor in the host's memory is in such memory."""
+        ...
+
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Queues a copy from or to pinned memory; both must stay as they are until it is done."""
         ...
@@ -142,6 +146,10 @@ class Host:
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Of the pool."""
         return buffer(numel, dtype)
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """Nothing needs to be."""
+        return True
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """At once."""
@@ -226,6 +234,10 @@ class Accelerator:
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Of torch's pool of it."""
         return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def is_pinned(self, x: Tensor) -> bool:
+        """Asks the driver."""
+        return x.is_pinned()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Does not wait for it."""

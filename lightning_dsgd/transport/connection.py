@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.buffers import buffer, copy_of
-from lightning_dsgd.devices import Port
 from lightning_dsgd.transport.contract import Work
 from lightning_dsgd.transport.frames import DTYPES, FROM_DEVICE, HEADER, bytes_of, is_news
 from lightning_dsgd.transport.mailboxes import Mailboxes
+from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.works import Done, Life, Sending
 
 EMPTY: Final = torch.empty(0, dtype=torch.uint8)
@@ -45,7 +45,7 @@ class Owner(Life, Protocol):
 
     mailboxes: Mailboxes
     heartbeat_timeout_s: float
-    port: Port
+    pinned: Pinned
 
     def lose(self, rank: int, reason: str) -> None:
         """A rank is gone."""
@@ -252,9 +252,11 @@ class Connection:
             self._payload = torch.empty(nbytes, dtype=torch.uint8)
         else:
             dtype = DTYPES[code & ~FROM_DEVICE]
-            into = self._owner.mailboxes.claim(self.rank, (channel, tag), dtype, nbytes)
-            memory = self._owner.port.pinned if code & FROM_DEVICE else buffer
-            self._payload = memory(nbytes // dtype.itemsize, dtype) if into is None else into
+            numel = nbytes // dtype.itemsize
+            payload = self._owner.mailboxes.claim(self.rank, (channel, tag), dtype, nbytes)
+            if payload is None and code & FROM_DEVICE:
+                payload = self._owner.pinned.take(numel, dtype)
+            self._payload = buffer(numel, dtype) if payload is None else payload
         self._target = bytes_of(self._payload)
         self._read = 0
 

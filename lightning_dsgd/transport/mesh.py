@@ -44,6 +44,7 @@ from lightning_dsgd.transport.frames import (
     why_no_message,
 )
 from lightning_dsgd.transport.mailboxes import Mailboxes
+from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.survival import Survival
 
 _LONGEST_REASON: Final = 50_000
@@ -82,6 +83,7 @@ class Mesh:
         is_newcomer: bool = False,
     ) -> None:
         self.port = port
+        self.pinned = Pinned()
         self.rank = rank
         self.timeout_s = timeout_s
         self.heartbeat_timeout_s = heartbeat_timeout_s

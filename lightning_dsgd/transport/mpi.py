@@ -409,7 +409,7 @@ class MPIWire:
         port = self._mesh.port
         if self._takes_device_memory and port.device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=port.device)
-        return port.pinned(numel, dtype)
+        return self._mesh.pinned.make(port, numel, dtype)
 
     def _deliver(self) -> None:
         """Passes on what is here, each mailbox in the order in which its messages were sent."""

@@ -323,7 +323,9 @@ class _Receipt(Expected):
         if self._landing is None:
             self._check(payload)
             port = port_of(self._like.device)
-            self._landing = Landing(port, payload, self._into, self._writable)
+            self._landing = Landing(
+                port, payload, self._into, self._writable, self._net.mesh.pinned
+            )
         return self._landing.has_landed()
 
     def _arrives_within(self, limit: float) -> bool:

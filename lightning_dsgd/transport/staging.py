@@ -15,7 +15,8 @@ those of CPU tensors too; others may overtake them until their first chunk has l
 to pinned memory, or once the wire has read what it takes from where it lies.
 
 **Memory.**  `_SLOTS` chunks of pinned memory for each rank that is sent to; an outlet that takes
-messages whole has one piece of pinned memory for each message.
+messages whole has one piece of pinned memory for each message, and so has each message that lands
+(`pinned`).
 
 **Threads.**  Any thread may `send`: `_changed` guards `_new` and `_pending`.  All else is the
 stager's, which is started by the first message of a tensor that is on a device.
@@ -37,6 +38,7 @@ from lightning_dsgd.buffers import copy_of
 from lightning_dsgd.devices import PASSED, Mark, Port, is_on_host, port_of
 from lightning_dsgd.transport.contract import Work, failed
 from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.works import Done, Sending
 
 CHUNK_BYTES: Final = 1 << 21
@@ -367,23 +369,34 @@ class Landing:
         payload: the message, in host memory
         into: where it goes; None: into new memory
         mark: after which `into` may be written
+        pool: of pinned memory
     """
 
-    def __init__(self, port: Port, payload: Tensor, into: Tensor | None, mark: Mark) -> None:
+    def __init__(
+        self, port: Port, payload: Tensor, into: Tensor | None, mark: Mark, pool: Pinned
+    ) -> None:
         self._port, self._payload, self._into, self._mark = port, payload, into, mark
+        self._pool = pool
         self._is_new = into is None
         self._copied: Mark | None = None
+        self._has_landed = False
 
     def has_landed(self) -> bool:
         """Whether it is on the device; never blocks."""
         if self._copied is None and self._mark.has_passed():
+            if not self._port.is_pinned(self._payload):
+                pinned = self._pool.make(self._port, len(self._payload), self._payload.dtype)
+                self._payload = pinned.copy_(self._payload)
             with self._port.using(self._port.side()):
                 if self._into is None:  # memory of that stream: nothing queued elsewhere reads it
                     kind, device = self._payload.dtype, self._port.device
                     self._into = torch.empty(len(self._payload), dtype=kind, device=device)
                 self._port.copy(self._into, self._payload)
                 self._copied = self._port.mark()
-        return self._copied is not None and self._copied.has_passed()
+        if not self._has_landed and self._copied is not None and self._copied.has_passed():
+            self._has_landed = True
+            self._pool.give(self._payload)
+        return self._has_landed
 
     def take(self) -> Tensor:
         """The message, once it has landed."""

@@ -31,6 +31,7 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -198,6 +199,9 @@ class FakeDevice:
         self.failures: list[BaseException] = []
         self.syncs: list[tuple[str, str, str]] = []
         """Name of the thread, where it was, and what it waited for."""
+        self.pinned_by: list[str] = []
+        """Names of the threads that have made pinned memory."""
+        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.gone: deque[tuple[Any, FakeStream, set[FakeStream], set[int]]] = deque()
         """What `Block` had, of blocks that no tensor refers to."""
         self.longest_pause_s = longest_pause_s
@@ -259,9 +263,18 @@ class FakeDevice:
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.require_entered()
-        return torch.empty(numel, dtype=dtype)
+        self.pinned_by.append(threading.current_thread().name)
+        made = torch.empty(numel, dtype=dtype)
+        self._pinned.add(made.untyped_storage())
+        return made
+
+    def is_pinned(self, x: Tensor) -> bool:
+        self.require_entered()
+        return x.untyped_storage() in self._pinned
 
     def copy(self, into: Tensor, source: Tensor) -> None:
+        host = source if isinstance(into, FakeTensor) else into
+        assert self.is_pinned(host), "the host would wait for a copy from or to other memory"
         if not isinstance(into, FakeTensor):
             into.view(torch.uint8).fill_(_POISON)
         self._queue(_aten.copy_.default, (into, source), {}, is_slow=True)

@@ -164,7 +164,7 @@ def collect_in_the_midst(net: Any, fake: FakeDevice) -> None:
 
     x, source = torch.ones(4, device=fake.device), torch.ones(4)
     with mock.patch.object(_sanitizer.traceback.StackSummary, "extract", take_stack):
-        landing = Landing(fake, source, None, PASSED)
+        landing = Landing(fake, source, None, PASSED, net.mesh.pinned)
         assert until(landing.has_landed, 30, lambda: None)
         x.add_(landing.take())
     assert x.cpu().eq(2).all()
@@ -439,6 +439,25 @@ def leave_each_out(net: Any, fake: FakeDevice) -> list[str]:
 def test_each_wait_is_needed() -> None:
     """Without one of them a value is wrong, or the sanitizer sees an access that nothing orders."""
     assert FakeWorld(finds_races=False).run(2, leave_each_out) == [[], []]
+
+
+def exchange_at_rest(net: Any, fake: FakeDevice) -> tuple[set[str], int]:
+    """Who has pinned memory for large messages; how much more of it later ones have landed in."""
+    x, other = torch.ones(LARGE, device=fake.device), 1 - net.rank
+    num_made = []
+    for tag in range(4):
+        net.send(x, other, tag)
+        net.recv(x, other, tag).wait()
+        net.barrier().wait()
+        num_made.append(fake.pinned_by.count("MainThread"))
+    return {*fake.pinned_by}, num_made[-1] - num_made[0]
+
+
+def test_no_memory_is_pinned_where_heartbeats_are_answered() -> None:
+    """The thread that waits pins it, once for all messages of that size."""
+    for makers, num_later in FakeWorld().run(2, exchange_at_rest):
+        assert makers == {"MainThread", "dsgd-staging"}
+        assert num_later == 0
 
 
 # ---- which device ----
