@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,12 @@ from lightning_dsgd.transport import Transport
 def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
     """Those that an algorithm is for: frozen ones are equal on all ranks, and stay so."""
     return [p for p in _parameters_of(optimizer) if p.requires_grad]
+
+
+def num_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+    """Of all parameters and buffers."""
+    ours = {*module.parameters(), *module.buffers(), *chain(*map(_parameters_of, optimizers))}
+    return sum(t.numel() * t.element_size() for t in ours if not is_lazy(t))
 
 
 def check_disjoint(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -21,7 +21,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ from lightning_dsgd.replica.consensus import (
 from lightning_dsgd.replica.part import Part, settle_together
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.watch import exchanging
+
+_MESSAGE_PER_REPLICA: Final = 8
+"""A message has fewer times the replica's bytes: of bfloat16, in fp32 with indices, it has six."""
 
 
 class Replica:
@@ -96,6 +99,7 @@ class Replica:
         self._trained: dict[int, list[int]] = {}  # identities of an optimizer's parameters
         self._to_load: list[tuple[dict[str, Any], Sequence[str], dict[str, Any] | None]] = []
         self._optimizers = list(optimizers)
+        net.expect_at_most(_MESSAGE_PER_REPLICA * alike.num_bytes(module, optimizers))
         flat.check_module(module)
         alike.check_disjoint(module, optimizers)
         self._check_alike()

@@ -142,6 +142,7 @@ class Session(Generic[TrainingT]):
         self._meetings = net.sub("meetings")
         net.on_lost(self._await_notice)
         self._lateness = Lateness(net)
+        net.expect_at_most(0)  # until there is a replica
         self.phase = Phase.READY
 
     def check_options(self, algorithm: Algorithm, evaluate: str, average_buffers: bool) -> None:

@@ -37,6 +37,7 @@ from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.session import Phase, Session, TrainingT, opened
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.transport import Transport, TransportError
+from lightning_dsgd.transport.contract import LEAST_LIMIT
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View
@@ -301,6 +302,9 @@ class SurvivingSession(Session[TrainingT], ABC):
         def gather() -> list[Tensor]:
             super(SurvivingSession, self).meet()
             flat = tensor.detach().reshape(-1).contiguous()
+            if flat.nbytes > LEAST_LIMIT:
+                self.net.expect_at_most(flat.nbytes)
+                self.meetings.barrier().wait()  # all do
             return [x.view(tensor.shape) for x in self.meetings.all_gather(flat).wait()]
 
         tensors: list[Tensor] = self.together(gather)

@@ -34,15 +34,20 @@ def give(net: Transport, newcomers: Sequence[int], trainer: Any, session: dict[s
     buffer = io.BytesIO()
     torch.save(state, buffer)
     given = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    net.expect_at_most(given.nbytes)
     for newcomer in newcomers:
-        net.send(torch.tensor([given.numel()]), newcomer)
+        net.send(torch.tensor([given.nbytes]), newcomer)
+    for newcomer in newcomers:
+        net.recv(_SIZE, newcomer).wait()  # it expects so much
         net.send(given, newcomer)
 
 
 def take(net: Transport, giver: int) -> dict[str, Any]:
     """What that rank gives."""
-    size = int(net.recv(_SIZE, giver).wait())
-    taken: Tensor = net.recv(torch.empty(size, dtype=torch.uint8), giver).wait()
+    size = net.recv(_SIZE, giver).wait()
+    net.expect_at_most(int(size))
+    net.send(size, giver)
+    taken: Tensor = net.recv(torch.empty(0, dtype=torch.uint8), giver).wait()
     buffer = io.BytesIO(taken.numpy().tobytes())
     try:
         state: dict[str, Any] = torch.load(buffer, weights_only=True)

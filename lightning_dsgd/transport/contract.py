@@ -51,6 +51,9 @@ from lightning_dsgd.transport.watch import Watch
 ANY: Final = -1
 """As `src` of a receive: from whichever rank sends first."""
 
+LEAST_LIMIT: Final = 1 << 30
+"""So many bytes a message may always have: texts, and what users gather, are of any length."""
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -196,6 +199,14 @@ class Transport(Protocol):
         All ranks call it together, in the training thread, with the same groups, also those that
         they are not in; meanwhile no lane uses one of them.  A network may make communicators for
         them, on which the source of a broadcast waits for the others, too.
+        """
+        ...
+
+    def expect_at_most(self, nbytes: int) -> None:
+        """No message to come has more bytes, or than `LEAST_LIMIT`; a rank that sends more is lost.
+
+        All ranks call it before any of them sends more than the last call has told; a later call
+        may only raise it.  Before the first one a message may have as many as there is memory.
         """
         ...
 

@@ -206,6 +206,9 @@ class Endpoint(ABC):
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """See `Transport`; does nothing where sums are made of messages."""
 
+    def expect_at_most(self, nbytes: int) -> None:  # noqa: B027
+        """See `Transport`; does nothing where all ranks are in this process."""
+
     def begin_natively(
         self, x: Tensor, call: Call, place: int | None = None
     ) -> Work[Tensor] | None:

@@ -29,7 +29,7 @@ CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 FROM_DEVICE: Final = 128
 """With the code of the dtype: it comes from a device's memory, and most likely goes to another."""
 _LONGEST_NEWS: Final = 1 << 20
-_MEMORY_BYTES: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+MEMORY_BYTES: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def from_device(header: bytes) -> bytes:
@@ -42,21 +42,27 @@ def is_news(kind: int) -> bool:
     return kind >= _FIRST_NEWS
 
 
-def why_no_message(nbytes: int, kind: int, code: int) -> str:
+def why_no_message(nbytes: int, kind: int, code: int, most: int) -> str:
     """Why a header is of no message; empty if it is of one.
 
     Before memory is taken for it: the sender may be another version, or its memory damaged.
+
+    Args:
+        nbytes: the length that the header tells
+        kind: of message
+        code: of the dtype
+        most: bytes that a message to this rank may have
     """
     is_known = is_news(kind) or (kind < len(KINDS) and code < len(DTYPES))
     itemsize = DTYPES[code].itemsize if is_known and not is_news(kind) else 1
-    longest = _LONGEST_NEWS if is_news(kind) else _MEMORY_BYTES
-    if is_known and nbytes <= longest and nbytes % itemsize == 0:
+    most = _LONGEST_NEWS if is_news(kind) else most
+    if is_known and nbytes <= most and nbytes % itemsize == 0:
         return ""
     return (
         f"sent what is no message here: kind {kind}, dtype {code}, {nbytes} bytes (known are "
         f"kinds below {len(KINDS)} and from {_FIRST_NEWS}, dtypes below {len(DTYPES)}, whole "
-        f"numbers of elements, {longest} bytes at most); all ranks must run the same version "
-        "of lightning_dsgd"
+        f"numbers of elements, {most} bytes at most); all ranks must run the same version of "
+        "lightning_dsgd"
     )
 
 

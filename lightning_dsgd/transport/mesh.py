@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_dsgd.devices import HOST, Port
 from lightning_dsgd.transport.connection import EMPTY, Connection
 from lightning_dsgd.transport.connections import Connections
-from lightning_dsgd.transport.contract import PeerLost, TransportError, failed
+from lightning_dsgd.transport.contract import LEAST_LIMIT, PeerLost, TransportError, failed
 from lightning_dsgd.transport.frames import (
     AGREEMENT,
     FAREWELL,
@@ -41,6 +41,7 @@ from lightning_dsgd.transport.frames import (
     HEADER,
     HEARTBEAT,
     LOST,
+    MEMORY_BYTES,
     why_no_message,
 )
 from lightning_dsgd.transport.mailboxes import Mailboxes
@@ -91,6 +92,7 @@ class Mesh:
         self.connections = Connections(self, world_size)
         self.on_lost: Callable[[PeerLost], None] | None = None
         self.secret = b""
+        self._most_bytes: int | None = None
         self._pid = os.getpid()
         self._world_size = world_size
         self.has_failed = False
@@ -288,9 +290,18 @@ class Mesh:
         self._announce_loss(failure)
         self._verdict.set()
 
+    def expect_at_most(self, nbytes: int) -> None:
+        """See `Transport`."""
+        self._most_bytes = max(nbytes, self._most_bytes or LEAST_LIMIT)
+
+    @property
+    def most_bytes(self) -> int:
+        """How many a message may have."""
+        return MEMORY_BYTES if self._most_bytes is None else min(self._most_bytes, MEMORY_BYTES)
+
     def takes(self, sender: int, nbytes: int, kind: int, code: int) -> bool:
         """Whether a header is of a message; if not, its sender counts as lost."""
-        why_not = why_no_message(nbytes, kind, code & ~FROM_DEVICE)
+        why_not = why_no_message(nbytes, kind, code & ~FROM_DEVICE, self.most_bytes)
         if why_not:
             self.lose(sender, why_not)
         return not why_not

@@ -238,6 +238,9 @@ class ProcessTransport(Endpoint):
         lane.start(self._at(name, lane), fn)
         return lane
 
+    def expect_at_most(self, nbytes: int) -> None:
+        self.mesh.expect_at_most(nbytes)
+
     def post(
         self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
     ) -> Work[None]:
@@ -248,6 +251,11 @@ class ProcessTransport(Endpoint):
             mark = self.mesh.port.mark()  # of a CPU tensor too: it tells of what this thread did
             self.mesh.mailboxes.deliver(dst, (channel, tag), kind, x, mark)
             return Done(None)
+        if x.nbytes > self.mesh.most_bytes:
+            raise TransportError(
+                f"a message must have at most {self.mesh.most_bytes} bytes here, or its receiver "
+                f"does not take it, got {x.nbytes} for rank {dst}; send it in several"
+            )
         self.counters.bytes_sent += x.nbytes
         self.counters.messages_sent += 1
         header = HEADER.pack(channel, tag, x.nbytes, kind, CODES[x.dtype])

@@ -94,6 +94,9 @@ class View(Endpoint):
         if len(self.members) == self.below.world_size:  # else not all ranks call it
             self.below.fix_groups([[self.members[rank] for rank in group] for group in groups])
 
+    def expect_at_most(self, nbytes: int) -> None:
+        self.below.expect_at_most(nbytes)
+
     def begin_natively(
         self, x: Tensor, call: Call, place: int | None = None
     ) -> Work[Tensor] | None:

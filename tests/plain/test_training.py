@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dsgd as dsgd
 from lightning_dsgd import DecentralizedStrategy, PeerLost, decentralized
 from lightning_dsgd.plain import launch
+from lightning_dsgd.transport.frames import HEADER
 from tests.support.models import Regression, trainer, weights
 from tests.support.ports import free_port
 from tests.support.worlds import FitWorld, StartWorld
@@ -58,6 +59,27 @@ def loader_of(rank: int, num_batches: int = 12) -> DataLoader[Any]:
 def replica_of(model: nn.Module, optimizers: Any, algorithm: Any, **options: Any) -> decentralized:
     """What hangs fails soon, saying who waits for whom."""
     return decentralized(model, optimizers, algorithm, **{"timeout_s": 20.0, **options})
+
+
+def train_beside_one_that_announces_much() -> str:
+    """Rank 1, which has proved who it is, says that a message of 5 GiB follows."""
+    model, optimizer = make()
+    try:
+        with replica_of(model, optimizer, dsgd.LocalSGD()) as replica:
+            if replica.rank == 1:
+                connection = replica._session.net.mesh.connections.to(0)
+                connection.sock.sendall(HEADER.pack(1, 2, 5 << 30, 0, 0))
+            replica.barrier()
+    except PeerLost as lost:
+        return str(lost)
+    return ""
+
+
+def test_a_message_that_is_longer_than_training_needs_is_not_taken() -> None:
+    for reason in run(2, train_beside_one_that_announces_much):
+        assert reason.startswith("rank 1 sent what is no message here: ")
+        assert f"{5 << 30} bytes (known are" in reason
+        assert f"{1 << 30} bytes at most)" in reason
 
 
 def steps(model: Regression, optimizer: torch.optim.Optimizer, batches: Any) -> None:

@@ -16,11 +16,13 @@ from tests.support.worlds import ProcessWorld
 
 EMPTY = torch.empty(0)
 LARGE = 1 << 62
+EXPECTED = 3 << 30
 NO_MESSAGES = {
     "kind": HEADER.pack(1, 2, 0, 99, 0),
     "dtype": HEADER.pack(1, 2, 0, 0, 99),
     "half an element": HEADER.pack(1, 2, 6, 0, 0),
     "more than memory": HEADER.pack(1, 2, LARGE, 0, 0),
+    "more than is expected": HEADER.pack(1, 2, EXPECTED + 4, 0, 0),
     "much news": HEADER.pack(0, 0, LARGE, 255, 0),
     "news in an unknown form": HEADER.pack(0, 0, 2, 255, 0) + b"{}",
     "the loss of no rank": HEADER.pack(0, 0, 8, 255, 0) + b'[77, ""]',
@@ -28,6 +30,8 @@ NO_MESSAGES = {
 
 
 def send_no_message(net: Any, name: str) -> str:
+    net.expect_at_most(EXPECTED)
+    net.expect_at_most(0)  # which does not lower it
     if net.rank == 1:
         for other in (0, 2):  # has opened its network
             net.recv(EMPTY, other).wait()
@@ -47,4 +51,7 @@ def test_what_is_no_message_is_noticed_before_memory_is_taken_for_it(name: str) 
             assert reason == "told of the loss of a rank in an unknown form"
         else:
             assert reason.startswith("sent what is no message here: kind ")
+            if name == "more than is expected":
+                assert f" {EXPECTED + 4} bytes (" in reason
+                assert f" {EXPECTED} bytes at most)" in reason
             assert "all ranks must run the same version of lightning_dsgd" in reason
