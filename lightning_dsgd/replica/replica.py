@@ -244,6 +244,12 @@ class Replica:
                 part.algorithm.after_update(part.x)
             self._publish(parts)
 
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Begins anew with the others where they train other parameters; without a step."""
+        for optimizer in self._optimizers:
+            self._parts_of(optimizer)
+
     def _require_finite(self, part: Part, flat_tensor: Tensor, what: str) -> None:
         if not bool(torch.isfinite(flat_tensor).all()):
             views = part.weights.views(flat_tensor)

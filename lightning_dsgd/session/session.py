@@ -45,7 +45,15 @@ from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import end_fork, say
 from lightning_dsgd.session.lateness import NUM_FIGURES, Lateness
-from lightning_dsgd.session.stopping import ENDS, MEET, STOP, AgreedBatch
+from lightning_dsgd.session.purposes import (
+    AFTER_BATCH,
+    END_TRAINING,
+    NUM_PURPOSES,
+    OTHER,
+    REDUCE,
+    check_together,
+)
+from lightning_dsgd.session.stopping import ENDS, STOP, AgreedBatch
 from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 
 if TYPE_CHECKING:
@@ -306,6 +314,11 @@ class Session(Generic[TrainingT]):
             self.training.replica.after_update(optimizer)
             opened(self._lateness).num_steps += 1
 
+    def follow(self) -> None:
+        """This rank has no batch where others may train other parameters than before."""
+        if self.training is not None:
+            self.training.replica.follow()
+
     def show_consensus(self) -> None:
         """Puts the consensus into the model, on all ranks."""
         if self.training is not None:
@@ -323,7 +336,7 @@ class Session(Generic[TrainingT]):
         if self.training is None or self.phase is Phase.BROKEN:
             return
         agreed = self.training.agreed
-        self.meet(STOP if agreed.is_asked else 0)
+        self.meet(STOP if agreed.is_asked else END_TRAINING)
         self._enter(Phase.READY)
         if agreed.requested in ENDS:  # since: the others may know, or may not
             self._end_by(agreed.requested, f"rank {self.rank} received")
@@ -331,17 +344,20 @@ class Session(Generic[TrainingT]):
 
     # ---- meeting the others ----
 
-    def meet(self, what: int = 0) -> bool:
+    def meet(self, what: int = OTHER) -> bool:
         """Serves ranks that still train until all are here; all stop here if one of them has to.
 
         For a rank that is out of data, and waits at the end of its epoch, never comes to the batch
         at which the others stop.
 
         Args:
-            what: this rank is here to do, of what `stopping` names; 0: to meet the others
+            what: this rank is here for, of what `purposes` names
 
         Returns:
-            Whether all are here to do the same.
+            Whether all are here for the same.
+
+        Raises:
+            ValueError: on every rank, where ranks have come for what they cannot do together
         """
         self.check_process()
         training = self.training
@@ -353,21 +369,23 @@ class Session(Generic[TrainingT]):
             if training.agreed.others_stopped:
                 self._stop_here(training)
             training.replica.settle()
-            if training.replica.shows_consensus:
-                return False
-            told = torch.zeros(MEET + 1 + meetings.world_size * NUM_FIGURES, dtype=torch.int64)
-            votes, figures = told[: MEET + 1], told[MEET + 1 :]
+            told = torch.zeros(NUM_PURPOSES + meetings.world_size * NUM_FIGURES, dtype=torch.int64)
+            votes, figures = told[:NUM_PURPOSES], told[NUM_PURPOSES:]
             votes[what] = 1
             figures.view(-1, NUM_FIGURES)[meetings.rank] = mine
             meetings.all_reduce(told).wait()
             if votes[STOP]:
                 self._stop_here(training)
             are_all_here = int(votes[what]) == self.world_size
-            if votes[0] == self.world_size:
+            are_between_batches = not votes[[*AFTER_BATCH]].any()
+            if are_between_batches:
                 self._tell_who_is_late(lateness.end(figures, self.members, training.algorithm))
             are_all_here = self._agree(what, votes, are_all_here=are_all_here)
-            if are_all_here or what:
+            if are_all_here or what in AFTER_BATCH:
                 return are_all_here
+            if are_between_batches:
+                check_together(meetings, what, votes)
+                return False
             # others go on with their batches: serves them until they are here as well
 
     def _tell_who_is_late(self, text: str) -> None:
@@ -386,18 +404,20 @@ class Session(Generic[TrainingT]):
 
     def reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
         """The sum over all ranks, or the mean, once all are here."""
-        self.meet()
+        self.meet(REDUCE)
         total = (tensor.float() if is_mean and not tensor.is_floating_point() else tensor).clone()
         flat = total.reshape(-1).contiguous()
         self.meetings.all_reduce(flat).wait()
         return (flat / self.world_size if is_mean else flat).view(total.shape)
 
+    def texts(self, text: str) -> list[str]:
+        """The texts of all ranks."""
+        self.meet()
+        return everyones(self.meetings, text)
+
     def text_of_rank_0(self, text: str) -> str:
         """Rank 0's text, for all ranks."""
-        if not self.can_meet:
-            return text
-        self.meet()
-        return str(json.loads(everyones(self.meetings, json.dumps(text))[0]))
+        return str(json.loads(self.texts(json.dumps(text))[0])) if self.can_meet else text
 
     def figures(self) -> dict[str, float]:
         """What was sent and waited for so far, by this rank, and the algorithm's own figures."""
@@ -415,8 +435,7 @@ class Session(Generic[TrainingT]):
 
     def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
         """Those of every rank, by rank; to be called between steps, by all ranks."""
-        self.meet()
-        return [json.loads(text) for text in everyones(self.meetings, json.dumps(figures))]
+        return [json.loads(text) for text in self.texts(json.dumps(figures))]
 
     # ---- checkpoints ----
 

@@ -182,6 +182,9 @@ class SurvivingSession(Session[TrainingT], ABC):
     def after_update(self, optimizer: Optimizer) -> None:
         self.calls.step(partial(super().after_update, optimizer), again=False)
 
+    def follow(self) -> None:
+        self.calls.step(super().follow, again=True)
+
     def check_peers(self) -> None:
         if self.is_alone:
             return
@@ -221,7 +224,7 @@ class SurvivingSession(Session[TrainingT], ABC):
     def meet(self, what: int = 0) -> bool:
         training = self.training
         if self.is_alone:
-            return False
+            return True
         if training is None or self.phase in (Phase.IN_BATCH, Phase.STOPPING):
             return super().meet(what)
         met: bool = self.together(partial(super().meet, what))
@@ -236,10 +239,11 @@ class SurvivingSession(Session[TrainingT], ABC):
     def save(self, *args: Any, **kwargs: Any) -> None:
         self.together(partial(super().save, *args, **kwargs))
 
-    def text_of_rank_0(self, text: str) -> str:
+    def texts(self, text: str) -> list[str]:
         if self.is_alone:
-            return text
-        return str(self.together(partial(super().text_of_rank_0, text)))
+            return [text]
+        texts: list[str] = self.together(partial(super().texts, text))
+        return texts
 
     def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
         """Those of every rank, by rank; of a lost one, none."""

@@ -46,11 +46,6 @@ class Clock:
                     "optimization is manual; use every_n_train_steps or every_n_epochs"
                 )
 
-    @property
-    def is_asked_after_epochs(self) -> bool:
-        """Whether a callback asks for the time at the end of each epoch."""
-        return any(map(seams.is_timer_of_epochs, self._callbacks))
-
     def begin_saving(self) -> None:
         """A batch is over: nothing has been agreed on yet that is to be done after it."""
         self._saving = set()

@@ -17,9 +17,6 @@ class Hooks(pl.Callback):
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
 
-    def on_train_start(self, *args: Any) -> None:
-        self._strategy.check_numbers_of_batches()
-
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._strategy.before_update(optimizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import json
 from typing import Any, Final
 
 import torch
@@ -195,7 +195,7 @@ def check_sync_batchnorm(algorithm: Algorithm, device: torch.device) -> None:
 def check_numbers_of_batches(session: TrainerSession, algorithm: Algorithm) -> bool:
     """Raises, on every rank, where ranks with different numbers of batches wait for each other.
 
-    They may have them, but then they must evaluate and save as often as each other.
+    They may have them, but then all must have some, and none may save within an epoch.
 
     Returns:
         Whether they have different numbers of batches.
@@ -207,31 +207,29 @@ def check_numbers_of_batches(session: TrainerSession, algorithm: Algorithm) -> b
     texts = everyones(session.meetings, f"{trainer.num_training_batches} batches an epoch")
     if len(set(texts)) == 1:
         return False
-    got = f'got {by_rank(texts)}, with strategy="{algorithm.name}" and'
-    _check_saves(trainer, got)
-    if trainer.min_steps:
-        raise ValueError(
-            f"ranks must end after the same epoch, {got} min_steps={trainer.min_steps}; use "
-            "min_epochs, or give every rank as many batches"
-        )
-    if not (trainer.enable_validation or training.clock.is_asked_after_epochs):
-        return True
-    interval = trainer.val_check_interval
-    if trainer.enable_validation and isinstance(interval, int) and interval != 1:
-        raise ValueError(
-            f"ranks must evaluate as often as each other, {got} val_check_interval={interval}; "
-            "use a fraction of an epoch or check_val_every_n_epoch, or give every rank as many "
-            "batches"
-        )
-    epochs = everyones(session.meetings, str(_num_whole_epochs(trainer)))
-    if len(set(epochs)) > 1:
-        do = "evaluate" if trainer.enable_validation else "ask for the time"
-        raise ValueError(
-            f"ranks must {do} as often as each other, {got} max_steps={trainer.max_steps}, "
-            f"which are {by_rank([f'{epoch} whole epochs' for epoch in epochs])}; use "
-            "max_epochs, or give every rank as many batches"
-        )
+    got = f'got {by_rank(texts)}, with strategy="{algorithm.name}"'
+    if any(text.startswith("0 ") for text in texts):
+        raise ValueError(f"every rank must have batches to train on, {got}; {_HAVE_BATCHES}")
+    _check_saves(trainer, f"{got} and")
     return True
+
+
+def check_validation_data(session: TrainerSession, num_batches: list[float]) -> None:
+    """Raises, on every rank, where some have no batch of a loader of which others have."""
+    texts = session.texts(json.dumps(num_batches))
+    for index, numbers in enumerate(zip(*map(json.loads, texts), strict=False)):
+        if 0 in numbers and any(numbers):
+            raise ValueError(
+                "every rank must have batches to evaluate on, got "
+                f"{by_rank([f'{number} batches' for number in numbers])} of evaluation loader "
+                f"{index}; {_HAVE_BATCHES}"
+            )
+
+
+_HAVE_BATCHES: Final = (
+    "give every rank at least one (Lightning's sampler repeats samples for that), or train with "
+    "fewer ranks"
+)
 
 
 def _check_saves(trainer: Any, got: str) -> None:
@@ -243,14 +241,3 @@ def _check_saves(trainer: Any, got: str) -> None:
                 f"ranks must save as often as each other, {got} {option}={value}; use "
                 "every_n_epochs, or give every rank as many batches"
             )
-
-
-def _num_whole_epochs(trainer: Any) -> int | None:
-    """How often this rank gets to the end of its epoch; None: until others stop it."""
-    is_bounded = trainer.max_epochs is not None and trainer.max_epochs >= 0
-    most = int(trainer.max_epochs) if is_bounded else None
-    if trainer.max_steps < 0:
-        return most
-    steps = trainer.num_training_batches / trainer.accumulate_grad_batches
-    num_epochs = 0 if math.isinf(steps) else trainer.max_steps // max(1, math.ceil(steps))
-    return num_epochs if most is None else min(num_epochs, most)

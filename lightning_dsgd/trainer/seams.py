@@ -1,7 +1,8 @@
 """Every private name of Lightning's that this package uses, but for those of its base classes.
 
 A private name may change in any release.  So each stands here once, in a function that says what it
-is for, and a test looks all of them up in both of Lightning's packages.
+is for, and a test looks all of them up in both of Lightning's packages.  Those by which ranks go
+through the same epochs stand in `joint`.
 """
 
 from __future__ import annotations

@@ -44,12 +44,13 @@ from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
 from lightning_dsgd.session.scaling import agree_on_overflow
 from lightning_dsgd.session.session import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
-from lightning_dsgd.trainer import refusals, seams
+from lightning_dsgd.trainer import joint, refusals, seams
 from lightning_dsgd.trainer.changes import ChangingTrainerSession
 from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
 from lightning_dsgd.trainer.hooks import Hooks
+from lightning_dsgd.trainer.joint import JointEpochs
 from lightning_dsgd.trainer.processes import Processes, start_method
 from lightning_dsgd.trainer.signals import Signals
 from lightning_dsgd.trainer.training import TrainerSession, TrainerTraining
@@ -256,6 +257,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
                 refusals.check_sync_batchnorm(self.algorithm, self.root_device)
         super().setup(trainer)
         trainer.callbacks.insert(0, self._hooks)
+        joint.take_validation_data(trainer, partial(refusals.check_validation_data, self.session))
         self._signals = Signals(self.session, trainer, takes_sigint=is_fitting)
         if is_fitting:
             self.session.training = self._set_up_training(trainer)
@@ -276,7 +278,9 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             replica.synchronize()
         agreed = AgreedBatch(net.sub("stop"), serves=self._trains_already is None)
         seams.ask_nobody_for_sigterm(trainer)
-        return TrainerTraining(self.algorithm, replica, agreed, trainer, Clock(trainer, agreed))
+        epochs = JointEpochs(self.session, trainer, self.check_numbers_of_batches)
+        clock = Clock(trainer, agreed)
+        return TrainerTraining(self.algorithm, replica, agreed, trainer, clock, epochs)
 
     def _lay_out(self, trainer: Any, net: Transport) -> tuple[Transport, Whole, Transport | None]:
         """How replicas lie on ranks: the network between them, the layout, that of all ranks."""
@@ -374,6 +378,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         if self._hooks in trainer.callbacks:
             trainer.callbacks.remove(self._hooks)
         seams.give_back(trainer)
+        joint.give_back(trainer)
         if self.session.training is not None:
             self.session.training.clock.give_back()
 

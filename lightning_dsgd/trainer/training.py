@@ -12,6 +12,7 @@ from lightning_dsgd.session.session import Session, Training, TrainingT
 from lightning_dsgd.session.stopping import END, ENDS, SAVE
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.clock import Clock
+from lightning_dsgd.trainer.joint import JointEpochs
 from lightning_dsgd.trainer.processes import Processes
 
 
@@ -25,6 +26,7 @@ class TrainerTraining(Training):
 
     trainer: Any
     clock: Clock
+    epochs: JointEpochs
     is_uneven: bool = False
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partialmethod
 from pathlib import Path
@@ -21,9 +22,9 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
-    Timer,
 )
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_dsgd.transport import PeerLost
@@ -211,35 +212,156 @@ def test_a_metric_may_be_updated_on_some_ranks_only_and_a_buffer_be_complex(name
         assert torch.equal(turns, torch.polar(torch.ones(3), torch.arange(3.0)))
 
 
+class Stream(IterableDataset[Any]):
+    """Batches of which nobody knows the number before."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(loader(8 * self.num_batches), self.num_batches)
+
+
+class Apart(Seeded):
+    """Logs its rank, counts validations, and trains a layer from the fourth epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_validated = 0
+        self.net[3].requires_grad_(requires_grad=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[3].requires_grad_(self.current_epoch >= 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rank = float(self.global_rank)
+        self.log("rank", rank, on_step=False, on_epoch=True, sync_dist=True, batch_size=8)
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        self.num_validated += not self.trainer.sanity_checking
+
+
+EPOCHS: dict[str, dict[str, Any]] = {
+    "saves": {},
+    "saves by step": {"filename": "{step}", "save_top_k": 1},
+    "accumulates": {"accumulate_grad_batches": 4, "max_steps": 3},
+    "streams": {"is_stream": True},
+    "survives": {"options": {"on_loss": "continue"}},
+    "validates": {"num_val": 2},
+    "validates within": {"num_val": 2, "val_check_interval": 2},
+    "accumulates between": {
+        **{"num_val": 2, "val_check_interval": 0.5, "accumulate_grad_batches": 4},
+        **{"max_steps": -1, "max_epochs": 2},
+    },
+    "looks at the time": {"max_time": {"hours": 1}},
+    "stops early": {"num_val": 2, "min_steps": 7, "stops": True},
+}
+"""Of ranks with 6, 4 and 2 batches; unless said otherwise, with 8 steps: in 2, 2 and 4 epochs."""
+
+
+def fit_apart(name: str, case: str, folder: str) -> tuple[int, int, int, float, list[str], Tensor]:
+    given = {"max_steps": 8, "max_epochs": -1, "num_val": 0, "save_top_k": -1, **EPOCHS[case]}
+    num_batches = (6, 4, 2)[int(os.environ["RANK"])]
+    saver = ModelCheckpoint(
+        folder, filename=given.pop("filename", None), save_top_k=given.pop("save_top_k")
+    )
+    callbacks: list[L.Callback] = [saver]
+    if given.pop("stops", False):
+        callbacks.append(EarlyStopping("val_loss", patience=0, min_delta=1e9))
+    is_stream, num_val = given.pop("is_stream", False), given.pop("num_val")
+    chosen = strategy(name, timeout_s=20.0, **given.pop("options", {}))
+    model = Apart()
+    run = trainer(
+        *(chosen, 3),
+        callbacks=callbacks,
+        enable_checkpointing=True,
+        use_distributed_sampler=False,
+        **given,
+    )
+    train: Any = loader(8 * num_batches)
+    if is_stream:
+        train = DataLoader(Stream(num_batches), batch_size=None)
+    run.fit(model, train, loader(8 * num_val) if num_val else None)
+    files = sorted(path.name for path in Path(folder).glob("*.ckpt"))
+    rank = float(run.callback_metrics["rank"])
+    return run.global_step, run.current_epoch, model.num_validated, rank, files, weights(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "steps", "epochs", "num_validated"),
+    [
+        ("wagma", "saves", [8, 8, 8], 4, 0),
+        ("allreduce", "saves by step", [8, 8, 8], 4, 0),
+        ("wagma", "accumulates", [3, 3, 3], 3, 0),
+        ("local_sgd", "streams", [8, 8, 8], 4, 0),
+        ("wagma", "survives", [8, 8, 8], 4, 0),
+        ("allreduce", "validates", [8, 8, 8], 4, 4),
+        ("wagma", "validates within", [8, 8, 8], 4, 3 + 2 + 1 + 1),
+        ("wagma", "accumulates between", [4, 2, 2], 2, 4),
+        ("no_sync", "looks at the time", [8, 8, 8], 4, 0),
+        ("local_sgd", "stops early", [8, 8, 7], 4, 4),
+    ],
+)
+def test_ranks_with_different_numbers_of_batches_go_through_the_same_epochs(
+    *, name: str, case: str, steps: list[int], epochs: int, num_validated: int, tmp_path: Path
+) -> None:
+    ranks = run(3, fit_apart, name, case, str(tmp_path))
+    assert [rank[0] for rank in ranks] == steps
+    assert [rank[1:3] for rank in ranks] == [(epochs, num_validated)] * 3
+    assert len({rank[3] for rank in ranks}) == 1
+    if epochs == 4:
+        assert ranks[0][3] == 2.0  # rank 2 alone has batches in the last epoch
+    assert same([rank[5] for rank in ranks])
+    num_saved = {"saves by step": 1, "validates within": 6, "accumulates between": 4}
+    assert len(ranks[0][4]) == num_saved.get(case, epochs)
+
+
+class Sparing(Plain):
+    """A rank may have no data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
+
+class Alone(Plain):
+    """One rank asks all, and the others do not."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.log("alone", 1.0, sync_dist=True)
+
+
 def fit_unevenly(case: str, folder: str) -> str:
     options: dict[str, Any] = {"max_epochs": 2}
-    make: Any = Plain
+    num_batches, num_validated = (5, 8), (4, 4)
+    make: Any = Sparing
     if case == "saves":
         options["callbacks"] = [ModelCheckpoint(folder, every_n_train_steps=3)]
         options["enable_checkpointing"] = True
     elif case == "saves by time":
         options["callbacks"] = [ModelCheckpoint(folder, train_time_interval=timedelta(hours=1))]
         options["enable_checkpointing"] = True
-    elif case == "looks at the time":
-        timer = Timer(duration=timedelta(hours=1), interval="epoch")
-        options = {"max_steps": 10, "max_epochs": -1, "callbacks": [timer]}
-    elif case == "validates":
-        options["val_check_interval"] = 3
-    elif case == "stops":
-        options = {"max_steps": 10, "max_epochs": -1}
+    elif case == "logs alone":
+        make = Alone
+    elif case == "has nothing to train on":
+        num_batches = (5, 0)
+    elif case == "has nothing to validate on":
+        num_validated = (4, 0)
     else:
         make = Logging
-    samples = 8 * (5, 8)[int(os.environ["RANK"])]
+    rank = int(os.environ["RANK"])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fit(
                 "allreduce",
                 make,
-                {"num_samples": samples},
-                None if case in ("saves", "looks at the time") else {"num_samples": 32},
+                {"num_samples": 8 * num_batches[rank]},
+                None if case == "saves" else {"num_samples": 8 * num_validated[rank]},
                 use_distributed_sampler=False,
-                options={"timeout_s": 60},
+                options={"timeout_s": 20},
                 **options,
             )
     except (ValueError, PeerLost) as error:  # PeerLost: another rank was first to notice
@@ -255,9 +377,9 @@ def fit_unevenly(case: str, folder: str) -> str:
             "saves by time",
             "ranks must save as often .* train_time_interval=1:00:00; use every_n_ep",
         ),
-        ("looks at the time", "ranks must ask for the time as often .* 2 whole epochs on rank 0"),
-        ("validates", "ranks must evaluate as often .* val_check_interval=3; use a fraction"),
-        ("stops", "max_steps=10, which are 2 whole epochs on rank 0, 1 whole epochs on rank 1"),
+        ("logs alone", "same points .* over all ranks .* on rank 0, the (end|begin).* on rank 1"),
+        ("has nothing to train on", "batches to train on, got 5 .* rank 0, 0 .* rank 1.*; give ev"),
+        ("has nothing to validate on", "got 4 batches on rank 0, 0 batches on rank 1 of evaluati"),
         ("logs", "must not be asked of ranks that have run out of batches.* use on_epoch=True"),
     ],
 )

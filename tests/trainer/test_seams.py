@@ -1,4 +1,4 @@
-"""The private names of Lightning's that `seams` uses exist, in both of Lightning's packages."""
+"""The private names of Lightning's that are used exist, in both of Lightning's packages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torchmetrics import MeanMetric
 
-from lightning_dsgd.trainer import names, seams
+from lightning_dsgd.trainer import joint, names, seams
 
 PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 pytestmark = pytest.mark.parametrize("package", PACKAGES)
@@ -53,12 +54,14 @@ def owners(package: str) -> list[Any]:
             None, 1, 1
         ),
         observer(package),
+        joint.JointEpochs(SimpleNamespace(training=None), trainer_of(package), list),  # type: ignore[arg-type]
+        MeanMetric(),
     ]
 
 
-def names_in_seams() -> set[str]:
+def names_in(module: Any) -> set[str]:
     """Attributes that begin with "_", and what is looked for by getattr and hasattr."""
-    tree = ast.parse(Path(seams.__file__).read_text())
+    tree = ast.parse(Path(module.__file__).read_text())
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used |= {
         node.args[1].value
@@ -74,7 +77,8 @@ def names_in_seams() -> set[str]:
 
 def test_every_name_exists(package: str) -> None:
     found = owners(package)
-    missing = {name for name in names_in_seams() if not any(hasattr(o, name) for o in found)}
+    names = names_in(seams) | names_in(joint)
+    missing = {name for name in names if not any(hasattr(o, name) for o in found)}
     assert missing == set()
 
 
@@ -95,15 +99,21 @@ def test_the_names_of_the_trainers_refusal_exist(package: str) -> None:
 def test_what_is_taken_is_given_back(package: str) -> None:
     pl: Any = importlib.import_module(package)
     trainer = trainer_of(package)
-    taken = (trainer._signal_connector, trainer.fit_loop.epoch_loop)
+    loop, kind = trainer.fit_loop.epoch_loop, type(trainer.fit_loop)
+    taken = (trainer._signal_connector, loop, loop.val_loop, trainer.validate_loop)
     before = [dict(vars(owner)) for owner in taken]
 
     def handler(signum: int, frame: Any) -> None: ...
 
     seams.take_signals(trainer, handler, handler)
     seams.ask_nobody_for_sigterm(trainer)
+    joint.take_validation_data(trainer, list.clear)
+    joint.JointEpochs(SimpleNamespace(training=None), trainer, list)  # type: ignore[arg-type]
+    assert type(trainer.fit_loop) is not kind
     assert trainer._signal_connector._sigterm_notifier_fn is handler
     seams.give_back(trainer)
+    joint.give_back(trainer)
+    assert type(trainer.fit_loop) is kind
     assert before == [dict(vars(owner)) for owner in taken]
 
     assert seams.validates_by_time(trainer)

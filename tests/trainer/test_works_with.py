@@ -398,4 +398,5 @@ def test_a_test_that_the_table_names_exists(test: str) -> None:
     function = getattr(importlib.import_module(module), name)
     if parameter:
         marks = [mark for mark in function.pytestmark if mark.name == "parametrize"]
-        assert any(parameter in list(mark.args[1]) for mark in marks)
+        values = [value for mark in marks for value in mark.args[1]]
+        assert parameter in [value[0] if isinstance(value, tuple) else value for value in values]

@@ -91,10 +91,14 @@ SECTIONS: Final[dict[str, list[Row]]] = {
         Row("Lazy modules", "refused; run a forward pass first", REFUSED + "[a lazy module]"),
     ],
     "Data": [
-        Row("Different numbers of batches on the ranks", "works; `every_n_train_steps`, "
-            "`train_time_interval`, a whole number as `val_check_interval` and `max_steps` within "
-            "an epoch are refused where ranks would wait for each other",
-            MET + "ranks_with_different_numbers_of_batches_end_together"),
+        Row("Different numbers of batches on the ranks", "works; all validate and save as often as "
+            "the rank that does most often; `every_n_train_steps` and `train_time_interval` are "
+            "refused: use `every_n_epochs`",
+            MET + "ranks_with_different_numbers_of_batches_go_through_the_same_epochs"),
+        Row("No batches on a rank (`allow_zero_length_dataloader_with_multiple_devices`)",
+            "refused where other ranks have some, of a training, validation or test loader; give "
+            "every rank at least one", MET + "what_makes_uneven_ranks_wait_for_each_other_is_"
+            "refused[has nothing to train on]"),
         Row("`IterableDataset`", WORKS),
         Row("Several loaders (`CombinedLoader`)", WORKS),
         Row("`LightningDataModule`, `reload_dataloaders_every_n_epochs`", WORKS),
@@ -173,8 +177,9 @@ SECTIONS: Final[dict[str, list[Row]]] = {
             "_says_so"),
         Row("`fit` called twice", "works; with ranks that are forked or spawned, as in a notebook, "
             "with a new Trainer", FIT + "one_trainer_fits_twice"),
-        Row("`max_steps`", "works; counts the steps of a rank", FIT + "max_steps_counts_the_steps"
-            "_of_a_rank"),
+        Row("`max_steps`", "works; counts the steps of a rank; with different numbers of batches a "
+            "rank that has made them has epochs without batches until all have",
+            FIT + "max_steps_counts_the_steps_of_a_rank"),
         Row("Profilers (`simple`, `advanced`)", WORKS),
         Row("`CSVLogger`", WORKS, LOG + "figures_in_the_csv_log_are_those_of_the_formula"),
         Row("`WandbLogger`, offline", WORKS, LOG + "figures_are_in_an_offline_wandb_run_with_their"

@@ -1,0 +1,216 @@
+"""How ranks with different numbers of batches go through the same epochs and the same validations.
+
+Else one would validate, save or end more often than another, and wait for it.  A rank asks all:
+
+    before a validation                      VALIDATE
+    after its last batch of an epoch         END_EPOCH; while another rank validates, it does too
+    before an epoch                          GO_ON, or FINISHED: it has nothing to train on any more
+
+So all ranks validate as often in an epoch as the one that does most often, and begin another epoch
+until all are finished.  A rank that is finished before, for it has made `max_steps` steps, has
+epochs without batches: it serves the others, saves with them, and adds nothing to what they log.
+
+Why nobody waits for ever.  A meeting is over once every rank has come to one, and who waits there
+serves those that have batches left.  Then
+
+- all are at the end of the epoch, and end it; or
+- some are to validate: all validate, and those go on with fewer batches left than before; or
+- all are before an epoch: it begins where one of them is not finished.  That one has a batch in it,
+  or counts as finished after it.  So epochs end where `max_steps` or `max_epochs` bound them; or
+- they have come to different points: every rank raises an error that says so (`purposes`).
+
+Ranks with as many batches as each other come to the same points by themselves, and ask nothing.
+Ranks may have different numbers if they say so before training, or do not know them (streams), or
+load their data anew in later epochs.
+
+Of Lightning's private names, those of its loops and of what they log and save stand here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_dsgd.session.purposes import END_EPOCH, FINISHED, GO_ON, VALIDATE
+from lightning_dsgd.session.session import Session
+
+
+class JointEpochs:
+    """One rank's part in it, for one training.
+
+    Attributes:
+        is_out: whether this rank has had no batch in the epoch before
+
+    Args:
+        session: of all ranks
+        trainer: whose loops are taken
+        begin: called once the Trainer knows its batches, before training
+    """
+
+    def __init__(self, session: Session[Any], trainer: Any, begin: Callable[[], None]) -> None:
+        self._session = session
+        self._trainer = trainer
+        self._begin = begin
+        self.is_out = False
+        _take_fit_loop(trainer, self)
+        _take_runs(trainer, self._before_validation, self._after_batches)
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether ranks may have different numbers of batches, as all ranks see it."""
+        training, trainer = self._session.training, self._trainer
+        if training is None:
+            return False
+        is_unknown = math.isinf(trainer.num_training_batches)
+        is_known_uneven = bool(training.is_uneven)
+        return is_known_uneven or is_unknown or trainer.reload_dataloaders_every_n_epochs > 0
+
+    def begin(self) -> None:
+        """The Trainer knows its batches, and is about to train."""
+        self._begin()
+        if self.are_apart:
+            step = partial(getattr, self._trainer, "global_step")
+            _name_alike(self._trainer, lambda: int(self._session.text_of_rank_0(str(step()))))
+
+    def _after_batches(self) -> None:
+        """This rank has done all batches that it has in this epoch."""
+        if not self.are_apart or self._session.has_ended:
+            return
+        Session.end_batch(self._session)  # if `on_train_batch_start` has skipped the rest
+        batches = self._trainer.fit_loop.epoch_loop.batch_progress
+        self.is_out = batches.current.ready == 0
+        if self.is_out:
+            self._session.follow()
+            _log_nothing(self._trainer)
+        while not self._session.meet(END_EPOCH):
+            _save_anyhow(self._trainer)
+            _validate(self._trainer)
+        _save_anyhow(self._trainer)
+
+    def are_all_finished(self, is_finished: bool) -> bool:
+        """Whether training ends, on all ranks; asked before each epoch."""
+        return self._session.meet(FINISHED if is_finished else GO_ON) and is_finished
+
+    def _before_validation(self) -> None:
+        if self.are_apart:
+            self._session.meet(VALIDATE)
+            _save_anyhow(self._trainer)
+
+
+def take_validation_data(trainer: Any, check: Callable[[list[float]], None]) -> None:
+    """Has the Trainer call this with the numbers of batches of the loaders of an evaluation."""
+    for loop in _evaluations(trainer):
+        loop.setup_data = partial(_set_up_data, loop, check)
+
+
+def give_back(trainer: Any) -> None:
+    """Takes back what stands in the place of the Trainer's own."""
+    if isinstance(trainer.fit_loop, _Joint):
+        trainer.fit_loop.__class__ = type(trainer.fit_loop).own
+    owners = trainer.fit_loop.epoch_loop, *_evaluations(trainer), *trainer.checkpoint_callbacks
+    for owner in owners:
+        for name in ("run", "setup_data", "_monitor_candidates"):
+            vars(owner).pop(name, None)
+
+
+class _Joint:
+    own: type
+    """The class of the loop whose place it takes."""
+
+
+def _take_fit_loop(trainer: Any, epochs: JointEpochs) -> None:
+    base: Any = type(trainer.fit_loop)
+
+    class JointFitLoop(_Joint, base):  # type: ignore[misc]
+        own = base
+
+        @property
+        def skip(self) -> bool:
+            epochs.begin()
+            return bool(super().skip)
+
+        @property
+        def done(self) -> bool:
+            if not epochs.are_apart:
+                return bool(super().done)
+            batches, progress = self.epoch_loop, self.epoch_progress.current
+            is_finished = bool(
+                0 <= self.max_steps <= batches.global_step
+                or 0 <= self.max_epochs <= progress.processed
+                or (self.trainer.should_stop and self._can_stop_early)
+                or epochs.is_out
+            )
+            if epochs.are_all_finished(is_finished):
+                return bool(super().done) or True  # it tells why
+            if is_finished:
+                batches._restarting = False  # else a resume would begin with a batch
+            return False
+
+    trainer.fit_loop.__class__ = JointFitLoop
+
+
+def _take_runs(
+    trainer: Any, before_validation: Callable[[], None], after_batches: Callable[[], None]
+) -> None:
+    batches = trainer.fit_loop.epoch_loop
+    validation = batches.val_loop
+
+    def train(*args: Any) -> None:
+        type(batches).run(batches, *args)
+        after_batches()
+
+    def validate() -> Any:
+        if not trainer.sanity_checking:
+            before_validation()
+        return type(validation).run(validation)
+
+    batches.run, validation.run = train, validate
+
+
+def _set_up_data(loop: Any, check: Callable[[list[float]], None]) -> None:
+    before = loop._combined_loader
+    type(loop).setup_data(loop)
+    if loop._combined_loader is not before:
+        check(loop._max_batches)
+
+
+def _evaluations(trainer: Any) -> list[Any]:
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+
+
+def _validate(trainer: Any) -> None:
+    """As the Trainer does after a batch."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    trainer.validating = True
+    type(loop).run(loop)
+    trainer.training = True
+
+
+def _log_nothing(trainer: Any) -> None:
+    """Has this rank ask for the values that others log over all ranks; it adds nothing to them."""
+    for entry in trainer.fit_loop.epoch_loop._results.values():
+        if entry.has_reset and (entry.meta.sync.should or not entry.is_tensor):
+            entry.has_reset, entry._update_count = False, 1
+
+
+def _save_anyhow(trainer: Any) -> None:
+    """Has callbacks save after an epoch or a validation although this rank has made no step."""
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "_every_n_epochs", 0) >= 1:
+            callback._last_global_step_saved = -1
+
+
+def _name_alike(trainer: Any, step: Callable[[], int]) -> None:
+    """Has callbacks name what they save after this step, the same on all ranks."""
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "_monitor_candidates"):
+            callback._monitor_candidates = partial(_monitored, callback, step)
+
+
+def _monitored(callback: Any, step: Callable[[], int], trainer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = type(callback)._monitor_candidates(callback, trainer)
+    return found if "step" in trainer.callback_metrics else found | {"step": torch.tensor(step())}
