@@ -34,8 +34,8 @@ class WAGMAStrategy(DecentralizedStrategy):
     Every `sync_period` steps all ranks average together.
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|; 3
-    |x| with `overlap`; none with `wait_avoiding=False`; with a `wire_dtype` |x| more, 4 |x| during
-    a sum; with `hierarchical` that of a shard, and |g|.
+    |x| with `overlap`, on a device 6 |x|; none with `wait_avoiding=False`; with a `wire_dtype` |x|
+    more, 4 |x| during a sum; with `hierarchical` that of a shard, and |g|.
 
     Args:
         group_size: number of ranks in a group; None means the power of two nearest to
@@ -300,7 +300,7 @@ class ADPSGDStrategy(DecentralizedStrategy):
     """Averages the weights with random neighbours in the background, while training continues.
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|; 4
-    |x| during an exchange.
+    |x| during an exchange; on a device 2 |x| more.
 
     Args:
         seed: seed of the random choice of neighbours
@@ -355,7 +355,8 @@ class PopSGDStrategy(DecentralizedStrategy):
     """Averages the weights of random pairs of ranks; no rank waits for another.
 
     Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): 2 |x|, 5
-    |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`.
+    |x| during an exchange, on a device 2 |x| more; |x| with `blocking`; |x| more with a
+    `wire_dtype`.
 
     Args:
         local_steps: number of steps from one exchange to the next

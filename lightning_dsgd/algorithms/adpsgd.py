@@ -13,6 +13,9 @@ It works on published copies; both sides get half of the difference, the same bi
 signs, and add it to their weights after their next step (`published.py`).  So the mean over the
 ranks is conserved, and updates that the optimizers make during an exchange are kept.
 
+On a device a rank asks, and is asked for, weights that the device has made: what it has only queued
+yet is published once it is made, and the training thread is a step ahead at most.
+
 A rank that has run out of data stops asking, but answers as long as others ask.
 
 Differs from the paper: any optimizer; odd P; an average reaches the weights after a step, not in
@@ -35,7 +38,7 @@ from torch import Tensor
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import setting
 from lightning_dsgd.primitives import rounding, step_scaling, topology
-from lightning_dsgd.primitives.published import Published
+from lightning_dsgd.primitives.published import publication_of
 from lightning_dsgd.transport import ANY, Lane, Transport
 
 _ASK, _ANSWER, _CONTROL = range(3)  # tags
@@ -51,7 +54,7 @@ class ADPSGD(Algorithm):
         when="up to once per step, in the background",
         with_whom="a random neighbour",
         sends="|x|",
-        memory="2 |x|; 4 |x| during an exchange",
+        memory="2 |x|; 4 |x| during an exchange; on a device 2 |x| more",
         suits="random stragglers; a slow rank that gets fewer batches",
     )
 
@@ -100,7 +103,7 @@ class ADPSGD(Algorithm):
         """Publishes the first weights; what a resume restores has come by now."""
         if self.lane is None and self.neighbours:
             self.x = x
-            self.published = Published(x)
+            self.published = publication_of(self.net, x)
             self.like = rounding.encode(x[:0], self.wire_dtype)
             serve = self._ask if self.asks else self._answer
             self.lane = self.net.spawn_lane(serve, "averager")
@@ -111,7 +114,7 @@ class ADPSGD(Algorithm):
 
     def _tell(self, kind: int) -> None:
         assert self.lane is not None
-        self.lane.net.send(torch.tensor([kind]), self.net.rank, _CONTROL)
+        self.lane.tell(torch.tensor([kind]), _CONTROL)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": self.num_steps, "num_exchanges": self.num_exchanges}

@@ -18,6 +18,8 @@ that stops (to evaluate, to save, out of data) keeps what is pending, and sums t
 applied, for its next step; at the end they are dropped.  The metric `updates_kept` is the share of
 this rank's gradients that are in a sum.
 
+On a device, a rank arrives once the device has made its gradient.
+
 Waits until the round has started and its sum has arrived.  Sends 2(P-1)/P |g| per step, log2 P
 activations of 24 bytes and, with "majority", a request to the rank that was drawn, which
 acknowledges it.
@@ -35,6 +37,7 @@ from torch import Tensor
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.devices import StreamLock
 from lightning_dsgd.hyperparameters import at_least, one_of
+from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding
 from lightning_dsgd.transport import Transport
 
@@ -90,6 +93,7 @@ class EagerSGD(Algorithm):
         self.engine = WaitAvoiding(net, self, self.grace)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
+        await_step(self.net, g)
         self.grace.step_ends()
         self.g = g
         self.engine.arrive(self.next_round())

@@ -11,7 +11,8 @@ for round s; [s] are the steps that it has made between its switches s - 1 and s
 
 **Two roles.**  The trainer is the training thread.  It owns x, and acts at step boundaries only:
 if the sum in flight has arrived, it switches, else it continues.  The synchroniser is a lane.  It
-executes the rounds in order, and only it waits for other ranks.
+executes the rounds in order, and only it waits for other ranks.  It hears of a hand-over once the
+device has made what is handed over, so no sum that it begins waits for a slow kernel.
 
 **Two sums.**  One is in flight while the other fills, and neither is ever added to:
 
@@ -195,7 +196,7 @@ class HPSGD(Algorithm):
         self.handed_over.copy_(x)
         self.in_flight = self.home.recv(_WORDS, self.net.rank)
         words = torch.tensor([int(stands_still), self.num_local_steps, int(self.is_touched)])
-        self.lane.net.send(words, self.net.rank)
+        self.lane.tell(words)
         self.is_touched = False
         self.num_syncs += self.num_local_steps > 0
         self.num_synced_steps += self.num_local_steps

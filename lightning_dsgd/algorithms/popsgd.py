@@ -16,8 +16,9 @@ A rank averages with the weights that its partner published last, and does not w
 executes all versions in order, each as soon as one of the two partners arrives at it; the other's
 lane answers for it.  The result is added to x at the next interaction (`published.py`).  A rank
 waits only while its own lane has not finished the previous interaction, for example if the partner
-has not begun to train.  With `blocking=True` it waits for its partner, as in the paper's Algorithm
-1, and both hold the same mean.
+has not begun to train.  On a device, a rank arrives once the device has made its steps, and is a
+step ahead of it at most.  With `blocking=True` it waits for its partner, as in the paper's
+Algorithm 1, and both hold the same mean.
 
 `wire_dtype="bfloat16"` sends q(x), rounded, and still conserves the mean:
 
@@ -57,7 +58,7 @@ from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import step_scaling, topology
-from lightning_dsgd.primitives.published import Published
+from lightning_dsgd.primitives.published import publication_of
 from lightning_dsgd.transport import ANY, Lane, Transport
 
 _MODEL, _HELLO, _HASHES = range(3)  # tags; of a lane: _CONTROL in place of _HELLO
@@ -80,7 +81,8 @@ class PopSGD(Algorithm):
         when="every `local_steps` steps",
         with_whom="a random partner",
         sends="|x| / `local_steps`",
-        memory="2 |x|, 5 |x| during an exchange; |x| with `blocking`; |x| more with a `wire_dtype`",
+        memory="2 |x|, 5 |x| during an exchange, on a device 2 |x| more; |x| with `blocking`; |x| "
+        "more with a `wire_dtype`",
         suits="random stragglers; a slow rank that gets fewer batches",
     )
 
@@ -265,7 +267,7 @@ class _Averager:
 
     def __init__(self, algorithm: PopSGD, x: Tensor) -> None:
         self.algorithm = algorithm
-        self.published = Published(x)
+        self.published = publication_of(algorithm.net, x)
         self.x = x
         self.me = algorithm.net.rank
         self.home = algorithm.net.sub("home")  # where the training thread is answered
@@ -286,7 +288,7 @@ class _Averager:
         self.catch_up()
         self.published.publish(x)
         self.lane.check()
-        self.lane.net.send(torch.tensor([_ARRIVED, version, 0, 0]), self.me, _CONTROL)
+        self.lane.tell(torch.tensor([_ARRIVED, version, 0, 0]), _CONTROL)
         self.is_answer_due = True
 
     def catch_up(self) -> None:

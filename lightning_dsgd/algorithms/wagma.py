@@ -39,6 +39,9 @@ Nor is `wire_dtype`.  What is sent is the difference to the last global average,
 rounded; each rank keeps in its own weights what it has rounded off (`GroupSums` in
 primitives/quantised.py).
 
+A step counts once the device has made it.  With `overlap` the training thread is a step ahead of
+its device at most.
+
 Waits for the group's sum (`overlap=False`) and, every tau steps, for every rank.  Sends 2(S-1)/S
 |x| every g steps, 2(P-1)/P |x| at a global average instead, and log2 P activations of 24 bytes
 each time.  A `wire_dtype` divides the bytes by 2, 3.88 or 7.53.
@@ -57,9 +60,11 @@ from torch import Tensor
 
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import nodes, quantised, rounding, step_scaling, topology
-from lightning_dsgd.primitives.published import Contributed
+from lightning_dsgd.primitives.own_device import await_mark
+from lightning_dsgd.primitives.published import Contributed, ContributedAhead
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding, exact
 from lightning_dsgd.transport import Transport
 
@@ -76,8 +81,9 @@ class WAGMA(Algorithm):
         when="every `group_period` steps; globally every `sync_period` steps",
         with_whom="a group of `group_size` ranks that changes every time",
         sends="2(S-1)/S |x| / `group_period`",
-        memory="2 |x|; 3 |x| with `overlap`; none with `wait_avoiding=False`; with a `wire_dtype` "
-        "|x| more, 4 |x| during a sum; with `hierarchical` that of a shard, and |g|",
+        memory="2 |x|; 3 |x| with `overlap`, on a device 6 |x|; none with `wait_avoiding=False`; "
+        "with a `wire_dtype` |x| more, 4 |x| during a sum; with `hierarchical` that of a shard, "
+        "and |g|",
         suits="random stragglers, many nodes",
     )
 
@@ -206,11 +212,13 @@ class WAGMA(Algorithm):
         all_reduce = exact if self.sums is None else self.sums.all_reduce
         return WaitAvoiding(net, self, self.grace, first_version, all_reduce)
 
-    def _contribution(self, x: Tensor) -> Contributed | _Paper | _InPlace:
+    def _contribution(self, x: Tensor) -> Contributed | ContributedAhead | _Paper | _InPlace:
         if self.rule == "paper":
             return _Paper(x)
         if not self.wait_avoiding and not self.overlap:
             return _InPlace(x)
+        if self.overlap and not is_on_host(x):
+            return ContributedAhead(self.net, x)
         return Contributed(x, while_summing=self.overlap)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
@@ -221,15 +229,24 @@ class WAGMA(Algorithm):
     def after_update(self, x: Tensor) -> None:
         if self.node is not None:
             self.node.give_to_idle(x, self.num_active)
-        self.grace.step_ends()
         self.step += 1
-        if self.overlap:
-            self.mine.publish(self.x, self._newest_version())
+        self._end_step(x)
         if self.step % self.group_period == 0:
             self._arrive(self._newest_version())
         if self.node is not None:
             self.node.gather(x)
         self.grace.step_begins()
+
+    def _end_step(self, x: Tensor) -> None:
+        """With overlap the host runs a step ahead of the device; else not where it arrives."""
+        if self.overlap:
+            self.mine.publish(self.x, self._newest_version())
+            self.grace.step_ends()
+            return
+        made = port_of(x.device).mark()
+        if self.step % self.group_period == 0:
+            await_mark(self.net, made)
+        self.grace.step_ends(made)
 
     def _newest_version(self) -> int:
         """The round that this rank has arrived at last, or arrives at now."""

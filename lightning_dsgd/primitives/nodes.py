@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.hyperparameters import at_least, setting
+from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.view import View
@@ -77,6 +78,7 @@ class Node:
 
     def sum_of_active(self, g: Tensor, *, active: bool) -> int:
         """Sums g over the node; gives how many of its ranks step (who does not, brings zeros)."""
+        await_step(self.net, g)  # else a sum of the node would hold up those of the lane
         flags = self.net.all_gather(torch.tensor([int(active)]), self.members).wait()
         stepping = [rank for rank, flag in zip(self.members, flags, strict=True) if flag]
         if stepping:

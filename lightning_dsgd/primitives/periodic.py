@@ -302,7 +302,7 @@ class _Background:
         """Has the lane begin a round with this piece, which it keeps."""
         self.piece, self.span = piece, span
         self.in_flight = self._home.recv(_WORDS, self._me)
-        self._lane.net.send(torch.tensor([int(active)]), self._me)
+        self._lane.tell(torch.tensor([int(active)]))
 
     def wait(self) -> Tensor | None:
         """What the sum adds to the piece; None where all ranks stand still."""

@@ -11,15 +11,42 @@ others are told; c the corrections that x does not have yet; d half the differen
 At all times y is what x was when it was published, and all corrections since.  What the optimizer
 adds to x in the meantime is neither lost nor torn: it is published the next time.  Two partners
 take the same d, one of them with the opposite sign, so the sum of x + c over all ranks is kept.
+
+**On a device** a training thread publishes x before the device has made it.  `PublishedAhead` and
+`ContributedAhead` keep the publication before in a second buffer, which the lane uses until then:
+
+    training thread   publish:   waits until q is made;  r, q <- q, r;   a, c <- c, 0
+       its stream                x <- x + a,  q <- x,  a mark
+    lane              y:         q + c once the mark has passed;  r + a + c before
+                      correct:   c <- c + d
+
+Legend: q the newest publication, r the one before, a the corrections that q has and r has not, c
+those that neither has.
+
+The lane's stream waits for no mark: what it reads has been made.  The stream that trains waits for
+the lane's passes over memory alone.  The training thread waits for its own device, which is at most
+one step behind it, and so for no other rank.  Both ends are bounded: a publication is used as soon
+as it is made, and the one before is overwritten only after that.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from lightning_dsgd.devices import StreamLock
+from lightning_dsgd.devices import PASSED, StreamLock, is_on_host, port_of
 from lightning_dsgd.primitives import rounding
+from lightning_dsgd.primitives.own_device import await_mark
+from lightning_dsgd.transport import Transport
+
+
+def publication_of(net: Transport, x: Tensor) -> Published | PublishedAhead:
+    """The published copy of these weights, where the training thread goes on meanwhile."""
+    return Published(x) if is_on_host(x) else PublishedAhead(net, x)
 
 
 class Published:
@@ -64,6 +91,88 @@ class Published:
             self._c -= d
             self._is_corrected = True
         return message
+
+
+class PublishedAhead:
+    """`Published` on a device, which may not have made yet what is published.  Memory: 4 |x|.
+
+    Args:
+        net: whose `timeout_s` and losses end the wait for the own device
+        x: the weights
+        step: of this first publication
+    """
+
+    def __init__(self, net: Transport, x: Tensor, step: int = -1) -> None:
+        self._net = net
+        self._port = port_of(x.device)
+        self._lock = threading.Lock()  # held while work is queued, never while it is waited for
+        self.restart(x, step)
+
+    def restart(self, x: Tensor, step: int) -> None:
+        """Begins with x as it is: nothing that came before matters any more."""
+        self._q, self._r = x.clone(), x.clone()
+        self._a, self._c = torch.empty_like(x), torch.empty_like(x)
+        self._has_a = self._has_c = False
+        self._steps = step, step  # of r and q
+        self._made = self._port.mark()
+        self._used = PASSED  # behind the lane's last pass over memory
+
+    def publish(self, x: Tensor, step: int = -1) -> None:
+        """Works the corrections into x, and publishes it."""
+        await_mark(self._net, self._made)
+        with self._lock:
+            self._used.hold()
+            self._q, self._r = self._r, self._q
+            self._a, self._c = self._c, self._a
+            self._has_a, self._has_c = self._has_c, False
+            self._steps = self._steps[1], step
+            if self._has_a:
+                x += self._a
+            self._q.copy_(x)
+            self._made = self._port.mark()
+
+    def snapshot(self) -> Tensor:
+        """A copy of what is published and made, corrections included."""
+        return self._snapshot()[0]
+
+    def correct(self, d: Tensor) -> None:
+        """Adds d to what is published, and, the next time, to x."""
+        with self._using():
+            self._add(d)
+
+    def meet(self, theirs: Tensor, wire_dtype: str) -> Tensor:
+        """Goes halfway to a partner's copy; gives a message with the way left to the partner."""
+        y = self.snapshot()
+        message = rounding.encode((y - theirs).mul_(0.5), wire_dtype)
+        self.correct(rounding.decode(message, like=y).neg())
+        return message
+
+    def _snapshot(self) -> tuple[Tensor, int]:
+        """The copy, and the step at which it was published."""
+        with self._using():
+            if self._made.has_passed():
+                y, step = self._q.clone(), self._steps[1]
+            else:
+                y, step = self._r.clone(), self._steps[0]
+                if self._has_a:
+                    y += self._a
+            if self._has_c:
+                y += self._c
+        return y, step
+
+    def _add(self, d: Tensor) -> None:
+        if self._has_c:
+            self._c += d
+        else:
+            self._c.copy_(d)
+        self._has_c = True
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Around the lane's passes over memory."""
+        with self._lock:
+            yield
+            self._used = self._port.mark()
 
 
 class Contributed:
@@ -142,3 +251,30 @@ class Contributed:
         x.copy_(self._y)
         self._p.copy_(self._y)
         self._is_corrected = False
+
+
+class ContributedAhead(PublishedAhead):
+    """`Contributed` on a device, by ranks that do not wait for the sum.
+
+    The corrections are the same: y / S - b.  Memory: 4 |x|; 6 |x| while a sum is under way.
+    """
+
+    contributed_at = -1
+
+    def contribution(self) -> Tensor:
+        """What to sum up, in place."""
+        self._b, self.contributed_at = self._snapshot()
+        self._y = self._b.clone()
+        return self._y
+
+    def reduced(self, group_size: int) -> None:
+        """The contribution now holds the sum over so many ranks."""
+        self.correct(self._y.div_(group_size).sub_(self._b))
+        del self._b, self._y
+
+    def settle(self, x: Tensor, step: int) -> None:
+        """All ranks stand still: works the last corrections in."""
+        self.publish(x, step)
+
+    def take(self, x: Tensor) -> None:
+        """Nobody has waited for the mean."""

@@ -30,11 +30,18 @@ order too.
    between two ranks arrive in order, so none is left.  Every rank goes on with V + 1.  A rank sends
    about 3 log2 P messages for this.
 
+7. **On a device** a rank has arrived once its device has made the step, and not when the host has
+   queued it.  A training thread that waits for the sum waits for its device before it arrives.  One
+   that does not wait tells its lane (`Lane.tell`), which hears of the arrival once the mark behind
+   the step has passed.  What is contributed has always been made (`ContributedAhead`), so no sum
+   waits for a kernel.  `Grace` goes from the end of one step on the device to that of the next.
+
 Why nobody waits for ever: a lane that knows of v has passed it on before it can block in the sum of
 v, and blocks in no later one; so once v is activated, all come to know of v, or are in sums of
 earlier versions, of which the same holds.  A single activator comes to know that it is waited for:
 it arrives, or runs out, and whoever arrived before has told it.  `_LAST` and acknowledgements wait
-for nothing but a lane's earlier sums.
+for nothing but a lane's earlier sums.  An arrival that is under way ends with its kernel; until
+then its rank is one that has not arrived.
 
 Versions behind: at a group version, the contribution of a rank may be as old as its last arrival.
 It cannot be older than the last global version, which needed its arrival.
@@ -52,6 +59,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import largest
+from lightning_dsgd.devices import PASSED, Mark
 from lightning_dsgd.primitives import topology
 from lightning_dsgd.transport import ANY, Timeout, Transport
 
@@ -101,6 +109,8 @@ class Grace:
     """How long an activated version waits for the own training thread before it goes without.
 
     The training thread says when it begins and ends to compute a step; the lane reads `seconds`.
+    A step ends when the device has made it.  One that the device has not made yet is measured
+    together with those that follow, of which it takes the mean.
 
     Args:
         net: whose clock it reads
@@ -112,19 +122,29 @@ class Grace:
         self._net = net
         self._follows_steps = seconds is None
         self._began_at: float | None = net.now()
+        self._num_steps = 0  # that have not been measured
 
-    def step_ends(self) -> None:
-        """The training thread has computed, and is about to arrive."""
+    def step_ends(self, made: Mark = PASSED) -> None:
+        """The training thread has computed, and is about to arrive.
+
+        Args:
+            made: behind the step on the device
+        """
+        self._num_steps += 1
+        if not made.has_passed():
+            return
         if self._follows_steps and self._began_at is not None:
-            self.seconds = GRACE_SHARE * (self._net.now() - self._began_at)
+            self.seconds = GRACE_SHARE * (self._net.now() - self._began_at) / self._num_steps
+        self._num_steps = 0
 
     def step_begins(self) -> None:
         """The training thread goes on to compute."""
-        self._began_at = self._net.now()
+        if not self._num_steps:
+            self._began_at = self._net.now()
 
     def stand_still(self) -> None:
         """What comes next, an evaluation for one, is no step."""
-        self._began_at = None
+        self._began_at, self._num_steps = None, 0
 
 
 def exact(net: Transport, x: Tensor, group: Sequence[int]) -> None:
@@ -199,7 +219,7 @@ class WaitAvoiding:
 
     def _tell(self, kind: int, a: int = 0, b: int = 0) -> None:
         self._lane.check()
-        self._lane.net.send(torch.tensor([kind, a, b]), self._me)
+        self._lane.tell(torch.tensor([kind, a, b]))
 
     def _answer(self) -> None:
         self._home.recv(_WORDS, self._me).wait()

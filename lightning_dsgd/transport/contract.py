@@ -18,7 +18,8 @@ sub-transport are independent channels: none can take a message meant for anothe
 channels of its own.  Ranks that spawn their lanes in the same order talk to each other's.  The
 threads of one rank talk by sending to their own rank: that is immediate and not counted.  Any
 thread of a rank may send on any of its endpoints; only the thread that an endpoint was made for
-receives on it.
+receives on it.  `Lane.tell` sends to a lane of the own rank, too, but the message is there only
+once the device has done what the thread had queued: the lane never waits for a slow kernel.
 
 **Failure.**  Once a rank is lost, every wait on every rank raises `PeerLost` naming it, waits that
 had nothing to do with it included.  A wait that takes longer than `timeout_s` raises `Timeout`,
@@ -136,6 +137,18 @@ class Lane(Protocol):
     @property
     def net(self) -> Transport:
         """Its endpoint, on which the other threads of its rank may send too."""
+        ...
+
+    def tell(self, x: Tensor, tag: int = 0, over: Transport | None = None) -> None:
+        """Sends to the lane, which gets it once the device has done what this thread has queued.
+
+        Returns at once.  What is told arrives in order; `x` must not change any more.
+
+        Args:
+            x: a tensor on the CPU
+            tag: of the message
+            over: the lane's endpoint in another view; None: `net`
+        """
         ...
 
     def stop(self, timeout_s: float | None = None) -> None:

@@ -1,13 +1,27 @@
-"""Lanes between processes: a thread beside the training thread, with channels of its own."""
+"""Lanes between processes: a thread beside the training thread, with channels of its own.
+
+    thread     tell: a mark in its stream, and a message       ...queues the next step...
+    courier    asks whether the mark has passed                it has: sends the message to the lane
+    lane       waits for messages of all ranks, also of its own, and never for the mark
+
+So the lane serves other ranks while a kernel of its own rank is slow, and what it is told of has
+been done: its stream need not wait for it.  A lane has a courier once it is told of something that
+the device has not done yet, so on the CPU it has none.  Nothing waits for the courier for ever: it
+asks a mark until the lane is stopped, and a mark that fails makes this rank a lost one.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
-from lightning_dsgd.devices import PASSED
-from lightning_dsgd.transport.contract import LaneStopped, PeerLost, Timeout, failed
+from torch import Tensor
+
+from lightning_dsgd.devices import PASSED, Mark, until
+from lightning_dsgd.transport.contract import LaneStopped, PeerLost, Timeout, Transport, failed
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import Mesh
@@ -16,8 +30,8 @@ from lightning_dsgd.transport.mesh import Mesh
 class Lane:
     """A lane, from when it is started until its function returns.
 
-    The thread that has started it stops and joins it.  The lane's thread writes `_waiting` and
-    `_failure`, the other one `_is_stopping`.  To wait, the lane writes what it waits for and then
+    The thread that has started it tells, stops and joins it.  The lane's thread writes `_waiting`
+    and `_failure`, the other one `_is_stopping`.  To wait, the lane says what it waits for and then
     looks whether it is to stop; to stop it, the other thread says so and then looks what it waits
     for.  So at least one of the two sees what the other has written, which relies on the
     interpreter's lock: it lets no thread run ahead of its own writes.
@@ -34,6 +48,8 @@ class Lane:
         self._is_stopping = False
         self._failure: BaseException | None = None
         self._begun = self._ended = PASSED
+        self._told: SimpleQueue[tuple[Mark, Callable[[], object]] | None] = SimpleQueue()
+        self._courier: threading.Thread | None = None
         self._thread: threading.Thread
 
     def start(self, net: Endpoint, fn: Callable[[Any], None]) -> None:
@@ -79,7 +95,38 @@ class Lane:
         if self._is_stopping:
             raise LaneStopped
 
+    # ---- in its courier ----
+
+    def _carry(self) -> None:
+        port = self._mesh.port
+        try:
+            port.enter()
+            with port.using(port.new()):  # where nothing is queued: what is sent waits for nothing
+                while (told := self._told.get()) is not None:
+                    mark, send = told
+                    until(mark.has_passed, math.inf, self.check_stop)
+                    send()
+        except (LaneStopped, PeerLost):
+            pass
+        except Exception as failure:
+            self._mesh.lose(self.net.rank, failed(failure))
+            raise
+
     # ---- in the thread that has started it ----
+
+    def tell(self, x: Tensor, tag: int = 0, over: Transport | None = None) -> None:
+        """Sends to the lane, which gets it once the device has done what this thread has queued."""
+        net: Transport = over or self.net
+        mark = self._mesh.port.mark()
+        if self._courier is None and mark.has_passed():
+            net.send(x, net.rank, tag)
+            return
+        if self._courier is None:
+            self._courier = threading.Thread(
+                target=self._carry, name=f"dsgd{self.net.path}-courier", daemon=True
+            )
+            self._courier.start()
+        self._told.put((mark, lambda: net.send(x, net.rank, tag)))
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Ends the lane, also one that is blocked in a receive, and raises what it failed with."""
@@ -101,6 +148,10 @@ class Lane:
             raise Timeout(
                 f"rank {self.net.rank} has waited {limit:g} s for its {self._thread.name} to end"
             )
+        if self._courier is not None:
+            self._is_stopping = True
+            self._told.put(None)
+            self._courier.join(limit)
         self._ended.hold()
         self.check()
 

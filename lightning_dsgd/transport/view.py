@@ -24,7 +24,7 @@ from typing import Any, Final, Self
 from torch import Tensor
 
 from lightning_dsgd.transport.collectives import Call
-from lightning_dsgd.transport.contract import ANY, Lane, PeerLost, Receipt, Work
+from lightning_dsgd.transport.contract import ANY, Lane, PeerLost, Receipt, Transport, Work
 from lightning_dsgd.transport.endpoint import Endpoint
 
 _NUMBER_BITS: Final = 15
@@ -200,6 +200,10 @@ class _Lane:
     def __init__(self, lane: Lane, net: View) -> None:
         self._lane = lane
         self.net = net
+
+    def tell(self, x: Tensor, tag: int = 0, over: Transport | None = None) -> None:
+        """See `Lane`."""
+        self._lane.tell(x, tag, over or self.net)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """See `Lane`."""

@@ -279,6 +279,10 @@ class FakeDevice:
             into.view(torch.uint8).fill_(_POISON)
         self._queue(_aten.copy_.default, (into, source), {}, is_slow=True)
 
+    def spin_until(self, opened: threading.Event) -> None:
+        """Queues a kernel that ends when that is set."""
+        self.current().queue.put(lambda: opened.wait(60))
+
     def finish(self) -> None:
         for stream in list(self._streams):
             with self.using(stream):

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from lightning_dsgd.transport import ANY, PeerLost
-from tests.support.worlds import ProcessWorld
+from tests.support.fake_device import FakeDevice
+from tests.support.worlds import FakeWorld, ProcessWorld
 from tests.transport.helpers import our_threads, until
 
 EMPTY = torch.empty(0)
@@ -98,3 +99,33 @@ def fail_with_lanes_running(net: Any) -> list[str]:
 def test_failing_ends_the_lanes_of_every_rank() -> None:
     for errors in ProcessWorld().run(2, fail_with_lanes_running):
         assert errors == [f"a message with tag 0 from any rank [lane-{i}]" for i in (1, 2, 3)]
+
+
+def tell_of_slow_kernels(net: Any, fake: FakeDevice) -> None:
+    heard: list[int] = []
+    words, done = torch.empty(0, dtype=torch.int64), threading.Event()
+
+    def listen(lane_net: Any) -> None:
+        while True:
+            heard.append(int(lane_net.recv(words, ANY).wait()))
+
+    before = our_threads()
+    lane = net.spawn_lane(listen)
+    lane.tell(torch.tensor([0]))
+    assert until(lambda: heard == [0])
+    fake.spin_until(done)
+    lane.tell(torch.tensor([2]))
+    lane.tell(torch.tensor([3]))
+    lane.net.send(torch.tensor([1]), net.rank)
+    assert until(lambda: heard == [0, 1])  # the lane serves others meanwhile
+    done.set()
+    assert until(lambda: heard == [0, 1, 2, 3])
+    fake.spin_until(threading.Event())
+    lane.tell(torch.tensor([4]))
+    lane.stop()
+    assert heard == [0, 1, 2, 3]
+    assert our_threads() == before
+
+
+def test_a_lane_is_told_once_the_device_has_done_what_was_queued_before() -> None:
+    FakeWorld().run(1, tell_of_slow_kernels)

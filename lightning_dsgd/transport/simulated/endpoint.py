@@ -20,6 +20,7 @@ from lightning_dsgd.transport.contract import (
     PeerLost,
     Receipt,
     Timeout,
+    Transport,
     TransportError,
     Work,
 )
@@ -332,6 +333,10 @@ class _Lane:
         self._parent = parent
         self._simulation = simulation
         self._thread = thread
+
+    def tell(self, x: Tensor, tag: int = 0, over: Transport | None = None) -> None:
+        net = over or self.net
+        net.send(x, net.rank, tag)
 
     def stop(self, timeout_s: float | None = None) -> None:
         self._simulation.baton.stop(self._thread)
