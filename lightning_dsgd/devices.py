@@ -46,6 +46,8 @@ COLLECTIVES: Final = {"cuda": "nccl", "xpu": "xccl"}
 """What sums tensors of all ranks, for each type of device that has such a library."""
 
 T = TypeVar("T")
+_TIMED_CYCLES: Final = 100_000_000
+"""About 50 ms."""
 
 
 class Mark(Protocol):
@@ -120,6 +122,20 @@ class Port(Protocol):
         """Waits, without a limit, until all that was queued is done: for who measures time."""
         ...
 
+    def spin(self, seconds: float) -> None:
+        """Queues a kernel that takes so long and computes nothing; raises `ValueError` without one.
+
+        The first call may wait for the device, to find out how fast it is.
+        """
+        ...
+
+
+def _no_spin(device: torch.device) -> str:
+    return (
+        f"a kernel that spins needs a CUDA device, got {device.type}; delay the host instead "
+        '(on="host", --delay-on host)'
+    )
+
 
 class Host:
     """The CPU: whatever is queued is done at once."""
@@ -160,6 +176,10 @@ class Host:
     def finish(self) -> None:
         """It is."""
 
+    def spin(self, seconds: float) -> None:
+        """There are no kernels."""
+        raise ValueError(_no_spin(self.device))
+
 
 HOST: Final[Port] = Host()
 
@@ -195,6 +215,7 @@ class Accelerator:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self._of_thread = threading.local()
+        self._cycles_per_s = 0.0  # of a kernel that spins; 0: not measured yet
 
     def enter(self) -> None:
         """Selects it."""
@@ -248,6 +269,22 @@ class Accelerator:
     def finish(self) -> None:
         """Of all streams."""
         torch.accelerator.synchronize(self.device)
+
+    def spin(self, seconds: float) -> None:
+        """By torch's kernel that counts cycles: 100 million of them are timed at the first call."""
+        if self.device.type != "cuda":
+            raise ValueError(_no_spin(self.device))
+        if not self._cycles_per_s:
+            self._spin_cycles(1)  # loads the kernel
+            self.finish()
+            begin = time.perf_counter()
+            self._spin_cycles(_TIMED_CYCLES)
+            self.finish()
+            self._cycles_per_s = _TIMED_CYCLES / (time.perf_counter() - begin)
+        self._spin_cycles(int(seconds * self._cycles_per_s))
+
+    def _spin_cycles(self, cycles: int) -> None:
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 # ---- which device ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import threading
+import time
 import tokenize
 from pathlib import Path
 
@@ -109,6 +110,21 @@ def test_an_accelerators_marks_pass_in_the_order_of_its_streams() -> None:
     assert until(copied.has_passed, 20.0, lambda: None)
     assert mark.has_passed()
     assert bool((pinned == 51).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's kernel that spins")
+def test_a_kernel_spins_for_about_so_long_and_the_host_goes_on() -> None:
+    port = port_of(torch.device("cuda"))
+    port.spin(0.0)
+    port.finish()
+    begin = time.monotonic()
+    port.spin(0.5)
+    mark, queued = port.mark(), time.monotonic()
+    assert not mark.has_passed()
+    port.finish()
+    assert queued - begin < 0.1
+    assert 0.3 < time.monotonic() - begin < 1.0  # the clock of a device changes
 
 
 @pytest.mark.gpu

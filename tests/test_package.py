@@ -41,8 +41,8 @@ CORE = {
     "timeline": "agreement transport",
     "launch": "transport",
     "plain": "agreement algorithm devices replica session transport",
-    "trainer": "agreement algorithm algorithms hyperparameters replica session stragglers timeline "
-    "transport wings",
+    "trainer": "agreement algorithm algorithms devices hyperparameters replica session stragglers "
+    "timeline transport wings",
     "fabric": "algorithm algorithms plain session trainer transport",
     "pytorch_lightning": "trainer",
     "tasks": "",

@@ -8,6 +8,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
+from lightning_dsgd.devices import port_of
 from lightning_dsgd.stragglers import delayed_ranks
 from lightning_dsgd.trainer import seams
 
@@ -137,18 +138,23 @@ class StragglerInjector(pl.Callback):
         delay_s: how long a delayed rank sleeps
         num_ranks: how many ranks are delayed in each step
         seed: of the draw, the same on all ranks
+        on: what is late: the "host", which sleeps, or the "device", whose kernel spins so long
+            before the step; the host goes on meanwhile.  Only CUDA devices have such a kernel
     """
 
-    def __init__(self, delay_s: float, num_ranks: int = 1, seed: int = 0) -> None:
+    def __init__(self, delay_s: float, num_ranks: int = 1, seed: int = 0, on: str = "host") -> None:
         if not delay_s >= 0:
             raise ValueError(
                 f"delay_s must not be negative, got delay_s={delay_s}; try delay_s=0.3"
             )
         if num_ranks < 0:
             raise ValueError(f"num_ranks must not be negative, got num_ranks={num_ranks}; try 1")
+        if on not in ("host", "device"):
+            raise ValueError(f'on must be "host" or "device", got on={on!r}; try on="host"')
         self.delay_s = delay_s
         self.num_ranks = num_ranks
         self.seed = seed
+        self.on = on
         self._step = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -158,6 +164,8 @@ class StragglerInjector(pl.Callback):
                 f"num_ranks={self.num_ranks} with {trainer.world_size} ranks; "
                 f"try num_ranks={trainer.world_size}"
             )
+        if self.on == "device":
+            port_of(trainer.strategy.root_device).spin(0.0)
         self._step = 0
 
     def delayed_ranks(self, step: int, world_size: int) -> list[int]:
@@ -166,5 +174,11 @@ class StragglerInjector(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         if trainer.global_rank in self.delayed_ranks(self._step, trainer.world_size):
-            time.sleep(self.delay_s)
+            self._delay(trainer)
         self._step += 1
+
+    def _delay(self, trainer: Any) -> None:
+        if self.on == "host":
+            time.sleep(self.delay_s)
+        else:
+            port_of(trainer.strategy.root_device).spin(self.delay_s)

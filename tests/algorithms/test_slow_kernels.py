@@ -105,9 +105,8 @@ def train(net: Any, fake: FakeDevice, spec: str) -> dict[str, Any]:
     return found | {"x": x.cpu()}
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_nobody_waits_for_a_slow_kernel_of_another_rank(spec: str) -> None:
-    ranks = FakeWorld(timeout_s=20.0).run(P, train, spec)
+def check(world: FakeWorld, spec: str) -> None:
+    ranks = world.run(P, train, spec)
     for rank in slow_ranks(spec):
         assert ranks[rank].get("late_share", 1) > 0.5
     total: Tensor = sum(rank["made"] for rank in ranks)
@@ -117,3 +116,8 @@ def test_nobody_waits_for_a_slow_kernel_of_another_rank(spec: str) -> None:
             torch.testing.assert_close(P * rank["applied"] + rank["unapplied"] + pending, total)
     elif "rule=paper" not in spec:  # which loses updates
         torch.testing.assert_close(ranks[0]["x"], -total / P, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_nobody_waits_for_a_slow_kernel_of_another_rank(spec: str) -> None:
+    check(FakeWorld(timeout_s=20.0), spec)

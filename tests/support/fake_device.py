@@ -204,6 +204,8 @@ class FakeDevice:
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.gone: deque[tuple[Any, FakeStream, set[FakeStream], set[int]]] = deque()
         """What `Block` had, of blocks that no tensor refers to."""
+        self.spun: list[float] = []
+        """How long each kernel was to spin."""
         self.longest_pause_s = longest_pause_s
         self._random = random.Random(seed)
         self._of_thread = threading.local()
@@ -278,6 +280,10 @@ class FakeDevice:
         if not isinstance(into, FakeTensor):
             into.view(torch.uint8).fill_(_POISON)
         self._queue(_aten.copy_.default, (into, source), {}, is_slow=True)
+
+    def spin(self, seconds: float) -> None:
+        self.spun.append(seconds)
+        self.current().queue.put(lambda: time.sleep(seconds))
 
     def spin_until(self, opened: threading.Event) -> None:
         """Queues a kernel that ends when that is set."""

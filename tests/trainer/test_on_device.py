@@ -24,6 +24,7 @@ from lightning_dsgd import (
     EagerSGD,
     FabricStrategy,
     PopSGD,
+    StragglerInjector,
     decentralized,
 )
 from lightning_dsgd.devices import PASSED, port_of
@@ -140,6 +141,24 @@ def train_without_waiting(fake: FakeDevice) -> None:
 def test_a_fit_that_sends_too_early_is_noticed() -> None:
     for outcome in FakeFitWorld().outcomes(2, train_without_waiting):
         assert "is not ordered with" in outcome.error
+
+
+def fit_with_slow_kernels(fake: FakeDevice) -> tuple[list[float], list[list[int]]]:
+    """How long this rank's kernels were to spin, and who was drawn in each step."""
+    straggler, world_size = StragglerInjector(0.01, on="device"), int(os.environ["WORLD_SIZE"])
+    fit = trainer(
+        DecentralizedStrategy(WAGMA(), timeout_s=60.0),
+        world_size,
+        accelerator=accelerator_of(fake.device),
+        callbacks=[straggler],
+    )
+    fit.fit(OnDevice(), loader(4 * world_size * 4, 4))
+    return fake.spun, [straggler.delayed_ranks(step, world_size) for step in range(4)]
+
+
+def test_stragglers_on_the_device_are_kernels() -> None:
+    for rank, (spun, drawn) in enumerate(FakeFitWorld().run(2, fit_with_slow_kernels)):
+        assert spun == [0.0] + [0.01 for ranks in drawn if rank in ranks]
 
 
 # ---- the other faces ----

@@ -355,6 +355,10 @@ def case_too_many_stragglers(name: str) -> None:
     fit(make(name), callbacks=[StragglerInjector(0.1, num_ranks=3)])
 
 
+def case_kernels_on_the_cpu(name: str) -> None:
+    fit(make(name), callbacks=[StragglerInjector(0.1, on="device")])
+
+
 def case_fewer_processes(name: str) -> None:
     fit(make(name), devices=4, plugins=[Elsewhere()])
 
@@ -426,6 +430,11 @@ REFUSED: dict[str, tuple[Callable[[str], None], list[str], list[str]]] = {
         ["local_sgd"],
         ["got num_ranks=3 with 2 ranks; try num_ranks=2"],
     ),
+    "slow kernels on a CPU": (
+        case_kernels_on_the_cpu,
+        ["local_sgd"],
+        ["a kernel that spins needs a CUDA device, got cpu; delay the host instead (on="],
+    ),
 }
 
 
@@ -461,6 +470,10 @@ def test_what_cannot_work_is_refused_on_every_rank_before_training(case: str) ->
         (
             {"delay_s": 0.1, "num_ranks": -1},
             "num_ranks must not be negative, got num_ranks=-1; try 1",
+        ),
+        (
+            {"delay_s": 0.1, "on": "gpu"},
+            'on must be "host" or "device", got on=\'gpu\'; try on="host"',
         ),
     ],
 )

@@ -27,6 +27,7 @@ from lightning_dsgd.transport import PeerLost, Timeout, native, process_group
 from lightning_dsgd.transport.mailboxes import Mailboxes
 from lightning_dsgd.transport.native import Native, NativeCollective, make_group
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from tests.algorithms import test_slow_kernels
 from tests.algorithms.test_on_device import NAMES, check
 from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
@@ -140,6 +141,23 @@ def test_nodes_talk_on_a_device(spec: str) -> None:
     native, messages = (w.run(4, in_nodes, spec) for w in (FakeNCCLWorld(), FakeWorld()))
     assert all(map(torch.equal, native, messages))
     assert all(x.isfinite().all() for x in native)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "wagma:hierarchical=true:node_size=2:group_size=2",
+        *(
+            pytest.param(spec, marks=pytest.mark.exhaustive)
+            for spec in (
+                "wagma:hierarchical=true:node_size=2:group_size=2:overlap=true",
+                *("wagma:group_size=4", "eager_sgd:quorum=solo", "hpsgd"),
+            )
+        ),
+    ],
+)
+def test_sums_wait_for_no_slow_kernel_of_another_rank(spec: str) -> None:
+    test_slow_kernels.check(FakeNCCLWorld(timeout_s=20.0), spec)
 
 
 # ---- each wait is needed ----

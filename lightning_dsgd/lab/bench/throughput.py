@@ -115,10 +115,17 @@ def main(argv: list[str] | None = None) -> None:
         default="cpu",
         help="where ranks train; each needs its own GPU",
     )
+    parser.add_argument(
+        "--delay-on",
+        choices=("host", "device"),
+        default="host",
+        help="what is late on a delayed rank: its host, which sleeps, or its GPU, on which a "
+        "kernel spins; the latter needs --device cuda",
+    )
     parser.add_argument("--output", type=Path, default=Path("throughput.json"))
     args = parser.parse_args(argv)
     options.refuse(parser, args)
-    reason = why_not_on(args.device, args.ranks)
+    reason = why_not_on(args.device, args.ranks) or why_not_late(args.delay_on, args.device)
     if reason:
         parser.error(reason)
     link, network = options.chosen_link(args.network)
@@ -132,6 +139,7 @@ def main(argv: list[str] | None = None) -> None:
             "steps": args.steps,
             "params": int(args.params),
             "device": args.device,
+            "delay_on": args.delay_on,
             "link_bit_s": link.rate_bit_s if link else None,
         },
     )
@@ -156,6 +164,13 @@ def why_not_on(device: str, ranks: int) -> str:
     from lightning_dsgd import devices  # loads torch
 
     return devices.why_no_devices(device, ranks)
+
+
+def why_not_late(delay_on: str, device: str) -> str:
+    """Why kernels cannot be slow there; empty if they can."""
+    if delay_on == "host" or device != "cpu":
+        return ""
+    return f"--delay-on device needs --device cuda, got --device {device}; try --delay-on host"
 
 
 def check_link(result: Cell, link: Link | None) -> dict[str, Any]:

@@ -31,7 +31,9 @@ def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         return measure_link(settings["world_size"], settings["link_bit_s"], settings["device"])
     steps, ranks = settings["steps"], settings["world_size"]
     clock = Clock(steps)
-    straggler = StragglerInjector(settings["delay_s"], settings["delayed_ranks"], cell["round"])
+    straggler = StragglerInjector(
+        settings["delay_s"], settings["delayed_ranks"], cell["round"], on=settings["delay_on"]
+    )
     L.seed_everything(cell["round"], verbose=False)
     trainer = contestants.trainer(
         cell["strategy"],

@@ -67,9 +67,16 @@ def test_summary_is_made_of_ratios_within_a_round() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("--device", "cuda", "cuda needs a GPU, got none that torch"),
+        ("--delay-on", "device", "--delay-on device needs --device cuda, got --device cpu; try"),
+    ],
+)
 def test_a_device_that_is_not_there_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, value: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        throughput.main(["--device", "cuda", "--output", str(tmp_path / "never.json")])
-    assert "cuda needs a GPU, got none that torch" in capsys.readouterr().err
+        throughput.main([option, value, "--output", str(tmp_path / "never.json")])
+    assert error in capsys.readouterr().err
