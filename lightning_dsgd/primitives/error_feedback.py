@@ -111,7 +111,7 @@ class ErrorFeedback(Algorithm):
         sparse.prepare(self.residual, net.world_size, is_told=net.rank == 0)
         self.bytes = x.new_empty(0, dtype=torch.uint8)  # what messages are received like
         self.k = self.num_selected_of(len(x))
-        self.step = 0
+        self.step = self.steps_before = 0  # made among these ranks, and before another was lost
         self.round = 0  # in which this rank took part, with or without a gradient
         self.num_applied = 0
         self.steps_since = 0  # the last exchange
@@ -133,10 +133,10 @@ class ErrorFeedback(Algorithm):
             self.begin_local_steps(x)
             return
         active = num_active(self.net, active=True, counts=self.conditions.gradient_counts)
-        self.step += 1
         if active < self.net.world_size:
             g *= self.net.world_size / active
         self.exchange(g)
+        self.step += 1
 
     def after_update(self, x: Tensor) -> None:
         if self.local_steps == 1:
@@ -190,7 +190,12 @@ class ErrorFeedback(Algorithm):
         return self.net.broadcast(x.clone(), src=0).wait()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"step": self.step, "round": self.round, "residual": self.residual}
+        state = {
+            "step": self.step,
+            "steps_before": self.steps_before,
+            "round": self.round,
+            "residual": self.residual,
+        }
         if self.uses_gradient:
             state["gradients"] = self.gradients
         if self.steps_since:
@@ -207,6 +212,7 @@ class ErrorFeedback(Algorithm):
                 "on from the consensus"
             )
         self.step, self.round = state["step"], state["round"]
+        self.steps_before = state.get("steps_before", 0)
         self.residual.copy_(state["residual"])
         self.gradients = self.some_of(self.residual)
         if len(known := state.get("gradients", ())) == len(self.gradients):
@@ -216,6 +222,7 @@ class ErrorFeedback(Algorithm):
             self.base.copy_(state["base"])
 
     def carry_over(self, state: dict[str, Any]) -> None:
+        self.steps_before = state["steps_before"] + state["step"]
         # In the midst of an exchange of local steps, x and the residual both hold their changes.
         if self.local_steps == 1 or state.get("steps_since", 0) < self.local_steps:
             self.residual.copy_(state["residual"])
@@ -265,10 +272,11 @@ class ErrorFeedback(Algorithm):
             values, indices = sparse.accumulate_and_select(self.residual, g, threshold)
         if not values.isfinite().all():
             what = "gradients" if self.uses_gradient else "weights"
+            step = self.steps_before + self.step + self.uses_gradient  # it is under way
             raise FloatingPointError(
-                f"{what} must be finite, got NaN or inf on rank {self.net.rank} at step "
-                f"{self.step}; look at the learning rate and the loss, or set check_finite=True, "
-                "which names the parameter"
+                f"{what} must be finite, got NaN or inf on rank {self.net.job_rank} at step "
+                f"{step}; look at the learning rate and the loss, or set check_finite=True, which "
+                "names the parameter"
             )
         return values, indices
 

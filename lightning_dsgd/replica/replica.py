@@ -204,7 +204,6 @@ class Replica:
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer) -> None:
         """Gathers the gradients where the algorithm wants them, and lets it talk."""
-        self._num_steps += 1
         if self._to_load:
             self._load_late()
         with exchanging(self.net.counters.watch, self.net.now):
@@ -214,6 +213,7 @@ class Replica:
                 self._before_update(part)
                 part.update_begins()
             self._publish(parts)
+        self._num_steps += 1  # not before: it may be made again after a loss
 
     def _before_update(self, part: Part) -> None:
         if not part.algorithm.uses_gradient:
@@ -223,7 +223,7 @@ class Replica:
         if counts is not None:
             counts.copy_(part.weights.num_gradients())
         if self._check_finite and not self._conditions.skips_overflow:
-            self._require_finite(part, g, "gradient")
+            self._require_finite(part, g, "gradient", self._num_steps + 1)
         part.algorithm.before_update(part.x, g)
         part.weights.scatter(counts)
 
@@ -239,7 +239,7 @@ class Replica:
                 self._copy()
             for part in parts:
                 if self._check_finite:
-                    self._require_finite(part, part.x, "weight")
+                    self._require_finite(part, part.x, "weight", self._num_steps)
                 part.kept.update_ends(part.x)
                 part.algorithm.after_update(part.x)
             self._publish(parts)
@@ -250,7 +250,7 @@ class Replica:
         for optimizer in self._optimizers:
             self._parts_of(optimizer)
 
-    def _require_finite(self, part: Part, flat_tensor: Tensor, what: str) -> None:
+    def _require_finite(self, part: Part, flat_tensor: Tensor, what: str, step: int) -> None:
         if not bool(torch.isfinite(flat_tensor).all()):
             views = part.weights.views(flat_tensor)
             bad = [
@@ -258,8 +258,8 @@ class Replica:
             ]
             raise FloatingPointError(
                 f"check_finite: every {what} must be finite, got NaN or inf on rank "
-                f"{self.net.rank} at step {self._num_steps} in {_some(bad)}; look at the learning "
-                "rate and the loss"
+                f"{self.net.job_rank} at step {step} in {_some(bad)}; look at the learning rate "
+                "and the loss"
             )
 
     # ---- standing still ----

@@ -34,7 +34,7 @@ from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.session import Phase, TrainingT
 from lightning_dsgd.session.stopping import MEET, STOP, AgreedBatch
 from lightning_dsgd.session.surviving import SurvivingSession
-from lightning_dsgd.transport import PeerLost, Transport, TransportError
+from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View
 
@@ -205,6 +205,11 @@ class ChangingSession(SurvivingSession[TrainingT]):
     def _say_has_left(self) -> None:
         """For the launcher, which else starts this rank again."""
         self._tell_register(Register.say_left)
+
+    def fail(self, exception: BaseException) -> str:
+        if PeerLost(self.rank, failed(exception)).ends_all and self.survives and not self.is_fork:
+            self._tell_register(Register.say_stopped)  # else the launcher starts ranks again
+        return super().fail(exception)
 
     def _leave_others(self) -> None:
         self._say_has_left()

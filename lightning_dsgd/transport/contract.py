@@ -26,7 +26,8 @@ had nothing to do with it included.  A wait that takes longer than `timeout_s` r
 saying who waited for what.  Nothing waits for ever.  A rank that cannot go on calls `fail`, which
 tells the others why; one whose work is done calls `close`, once no other rank needs it.  The first
 loss is the one that all ranks are told of, whatever follows from it.  A network on which all ranks
-have called `survive` goes on after a loss, in a view of those that are left: `next_view`.
+have called `survive` goes on after a loss, in a view of those that are left: `next_view`.  But it
+ends on all ranks once one has failed with a `FloatingPointError`: what they train is not finite.
 
 **Processes.**  A transport between processes belongs to the one that opened it.  In a process that
 was forked from that one, `is_forks` is true, whatever would use the network raises
@@ -82,6 +83,11 @@ class PeerLost(TransportError):
         super().__init__(
             f"rank {rank} {reason}" + (f"; noticed in: {waited_for}" if waited_for else "")
         )
+
+    @property
+    def ends_all(self) -> bool:
+        """Whether the training has failed, and not this rank alone: no view follows."""
+        return failed(FloatingPointError()) in self.reason
 
 
 def failed(error: BaseException) -> str:
@@ -169,6 +175,8 @@ class Transport(Protocol):
     """One rank's end of the network; `group` is a sequence of ranks, None for all."""
 
     rank: int
+    job_rank: int
+    """This rank as the launcher has counted it; `rank` counts those of this network."""
     world_size: int
     timeout_s: float
     counters: Counters

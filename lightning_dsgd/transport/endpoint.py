@@ -45,7 +45,7 @@ class Endpoint(ABC):
     def __init__(
         self, rank: int, world_size: int, timeout_s: float, counters: Counters, path: str = ""
     ) -> None:
-        self.rank = rank
+        self.rank = self.job_rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.counters = counters

@@ -1,9 +1,9 @@
 """Pinned memory for messages that go to a device, and that is used again.
 
 To allocate much of it takes long, and the thread that answers heartbeats must not stand still
-meanwhile.  So that thread takes what is free here; where nothing is, it reads into ordinary memory, and
-the thread that waits for the message makes pinned memory and copies there first.  Once a message is
-on the device, its pinned memory is free: the next one of that size is read straight into it.
+meanwhile.  So that thread takes what is free here; where nothing is, it reads into ordinary memory,
+and the thread that waits for the message makes pinned memory and copies there first.  Once a
+message is on the device, its pinned memory is free: the next one of that size is read into it.
 
 **Threads.**  Any thread may call; single operations of the deque are used, which the interpreter's
 lock keeps whole.

@@ -21,6 +21,9 @@ memory may be weights.
 asks to be let in; to members that connection serves for both directions.  It waits in `next_view`,
 as after a loss, until a view has it as a member.
 
+**What ends all.**  A rank that fails with a `FloatingPointError` tells that what all train is not
+finite.  Whoever hears of it enters no view any more, and tells the others when it fails itself.
+
 **Groups.**  A rank whose replica has lost another rank stays until the others have agreed on a view
 without it: they may need its vote, which the mesh's thread gives.  Its training thread may be in a
 collective of another library then, which fails or hangs: `blame`, and `on_end`.
@@ -64,7 +67,7 @@ class Survival:
         contacts: of a newcomer: whom it asks to be let in; None: this is a member of view 0
         join_within_s: how long a newcomer asks
         groups: ranks none of which can go on without the others of their group
-        on_end: is told, in the mesh's thread, that a rank of a group can go on no more
+        on_end: is told that this rank can go on no more: its group, or the training, has failed
     """
 
     def __init__(
@@ -108,6 +111,8 @@ class Survival:
         self._agreed = self._membership.number, self._membership.members
         self._departs = False
         self._ended = ""
+        self._diverged: PeerLost | None = None
+        """The rank that all end with, as what they train is not finite."""
         self._entered = self._agreed[0]
         self._left: set[int] = set()
         self._noted: set[int] = set()
@@ -122,15 +127,22 @@ class Survival:
 
     def lose(self, rank: int, reason: str, *, died: bool) -> None:
         """A rank is gone: ends the waits of this view, and has the ranks agree on the next."""
+        lost = PeerLost(rank, reason)
         with self._changed:
-            if rank in self._noted:
+            if lost.ends_all and self._diverged is None:
+                self._diverged, self._ended = lost, "ends with it"
+                self._mailboxes.break_off(lost)
+                self._changed.notify_all()
+            elif rank in self._noted:
                 return
             self._noted.add(rank)
             self._reasons[rank] = reason
             if rank in self._agreed[1] and self._mailboxes.failure is None:
-                self._mailboxes.break_off(PeerLost(rank, reason))
+                self._mailboxes.break_off(lost)
         self._notes.append((rank, reason, died))
         self._connections.wake()
+        if lost.ends_all:
+            self._on_end(lost)
 
     def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
         """See `Endpoint.next_view`; the training thread's."""
@@ -147,6 +159,8 @@ class Survival:
 
     def _own_end(self, lost: PeerLost) -> PeerLost:
         """Why this rank is in no view any more, after that loss."""
+        if self._diverged is not None:
+            return PeerLost(self._diverged.rank, self._diverged.reason, lost.waited_for)
         missing = self._membership.missing
         if missing >= 0:
             lost = PeerLost(missing, self.why(missing), lost.waited_for)
@@ -188,7 +202,7 @@ class Survival:
         membership = self._membership
         with self._changed:  # the mesh's thread may not have taken the last notes yet
             is_noted = not self._mine.isdisjoint(self._noted)
-        return is_noted or membership.missing >= 0 or bool(membership.ended)
+        return is_noted or membership.missing >= 0 or bool(membership.ended or self._ended)
 
     def newcomers(self) -> tuple[int, ...]:
         """Who has asked to be let in, and waits."""
@@ -291,7 +305,7 @@ class Survival:
                     connection.read_elsewhere()
                 self._agreed = membership.number, membership.members
             if not membership.is_changing or membership.ended:
-                self._ended = membership.ended
+                self._ended = self._ended or membership.ended
                 self._changed.notify_all()
 
     def _tell_end(self) -> None:

@@ -63,6 +63,7 @@ class View(Endpoint):
         me, size = members.index(below.rank), len(members)
         super().__init__(me, size, below.timeout_s, below.counters, below.path)
         self.below = below
+        self.job_rank = below.job_rank
         self.members = members
         self.number = number
         self.ends_with_peers = below.ends_with_peers

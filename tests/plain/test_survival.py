@@ -36,6 +36,24 @@ PERIODS = {"local_sgd": {"sync_period": 4}, **{name: {"density": 0.5} for name i
 SURVIVES = {"timeout_s": 60.0, "heartbeat_timeout_s": 20.0, "on_loss": "continue"}
 
 
+LOSS_UNTRAINED = 10.0
+"""The target's variance."""
+CALM_LR = 0.01
+"""With which every algorithm learns from these few batches, also from those of one rank alone."""
+
+
+def loss_of(model: Regression) -> float:
+    """On data that no rank has had."""
+    with torch.no_grad():
+        return float(torch.stack([model.loss(batch) for batch in loader_of(100)]).mean())
+
+
+def make_calm() -> tuple[Regression, torch.optim.Optimizer]:
+    model, optimizer = make()
+    optimizer.param_groups[0]["lr"] = CALM_LR
+    return model, optimizer
+
+
 def algorithm_of(name: str) -> Any:
     return ALGORITHMS[name](**PERIODS.get(name, {}))
 
@@ -124,17 +142,20 @@ def train(
             places,
             lambda rank: replica.batches(loader_of(rank, 12 + uneven * rank)),
         )
-    return result | {"weights": weights(model), "cpu": time.process_time()}
+    return result | {
+        "weights": weights(model),
+        "loss": loss_of(model),
+        "cpu": time.process_time(),
+    }
 
 
 def train_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
     """The same, where a rank is killed at any time after its first batch."""
-
-    model, optimizer = make()
+    model, optimizer = make_calm()
     with replica_of(model, optimizer, algorithm_of(name), **SURVIVES) as replica:
         batches = lambda rank: replica.batches(loader_of(rank, 12 + 2 * rank))  # noqa: E731
         result = loop(replica, model, optimizer, folder, Begun(lost, after_s), batches)
-    return result | {"weights": weights(model)}
+    return result | {"weights": weights(model), "loss": loss_of(model)}
 
 
 def check_left(
@@ -148,7 +169,7 @@ def check_left(
     left = [outcome for rank, outcome in enumerate(outcomes) if rank not in lost]
     assert [outcome.error for outcome in left] == [""] * len(left)
     assert same([outcome.result["weights"] for outcome in left])
-    assert bool(left[0].result["weights"].isfinite().all())
+    assert left[0].result["loss"] < LOSS_UNTRAINED
     for outcome in left:
         assert set(outcome.result["members"]) >= set(range(len(outcomes))) - set(lost)
         assert outcome.result["members"] == left[0].result["members"] or may_be_done
@@ -272,6 +293,43 @@ def raise_on_one_rank(folder: str) -> str:
         replica.barrier()
         members = replica.members
     return str(members)
+
+
+def diverge(name: str, options: dict[str, Any]) -> None:
+    """Rank 0 is killed in its fifth batch; rank 2 meets NaN in its ninth."""
+    model, optimizer = make()
+    with replica_of(model, optimizer, algorithm_of(name), **SURVIVES | options) as replica:
+        for number, batch in enumerate(loader_of(replica.rank, 12), 1):
+            if (replica.rank, number, replica._on_loss) == (0, 5, "continue"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            bad = torch.nan if (replica.rank, number) == (2, 9) else 1.0
+            steps(model, optimizer, [[each * bad for each in batch]])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "what"),
+    [
+        ("oktopk", {}, "gradients must be finite, got NaN or inf on rank 2 at step 9; look at"),
+        pytest.param(
+            "oktopk", {"on_loss": "end"}, "gradients must be finite, got NaN", marks=exhaustive
+        ),
+        pytest.param(
+            "wagma",
+            {"check_finite": True},
+            "every weight must be finite, got NaN or inf on rank 2 at step 9 in",
+            marks=exhaustive,
+        ),
+    ],
+)
+def test_all_ranks_end_where_what_they_train_is_not_finite(name, options, what, tmp_path):
+    """Whatever on_loss says: without that rank, the others would train what has diverged."""
+    outcomes = WORLD.outcomes(4, diverge, name, options)
+    errors = [outcome.error for outcome in outcomes]
+    assert errors[2].startswith("FloatingPointError: "), errors
+    for rank in {1, 2, 3} | ({0} if "on_loss" in options else set()):
+        assert what in errors[rank]
+        assert outcomes[rank].seconds < WORLD.timeout_s
+    assert errors[1].startswith("PeerLost: rank ")
 
 
 @exhaustive

@@ -22,6 +22,7 @@ from lightning_dsgd.trainer import refusals
 from lightning_dsgd.trainer.callbacks import CommunicationMonitor
 from lightning_dsgd.trainer.changes import ChangingTrainerSession
 from lightning_dsgd.trainer.processes import Processes
+from tests.plain.test_survival import LOSS_UNTRAINED, PERIODS
 from tests.support.doomed import Doomed, Plan, await_leave
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import loader, trainer
@@ -46,19 +47,31 @@ class Logging(Doomed):
         self.log("error", torch.ones(()), sync_dist=True)
 
 
+class Diverging(Logging):
+    """Rank 1 has no finite gradient in its ninth batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if (self.global_rank, self.num_batches) == (1, 9) else loss
+
+
 def fit(
-    name: str, folder: str, plans: tuple[Plan, ...], devices: int, min_ranks: int | None = None
+    name: str,
+    folder: str,
+    plans: tuple[Plan, ...],
+    devices: int,
+    min_ranks: int | None = None,
+    model_type: type[Logging] = Logging,
 ) -> dict[str, Any]:
     """Trains, evaluates, saves and logs; what this rank has come to."""
     torch.set_num_threads(1)
-    period = {"local_sgd": {"sync_period": 4}, "gtopk": {"density": 0.5}}.get(name, {})
     train = trainer(
         STRATEGIES[name](
             timeout_s=60.0,
             on_loss="continue",
             min_ranks=min_ranks,
             heartbeat_timeout_s=20.0,
-            **period,
+            **PERIODS.get(name, {}),
         ),
         devices,
         max_epochs=NUM_EPOCHS,
@@ -71,7 +84,7 @@ def fit(
         logger=CSVLogger(folder, "logs"),
         log_every_n_steps=1,
     )
-    model = Logging(folder, plans)
+    model = model_type(folder, plans)
     train.fit(model, loader(256), loader(32))
     if train.strategy.session.has_changed:
         with pytest.raises(
@@ -135,7 +148,7 @@ def check(outcomes: list[Any], lost: list[int], folder: Path) -> None:
         assert outcome.result["num_members"] == num_members
     first = ranks[0] if num_members == len(left) else 0
     assert [o.result["is_first"] for o in left] == [rank == first for rank in ranks]
-    assert all(map(torch.isfinite, torch.tensor(left[0].result["weights"])))
+    assert left[0].result["figures"]["loss"] < LOSS_UNTRAINED
     assert sum(len(f.read_text().splitlines()) for f in folder.rglob("metrics.csv")) > 5
 
 
@@ -181,6 +194,12 @@ def test_all_ranks_stop_where_too_few_would_stay(tmp_path):
     ends = ("; all ranks stopped, as too few would stay", " has left; the others go on")
     assert all(error.endswith(ends) for error in errors), errors
     assert errors[2].endswith(ends[0])
+
+
+def test_all_ranks_end_where_what_they_train_is_not_finite(tmp_path):
+    outcomes = WORLD.outcomes(3, fit, "oktopk", str(tmp_path), (), 3, None, Diverging)
+    for outcome in outcomes:
+        assert "gradients must be finite, got NaN or inf on rank 1 at step 9; look" in outcome.error
 
 
 @pytest.mark.exhaustive

@@ -4,7 +4,8 @@ Each rank has its own `Membership`, as a real one has (`survival`), and messages
 the world's latency.  So the ranks learn of a change at different times, may be lost in the midst of
 an agreement, and newcomers come to whatever there is.
 
-    a rank is killed, or fails     the others suspect it, `detect_s` later
+    a rank is killed, or fails     the others suspect it, `detect_s` later; they end with one that
+                                   tells that what all train is not finite
     a rank is dropped              they suspect it, and it suspects all of them
     a rank doubts another          it alone suspects that one
     a rank has returned            it takes part in no agreement any more
@@ -44,6 +45,7 @@ class _Member:
         failure: why its waits raise; None: they do not
         noted: whom it has been told to suspect
         left: who has returned, and is not needed as long as nothing changes
+        diverged: with which rank all end, as what they train is not finite
         awaited: what its training thread waits for
         tick_at: when its membership is looked at next
     """
@@ -54,6 +56,7 @@ class _Member:
     failure: PeerLost | None = None
     noted: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
+    diverged: PeerLost | None = None
     awaited: _NextView | None = None
     tick_at: float = math.inf
 
@@ -112,12 +115,14 @@ class Views:
         me = self._members[rank]
         if me.failure is None and me.agreed[0] == me.entered:
             raise lost  # which is no loss: a rank has left in order
-        if me.agreed[0] == me.entered and not me.membership.ended:
+        if me.agreed[0] == me.entered and not (me.membership.ended or me.diverged):
             me.awaited = _NextView()
             try:
                 self._baton.wait(me.awaited, None, math.inf)
             finally:
                 me.awaited = None
+        if me.diverged is not None:
+            raise PeerLost(me.diverged.rank, me.diverged.reason, lost.waited_for)
         if me.membership.ended:
             raise PeerLost(
                 lost.rank, f"{lost.reason}; rank {rank} {me.membership.ended}", lost.waited_for
@@ -139,7 +144,8 @@ class Views:
     def is_outside(self, rank: int) -> bool:
         """See `Endpoint.is_outside`."""
         membership = self._members[rank].membership
-        return membership.missing >= 0 or bool(membership.ended)
+        diverged = self._members[rank].diverged
+        return membership.missing >= 0 or bool(membership.ended or diverged)
 
     def newcomers(self, rank: int) -> tuple[int, ...]:
         """Who has asked this rank to be let in, and waits."""
@@ -225,8 +231,11 @@ class Views:
         member = self._members.get(rank)
         if member is not None:
             member.noted.add(lost)
+            failure = PeerLost(lost, self._reasons.get(lost, "does not answer"))
+            if failure.ends_all:
+                member.diverged, member.failure = failure, None
             if lost in member.agreed[1]:
-                self._break(rank, PeerLost(lost, self._reasons.get(lost, "does not answer")))
+                self._break(rank, failure)
             self._do(rank, lambda membership, now: membership.suspect(now, lost, died=died))
 
     def _do(self, rank: int, action: Callable[[Membership, float], None]) -> None:
@@ -261,7 +270,7 @@ class Views:
             self._break(rank, self._some_loss(rank, me))
         if is_new and not membership.ended:
             me.agreed = membership.number, membership.members
-        is_there = me.agreed[0] > me.entered or membership.ended
+        is_there = me.agreed[0] > me.entered or membership.ended or me.diverged
         if is_there and me.awaited is not None and me.awaited.at_s == math.inf:
             self._baton.ready(me.awaited, self._baton.time)
 

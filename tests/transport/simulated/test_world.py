@@ -98,3 +98,23 @@ def test_a_rank_that_doubts_another_has_the_others_leave_it_or_its_group_out():
     assert "rank 3 is not in view 1" in str(outcomes[3])
     with pytest.raises(ValueError, match="goes_on=True"):
         SimulatedWorld(2).doubt(0, 1, 1.0)
+
+
+@pytest.mark.parametrize("detect_s", [0.0, 0.5])
+def test_all_end_with_a_rank_whose_training_is_not_finite_whoever_was_lost_before(detect_s):
+    def fn(net):
+        net.compute(1.0 + 0.1 * net.rank)  # rank 0 is killed meanwhile
+        if net.rank == 2:
+            raise FloatingPointError("at step 7")
+        while True:  # in one view after the other
+            with pytest.raises(PeerLost) as caught:
+                net.recv(torch.zeros(1), 2).wait()
+            net.next_view(caught.value)
+
+    world = SimulatedWorld(5, latency_s=0.01, detect_s=detect_s, goes_on=True)
+    world.kill(0, 0.9)
+    outcomes = world.outcomes(fn)
+    assert isinstance(outcomes[2], FloatingPointError)
+    for rank in (1, 3, 4):
+        assert "rank 2 failed: FloatingPointError: at step 7" in str(outcomes[rank])
+        assert outcomes[rank].ends_all
