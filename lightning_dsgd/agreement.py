@@ -62,13 +62,22 @@ def take_over_newest(net: Transport, x: Tensor, step: int) -> int:
     Where all ranks hold the same weights as long as they step, this brings those along that stopped
     before the others.
     """
-    size = net.world_size
-    # The first of those that have made the most: the larger, the lower its rank.
-    first, minus_fewest = largest(net, step * size + size - 1 - net.rank, -step)
-    most = first // size
-    if most != -minus_fewest:
-        net.broadcast(x, size - 1 - first % size).wait()
+    newest, most, fewest = _newest(net, step)
+    if most != fewest:
+        net.broadcast(x, newest).wait()
     return most
+
+
+def give_newest(net: Transport, x: Tensor, step: int) -> None:
+    """The same, but also where all have made as many."""
+    net.broadcast(x, _newest(net, step)[0]).wait()
+
+
+def _newest(net: Transport, step: int) -> tuple[int, int, int]:
+    """The first rank of those that have made the most steps, how many, and the fewest of any."""
+    size = net.world_size
+    first, minus_fewest = largest(net, step * size + size - 1 - net.rank, -step)
+    return size - 1 - first % size, first // size, -minus_fewest
 
 
 def everyones(net: Transport, text: str) -> list[str]:

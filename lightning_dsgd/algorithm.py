@@ -94,6 +94,11 @@ class Algorithm:
     of these are in the sums, as `updates_kept`.
     """
 
+    holds_back: ClassVar[bool] = False
+    """Whether it keeps what is to be applied later, which a resume with another number of ranks is
+    to `carry_over`.
+    """
+
     follows_time: ClassVar[bool] = True
     """Whether what a rank learns may depend on which rank comes first; if not, two trainings with
     the same data end with the same weights.
@@ -170,6 +175,14 @@ class Algorithm:
         average(self.net, mean)
         return mean
 
+    def held_back(self) -> Tensor | None:
+        """All gradients that have not been applied, for the optimizer; None: there are none.
+
+        Of all ranks, the same on each; at the end of training, before `finish`.  Changes nothing,
+        so it may be called again after a loss.
+        """
+        return None
+
     def finish(self, x: Tensor) -> None:
         """Leaves the consensus in x and ends all that runs; every rank has settled."""
         x.copy_(self.consensus(x))
@@ -185,10 +198,17 @@ class Algorithm:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave, after `start`."""
 
-    def carry_over(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave before a loss and does not depend on the ranks.
+    def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
+        """Takes over what `state_dict` gave and does not depend on the ranks.
 
-        After `start` among those that go on.  What this rank has held back, for one.
+        After `start`, among other ranks than before: where one is lost or joins, this rank's own
+        state; where it `holds_back`, and training goes on from a checkpoint of another number of
+        ranks, the states of none, one or several of these.
+
+        Args:
+            state: of one rank
+            num_ranks: of how many ranks states are carried over, here and elsewhere: the mean over
+                these of what they have held back is to be the mean over all ranks
         """
 
     def measure_kept(self) -> None:

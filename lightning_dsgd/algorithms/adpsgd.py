@@ -122,7 +122,7 @@ class ADPSGD(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_steps, self.num_exchanges = state["num_steps"], state["num_exchanges"]
 
-    def carry_over(self, state: dict[str, Any]) -> None:
+    def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
         self.load_state_dict(state)
 
     def metrics(self) -> dict[str, float]:

@@ -129,7 +129,7 @@ class EagerSGD(Algorithm):
         net = self.net.sub("resumed")
         self.engine = WaitAvoiding(net, self, self.grace, first_version=self.version)
 
-    def carry_over(self, state: dict[str, Any]) -> None:
+    def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
         self.pending.copy_(state["pending"])
 
     def metrics(self) -> dict[str, float]:

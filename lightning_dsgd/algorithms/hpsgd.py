@@ -218,7 +218,7 @@ class HPSGD(Algorithm):
         if self.outer is not None and momentum is not None:
             self.outer.momentum = momentum.to(self.merged, copy=True)
 
-    def carry_over(self, state: dict[str, Any]) -> None:
+    def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
         self.num_syncs = state["num_syncs"]
         self.num_synced_steps = state["num_synced_steps"]
 

@@ -25,7 +25,8 @@ Differs from the paper:
   gathers all sums on all ranks, up to P k of them.
 - Any P: the all-gather is Bruck's, which is recursive doubling where P is a power of two.
 - Indices are packed (`sparse.pack`), not sent as coordinates of 4 bytes.
-- A rank that has run out of data continues with its residual (`error_feedback`).
+- A rank that has run out of data continues with its residual, and all residuals are applied at the
+  end of training (`error_feedback`).
 - Not in the paper: `wire_dtype` (`rounding`; what a rank rounds off, of its values or of the sums
   that it sends to all, stays in its residual); `local_steps`, which sums what several steps have
   changed (`error_feedback`).  The periods then count exchanges.

@@ -39,7 +39,7 @@ from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
-from lightning_dsgd.session.session import Phase, Training
+from lightning_dsgd.session.session import Phase, Training, trained
 from lightning_dsgd.trainer import names, refusals
 from lightning_dsgd.trainer.processes import Processes, start_method
 from lightning_dsgd.trainer.training import LaunchedSession
@@ -338,12 +338,13 @@ class FabricMixin(CollectivesMixin):
             shared = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             own = files.load_replica(
                 *(self.checkpoint_io, self.session.meetings, path, shared),
-                *(self.algorithm.name, rank_zero_info, weights_only),
+                *(self.algorithm, rank_zero_info, weights_only),
             )
         content = shared if own is None else own
         with self._reading(dict(content)):
             rest = super().load_checkpoint(path, state, strict, weights_only=weights_only)
         self._build(own)
+        record.carry_over(content, trained(self.session.training).replica)
         return record.without_record(rest)
 
     @contextlib.contextmanager

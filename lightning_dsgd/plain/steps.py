@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_dsgd.session.scaling import agree_on_overflow, is_unscaled
-from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.session import Phase, Session
 from lightning_dsgd.transport import TransportError
 
 
@@ -95,6 +95,8 @@ class Steps:
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any, frame: FrameType) -> Any:
         key = id(optimizer)
+        if self._session.phase is Phase.READY:
+            return None  # training has ended, and what was held back is applied
         self._forget_one_that_raised(optimizer)
         if key in self._outer:
             self._depth[key] += 1
@@ -135,6 +137,8 @@ class Steps:
 
     def _end_step(self, optimizer: Optimizer) -> None:
         key = id(optimizer)
+        if key not in self._outer:
+            return
         self._depth[key] -= 1
         if not self._depth[key]:
             del self._outer[key]

@@ -33,10 +33,10 @@ from lightning_dsgd.plain.launch import Launch, find_launch
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import options
+from lightning_dsgd.session import options, record
 from lightning_dsgd.session.changes import ChangingSession
 from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
-from lightning_dsgd.session.session import Phase, Session, Training
+from lightning_dsgd.session.session import Phase, Session, Training, trained
 from lightning_dsgd.transport import PeerLost
 
 
@@ -230,7 +230,7 @@ class decentralized(Loop):
         shared = io.load_checkpoint(path)
         num_shards = 1 if sharding is None else sharding.num_shards
         own = files.load_replica(
-            *(io, session.meetings, path, shared, self._algorithm.name, self._announce),
+            *(io, session.meetings, path, shared, self._algorithm, self._announce),
             num_shards=num_shards,
         )
         checkpoint = shared if own is None else own
@@ -252,6 +252,7 @@ class decentralized(Loop):
         if self._scaler is not None and "scaler" in checkpoint:
             self._scaler.load_state_dict(checkpoint["scaler"])
         self.build(self._model, self._optimizers, self._scaler, own)
+        record.carry_over(checkpoint, trained(session.training).replica)
         extras: dict[str, Any] = checkpoint.get("extras", {})
         return extras
 

@@ -16,6 +16,9 @@ others'.  A gradient counts as one of those A that were made with it, as in `all
 step it is applied; what was held back before keeps its weight.  The rank takes over the weights of
 those that went on once all have stopped.
 
+At the end of training the optimizer applies the mean of the residuals.  A checkpoint keeps them.
+If it is resumed with another number of ranks, these divide them: their mean stays what it was.
+
 With `local_steps` H above 1, what H steps have changed takes the place of the gradient (SparseLoCo,
 Sarfi et al. 2025, https://arxiv.org/abs/2508.15706):
 
@@ -34,13 +37,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from lightning_dsgd import devices
-from lightning_dsgd.agreement import average, num_active, take_over_newest
+from lightning_dsgd.agreement import average, give_newest, num_active, take_over_newest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least
 from lightning_dsgd.primitives import sparse, step_scaling
@@ -59,6 +62,8 @@ GATHER: Final = 3
 @dataclass
 class ErrorFeedback(Algorithm):
     """Sends the largest entries of the accumulated gradient; subclasses say how they are summed."""
+
+    holds_back: ClassVar[bool] = True
 
     density: float | None = above(
         0,
@@ -113,6 +118,7 @@ class ErrorFeedback(Algorithm):
         self.k = self.num_selected_of(len(x))
         self.step = self.steps_before = 0  # made among these ranks, and before another was lost
         self.round = 0  # in which this rank took part, with or without a gradient
+        self.num_own = 0  # steps that this rank has made itself
         self.num_applied = 0
         self.steps_since = 0  # the last exchange
         self.base = x.clone() if self.local_steps > 1 else x[:0]  # x where local steps began
@@ -137,6 +143,7 @@ class ErrorFeedback(Algorithm):
             g *= self.net.world_size / active
         self.exchange(g)
         self.step += 1
+        self.num_own += 1
 
     def after_update(self, x: Tensor) -> None:
         if self.local_steps == 1:
@@ -189,6 +196,21 @@ class ErrorFeedback(Algorithm):
         # All ranks hold the same, unless they took over weights and kept their optimizer's state.
         return self.net.broadcast(x.clone(), src=0).wait()
 
+    def held_back(self) -> Tensor | None:
+        if self.local_steps > 1:
+            return None  # `finish` applies it
+        mean = self.residual.clone()
+        average(self.net, mean)
+        return mean if mean.any() else None
+
+    def finish(self, x: Tensor) -> None:
+        if self.local_steps > 1:
+            x -= self.residual.to(x.dtype)
+            average(self.net, x)
+        else:
+            give_newest(self.net, x, self.num_own)  # whose optimizer has made all steps
+        self.stop()
+
     def state_dict(self) -> dict[str, Any]:
         state = {
             "step": self.step,
@@ -221,11 +243,12 @@ class ErrorFeedback(Algorithm):
         if steps_since:
             self.base.copy_(state["base"])
 
-    def carry_over(self, state: dict[str, Any]) -> None:
-        self.steps_before = state["steps_before"] + state["step"]
+    def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
+        self.steps_before = state.get("steps_before", 0) + state["step"]
         # In the midst of an exchange of local steps, x and the residual both hold their changes.
         if self.local_steps == 1 or state.get("steps_since", 0) < self.local_steps:
-            self.residual.copy_(state["residual"])
+            share = self.net.world_size / num_ranks
+            self.residual.add_(state["residual"].to(self.residual), alpha=share)
             self.gradients = self.some_of(self.residual)
 
     def metrics(self) -> dict[str, float]:

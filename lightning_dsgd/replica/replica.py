@@ -284,6 +284,8 @@ class Replica:
     def finish(self) -> None:
         """Leaves the consensus in the module, the same on every rank."""
         self.settle()
+        for optimizer in self._optimizers:
+            self._apply_held_back(optimizer)
         for part in self.parts:
             part.algorithm.finish(part.x)
         self._is_finished = True
@@ -291,6 +293,34 @@ class Replica:
             live.copy_(mean)
         self._publish(self.parts)
         self._copy()
+
+    def _apply_held_back(self, optimizer: Optimizer) -> None:
+        """Applies what the algorithms have held back of the gradients, if they have.
+
+        That is what a step with it changes, less what one with a gradient of zero does: momentum
+        and weight decay act no more.  The optimizer's state stays as it is.
+        """
+        parts = self._parts[id(optimizer)]
+        held_back = [part.algorithm.held_back() for part in parts]
+        if all(g is None for g in held_back):
+            return
+        state = copy.deepcopy(optimizer.state_dict())
+        begin = [part.x.clone() for part in parts]
+        ends: list[list[Tensor]] = []
+        for is_zero in (False, True):
+            optimizer.zero_grad()
+            for part, g, x in zip(parts, held_back, begin, strict=True):
+                part.x.copy_(x)
+                if g is not None:
+                    part.weights.g.copy_(g)
+                    part.weights.scatter()
+                    part.weights.g.mul_(not is_zero)
+            optimizer.step(lambda: 0.0)  # some optimizers want a closure
+            ends.append([part.x.clone() for part in parts])
+            optimizer.load_state_dict(copy.deepcopy(state))
+        for part, x, end, end_of_zero in zip(parts, begin, *ends, strict=True):
+            part.x.copy_(x + (end - end_of_zero))
+        optimizer.zero_grad()
 
     def stop(self) -> None:
         """Ends what runs beside the training; never waits for another rank."""
@@ -453,6 +483,20 @@ class Replica:
                 "replicas to go on from the consensus"
             )
         self._load()
+
+    def carry_over(
+        self, states: Sequence[dict[str, Any]], names: Sequence[Sequence[str]], num_ranks: int
+    ) -> bool:
+        """Takes over what another rank has held back, whose states and parameters these are.
+
+        Returns:
+            Whether the parameters are those that are trained here.
+        """
+        if [*map(list, names)] != self.names():
+            return False
+        for part, state in zip(self.parts, states, strict=True):
+            part.algorithm.carry_over(state, num_ranks)
+        return True
 
     def metrics(self) -> dict[str, float]:
         """The share of the updates that is kept, and the algorithms' own figures.

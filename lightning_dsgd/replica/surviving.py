@@ -129,7 +129,7 @@ class SurvivingReplica(Replica):
             part.algorithm = self._start(part.weights)
             part.scaling = self._start_scaling(part.weights)
             if not was_new:
-                part.algorithm.carry_over(state)
+                part.algorithm.carry_over(state, (members or net).world_size)
                 part.scaling.load_state_dict(scaled)
             part.kept.begin(part.x)
             if self._is_finished:

@@ -32,6 +32,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.session import record
 from lightning_dsgd.transport import Transport, TransportError
 
@@ -261,19 +262,21 @@ def load_replica(
     net: Transport,
     path: str | Path,
     shared: dict[str, Any],
-    algorithm: str,
+    algorithm: Algorithm,
     announce: Callable[[str], None],
     weights_only: bool | None = None,
     num_shards: int = 1,
 ) -> dict[str, Any] | None:
     """This rank's replica; None where all ranks start from the consensus.  All ranks agree.
 
+    Then what other ranks have held back is added to the consensus, for `record.carry_over`.
+
     Args:
         io: reads a file
         net: the network
         path: of the consensus file
         shared: its content
-        algorithm: the name of the one that goes on
+        algorithm: the one that goes on
         announce: is told why they start from the consensus
         weights_only: for `io`
         num_shards: how many ranks hold a replica of the model together
@@ -282,11 +285,44 @@ def load_replica(
         ValueError: on every rank, if a replica is damaged, or of another save or rank, or if the
             checkpoint is of another algorithm
     """
-    record.check_algorithm(shared, path, algorithm)
+    record.check_algorithm(shared, path, algorithm.name)
     own, reason = _own_replica(io, net, path, shared, weights_only, num_shards)
     if own is None:
         announce(f"All ranks start from the one model in {path}: {reason}.")
+        mark = record.save_of(shared)
+        if algorithm.holds_back and mark is not None and mark.has_replicas:
+            _add_held_back(io, net, path, shared, mark, announce, weights_only, num_shards)
     return own
+
+
+def _add_held_back(
+    io: FileIO,
+    net: Transport,
+    path: str | Path,
+    shared: dict[str, Any],
+    mark: record.Save,
+    announce: Callable[[str], None],
+    weights_only: bool | None,
+    num_shards: int,
+) -> None:
+    """Adds the states of the ranks that have saved to the consensus, each on one rank."""
+    folder, faults = replicas_folder(path), []
+    for rank in range(net.rank, mark.world_size, net.world_size):
+        if num_shards == mark.num_shards == 1:
+            own, fault = _read_replica(io, replica_file(folder, rank), rank, mark, weights_only)
+        else:
+            own, fault = None, "of shards"
+        if own is None:
+            faults.append(f"{replica_file(folder, rank)}, {fault}")
+        else:
+            record.add_held_back(shared, own)
+    lost = [fault for theirs in everyones(net, "; ".join(faults)) if (fault := theirs)]
+    announce(
+        f"What the ranks had held back of their gradients is lost as far as it lay in "
+        f"{'; '.join(lost)}."
+        if lost
+        else "They go on with what the ranks had held back of their gradients."
+    )
 
 
 def _own_replica(

@@ -18,6 +18,7 @@ In a replica also:
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,6 +104,24 @@ def check_algorithm(shared: Mapping[str, Any], path: str | Path, algorithm: str)
             f"strategy={algorithm!r} for {path}, saved from {saved!r}; use strategy={saved!r}, or "
             "start a new training from its weights, which lie under state_dict in it"
         )
+
+
+def add_held_back(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Adds what a rank's algorithms kept to the consensus that was saved with it."""
+    kept = {name: own[_KEY][name] for name in ("algorithms", "parameters")}
+    shared[_KEY].setdefault("held_back", []).append(kept)
+
+
+def carry_over(shared: Mapping[str, Any], replica: Replica) -> None:
+    """Takes over what `add_held_back` has added."""
+    record = shared.get(_KEY, {})
+    for each in record.pop("held_back", ()):
+        if not replica.carry_over(each["algorithms"], each["parameters"], record["world_size"]):
+            warnings.warn(
+                "what ranks had held back of their gradients is lost, as other parameters are "
+                "trained now than when it was saved",
+                stacklevel=2,
+            )
 
 
 def restore(own: Mapping[str, Any], replica: Replica) -> Record:

@@ -72,7 +72,7 @@ class CheckpointsMixin(_Base):
             return shared
         own = files.load_replica(
             *(self.checkpoint_io, self.session.meetings, path, shared),
-            *(self.algorithm.name, rank_zero_info, weights_only),
+            *(self.algorithm, rank_zero_info, weights_only),
         )
         self._resumes_own = own is not None
         return shared if own is None else own
@@ -82,8 +82,13 @@ class CheckpointsMixin(_Base):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._resumes_own and self.session.training is not None:
+        training = self.session.training
+        if training is None:
+            return
+        if self._resumes_own:
             self._restore(checkpoint)
+        else:
+            record.carry_over(checkpoint, training.replica)
 
     def _restore(self, own: Mapping[str, Any]) -> None:
         """Goes on from this rank's replica."""

@@ -129,11 +129,6 @@ def pending_and_unapplied(algorithm: EagerSGD) -> Tensor:
     return algorithm.pending + algorithm.unapplied / algorithm.net.world_size
 
 
-def residual(algorithm: Any) -> Tensor:
-    found: Tensor = algorithm.residual
-    return found
-
-
 def entry_bytes(count: float, span: float | None = None) -> float:
     """A message of values of 8 bytes, side by side or over so many places, with a bit for each."""
     return 24 + 8 * count + math.ceil((span or count) / 8)
@@ -360,7 +355,6 @@ TABLE |= {
         slack=0.1,
         mixes_weights=False,
         is_sparse=True,
-        held_back=residual,
         accuracy=1.0,
     ),
     "topk_allgather": Row(
@@ -368,7 +362,6 @@ TABLE |= {
         lambda p, size: (p - 1) * entry_bytes(K) + flag_bytes(p),
         mixes_weights=False,
         is_sparse=True,
-        held_back=residual,
         accuracy=1.0,
     ),
     "topk_dsa": Row(
@@ -377,7 +370,6 @@ TABLE |= {
         slack=0.1,
         mixes_weights=False,
         is_sparse=True,
-        held_back=residual,
         accuracy=1.0,
     ),
     "gtopk": Row(
@@ -385,7 +377,6 @@ TABLE |= {
         lambda p, size: 2 * (p - 1) / p * entry_bytes(K) + flag_bytes(p),
         mixes_weights=False,
         is_sparse=True,
-        held_back=residual,
         accuracy=1.0,
     ),
     "gaussian_topk": Row(  # which takes all of equal entries
@@ -393,7 +384,6 @@ TABLE |= {
         lambda p, size: (p - 1) * entry_bytes(N) + flag_bytes(p),
         mixes_weights=False,
         is_sparse=True,
-        held_back=residual,
         accuracy=1.0,
     ),
 }
@@ -406,7 +396,6 @@ TABLE |= {
         slack=0.1,
         mixes_weights=False,
         is_sparse=True,
-        held_back=residual,
         accuracy=1.0,
     ),
     "gtopk_local_steps": Row(
@@ -415,7 +404,6 @@ TABLE |= {
         period=3,
         mixes_weights=False,
         is_sparse=True,
-        held_back=residual,
         accuracy=1.0,
     ),
 }
@@ -578,6 +566,9 @@ def add_to_all(net: Any, row: Row, situation: str) -> tuple[Tensor, Tensor, dict
             step(algorithm, x, -update, lr=1.0)
         algorithm.settle(x)
     own += row.held_back(algorithm)  # of -update
+    rest = algorithm.held_back()
+    if rest is not None:
+        x -= rest
     algorithm.finish(x)
     return own, x, algorithm.metrics()
 
