@@ -40,7 +40,7 @@ def test_no_other_module_knows_of_accelerators() -> None:
         for path in sorted(PACKAGE.rglob("*.py"))
     }
     assert found.pop("devices.py")
-    assert len(found.pop("bench/throughput.py")) == 1  # a value of its option --device
+    assert len(found.pop("lab/bench/throughput.py")) == 1  # a value of its option --device
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
