@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.replica import sharded
+from lightning_dsgd.sharded import shards
 
 RANKS, REPLICAS = 4, 2
 ALGORITHMS: dict[str, Any] = {
@@ -118,10 +118,10 @@ def case(name: str, mesh: Any, args: argparse.Namespace) -> tuple[int, int]:
     model = sharded_model(mesh, args)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     training: Any = contextlib.nullcontext()
-    is_as_tested = sharded._is_as_tested
+    is_as_tested = shards._is_as_tested
     if name in ALGORITHMS:
         if name.endswith("copy"):
-            sharded._is_as_tested = lambda _: False
+            shards._is_as_tested = lambda _: False
         training = dsgd.decentralized(
             model, optimizer, ALGORITHMS[name](), replicas=mesh["replica"], timeout_s=300
         )
@@ -130,8 +130,8 @@ def case(name: str, mesh: Any, args: argparse.Namespace) -> tuple[int, int]:
         Path("/proc/self/clear_refs").write_text("5")
         step(model, optimizer, args, args.steps)
         peak = resident("VmHWM")
-    sharded._is_as_tested = is_as_tested
-    shard = sum(sharded.local(parameter).nbytes for parameter in model.parameters())
+    shards._is_as_tested = is_as_tested
+    shard = sum(shards.local(parameter).nbytes for parameter in model.parameters())
     return peak - before, shard
 
 

@@ -14,6 +14,7 @@ asked for, and the strategies are registered as soon as Lightning is there.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lightning_dsgd import wings
 from lightning_dsgd.arrival import when_imported
 
 __version__ = "0.1.0.dev0"
@@ -25,7 +26,7 @@ _HOMES = {
     "FabricStrategy": "fabric.strategy",
     "OfflineWandbLogger": "trainer.loggers",
     "PeerLost": "transport",
-    "ShardedStrategy": "trainer.sharded",
+    "ShardedStrategy": "sharded.strategy",
     "StepTrace": "trainer.step_trace",
     "StragglerInjector": "trainer.callbacks",
     "Timeout": "transport",
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
     from lightning_dsgd.algorithms import *  # noqa: F403
     from lightning_dsgd.fabric.strategy import FabricStrategy
     from lightning_dsgd.plain.training import decentralized
+    from lightning_dsgd.sharded.strategy import ShardedStrategy
     from lightning_dsgd.trainer.callbacks import CommunicationMonitor, StragglerInjector
     from lightning_dsgd.trainer.loggers import OfflineWandbLogger
     from lightning_dsgd.trainer.named import *  # noqa: F403 - one for each algorithm
-    from lightning_dsgd.trainer.sharded import ShardedStrategy
     from lightning_dsgd.trainer.step_trace import StepTrace
     from lightning_dsgd.trainer.strategy import DecentralizedStrategy
     from lightning_dsgd.transport import PeerLost, Timeout, Transport, TransportError
@@ -57,7 +58,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES and name in (algorithms := _algorithms()):
         value = algorithms[name]
     else:
-        home = importlib.import_module(f"lightning_dsgd.{_HOMES.get(name, 'trainer.named')}")
+        home = wings.load(_HOMES.get(name, "trainer.named"), f"lightning_dsgd.{name}")
         try:
             value = getattr(home, name)
         except AttributeError:

@@ -10,7 +10,10 @@ import importlib
 from types import ModuleType
 from typing import Final
 
-WINGS: Final = {"lab": "measures, predicts and draws trainings"}
+WINGS: Final = {
+    "lab": "measures, predicts and draws trainings",
+    "sharded": "trains replicas that several ranks hold together",
+}
 """Each wing, a folder of the package, and what it does."""
 COMMANDS: Final = {
     "bench": "lab.bench.command",
@@ -27,7 +30,7 @@ class WingMissing(ImportError):
 
 
 def load(module: str, asked_for: str) -> ModuleType:
-    """A module of a wing.
+    """A module of a wing, or of the core.
 
     Args:
         module: its name within the package
@@ -37,7 +40,7 @@ def load(module: str, asked_for: str) -> ModuleType:
         return importlib.import_module(f"lightning_dsgd.{module}")
     except ModuleNotFoundError as error:
         wing = module.partition(".")[0]
-        if error.name != f"lightning_dsgd.{wing}":
+        if wing not in WINGS or error.name != f"lightning_dsgd.{wing}":
             raise
         raise WingMissing(
             f"{asked_for} needs the folder lightning_dsgd/{wing}, which {WINGS[wing]}, and this "

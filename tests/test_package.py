@@ -40,7 +40,7 @@ CORE = {
     "session": "agreement algorithm devices primitives replica transport",
     "timeline": "agreement transport",
     "launch": "transport",
-    "plain": "agreement algorithm devices replica session transport",
+    "plain": "agreement algorithm devices replica session transport wings",
     "trainer": "agreement algorithm algorithms devices hyperparameters replica session stragglers "
     "timeline transport wings",
     "fabric": "algorithm algorithms plain session trainer transport",
@@ -49,11 +49,13 @@ CORE = {
     "doctor": "devices wings",
     "cli": "catalogue doctor launch trainer wings",
     "__main__": "cli",
-    PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport",
+    PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport wings "
+    "sharded",  # a public name, which type checkers alone import there
 }  # fmt: skip
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
     "stragglers tasks timeline trainer transport",
+    "sharded": "agreement algorithm replica session trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (
@@ -62,7 +64,8 @@ LAB_ON_RANKS = (
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
-    "transport.endpoint transport.view": "primitives.nodes replica.calls session trainer fabric",
+    "transport.endpoint transport.view": "primitives.nodes replica.calls session trainer fabric "
+    "sharded",
     "transport.membership": "replica.calls",
     "transport.watch": "replica.replica lab.simulate.model",
     "transport.mpi_job": "session.meeting plain.launch trainer.strategy fabric.strategy",
@@ -73,10 +76,10 @@ BEHIND_THE_CONTRACT = {
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {
     "torch.distributed": "session plain.launch transport.native transport.processes "
-    "transport.process_group transport.register transport.rendezvous replica.sharded "
+    "transport.process_group transport.register transport.rendezvous sharded "
     "trainer tasks.language fabric lab",
     "mpi4py": "transport.mpi_job",
-    "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric "
+    "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
     f"pytorch_lightning cli tasks {LAB_ON_RANKS}",
     "torchmetrics": "trainer tasks",
     "numpy": "primitives session tasks",
@@ -85,7 +88,7 @@ LIBRARIES = {
     "PIL gymnasium sklearn": "tasks lab",
     "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
     "torch": "agreement algorithm algorithms buffers devices fabric lab plain primitives replica "
-    "session tasks timeline trainer transport",
+    "session sharded tasks timeline trainer transport",
 }
 
 

@@ -181,7 +181,7 @@ class Loop:
         if self._sharding is None:
             return Whole()
         layout = self._sharding.layout(net, model, optimizers, self._algorithm)
-        if self._num_builds == 1:
+        if self._num_builds == 1 and layout.describe():
             self._announce(f"Sharded replicas: {layout.describe()}.")
         return layout
 

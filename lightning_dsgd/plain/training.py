@@ -27,7 +27,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dsgd import devices
+from lightning_dsgd import devices, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.plain.launch import Launch, find_launch
 from lightning_dsgd.plain.loop import Loop
@@ -37,6 +37,7 @@ from lightning_dsgd.session import options, record
 from lightning_dsgd.session.changes import ChangingSession
 from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
 from lightning_dsgd.session.session import Phase, Session, Training, trained
+from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.transport import PeerLost
 
 
@@ -143,11 +144,9 @@ class decentralized(Loop):
         if self._replicas is None:
             num_replicas, num_shards = session.world_size, 1
         else:
-            # It loads much of torch's.
-            from lightning_dsgd.session.sharding import Sharding, check_algorithm
-
-            sharding = Sharding.of_mesh(self._replicas, session.world_size)
-            check_algorithm(self._algorithm)
+            wing = wings.load("sharded.mesh_sharding", "replicas=...")
+            sharding: Sharding = wing.MeshSharding.of_mesh(self._replicas, session.world_size)
+            wing.check_algorithm(self._algorithm)
             session.hold_shards(sharding)
             num_replicas, num_shards = sharding.num_replicas, sharding.num_shards
             ranks_on_node = None
@@ -190,10 +189,7 @@ class decentralized(Loop):
         self.together("save")
         with failing(self._session):
             if self._sharding is not None:
-                # It loads much of torch's.
-                from lightning_dsgd.session import sharded
-
-                sharded.save(self._session, str(path), lambda: self._state(extras))
+                self._sharding.save(self._session, str(path), lambda: self._state(extras))
             else:
                 io, state = files.TorchFiles(), self._state(extras)
                 self._session.save(io, str(path), state, has_replicas=True)
@@ -277,12 +273,8 @@ class decentralized(Loop):
 
     def _lost_behind(self, exception: BaseException) -> PeerLost | None:
         """The lost rank that has made a collective of the shards fail, if that is what it was."""
-        if self._sharding is None:
-            return None
-        # It loads much of torch's.
-        from lightning_dsgd.session.sharded import lost_behind
-
-        return lost_behind(self._session, exception)
+        sharding = self._sharding
+        return None if sharding is None else sharding.lost_behind(self._session, exception)
 
 
 def _check_algorithm(algorithm: Any) -> None:

@@ -248,6 +248,10 @@ class Whole:
         """What this rank holds of a tensor, without its gradients' history."""
         return tensor.data
 
+    def describe(self) -> str:
+        """How several ranks hold the replica together; empty where one rank holds it."""
+        return ""
+
     def reshard(self) -> None:
         """Drops what was gathered from other ranks."""
 

@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.replica.sharded import local
 from lightning_dsgd.replica.surviving import SurvivingReplica
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
 from lightning_dsgd.session.session import Session, trained
-from lightning_dsgd.session.sharding import SHARD
+from lightning_dsgd.sharded.shards import SHARD, local
 from lightning_dsgd.transport import PeerLost, TransportError
 
 

@@ -8,7 +8,7 @@ strategies whose ranks hold the whole model:
 
 - ModelParallelStrategy loads a checkpoint into the model after `setup`: the replica is made anew
   then, as its algorithm must begin with what was loaded;
-- checkpoints are those of `session.sharded`, and not Lightning's, whose collectives are of all
+- checkpoints are those of `sharded.together`, and not Lightning's, whose collectives are of all
   ranks;
 - the ranks of a replica wait for each other in every layer, so they must have as many batches.
 """
@@ -29,8 +29,8 @@ from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session.session import Phase
-from lightning_dsgd.session.sharded import blaming, gathered, lost_behind, save
-from lightning_dsgd.session.sharding import Sharding, check_algorithm
+from lightning_dsgd.sharded.mesh_sharding import MeshSharding, check_algorithm
+from lightning_dsgd.sharded.together import blaming, gathered, lost_behind, save
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.strategy import DecentralizedMixin, own_options
 from lightning_dsgd.transport import Transport
@@ -147,8 +147,8 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         return self.whole_mesh
 
     @property
-    def _sharding(self) -> Sharding:
-        return Sharding.of_mesh(self._mesh["replica"], self.world_size)
+    def _sharding(self) -> MeshSharding:
+        return MeshSharding.of_mesh(self._mesh["replica"], self.world_size)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dsgd.session.sharding import Sharding
+from lightning_dsgd.sharded.mesh_sharding import MeshSharding
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_the_replicas_of_a_view_are_those_that_are_left(
     columns = [tuple(row[shard] for row in rows) for shard in range(len(rows[0]))]
     sorted_rows = [tuple(sorted(row)) for row in rows]
     for column in columns:
-        now = Sharding(column, sum(map(len, rows))).among(members, sorted_rows)
+        now = MeshSharding(column, sum(map(len, rows))).among(members, sorted_rows)
         assert now.num_replicas == len(left)
         assert now.num_shards == len(rows[0])
         assert {members[place] for place in now.members} == {*column} & {*members}

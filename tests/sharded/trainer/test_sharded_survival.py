@@ -16,7 +16,8 @@ from torch import Tensor
 
 import lightning_dsgd as dsgd
 from lightning_dsgd import ShardedStrategy
-from lightning_dsgd.session import record, sharded
+from lightning_dsgd.session import record
+from lightning_dsgd.sharded import together
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import loader, trainer
 from tests.support.worlds import FitWorld, Outcome
@@ -80,13 +81,13 @@ def fit(
     rank = dist.get_rank()
     module = Doomed(hook if rank == lost else "", at, parallel)
     module.begun, module.gathers = Path(folder, f"begun_{rank}"), hook == "shown"
-    gathered = sharded.gathered
+    gathered = together.gathered
 
     def gather(checkpoint: Any) -> Any:
         module.act("gather")
         return gathered(checkpoint)
 
-    sharded.gathered = gather
+    together.gathered = gather
     if hook == "any" and rank == lost:
         kill_after(after_s, module.begun.exists)
     strategy = ShardedStrategy(

@@ -18,7 +18,7 @@ precede whatever asks the module for its parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import Parameter
 
 from lightning_dsgd.replica.flat import FlatParameters, Place, Whole, check_parameters
+
+SHARD: Final = "lightning_dsgd.shard"
+"""The key of a shard in the files of a checkpoint."""
 
 
 def local(tensor: Tensor) -> Tensor:

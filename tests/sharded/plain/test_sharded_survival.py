@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import lightning_dsgd as dsgd
 from lightning_dsgd import decentralized
-from lightning_dsgd.session import record, sharded
+from lightning_dsgd.session import record
+from lightning_dsgd.sharded import together
 from lightning_dsgd.transport import PeerLost
 from tests.plain.test_sharded import ALGORITHMS, Network, batches, loss_of, make, make_mesh, whole
 from tests.plain.test_survival import Begun, Places
@@ -53,7 +54,7 @@ def train_in(
     """As the page has it; what this rank has come to."""
     mesh = make_mesh(num_replicas)
     model, optimizer = make(mesh)
-    sharded.gathered = come_to(places, "gather", sharded.gathered)
+    together.gathered = come_to(places, "gather", together.gathered)
     rank, number = dist.get_rank(), mesh["replica"].get_local_rank()
     sums = []
     try:

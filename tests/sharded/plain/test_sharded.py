@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 import lightning_dsgd as dsgd
 from lightning_dsgd import decentralized
-from lightning_dsgd.replica import sharded
+from lightning_dsgd.sharded import shards
 from tests.support.torchrun import run_forked_by_torchrun
 from tests.support.worlds import FitWorld, ParentWorld
 
@@ -251,13 +251,13 @@ def train_plainly_and_ours(kind: str, policy: str, way: str) -> tuple[Tensor, Te
     plain = whole(model)
     model, optimizer = make(mesh, kind, **POLICIES[policy])
     if way == "copy":
-        sharded._is_as_tested = lambda _: False
+        shards._is_as_tested = lambda _: False
     with replica_of(model, optimizer, dsgd.NoSync(), mesh) as replica:
         train(model, optimizer)
         [part] = replica._session.training.replica.parts
         x = part.x.untyped_storage().data_ptr()
         lies_in_x = [
-            sharded.local(p).untyped_storage().data_ptr() == x for p in part.weights.parameters
+            shards.local(p).untyped_storage().data_ptr() == x for p in part.weights.parameters
         ]
     return plain, whole(model), lies_in_x
 
@@ -281,8 +281,8 @@ def test_training_on_x_is_plain_fsdp_to_the_bit(kind: str, policy: str, way: str
 
 
 def train_by_copies() -> tuple[Tensor, str]:
-    sharded._is_as_tested = lambda _: False
-    return train_twice()[0], sharded.Shards(make(make_mesh())[0]).describe()
+    shards._is_as_tested = lambda _: False
+    return train_twice()[0], shards.Shards(make(make_mesh())[0]).describe()
 
 
 @pytest.mark.exhaustive
@@ -463,8 +463,8 @@ def save_distributed(folder: str) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of_page(begin: str) -> str:
-    """The block of docs/sharded.md that begins so."""
-    page = Path(__file__).parents[2] / "docs" / "sharded.md"
+    """The block of docs/shards.md that begins so."""
+    page = Path(__file__).parents[2] / "docs" / "shards.md"
     found = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     (text,) = (block for block in found if block.startswith(begin))
     return text
