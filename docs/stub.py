@@ -1,24 +1,27 @@
 """Writes what editors and type checkers see of the strategies that are made from algorithms.
 
-python docs/stub.py
+    python -S docs/stub.py
+
+The build runs it, where neither torch nor Lightning is installed: `stand_ins` take their places, as
+no stub depends on what these do.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from inspect import Parameter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lightning_dsgd import hyperparameters
-from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.trainer.named import STRATEGIES, options
-from lightning_dsgd.trainer.refusals import LIGHTNINGS
+if TYPE_CHECKING:
+    from lightning_dsgd.algorithm import Algorithm
 
-PACKAGE = Path(__file__).parents[1] / "lightning_dsgd"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_dsgd"
 
-NAMED = """# Made by `python docs/stub.py` from the algorithms' dataclasses.
+NAMED = """# Made by docs/stub.py from the algorithms' dataclasses.
 from collections.abc import Mapping
 from inspect import Parameter
 from typing import Any, Final
@@ -36,7 +39,7 @@ def register(package: str, strategies: Mapping[str, type]) -> None: ...
 STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]]
 
 """
-TWIN = """# Made by `python docs/stub.py` from the algorithms' dataclasses.
+TWIN = """# Made by docs/stub.py from the algorithms' dataclasses.
 from typing import Any, Final
 
 from lightning_dsgd.trainer.strategy import DecentralizedMixin
@@ -62,6 +65,10 @@ def argument(parameter: Parameter) -> str:
 
 def stub_class(algorithm: type[Algorithm]) -> str:
     """The strategy of one algorithm, with the arguments of both."""
+    from lightning_dsgd import hyperparameters
+    from lightning_dsgd.trainer.named import STRATEGIES, options
+    from lightning_dsgd.trainer.refusals import LIGHTNINGS
+
     strategy = STRATEGIES[algorithm.name]
     parameters = inspect.signature(strategy.__init__).parameters
     own = [argument(parameters[name]) for name in hyperparameters.names(algorithm)]
@@ -76,6 +83,8 @@ def stub_class(algorithm: type[Algorithm]) -> str:
 
 def stubs() -> dict[Path, str]:
     """What each file is to hold; those of the algorithms of other packages are left out."""
+    from lightning_dsgd.algorithms import ALGORITHMS
+
     ours = [a for a in ALGORITHMS.values() if a.__module__.startswith("lightning_dsgd.")]
     classes = "\n".join(map(stub_class, ours))
     names = [f"{algorithm.__name__}Strategy" for algorithm in ours]
@@ -95,9 +104,14 @@ def listed(*names: str) -> str:
 
 
 def main() -> None:
-    """Both files."""
+    """Writes both files, and prints their paths within the project."""
+    sys.path.insert(0, str(ROOT))
+    import stand_ins
+
+    stand_ins.install()
     for path, text in stubs().items():
         path.write_text(text)
+        sys.stdout.write(f"{path.relative_to(ROOT)}\n")
 
 
 if __name__ == "__main__":

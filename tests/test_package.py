@@ -349,6 +349,7 @@ def test_wheel_carries_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> N
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightning_dsgd"}
     on_disk = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == on_disk
+    assert {"lightning_dsgd/trainer/named.pyi", "lightning_dsgd/pytorch_lightning.pyi"} <= {*names}
     assert "Apache License" in text_of(wheel, "licenses/LICENSE")
 
 

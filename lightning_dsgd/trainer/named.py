@@ -4,7 +4,7 @@ Arguments, defaults and texts are those of the algorithm's fields, and after the
 every strategy has.  Made once for `lightning`, and once for `pytorch_lightning`, another package
 with a registry of its own, whose strategies are in `lightning_dsgd.pytorch_lightning`.
 
-What editors and type checkers see stands in named.pyi, made from here by `python docs/stub.py`.
+What editors and type checkers see stands in named.pyi, which the build makes by docs/stub.py.
 """
 
 from __future__ import annotations

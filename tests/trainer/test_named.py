@@ -169,9 +169,11 @@ def test_every_hyperparameter_has_a_text() -> None:
 
 
 def test_editors_see_the_strategies_that_there_are() -> None:
-    """`python docs/stub.py` writes them."""
-    for path, text in runpy.run_path(str(ROOT / "docs" / "stub.py"))["stubs"]().items():
-        assert path.read_text() == text, f"run: python docs/stub.py ({path.name} differs)"
+    """A build without torch and Lightning writes what the package itself says."""
+    expected = runpy.run_path(str(ROOT / "docs" / "stub.py"))["stubs"]()
+    subprocess.run([sys.executable, "-S", "docs/stub.py"], cwd=ROOT, check=True)
+    for path, text in expected.items():
+        assert path.read_text() == text
 
 
 SCRIPT = """
