@@ -41,7 +41,7 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
 
 
 def make_algorithm(spec: str) -> Algorithm:
-    """One of them by its name, with hyperparameters, as in `wagma:overlap=true`."""
+    """Makes an algorithm from its name and hyperparameters, as in `wagma:overlap=true`."""
     name, options = parse(spec)
     if name not in ALGORITHMS:
         raise ValueError(
@@ -62,13 +62,13 @@ def make_algorithm(spec: str) -> Algorithm:
 
 
 def warn_of_one_left_out(where: str, error: Exception) -> None:
-    """An algorithm of another package cannot be a strategy."""
+    """Warns that an algorithm of another package cannot be a strategy."""
     text = f"{where} is left out of the strategies: {type(error).__name__}: {error}"
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def _add_those_of_others() -> None:
-    """What cannot be loaded, or has a name that is taken, is left out with a warning."""
+    """Adds other packages' algorithms; warns of one that fails to load or whose name is taken."""
     for entry in entry_points(group=_GROUP):
         try:
             algorithm = entry.load()

@@ -100,7 +100,7 @@ class ADPSGD(Algorithm):
         self.has_settled = True
 
     def _begin(self, x: Tensor) -> None:
-        """Publishes the first weights; what a resume restores has come by now."""
+        """Publishes the first weights, after a resume has restored its state."""
         if self.lane is None and self.neighbours:
             self.x = x
             self.published = publication_of(self.net, x)

@@ -146,7 +146,7 @@ class EagerSGD(Algorithm):
         return range(self.net.world_size)
 
     def is_global(self, version: int) -> bool:
-        """Rounds of gradients and, after every `sync_period` of them, one of weights."""
+        """Returns whether a round sums weights, as one does after `sync_period` others."""
         return self.sync_period is not None and (version + 1) % (self.sync_period + 1) == 0
 
     def activator(self, version: int) -> int | None:
@@ -179,7 +179,7 @@ class EagerSGD(Algorithm):
         self.take_gradient(version)
 
     def settled(self, version: int) -> None:
-        """What is pending or unapplied is left for the next step."""
+        """Leaves pending and unapplied gradients for the next step."""
 
     def take_gradient(self, version: int) -> None:
         if not self.is_global(version):

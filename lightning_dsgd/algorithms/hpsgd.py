@@ -170,14 +170,14 @@ class HPSGD(Algorithm):
         return self.max_local_steps is not None and self.num_local_steps >= self.max_local_steps
 
     def _begin(self, x: Tensor) -> None:
-        """Before the first step, or the first round, since all have stood still."""
+        """Begins anew at the first step or round after all ranks have stood still."""
         self.is_at_rest = False
         self.is_touched = not torch.equal(x, self.merged)
         if self.outer is not None:
             self.outer.begin(x)
 
     def merge(self, x: Tensor) -> bool:
-        """Works the sum in flight in; gives whether x is now the global model, on all ranks."""
+        """Adds the sum in flight to x; returns whether x is now the global model on all ranks."""
         assert self.in_flight is not None
         num_standing_still, *_ = self.in_flight.wait().tolist()
         self.in_flight = None
@@ -190,7 +190,7 @@ class HPSGD(Algorithm):
         return is_last
 
     def hand_over(self, x: Tensor, *, stands_still: bool) -> None:
-        """Has the lane begin a round with x as it is; from here on another sum fills."""
+        """Hands the lane a copy of x, with which the lane begins a round."""
         if self.is_at_rest:
             self._begin(x)
         self.handed_over.copy_(x)
@@ -233,9 +233,9 @@ class HPSGD(Algorithm):
     # ---- the synchroniser ----
 
     def _synchronize(self, net: Transport) -> None:
-        """Executes rounds; `handed_over` and `merged` are the lane's while one is in flight.
+        """Executes rounds; the lane owns `handed_over` and `merged` while a round is in flight.
 
-        `merged` becomes what is to be added to x; after a last round, the global model itself.
+        `merged` becomes the change to add to x, or, after a last round, the global model.
         """
         is_settled = True
         while True:
@@ -257,7 +257,7 @@ class HPSGD(Algorithm):
     def _sum(
         self, net: Transport, outer: OuterOptimizer | None, *, has_steps: bool, is_last: bool
     ) -> None:
-        """Makes the next global model of what has been handed over, in `merged`."""
+        """Makes the next global model from the weights handed over, in `merged`."""
         if outer is None:
             average(net, self.merged)
             return
@@ -274,7 +274,7 @@ class HPSGD(Algorithm):
         self.merged.copy_(outer.part())
 
     def _sum_rounded(self, net: Transport, kept: Tensor, *, is_last: bool) -> None:
-        """Rounded sums; in a last round all that was rounded off before is sent, unrounded."""
+        """Averages with rounding; a last round sends all that was rounded off before, unrounded."""
         if not is_last:
             quantised.average(net, self.merged, kept, self.wire_dtype)
             return

@@ -127,7 +127,7 @@ class OkTopk(ErrorFeedback):
         self.num_selected = self.num_applied = len(g)
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
-        """Algorithm 1."""
+        """Runs one step of the paper's Algorithm 1."""
         t = self.round - self.num_dense
         is_exact = t % self.threshold_period == 0
         if is_exact:
@@ -154,13 +154,13 @@ class OkTopk(ErrorFeedback):
     # ---- selection ----
 
     def th_re_evaluate(self) -> Tensor:
-        """The exact local threshold; 0 where all entries are wanted, in the steps to come too."""
+        """Returns the exact local threshold; 0 where all entries are wanted, now and later."""
         if self.k == len(self.residual):
             return self.residual.new_zeros(())
         return sparse.kth_magnitude(self.residual, self.k)
 
     def select_local(self, selected: Selected) -> Selected:
-        """What a threshold of an earlier step has let through, or k by one that is made anew."""
+        """Selects entries by an earlier threshold, or the k largest by a new threshold."""
         values, _ = selected
         if self.may_go_on(self.local_threshold, len(values)):
             self.local_threshold = sparse.corrected(self.local_threshold, len(values), self.k)
@@ -173,13 +173,13 @@ class OkTopk(ErrorFeedback):
         return self.cut(selected, self.k)
 
     def may_go_on(self, threshold: Tensor, count: int) -> bool:
-        """Whether it has let through about k, or fewer because there are no more."""
+        """Returns whether a threshold selects about k entries, or fewer as there are no more."""
         return sparse.is_near(count, self.k) or (count < self.k and not threshold)
 
     def th_re_evaluate_global(self, region: Tensor) -> Tensor:
-        """The exact k-th largest magnitude of all regions, digit by digit from the highest.
+        """Returns the exact k-th largest magnitude of all regions, digit by digit from the highest.
 
-        Magnitudes are ordered like the integers that their bits are.
+        Magnitudes have the same order as the integers with the same bits.
         """
         if self.k == len(self.residual):
             return region.new_zeros(())
@@ -201,9 +201,10 @@ class OkTopk(ErrorFeedback):
         return torch.tensor(prefix, dtype=bits.dtype, device=region.device).view(region.dtype)
 
     def select_global(self, region: Tensor, is_exact: bool) -> tuple[Selected, list[int]]:
-        """The entries of the global top-k in this rank's region, and how many every rank has.
+        """Returns the global top-k's entries in this rank's region, and how many each rank has.
 
-        No more than 5k/4 in all, no more than k by an exact threshold; the first of equal ones.
+        The ranks have at most 5k/4 entries, and at most k by an exact threshold; of equal entries
+        the first are taken.
         """
         if not is_exact:
             selected, sizes, _ = self.count(region)
@@ -230,7 +231,7 @@ class OkTopk(ErrorFeedback):
         return (values[kept], indices[kept]), sizes
 
     def count(self, region: Tensor) -> tuple[Selected, list[int], list[int]]:
-        """What the threshold lets through; of every rank, how much and how much just so."""
+        """Selects by the global threshold; counts each rank's entries, and those equal to it."""
         values, places = sparse.select(region, self.global_threshold)
         counts = torch.tensor([len(values), int((values.abs() == self.global_threshold).sum())])
         theirs = torch.stack(self.net.all_gather(counts).wait())
@@ -240,7 +241,7 @@ class OkTopk(ErrorFeedback):
     # ---- the two phases ----
 
     def space_repartition(self, indices: Tensor) -> list[int]:
-        """Regions with equally many of the selected entries, by the mean of all ranks' wishes."""
+        """Returns regions with equally many selected entries, by the mean of all ranks' wishes."""
         n, num_ranks = len(self.residual), self.net.world_size
         wishes = torch.tensor(evenly(n, num_ranks)[1:-1], dtype=torch.int64)
         if len(indices):
@@ -249,14 +250,14 @@ class OkTopk(ErrorFeedback):
         return [0, *(wishes // num_ranks).tolist(), n]
 
     def split_and_reduce(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sends every rank what lies in its region; sums what lies in this rank's.
+        """Sends each rank the entries of its region; sums the entries of this rank's region.
 
-        Rank i sends to i + 1, i + 2, ..., so that none is overrun.  While a bucket of messages is
-        under way, the one before it is reduced.
+        Rank i sends to i + 1, i + 2, ..., so that no rank is overrun.  While one bucket of messages
+        is under way, the bucket before is reduced.
 
         Returns:
-            The region, where in it there may be something else than zero, and what was rounded
-            off the values.
+            The region's sums, the places that may differ from zero, and what was rounded off the
+            values.
         """
         net = self.net
         start, stop = self.boundaries[net.rank : net.rank + 2]
@@ -289,7 +290,7 @@ class OkTopk(ErrorFeedback):
         return region, torch.cat(touched), rounded_off
 
     def balance_and_allgatherv(self, region: Tensor, is_exact: bool) -> tuple[Selected, Selected]:
-        """The global top-k, from all regions; what was rounded off the sums of this rank."""
+        """Returns the global top-k from all regions, and what was rounded off this rank's sums."""
         (values, indices), sizes = self.select_global(region, is_exact)
         if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
             values, indices = self.balance(values, indices, sizes)
@@ -300,13 +301,13 @@ class OkTopk(ErrorFeedback):
         return u, (rounded_off, indices)
 
     def balance(self, values: Tensor, indices: Tensor, sizes: Sequence[int]) -> Selected:
-        """Spreads the entries evenly, in their order: all know who has to send what to whom."""
+        """Spreads the entries evenly, in their order; every rank knows who sends what to whom."""
         net = self.net
         ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
         goals = evenly(ends[-1], net.world_size)
 
         def shared(source: int, goal: int) -> slice:
-            """Of the entries of one rank, those that another shall have."""
+            """Returns one rank's entries that another rank shall have."""
             first = max(ends[source], goals[goal])
             last = min(ends[source + 1], goals[goal + 1])
             return slice(first - ends[source], max(first, last) - ends[source])
@@ -328,7 +329,7 @@ class OkTopk(ErrorFeedback):
     # ---- the residual ----
 
     def encode(self, values: Tensor, rounded_off: Tensor) -> Tensor:
-        """The values as they travel; puts what is rounded off there."""
+        """Encodes values for the wire; writes what the encoding rounds off into `rounded_off`."""
         code = rounding.encode(values, self.wire_dtype)
         if code is not values:
             torch.sub(values, rounding.decode(code, like=values), out=rounded_off)
@@ -337,9 +338,9 @@ class OkTopk(ErrorFeedback):
     def update_residual(
         self, local_indices: Tensor, global_indices: Tensor, rounded_off: Tensor
     ) -> None:
-        """Clears the residual at the local indices that are among the global ones.
+        """Clears the residual at those local indices that are among the global ones.
 
-        What was rounded off there stays.
+        The residual keeps there what was rounded off.
         """
         if self.wire_dtype == "float32":  # no place comes twice; the host waits for no length
             left = self.residual[global_indices]

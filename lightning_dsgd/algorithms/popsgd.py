@@ -110,7 +110,7 @@ class PopSGD(Algorithm):
 
     @property
     def exchange_period(self) -> int:
-        """From one partner to the next."""
+        """The number of steps from one partner to the next."""
         return self.local_steps
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
@@ -123,7 +123,7 @@ class PopSGD(Algorithm):
         self.lane: _Averager | None = None
 
     def partner(self, version: int) -> int:
-        """With whom this rank interacts; itself: with nobody."""
+        """Returns the rank with which this rank interacts, or this rank if there is none."""
         partners = topology.random_partners(version, self.net.world_size, self.topology, self.seed)
         return partners[self.net.rank]
 
@@ -165,7 +165,7 @@ class PopSGD(Algorithm):
         self.tick(partner, clock)
 
     def on_wire(self, x: Tensor) -> Tensor:
-        """The weights as they are sent."""
+        """Returns the weights in the form in which they are sent."""
         return x.to(torch.bfloat16) if self.wire_dtype == "bfloat16" else x
 
     def decoded_difference(
@@ -176,7 +176,7 @@ class PopSGD(Algorithm):
         exponent: int,
         timeout_s: float | None = None,
     ) -> Tensor:
-        """Half of what the partner's weights are above x, from one byte of each; learns from it."""
+        """Returns half the partner's lead over x, from one byte an entry; adapts the exponent."""
         d, distance = None, 0.0
         if max(self.exponent, exponent) != UNKNOWN:
             s = 2.0 ** max(self.exponent, exponent)
@@ -203,7 +203,7 @@ class PopSGD(Algorithm):
         return d
 
     def tick(self, partner: int, clock: int) -> None:
-        """The lower of the two ticks moves on; of equal ones that of the lower rank."""
+        """Moves the clock on where it is the lower of two, or equal and of the lower rank."""
         if (self.clock, self.net.rank) < (clock, partner):
             self.clock += 1
 
@@ -216,7 +216,7 @@ class PopSGD(Algorithm):
             [self.version] = largest(self.net, self.version)  # who meets whom is agreed anew
 
     def _drain(self, x: Tensor) -> None:
-        """Tells all who may come that this rank has stopped, and takes in what they sent before."""
+        """Tells possible partners that this rank has stopped; receives what they sent before."""
         net = self.net
         everyone = [rank for rank in range(net.world_size) if rank != net.rank]
         peers = topology.ring(net.rank, net.world_size) if self.topology == "cycle" else everyone
@@ -232,7 +232,7 @@ class PopSGD(Algorithm):
         self.stopped.clear()
 
     def _begin(self, x: Tensor) -> None:
-        """Publishes the first weights; what a resume restores has come by now."""
+        """Publishes the first weights, after a resume has restored its state."""
         if self.lane is None and not self.blocking and self.net.world_size > 1:
             self.lane = _Averager(self, x)
 
@@ -280,7 +280,7 @@ class _Averager:
     # ---- the training thread ----
 
     def begin_with(self, version: int) -> None:
-        """Nothing is under way."""
+        """Sets the next version, with no version under way."""
         self.next_version = version
         self.due = version - 1  # up to which version somebody has arrived
 
@@ -292,13 +292,13 @@ class _Averager:
         self.is_answer_due = True
 
     def catch_up(self) -> None:
-        """Waits until the lane has executed the version arrived at last."""
+        """Waits until the lane has executed the version at which this rank arrived last."""
         if self.is_answer_due:
             self.home.recv(_WORDS, self.me).wait()
             self.is_answer_due = False
 
     def settle(self, version: int, x: Tensor) -> int:
-        """Executes what anyone has arrived at; gives the next version of all ranks."""
+        """Executes all versions at which a rank has arrived; returns the next one of all ranks."""
         self.catch_up()
         [last] = largest(self.home, version)
         if last:
@@ -359,12 +359,12 @@ class _Averager:
 
 
 def half_difference(theirs: Tensor, mine: Tensor, like: Tensor) -> Tensor:
-    """What to add on this side; on the other side it is the same with the opposite sign."""
+    """Returns what to add on this side; the other side adds the same with the opposite sign."""
     return (theirs.to(like.dtype) - mine.to(like.dtype)).mul_(0.5)
 
 
 def hashes_of(k: Tensor) -> Tensor:
-    """Of every 256th entry, and 0 behind them: modulo 2^64, those of k + d are the sums of theirs.
+    """Returns hashes of every 256th entry, then 0; hashes of k + d add up modulo 2^64.
 
     Weights are odd, so a difference of 256 times less than 2^56 in one entry changes its hash.
     """

@@ -85,17 +85,17 @@ class SGP(Algorithm):
 
     @property
     def team_size(self) -> int:
-        """Ranks of a node hold the same weights."""
+        """The number of ranks on a node, which hold the same weights."""
         return self.node.size
 
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
-        """Only inside a node are gradients communicated."""
+        """Whether gradients are communicated: only ranks of the same node do so."""
         return self.hierarchical
 
     @property
     def follows_time(self) -> bool:  # type: ignore[override]
-        """Which messages are taken, where they may be late; and by how much steps are scaled."""
+        """Whether results depend on when messages arrive, or on how steps are scaled."""
         return self.overlap > 0 or self.scale_steps
 
     def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
@@ -140,13 +140,13 @@ class SGP(Algorithm):
         [self.step] = largest(self.net, self.step)  # whose graph comes next is agreed anew
 
     def _put_aside(self, x: Tensor) -> None:
-        """Keeps (w - 1) z: x after the update is z after the update and that."""
+        """Keeps (w - 1) z aside: x after the update is that plus z after the update."""
         if self.w != 1 and self.pusher is not None:
             self.aside = torch.empty_like(x) if self.aside is None else self.aside
             torch.mul(x, self.w - 1, out=self.aside)
 
     def _push(self, x: Tensor) -> None:
-        """One step of PushSum, from and to the de-biased weights."""
+        """Makes one step of PushSum, from and to the de-biased weights."""
         if self.pusher is not None:
             if self.w != 1:
                 assert self.aside is not None
@@ -187,7 +187,7 @@ class SGP(Algorithm):
 
 
 class _Pusher:
-    """PushSum on biased weights: what a rank sends, expects and takes."""
+    """Runs PushSum on biased weights: sends shares, expects shares and takes them."""
 
     def __init__(self, net: Transport, algorithm: SGP, node_size: int) -> None:
         self.net = net
@@ -201,14 +201,14 @@ class _Pusher:
         self.begin()
 
     def begin(self) -> None:
-        """All neighbours step (again)."""
+        """Starts anew: all neighbours make steps."""
         self.stopped: set[int] = set()
         self.expected: deque[tuple[int, int]] = deque()  # (step, from whom)
         self.next_weight: dict[int, Receipt] = {}  # posted ahead, one for each neighbour looked at
         self.next_share: dict[int, Receipt] = {}  # posted once its weight is there
 
     def push(self, x: Tensor, w: float, step: int) -> float:
-        """Sends shares, adds to x what has come; gives the new w."""
+        """Sends shares, adds the shares that have come to x, and returns the new w."""
         a = self.algorithm
         arguments = (a.topology, step, self.place, self.num_places, a.num_peers)
         receivers = self._ranks(topology.out_peers(*arguments))
@@ -230,7 +230,7 @@ class _Pusher:
         return w + self._take(x, step)
 
     def _take(self, x: Tensor, step: int) -> float:
-        """Adds what has arrived to x, waiting for what is due; gives its weight."""
+        """Adds what has come to x, waits for what is due; returns the weight of both."""
         weight, still_expected, overtaken = 0.0, deque[tuple[int, int]](), set[int]()
         for sent_at, peer in self.expected:
             is_due = sent_at <= step - self.algorithm.overlap
@@ -248,7 +248,7 @@ class _Pusher:
         return weight
 
     def _take_from(self, peer: int, x: Tensor) -> float:
-        """The next message of a rank; 0 if it says that the rank has stopped."""
+        """Adds a rank's next share to x; returns its weight, or 0 if the rank has stopped."""
         weight = self._receipt(peer).wait()
         if not len(weight):
             self.stopped.add(peer)
@@ -258,7 +258,7 @@ class _Pusher:
         return float(weight)
 
     def _has_come(self, peer: int, x: Tensor) -> bool:
-        """Whether the next message of a rank, with its share, is there, or says that it stops."""
+        """Returns whether a rank's next share is complete, or its message says that it stops."""
         weight = self._receipt(peer)
         return weight.done() and (not len(weight.wait()) or self._share(peer, x).done())
 
@@ -282,7 +282,7 @@ class _Pusher:
         return peer in self.stopped
 
     def drain(self, x: Tensor) -> float:
-        """Adds all that is under way, until every neighbour has stopped; gives its weight."""
+        """Adds all shares under way, until every neighbour has stopped; returns their weight."""
         for peer in self.neighbours:
             self.net.send(_FLOAT64, peer, _WEIGHT)
         weight = 0.0

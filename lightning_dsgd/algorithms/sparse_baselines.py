@@ -148,7 +148,7 @@ class TopkDSA(ErrorFeedback):
         )
 
     def read(self, message: Tensor, start: int, stop: int) -> Selected:
-        """The sums of a region, dense if they fill it: no sparse message is as long."""
+        """Reads a region's sums; a full region is dense, and no sparse message is as long."""
         if len(message) != (stop - start) * self.residual.itemsize:
             return self.unpack(message)
         values, places = sparse.select(
@@ -194,7 +194,7 @@ class GTopk(ErrorFeedback):
         return selected
 
     def merge(self, ours: Selected, theirs: Selected) -> Selected:
-        """The k largest of the sum; the rest goes into the residual."""
+        """Returns the k largest entries of the sum; the rest goes into the residual."""
         values, indices = joined([ours, theirs])
         indices, place = indices.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         sums = values.new_zeros(len(indices)).index_add_(0, place, values)  # two terms at most

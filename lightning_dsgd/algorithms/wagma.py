@@ -136,22 +136,22 @@ class WAGMA(Algorithm):
 
     @property
     def team_size(self) -> int:
-        """Ranks of a node hold the same weights."""
+        """The number of ranks on a node, which hold the same weights."""
         return 1 if self.node is None else self.node.size
 
     @property
     def exchange_period(self) -> int:
-        """From one group to the next."""
+        """The number of steps from one group to the next."""
         return self.group_period
 
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
-        """Only inside a node are gradients communicated."""
+        """Whether gradients are communicated: only ranks of the same node do so."""
         return self.hierarchical
 
     @property
     def keeps_updates(self) -> bool:  # type: ignore[override]
-        """The paper's rule does not."""
+        """Whether averages keep all updates; the paper's rule loses some."""
         return self.rule != "paper"
 
     def check_hyperparameters(self) -> None:
@@ -238,7 +238,7 @@ class WAGMA(Algorithm):
         self.grace.step_begins()
 
     def _end_step(self, x: Tensor) -> None:
-        """With overlap the host runs a step ahead of the device; else not where it arrives."""
+        """Ends a step; with overlap, the host may run a step ahead of the device."""
         if self.overlap:
             self.mine.publish(self.x, self._newest_version())
             self.grace.step_ends()
@@ -249,7 +249,7 @@ class WAGMA(Algorithm):
         self.grace.step_ends(made)
 
     def _newest_version(self) -> int:
-        """The round that this rank has arrived at last, or arrives at now."""
+        """Returns the round at which this rank has arrived last, or arrives now."""
         return self.step // self.group_period - 1
 
     def _arrive(self, version: int) -> None:
@@ -273,7 +273,7 @@ class WAGMA(Algorithm):
         self.grace.stand_still()
 
     def _make_steps_of_the_node(self, x: Tensor, node: nodes.Node) -> None:
-        """Until no rank of the node makes one."""
+        """Makes steps with the node's other ranks until none of them makes a step."""
         zeros = torch.zeros_like(x)
         while num_active := node.sum_of_active(zeros, active=False):
             self.num_active = num_active
@@ -351,9 +351,9 @@ class WAGMA(Algorithm):
 
 
 class _InPlace:
-    """In the place of `Contributed` where each sum waits for all of its ranks: x itself is summed.
+    """Sums x itself, in place of `Contributed`, where each sum waits for all of its ranks.
 
-    Meanwhile the training thread waits too.
+    The training thread waits for the sum too.
     """
 
     contributed_at = -1
@@ -375,13 +375,13 @@ class _InPlace:
         self._x /= group_size
 
     def take(self, x: Tensor) -> None:
-        """The mean is in x."""
+        """Does nothing: the mean is in x."""
 
 
 class _Paper:
-    """The paper's rule, in the place of `Contributed`: W <- (sum + W') / (S + 1) for a late rank.
+    """Applies the paper's rule in place of `Contributed`: W <- (sum + W') / (S + 1) if late.
 
-    The newest sum, each once.  A sum of this rank alone has nothing to tell it.
+    Each newest sum is applied once.  A sum of this rank alone is left out.
     """
 
     contributed_at = -1
