@@ -82,31 +82,31 @@ class ErrorFeedback(Algorithm):
 
     @property
     def exchange_period(self) -> int:
-        """How many of its own steps a rank makes."""
+        """The number of a rank's own steps between two exchanges."""
         return self.local_steps
 
     @property
     def share(self) -> float:
-        """The density, as it was set or follows from the local steps."""
+        """The density, as it was set or as it follows from the local steps."""
         return min(1.0, 0.01 * self.local_steps) if self.density is None else self.density
 
     def num_selected_of(self, num_entries: int) -> int:
-        """k, of so many entries."""
+        """Returns k, the number of entries selected from so many entries."""
         return max(1, round(self.share * num_entries))
 
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
-        """With several local steps, each rank's optimizer sees its own gradients."""
+        """Whether the optimizer gets the exchanged gradient: not with several local steps."""
         return self.local_steps == 1
 
     @property
     def lockstep(self) -> bool:  # type: ignore[override]
-        """Local steps wait for nobody."""
+        """Whether ranks wait for each other in every step: not with several local steps."""
         return self.uses_gradient
 
     @property
     def counts_gradients(self) -> bool:  # type: ignore[override]
-        """Which parameters are stepped matters to all ranks only if they step together."""
+        """Whether ranks count their gradients, as ranks that step together must."""
         return self.uses_gradient
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
@@ -127,9 +127,9 @@ class ErrorFeedback(Algorithm):
         self.share_applied: float | None = None  # of all ranks' gradients, at the last consensus
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
-        """Adds g to the residual, leaves zeros in g, gives the entries of the sum over all ranks.
+        """Adds g to the residual, zeroes g, and returns the entries of the sum over all ranks.
 
-        What it gives is taken out of the residuals.
+        The entries returned are taken out of the residuals.
         """
         raise NotImplementedError
 
@@ -165,12 +165,12 @@ class ErrorFeedback(Algorithm):
         self.step = take_over_newest(self.net, x, self.step)
 
     def begin_local_steps(self, x: Tensor) -> None:
-        """Notes where they begin: also what was written to x while all stood still."""
+        """Copies x where local steps begin, with what was written while all ranks stood still."""
         if not self.steps_since:
             self.base.copy_(x)
 
     def exchange_changes(self, x: Tensor) -> None:
-        """One round after local steps; what is exchanged lies in the memory of x."""
+        """Makes one round after local steps; the memory of x holds what is exchanged."""
         self.begin_local_steps(x)
         torch.sub(self.base, x, out=x)
         self.exchange(x)
@@ -178,7 +178,7 @@ class ErrorFeedback(Algorithm):
         self.steps_since = 0
 
     def exchange(self, g: Tensor) -> None:
-        """One round: leaves in g what is to be applied."""
+        """Makes one round; leaves in g what the optimizer is to apply."""
         skips = self.conditions.skips_overflow and self.uses_gradient  # else each rank by itself
         if skips and self.has_overflowed(g):
             g.fill_(torch.nan)
@@ -258,7 +258,7 @@ class ErrorFeedback(Algorithm):
         return figures
 
     def measure_kept(self) -> None:
-        """The share of all ranks' gradients that is not held back."""
+        """Measures the share of all ranks' gradients that is not held back."""
         if not self.uses_gradient:
             return
         means = torch.stack([self.some_of(self.residual), self.gradients])
@@ -269,11 +269,11 @@ class ErrorFeedback(Algorithm):
         self.share_applied = 1 - product / squares if squares != 0 else None
 
     def some_of(self, x: Tensor) -> Tensor:
-        """Of x, in the residual's dtype."""
+        """Returns a sample of x in the residual's dtype."""
         return x[:: self.every].to(self.residual.dtype, copy=True)
 
     def has_overflowed(self, g: Tensor) -> bool:
-        """Whether any rank's gradient has NaN or inf in it."""
+        """Returns whether any rank's gradient has NaN or inf in it."""
         flag = torch.tensor([int(not g.isfinite().all())])
         return bool(self.net.all_reduce(flag).wait())
 
@@ -284,11 +284,11 @@ class ErrorFeedback(Algorithm):
         g.zero_()
 
     def local_topk(self) -> Selected:
-        """The k largest entries of the residual, fewer where the others are zero."""
+        """Returns the k largest entries of the residual, fewer where all others are zero."""
         return self.cut(self.select(sparse.kth_magnitude(self.residual, self.k)), self.k)
 
     def select(self, threshold: Tensor, g: Tensor | None = None) -> Selected:
-        """What the threshold lets through of the residual, to which g is added first."""
+        """Adds g to the residual, if given; selects the residual's entries by a threshold."""
         if g is None:
             values, indices = sparse.select(self.residual, threshold)
         else:
@@ -304,7 +304,7 @@ class ErrorFeedback(Algorithm):
         return values, indices
 
     def cut(self, selected: Selected, k: int) -> Selected:
-        """The k largest of what was selected, the first of equal ones."""
+        """Returns the k largest selected entries; of equal entries, the first."""
         values, indices = selected
         if len(values) <= k:
             return selected
@@ -312,7 +312,7 @@ class ErrorFeedback(Algorithm):
         return values[keep], indices[keep]
 
     def take_out(self, indices: Tensor) -> None:
-        """Takes what was sent out of the residual."""
+        """Takes the entries that were sent out of the residual."""
         self.residual[indices] = 0
 
     # ---- the wire ----
@@ -327,7 +327,7 @@ class ErrorFeedback(Algorithm):
         return self.unpack(self.net.recv(self.bytes, rank, tag).wait(), wire_dtype)
 
     def allgatherv(self, message: Tensor) -> list[Tensor]:
-        """Every rank's message, in the order of the ranks.
+        """Returns every rank's message, in the order of the ranks.
 
         In ceil(log2 P) exchanges with ranks 1, 2, 4, ... further on, each of all that has come
         together by then (Bruck et al. 1997; recursive doubling for any P): every rank receives each
@@ -345,17 +345,17 @@ class ErrorFeedback(Algorithm):
 
 
 def joined(parts: Sequence[Selected]) -> Selected:
-    """One after the other."""
+    """Joins selections, one after the other."""
     return torch.cat([values for values, _ in parts]), torch.cat([indices for _, indices in parts])
 
 
 def evenly(length: int, num_parts: int) -> list[int]:
-    """Where equal parts begin and end."""
+    """Returns the bounds of parts of equal length."""
     return [length * i // num_parts for i in range(num_parts + 1)]
 
 
 def split(selected: Selected, bounds: Sequence[int]) -> list[Selected]:
-    """The entries of each region."""
+    """Splits a selection into the entries of each region."""
     values, indices = selected
     cuts = torch.searchsorted(indices, devices.integers(bounds, indices.device)).tolist()
     return [(values[a:b], indices[a:b]) for a, b in pairwise(cuts)]

@@ -23,16 +23,16 @@ from lightning_dsgd.transport.view import View
 
 
 def hierarchical(what: str) -> Any:
-    """The hyperparameter of that name.
+    """Makes the hyperparameter `hierarchical`.
 
     Args:
-        what: is done besides averaging gradients within a node
+        what: what the algorithm does besides averaging gradients within a node
     """
     return setting(default=False, doc=f"if True, average gradients within a node, and {what}")
 
 
 def node_size() -> Any:
-    """The hyperparameter of that name."""
+    """Makes the hyperparameter `node_size`."""
     return at_least(
         1,
         default=None,
@@ -42,7 +42,7 @@ def node_size() -> Any:
 
 
 def check_node_size(size: int | None, world_size: int, conditions: Conditions) -> None:
-    """Raises unless all nodes have as many ranks."""
+    """Raises unless all nodes have the same number of ranks."""
     known = conditions.ranks_per_node if size is None else size
     if known is None or world_size % known:
         raise ValueError(
@@ -53,12 +53,12 @@ def check_node_size(size: int | None, world_size: int, conditions: Conditions) -
 
 
 def ranks_per_node(size: int | None, conditions: Conditions) -> int:
-    """As it was set, else as the launch says."""
+    """Returns the node size that was set, else the one that the launch tells."""
     return size or conditions.ranks_per_node or 1
 
 
 class Node:
-    """The ranks of one node, as one of them sees them.
+    """Holds the ranks of this rank's node together.
 
     Args:
         net: of all ranks
@@ -77,7 +77,7 @@ class Node:
         self.first_active = self.leader
 
     def sum_of_active(self, g: Tensor, *, active: bool) -> int:
-        """Sums g over the node; gives how many of its ranks step (who does not, brings zeros)."""
+        """Sums g over the node; returns how many of its ranks step (idle ranks bring zeros)."""
         await_step(self.net, g)  # else a sum of the node would hold up those of the lane
         flags = self.net.all_gather(torch.tensor([int(active)]), self.members).wait()
         stepping = [rank for rank, flag in zip(self.members, flags, strict=True) if flag]
@@ -87,7 +87,7 @@ class Node:
         return len(stepping)
 
     def give_to_leader(self, x: Tensor) -> None:
-        """A leader that has run out of data pushes what the others have computed."""
+        """Gives the other ranks' result to a leader that has run out of data."""
         if self.first_active != self.leader:
             if self.net.rank == self.first_active:
                 self.net.send(x, self.leader)
@@ -95,7 +95,7 @@ class Node:
                 x.copy_(self.net.recv(x, self.first_active).wait())
 
     def share(self, x: Tensor, w: float) -> float:
-        """Gives the leader's weights to the whole node."""
+        """Gives the leader's weights to the whole node; returns the leader's push weight."""
         weight = torch.tensor([w], dtype=torch.float64)
         self.net.broadcast(weight, self.leader, self.members).wait()
         self.net.broadcast(x, self.leader, self.members).wait()
@@ -104,21 +104,21 @@ class Node:
     # ---- where each rank of the node exchanges a shard ----
 
     def across(self, net: Transport) -> View:
-        """The network of the ranks that have this rank's place on their nodes."""
+        """Returns the network of the ranks that have this rank's place on their nodes."""
         assert isinstance(net, Endpoint)
         net.fix_groups([range(i, net.world_size, self.size) for i in range(self.size)])
         members = range(self.place, net.world_size, self.size)
         return View(net.sub(f"place-{self.place}"), members)
 
     def shard(self, x: Tensor) -> Tensor:
-        """This rank's part of x, in the same memory."""
+        """Returns this rank's shard of x, in the same memory."""
         return self._shard_of(self.place, x)
 
     def _shard_of(self, place: int, x: Tensor) -> Tensor:
         return x[place * len(x) // self.size : (place + 1) * len(x) // self.size]
 
     def give_to_idle(self, x: Tensor, num_active: int) -> None:
-        """Ranks that have run out of data take the step that the others have made."""
+        """Gives the step that the others have made to ranks that have run out of data."""
         if num_active < self.size:
             self.net.broadcast(x, self.first_active, self.members).wait()
 

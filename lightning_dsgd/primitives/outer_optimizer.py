@@ -44,20 +44,20 @@ class OuterOptimizer:
         self._is_nesterov = nesterov
 
     def begin(self, x: Tensor) -> None:
-        """Takes x for the global model."""
+        """Takes x as the global model."""
         self.model = x.clone() if self.model is None else self.model.copy_(x)
 
     def part(self, span: slice = _ALL) -> Tensor:
-        """The global model, or a part of it, as a view."""
+        """Returns a view of the global model, or of a span of it."""
         assert self.model is not None, "every rank begins before it takes part in an average"
         return self.model[span]
 
     def share(self, net: Transport, span: slice = _ALL) -> None:
-        """Makes the global model the same on all ranks, where they may have begun apart."""
+        """Averages the global model, which may differ between ranks at the beginning."""
         average(net, self.part(span))
 
     def step(self, progress: Tensor, span: slice = _ALL) -> None:
-        """Steps with the mean of the ranks' progress, D."""
+        """Makes a step with D, the mean of the ranks' progress."""
         model = self.part(span)
         if not self._factor:
             model.add_(progress, alpha=self._lr)
@@ -73,7 +73,7 @@ class OuterOptimizer:
             model.add_(momentum, alpha=self._lr)
 
     def apply(self, progress: Tensor) -> None:
-        """Adds what belongs to steps before: the momentum stays as it is."""
+        """Adds progress of earlier steps to the model; the momentum stays as it is."""
         self.part().add_(progress, alpha=self._lr)
 
 

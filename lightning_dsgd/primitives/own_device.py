@@ -16,7 +16,7 @@ from lightning_dsgd.transport import Timeout, Transport
 
 
 def await_mark(net: Transport, mark: Mark) -> None:
-    """Waits until the device has come to a mark; ends as a wait for a message does.
+    """Waits until the device has come to a mark; the wait ends as one for a message does.
 
     Raises:
         PeerLost: if a rank is lost meanwhile
@@ -29,5 +29,5 @@ def await_mark(net: Transport, mark: Mark) -> None:
 
 
 def await_step(net: Transport, x: Tensor) -> None:
-    """Waits until all that this thread has queued on the device of x is done."""
+    """Waits until the device has done all that this thread has queued for x."""
     await_mark(net, port_of(x.device).mark())

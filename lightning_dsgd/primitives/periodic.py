@@ -86,12 +86,12 @@ class PeriodicAverage(Algorithm):
 
     @property
     def follows_time(self) -> bool:  # type: ignore[override]
-        """Only by how much steps are scaled."""
+        """Whether results depend on time: only scaled steps do."""
         return self.scale_steps
 
     @property
     def exchange_period(self) -> int:
-        """Of any fragment."""
+        """The number of steps from one fragment's average to the next fragment's."""
         return self.sync_period // self.num_fragments
 
     def check_hyperparameters(self) -> None:
@@ -155,25 +155,25 @@ class PeriodicAverage(Algorithm):
             pass
 
     def _is_untouched(self) -> bool:
-        """Whether neither a step nor a round has been made: training begins with what x is now."""
+        """Returns whether no step and no round was made yet: training begins with x as it is."""
         return not self.round and not self.steps_since_sync
 
     def _steps_to_round(self) -> int:
-        """From the round before to the next one."""
+        """Returns the number of steps from the last round to the next one."""
         begin, end = self._fragment_of(self.sync_period)
         return end - begin
 
     def _span(self, num_elements: int) -> slice:
-        """What the next round is for."""
+        """Returns the span of the fragment that the next round averages."""
         return slice(*self._fragment_of(num_elements))
 
     def _fragment_of(self, length: int) -> list[int]:
-        """Where the next round's share of a length begins and ends."""
+        """Returns the bounds of the next round's share of a length."""
         fragment = self.round % self.num_fragments
         return evenly(length, self.num_fragments)[fragment : fragment + 2]
 
     def _take_part(self, x: Tensor, *, active: bool) -> bool:
-        """Takes part in the next round; gives whether there is one: not if all stand still."""
+        """Takes part in the next round; returns whether there is one: not if all stand still."""
         span = self._span(len(x))
         if self.background is None:
             if not num_active(self.net, active=active):
@@ -193,7 +193,7 @@ class PeriodicAverage(Algorithm):
         return True
 
     def _with_pending(self, x: Tensor, span: slice) -> Tensor:
-        """A copy of a fragment, with what is still to be added to it."""
+        """Returns a copy of a fragment plus the correction that is still pending."""
         piece = x[span].clone()
         if self.pending is not None:
             at, correction = self.pending
@@ -203,14 +203,14 @@ class PeriodicAverage(Algorithm):
         return piece
 
     def _collect(self) -> None:
-        """Waits for the sum that travels."""
+        """Waits for the sum in flight."""
         if self.background is not None and self.background.in_flight is not None:
             correction = self.background.wait()
             assert correction is not None, "this rank was active in that round"
             self.pending = self.background.span.start, correction
 
     def _merge(self, x: Tensor) -> None:
-        """Works a sum in, once it is there."""
+        """Waits for the sum in flight and adds its correction to x."""
         self._collect()
         if self.pending is not None:
             begin, correction = self.pending
@@ -266,9 +266,9 @@ class PeriodicAverage(Algorithm):
     # ---- the lane, with `overlap_steps`, and else the training thread ----
 
     def _average(self, net: Transport, piece: Tensor, span: slice) -> None:
-        """Makes of this rank's fragment that of the global model, after the outer step.
+        """Turns this rank's fragment into the global model's, after the outer step.
 
-        While a sum travels W, v and what was rounded off are the lane's.
+        While a sum is in flight, the lane owns W, v and what was rounded off.
         """
         if self.outer is None:
             agreement.average(net, piece)
@@ -286,7 +286,7 @@ class PeriodicAverage(Algorithm):
 class _Background:
     """Executes rounds beside the training thread, one at a time.
 
-    `piece` and `span` are the lane's from `begin` to the end of `wait`, else the training thread's.
+    The lane owns `piece` and `span` from `begin` to the end of `wait`, else the training thread.
     """
 
     def __init__(self, net: Transport, average: Callable[[Transport, Tensor, slice], None]) -> None:
@@ -299,13 +299,13 @@ class _Background:
     # ---- the training thread ----
 
     def begin(self, piece: Tensor, span: slice, *, active: bool) -> None:
-        """Has the lane begin a round with this piece, which it keeps."""
+        """Has the lane begin a round with this piece, which the lane keeps."""
         self.piece, self.span = piece, span
         self.in_flight = self._home.recv(_WORDS, self._me)
         self._lane.tell(torch.tensor([int(active)]))
 
     def wait(self) -> Tensor | None:
-        """What the sum adds to the piece; None where all ranks stand still."""
+        """Returns what the sum adds to the piece; None where all ranks stand still."""
         assert self.in_flight is not None
         [count] = self.in_flight.wait().tolist()
         self.in_flight = None

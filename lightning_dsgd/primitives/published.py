@@ -45,12 +45,12 @@ from lightning_dsgd.transport import Transport
 
 
 def publication_of(net: Transport, x: Tensor) -> Published | PublishedAhead:
-    """The published copy of these weights, where the training thread goes on meanwhile."""
+    """Makes the published copy of these weights, while the training thread goes on."""
     return Published(x) if is_on_host(x) else PublishedAhead(net, x)
 
 
 class Published:
-    """The published copy of one rank's weights.  Memory: 2 |x|."""
+    """Holds the published copy of one rank's weights.  Memory: 2 |x|."""
 
     def __init__(self, x: Tensor) -> None:
         self._y = x.clone()
@@ -59,7 +59,7 @@ class Published:
         self._lock = StreamLock(x)  # held for passes over memory, never while waiting for others
 
     def publish(self, x: Tensor) -> None:
-        """Works the corrections into x, and publishes it."""
+        """Adds the corrections to x, and publishes x."""
         with self._lock:
             if self._is_corrected:
                 x += self._c
@@ -68,21 +68,21 @@ class Published:
             self._y.copy_(x)
 
     def snapshot(self) -> Tensor:
-        """A copy of what is published, corrections included."""
+        """Returns a copy of what is published, corrections included."""
         with self._lock:
             return self._y.clone()
 
     def correct(self, d: Tensor) -> None:
-        """Adds d to what is published, and, the next time, to x."""
+        """Adds d to what is published, and to x the next time that x is published."""
         with self._lock:
             self._y += d
             self._c += d
             self._is_corrected = True
 
     def meet(self, theirs: Tensor, wire_dtype: str) -> Tensor:
-        """Goes halfway to a partner's copy; gives a message with the way left to the partner.
+        """Goes halfway to a partner's copy; returns a message with the way left to the partner.
 
-        Both go as far as the message says: what is rounded off neither of them goes.
+        Both ranks go as far as the message says, so neither goes what was rounded off.
         """
         with self._lock:
             message = rounding.encode((self._y - theirs).mul_(0.5), wire_dtype)
@@ -94,7 +94,7 @@ class Published:
 
 
 class PublishedAhead:
-    """`Published` on a device, which may not have made yet what is published.  Memory: 4 |x|.
+    """`Published` on a device, which may still be computing the weights.  Memory: 4 |x|.
 
     Args:
         net: whose `timeout_s` and losses end the wait for the own device
@@ -109,7 +109,7 @@ class PublishedAhead:
         self.restart(x, step)
 
     def restart(self, x: Tensor, step: int) -> None:
-        """Begins with x as it is: nothing that came before matters any more."""
+        """Begins with x as it is; earlier publications and corrections no longer count."""
         self._q, self._r = x.clone(), x.clone()
         self._a, self._c = torch.empty_like(x), torch.empty_like(x)
         self._has_a = self._has_c = False
@@ -118,7 +118,7 @@ class PublishedAhead:
         self._used = PASSED  # behind the lane's last pass over memory
 
     def publish(self, x: Tensor, step: int = -1) -> None:
-        """Works the corrections into x, and publishes it."""
+        """Adds the corrections to x, and publishes x."""
         await_mark(self._net, self._made)
         with self._lock:
             self._used.hold()
@@ -132,23 +132,23 @@ class PublishedAhead:
             self._made = self._port.mark()
 
     def snapshot(self) -> Tensor:
-        """A copy of what is published and made, corrections included."""
+        """Returns a copy of what is published and computed, corrections included."""
         return self._snapshot()[0]
 
     def correct(self, d: Tensor) -> None:
-        """Adds d to what is published, and, the next time, to x."""
+        """Adds d to what is published, and to x the next time that x is published."""
         with self._using():
             self._add(d)
 
     def meet(self, theirs: Tensor, wire_dtype: str) -> Tensor:
-        """Goes halfway to a partner's copy; gives a message with the way left to the partner."""
+        """Goes halfway to a partner's copy; returns a message with the way left to the partner."""
         y = self.snapshot()
         message = rounding.encode((y - theirs).mul_(0.5), wire_dtype)
         self.correct(rounding.decode(message, like=y).neg())
         return message
 
     def _snapshot(self) -> tuple[Tensor, int]:
-        """The copy, and the step at which it was published."""
+        """Returns a copy, and the step at which the copy was published."""
         with self._using():
             if self._made.has_passed():
                 y, step = self._q.clone(), self._steps[1]
@@ -169,7 +169,7 @@ class PublishedAhead:
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[None]:
-        """Around the lane's passes over memory."""
+        """Holds the lock while the lane passes over memory, and marks the end on the device."""
         with self._lock:
             yield
             self._used = self._port.mark()
@@ -205,7 +205,7 @@ class Contributed:
         self._lock = StreamLock(x)  # held for passes over memory, never while waiting for others
 
     def publish(self, x: Tensor, step: int) -> None:
-        """Works the corrections into x, and publishes it."""
+        """Adds the corrections to x, and publishes x."""
         with self._lock:
             y = self._y
             if self._is_summing:
@@ -220,16 +220,16 @@ class Contributed:
             self._published_at = step
 
     def settle(self, x: Tensor, step: int) -> None:
-        """All ranks stand still: works the last corrections in."""
+        """Adds the last corrections to x, while all ranks stand still."""
         self.publish(x, step)
 
     def restart(self, x: Tensor, step: int) -> None:
-        """Begins with x as it is: nothing that came before matters any more."""
+        """Begins with x as it is; earlier publications and corrections no longer count."""
         self._is_corrected = False
         self.publish(x, step)
 
     def contribution(self) -> Tensor:
-        """What to sum up, in place."""
+        """Returns the tensor to sum up in place."""
         with self._lock:
             self._is_summing, self._is_replaced = True, False
             self.contributed_at = self._published_at
@@ -238,7 +238,7 @@ class Contributed:
         return self._y
 
     def reduced(self, group_size: int) -> None:
-        """The contribution now holds the sum over so many ranks."""
+        """Turns the contribution, which holds the sum over so many ranks, into the mean."""
         with self._lock:
             self._y /= group_size
             if self._is_replaced:
@@ -247,7 +247,7 @@ class Contributed:
             self._is_corrected, self._is_summing = True, False
 
     def take(self, x: Tensor) -> None:
-        """Puts the mean into x, which is what was contributed."""
+        """Puts the mean of what was contributed into x."""
         x.copy_(self._y)
         self._p.copy_(self._y)
         self._is_corrected = False
@@ -262,19 +262,19 @@ class ContributedAhead(PublishedAhead):
     contributed_at = -1
 
     def contribution(self) -> Tensor:
-        """What to sum up, in place."""
+        """Returns the tensor to sum up in place."""
         self._b, self.contributed_at = self._snapshot()
         self._y = self._b.clone()
         return self._y
 
     def reduced(self, group_size: int) -> None:
-        """The contribution now holds the sum over so many ranks."""
+        """Turns the contribution, which holds the sum over so many ranks, into the mean."""
         self.correct(self._y.div_(group_size).sub_(self._b))
         del self._b, self._y
 
     def settle(self, x: Tensor, step: int) -> None:
-        """All ranks stand still: works the last corrections in."""
+        """Adds the last corrections to x, while all ranks stand still."""
         self.publish(x, step)
 
     def take(self, x: Tensor) -> None:
-        """Nobody has waited for the mean."""
+        """Does nothing: no rank has waited for the mean."""

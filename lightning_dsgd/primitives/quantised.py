@@ -31,14 +31,14 @@ from lightning_dsgd.transport import Transport, Work
 
 
 def keep(net: Transport, x: Tensor, wire_dtype: str) -> Tensor | None:
-    """Where what is rounded off is kept: nowhere, if nothing is, or nothing is sent."""
+    """Makes a tensor for what is rounded off; None if nothing is rounded, or nothing is sent."""
     if wire_dtype == "float32" or net.world_size == 1:
         return None
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def average(net: Transport, x: Tensor, kept: Tensor | None, wire_dtype: str) -> None:
-    """Puts the mean over all ranks, of x and what was kept, into x.
+    """Puts the mean over all ranks, of x plus what was kept, into x.
 
     Uses messages with tag 0 between the ranks.
 
@@ -120,7 +120,7 @@ class GroupSums:
         self.reference = reference
 
     def all_reduce(self, net: Transport, y: Tensor, group: Sequence[int]) -> None:
-        """Puts the sum over the group into y, up to what this rank has rounded off."""
+        """Puts the sum over the group into y, but for what this rank has rounded off."""
         is_global, size = len(group) == net.world_size, len(group)
         if self.reference is None:
             net.all_reduce(y, group).wait()

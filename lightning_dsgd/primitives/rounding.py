@@ -28,7 +28,7 @@ _NOT_FINITE: Final = 255
 
 
 def wire_dtype(rest: str = "is sent the next time", of: str = "weight") -> Any:
-    """The hyperparameter of an algorithm that rounds what it sends; the rest is rounded off."""
+    """Makes the hyperparameter of an algorithm that rounds what it sends."""
     return one_of(
         "float32",
         "bfloat16",
@@ -41,7 +41,7 @@ def wire_dtype(rest: str = "is sent the next time", of: str = "weight") -> Any:
 
 
 def encode(x: Tensor, wire_dtype: str) -> Tensor:
-    """The message for x: x itself, of bfloat16, or of bytes: all exponents and then all values."""
+    """Encodes x: x itself, bfloat16, or bytes with all exponents and then all values."""
     if wire_dtype == "float32":
         return x
     if wire_dtype == "bfloat16":
@@ -60,7 +60,7 @@ def encode(x: Tensor, wire_dtype: str) -> Tensor:
 
 
 def decode(code: Tensor, like: Tensor) -> Tensor:
-    """What a message holds, of the length and the dtype of `like`."""
+    """Decodes a message into the length and the dtype of `like`."""
     if code.dtype == like.dtype:
         return code
     if code.dtype == torch.bfloat16:
@@ -78,7 +78,7 @@ def decode(code: Tensor, like: Tensor) -> Tensor:
 
 
 def num_bytes(count: int, wire_dtype: str, dtype: torch.dtype) -> int:
-    """Of a message that holds so many values of this dtype."""
+    """Returns the number of bytes of a message that holds so many values of this dtype."""
     if wire_dtype in _BITS:
         return _num_blocks(count) * (1 + BLOCK * _BITS[wire_dtype] // 8)
     return count * (torch.bfloat16 if wire_dtype == "bfloat16" else dtype).itemsize
@@ -89,9 +89,9 @@ def _num_blocks(num_values: int) -> int:
 
 
 def _scales(exponents: Tensor, bits: int) -> Tensor:
-    """2^e of each block, so that its largest value becomes all but the largest k, or that.
+    """Returns a block's scale, 2^e, with which its largest value becomes one of the two largest k.
 
-    Made of its bits, as a power computed by a device may be off by one.
+    The scale is made of its bits, as a power computed by a device may be off by one.
     """
     stored = (exponents - (bits - 2)).clamp_(min=1)  # the smallest normal number, for tiny blocks
     scales = (stored << 23).view(torch.float32)

@@ -69,10 +69,10 @@ _choice: Final = Choice()
 
 
 def kth_magnitude(x: Tensor, k: int) -> Tensor:
-    """The k-th largest of |x_i|, exactly; 0 where k is larger than the number of elements.
+    """Returns exactly the k-th largest |x_i|; 0 where k is larger than the number of elements.
 
-    A sample tells a threshold that a little more than k elements reach, then only those are ranked.
-    Where the sample has misled, all are.
+    A sample gives a threshold that a little more than k elements reach, and only these are ranked.
+    All elements are ranked where the sample has misled.
     """
     n = len(x)
     if k > n:
@@ -88,12 +88,12 @@ def kth_magnitude(x: Tensor, k: int) -> Tensor:
 
 
 def is_near(count: int, k: int) -> bool:
-    """Whether a threshold has let through so nearly k that it may go on: 3k/4 to 5k/4."""
+    """Returns whether a threshold that selects `count` entries may stay: 3k/4 to 5k/4."""
     return 3 * k <= 4 * count <= 5 * k
 
 
 def corrected(threshold: Tensor, count: int, k: int) -> Tensor:
-    """The threshold, gently moved towards the one that would have let k through.
+    """Moves the threshold gently towards one that would select k entries.
 
     By the tenth root of the error: the tail of what accumulates is steep, as all that lay above the
     threshold before is gone, and a threshold that is moved too far lets through too many and too
@@ -106,12 +106,12 @@ def corrected(threshold: Tensor, count: int, k: int) -> Tensor:
 
 
 def select(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and ascending indices of the elements of at least the threshold's magnitude."""
+    """Returns values and ascending indices of the elements that reach the threshold's magnitude."""
     return _select(x, threshold, None)
 
 
 def accumulate_and_select(residual: Tensor, g: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds g to the residual, leaves zeros in g, and selects from the residual."""
+    """Adds g to the residual, zeroes g, and selects from the residual."""
     return _select(residual, threshold, g)
 
 
@@ -126,9 +126,9 @@ def prepare(x: Tensor, num_regions: int, *, is_told: bool) -> None:
     """Chooses the form of selection from tensors like x and from its regions, so no step has to.
 
     Args:
-        x: as what is to be selected from
-        num_regions: into which it is divided
-        is_told: whether what was measured for that is logged
+        x: a tensor like the one to select from
+        num_regions: the number of regions into which the tensor is divided
+        is_told: whether the measured times are logged
     """
     if not devices.is_on_host(x):
         for part in (x, x[: -(-len(x) // num_regions)]):
@@ -136,7 +136,7 @@ def prepare(x: Tensor, num_regions: int, *, is_told: bool) -> None:
 
 
 def forms(x: Tensor) -> dict[str, Form]:
-    """How to select from a tensor on a device; all give the same to the bit."""
+    """Returns the ways to select from a tensor on a device; all give the same to the bit."""
     forms: dict[str, Form] = {"torch": select_plainly}
     if devices.runs_triton(x):
         from lightning_dsgd.primitives import sparse_triton
@@ -146,7 +146,7 @@ def forms(x: Tensor) -> dict[str, Form]:
 
 
 def select_plainly(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """On any device; what the two faster forms must equal to the bit."""
+    """Selects on any device; the two faster forms must equal its result to the bit."""
     if g is not None:
         x += g
         g.zero_()
@@ -156,7 +156,7 @@ def select_plainly(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[T
 
 
 def select_by_pieces(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """On a CPU.
+    """Selects on a CPU, piece by piece.
 
     By NumPy, which is faster than torch at comparing into marks and at finding the few among many.
     Magnitudes, NaN's too, are ordered like the integers that their bits are without the sign.
@@ -203,7 +203,7 @@ def select_by_pieces(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """Marks of the k largest magnitudes; between equal ones the first are taken."""
+    """Marks the k largest magnitudes; of equal magnitudes, the first are taken."""
     magnitudes = values.abs()
     least = kth_magnitude(values, k)
     marks, ties = magnitudes > least, magnitudes == least
@@ -212,7 +212,7 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 
 def places(marks: Tensor, count: int) -> Tensor:
-    """Where so many marks are, ascending; unlike `nonzero`, waits for no device."""
+    """Returns the ascending places of so many marks; unlike `nonzero`, waits for no device."""
     if devices.is_on_host(marks):
         return marks.nonzero().squeeze(1)
     # What is not marked goes to one place behind.
@@ -222,7 +222,7 @@ def places(marks: Tensor, count: int) -> Tensor:
 
 
 def count_each(digits: Tensor, num: int) -> Tensor:
-    """How often each of so many digits is there; unlike `bincount`, waits for no device."""
+    """Counts each of so many digits; unlike `bincount`, waits for no device."""
     if devices.is_on_host(digits):
         return torch.bincount(digits, minlength=num)
     counts = torch.zeros(num, dtype=torch.int64, device=digits.device)
@@ -233,7 +233,7 @@ def count_each(digits: Tensor, num: int) -> Tensor:
 
 
 def pack(code: Tensor, indices: Tensor) -> Tensor:
-    """One message, of bytes, from values, which may be encoded, and their ascending indices."""
+    """Packs values, which may be encoded, and their ascending indices into one message of bytes."""
     count, device = len(indices), indices.device
     if not count:
         return torch.empty(0, dtype=torch.uint8, device=device)
@@ -249,7 +249,7 @@ def pack(code: Tensor, indices: Tensor) -> Tensor:
 def unpack(
     message: Tensor, dtype: torch.dtype, wire_dtype: str = "float32"
 ) -> tuple[Tensor, Tensor]:
-    """Values, in `dtype`, and indices: what `pack` was given, decoded."""
+    """Unpacks and decodes a message; returns values, in `dtype`, and indices."""
     if not len(message):
         return message.to(dtype), message.to(torch.int64)
     count, first, width = message[:HEADER_BYTES].view(torch.int64).tolist()
@@ -263,7 +263,7 @@ def unpack(
 
 
 def _distances(indices: Tensor, width: int, span: int) -> Tensor:
-    """From one to the next, in units of so many bytes."""
+    """Returns the distances from one index to the next, in units of so many bytes."""
     limit, count = _limit(width), len(indices)
     narrow = torch.int32 if max(span, limit) < 1 << 31 else torch.int64
     units = torch.diff(indices).to(narrow)
@@ -281,7 +281,7 @@ def _distances(indices: Tensor, width: int, span: int) -> Tensor:
 
 
 def _summed(units: Tensor, count: int, width: int) -> Tensor:
-    """The indices, less the first, of which these are the distances."""
+    """Sums up distances; returns the indices, less the first."""
     limit = _limit(width)
     steps = units.clone().view(_WIDTHS[width]).to(torch.int64).bitwise_and_(limit)
     indices = torch.zeros(count, dtype=torch.int64, device=units.device)
@@ -293,7 +293,7 @@ def _summed(units: Tensor, count: int, width: int) -> Tensor:
 
 
 def _marks(indices: Tensor, span: int) -> Tensor:
-    """A bit for each number up to the span: whether it is there; eight in a byte."""
+    """Returns a bit for each number up to the span, set if the number is there; eight a byte."""
     marks = torch.zeros((span // 8 + 1) * 8, dtype=torch.uint8, device=indices.device)
     marks[indices] = 1
     if devices.is_on_host(marks):
@@ -303,7 +303,7 @@ def _marks(indices: Tensor, span: int) -> Tensor:
 
 
 def _marked(units: Tensor, count: int) -> Tensor:
-    """The so many numbers whose bits are set."""
+    """Returns the numbers whose bits are set, so many of them."""
     if devices.is_on_host(units):
         return places(
             torch.from_numpy(np.unpackbits(units.numpy(), bitorder="little")).bool(), count
@@ -320,5 +320,5 @@ def _marked(units: Tensor, count: int) -> Tensor:
 
 
 def _limit(width: int) -> int:
-    """What a unit of so many bytes cannot hold, and stands for in an escape."""
+    """Returns the distance that a unit of so many bytes cannot hold, and that an escape means."""
     return (1 << 8 * width) - 1

@@ -54,8 +54,8 @@ class Choice:
         """Measures the forms for tensors like x, if that was not done before.
 
         Args:
-            forms: by name; a single one is taken as it is
-            x: on a device
+            forms: the forms by name; a single one is taken unmeasured
+            x: a tensor on a device
             is_told: whether the measurement is logged
         """
         if _given(forms, x) is None:
@@ -64,7 +64,7 @@ class Choice:
                     self._measure(forms, x, is_told=is_told)
 
     def among(self, forms: Mapping[str, Form], x: Tensor) -> Form:
-        """The form for tensors like x: as measured for the nearest size, or now if for none."""
+        """Returns the form for tensors like x, measured for the nearest size, or else now."""
         given = _given(forms, x)
         if given is not None:
             return forms[given]
@@ -76,7 +76,7 @@ class Choice:
             return forms[known[nearest]]
 
     def _known(self, x: Tensor) -> dict[int, str]:
-        """Which form was taken, by size."""
+        """Returns the form that was taken for each size."""
         return self._taken.setdefault((x.device, x.dtype), {})
 
     def _measure(self, forms: Mapping[str, Form], x: Tensor, *, is_told: bool) -> None:
@@ -87,7 +87,7 @@ class Choice:
             _log.info(_line(x, times, taken))
 
     def _times(self, forms: Mapping[str, Form], x: Tensor) -> dict[str, float]:
-        """Of all forms that run here: kernels may not compile, as without a C compiler."""
+        """Measures all forms that run here; kernels may not compile, as without a C compiler."""
         times: dict[str, float] = {}
         for name, form in forms.items():
             try:
@@ -103,7 +103,7 @@ class Choice:
         return times
 
     def _seconds(self, form: Form, x: Tensor) -> float:
-        """The least of some times; the first, in which kernels are compiled, does not count."""
+        """Returns the least of some times, without the first, in which kernels are compiled."""
         port = port_of(x.device)
         trial = torch.full((len(x),), 0.5, dtype=x.dtype, device=x.device)
         trial[::_STRIDE] = 1.0
@@ -119,12 +119,12 @@ class Choice:
 
 
 def _size(x: Tensor) -> int:
-    """The same for lengths between two powers of two."""
+    """Returns a number that is the same for all lengths between two powers of two."""
     return len(x).bit_length()
 
 
 def _finish(port: Port) -> None:
-    """Waits until all that this thread has queued is done."""
+    """Waits until all that this thread has queued on the device is done."""
     if not until(port.mark().has_passed, _LIMIT_S, lambda: None):
         raise TimeoutError(
             f"what is queued on {port.device} must be done within {_LIMIT_S:g} s, it was not; look "
@@ -133,7 +133,7 @@ def _finish(port: Port) -> None:
 
 
 def _given(forms: Mapping[str, Form], x: Tensor) -> str | None:
-    """The form that needs no measurement: the only one, or the one that the variable names."""
+    """Returns the form that needs no measurement: the only one, or the environment variable's."""
     wanted = os.environ.get(VARIABLE)
     if wanted is None:
         return next(iter(forms)) if len(forms) == 1 else None
@@ -148,7 +148,7 @@ def _given(forms: Mapping[str, Form], x: Tensor) -> str | None:
 
 
 def _line(x: Tensor, times: Mapping[str, float], taken: str) -> str:
-    """What was measured, and what follows from it."""
+    """Says what was measured, and which form is taken."""
     found = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items())
     return (
         f"Selection from {len(x):,} elements on {x.device}: {found}; {taken} is taken "

@@ -67,10 +67,10 @@ def _compact(  # type: ignore[no-untyped-def]
 
 
 def select(x: Tensor, least: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Values and ascending indices of all but |x_i| < least, of x to which g is added first.
+    """Adds g to x, and selects values and ascending indices of all but |x_i| < least.
 
     Args:
-        x: with g it is changed, and must be contiguous
+        x: a contiguous tensor; changed where g is given
         least: one element on the same device, above zero
         g: as long as x, contiguous; zeros afterwards
     """

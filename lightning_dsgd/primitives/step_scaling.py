@@ -63,7 +63,7 @@ Decay = tuple[Sequence[slice], float | Tensor]
 
 
 def scale_steps() -> Any:
-    """The hyperparameter of an algorithm that averages weights."""
+    """Makes the hyperparameter of an algorithm that averages weights."""
     return setting(
         default=False,
         doc="if True, steps are scaled so that their mean over the ranks is as large as one of "
@@ -73,7 +73,7 @@ def scale_steps() -> Any:
 
 
 def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
-    """What who drives this algorithm tells of every step that an optimizer makes on x.
+    """Makes the object that learns of every step that an optimizer makes on x.
 
     Args:
         algorithm: whose hyperparameter says whether steps are scaled
@@ -86,31 +86,31 @@ def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
 
 
 class Unscaled:
-    """Steps stay as the optimizer has made them."""
+    """Leaves steps as the optimizer has made them."""
 
     def update_begins(self, x: Tensor, decays: Sequence[Decay] = ()) -> None:
-        """The optimizer is about to step, and to make entries smaller besides."""
+        """Notes x before a step; `decays` says which entries the step makes smaller besides."""
 
     def update_ends(self, x: Tensor) -> None:
-        """It has."""
+        """Scales the step that the optimizer has just made."""
 
     def settle(self) -> None:
-        """All ranks stand still."""
+        """Ends a series of steps; all ranks stand still."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resume needs."""
+        """Returns what a resume needs."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Takes over what `state_dict` returned."""
 
     def metrics(self) -> dict[str, float]:
-        """Figures to be logged as `dsgd/...`."""
+        """Returns figures to be logged as `dsgd/...`."""
         return {}
 
 
 class StepScaling(Unscaled):
-    """One rank's steps on one flat tensor of weights.
+    """Scales one rank's steps on one flat tensor of weights.
 
     Args:
         net: the network, with channels of its own
@@ -140,7 +140,7 @@ class StepScaling(Unscaled):
         self._is_in_step = True
 
     def update_ends(self, x: Tensor) -> None:
-        """Scales the step, if it has seen it begin."""
+        """Scales the step, if `update_begins` was called before it."""
         if not self._is_in_step or self._net.world_size == 1:
             return
         self._is_in_step = False
@@ -164,7 +164,7 @@ class StepScaling(Unscaled):
         x += u
 
     def settle(self) -> None:
-        """Takes what is still under way; all ranks count from zero again."""
+        """Takes the messages still under way; all ranks count from zero again."""
         sent = self._net.all_gather(torch.tensor(self._num_sent)).wait()
         due = int(sum(each[self._net.rank] for each in sent))
         while sum(self._num_taken) < due:
@@ -173,7 +173,7 @@ class StepScaling(Unscaled):
         self._num_taken = [0] * self._net.world_size
 
     def factors(self) -> Tensor:
-        """Of each block."""
+        """Returns the factor of each block."""
         agreement = (self._shared / self._own).nan_to_num_(1.0).clamp_(0, 1)
         return (agreement + (1 - agreement) / self._net.world_size).rsqrt_()
 
@@ -184,13 +184,13 @@ class StepScaling(Unscaled):
         return {"len": self._len, "own": self._own.clone(), "shared": self._shared.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begins anew if it is of another layout of x."""
+        """Takes a state over, but begins anew if its layout of x differs."""
         if state["len"] == self._len:
             self._own.copy_(state["own"])
             self._shared.copy_(state["shared"])
 
     def _tell(self) -> None:
-        """Sends a part of this step to a rank, another one each time, that has heard the others."""
+        """Sends a part of this step to a rank, each time another, unless it lags behind."""
         distance = 1 + self._num_steps // self._period % (self._net.world_size - 1)
         partner = (self._net.rank + distance) % self._net.world_size
         if self._num_sent[partner] - self._num_taken[partner] < MOST_AHEAD:
@@ -198,13 +198,13 @@ class StepScaling(Unscaled):
             self._num_sent[partner] += 1
 
     def _expect(self) -> Receipt:
-        """The next message, of whichever rank."""
+        """Posts a receive for the next message, from whichever rank."""
         if self._incoming is None:
             self._incoming = self._net.recv(self._own.new_empty(0, dtype=torch.int8), ANY)
         return self._incoming
 
     def _take(self) -> tuple[Tensor, int]:
-        """The next message, and how many its sender had sent here before."""
+        """Returns the next message, and how many its sender had sent here before."""
         receipt = self._expect()
         code = receipt.wait()
         self._incoming = None
@@ -213,7 +213,7 @@ class StepScaling(Unscaled):
         return code, number
 
     def _compare(self, code: Tensor, number: int) -> None:
-        """Adds what another rank's step has told to the sums; both are rounded alike."""
+        """Adds a comparison with another rank's step to the sums; both steps are rounded alike."""
         part = self._part(number)
         wide = part.to(self._own.dtype)  # squares of fp16 are too small for it
         mine, theirs = (decode(each, like=wide) for each in (encode(part, WIRE), code))
@@ -227,11 +227,11 @@ class StepScaling(Unscaled):
             total.mul_(kept).add_(is_new).add_(each)
 
     def _part(self, number: int) -> Tensor:
-        """Every fourth entry of this rank's step, from another one on in each message."""
+        """Returns every fourth entry of this rank's step, from entry `number` mod 4 on."""
         return self._u.view(-1, EVERY)[:, number % EVERY].contiguous()
 
 
 def _any(x: Tensor) -> Tensor:
-    """Whether something is not zero; `x.any()` takes three to five times as long on a CPU."""
+    """Returns whether an entry is not zero; `x.any()` takes three to five times as long on CPUs."""
     norm: Tensor = torch.linalg.vector_norm(x)
     return norm != 0

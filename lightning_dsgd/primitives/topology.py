@@ -9,18 +9,18 @@ from typing import Final
 
 
 def ring(rank: int, world_size: int) -> list[int]:
-    """The neighbours on the ring, each once: none for one rank, one for two, else two."""
+    """Returns the neighbours on the ring, each once: none for one rank, one for two, else two."""
     neighbours = {(rank - 1) % world_size, (rank + 1) % world_size} - {rank}
     return sorted(neighbours)
 
 
 def near_sqrt(world_size: int) -> int:
-    """The power of two nearest sqrt(P) by their ratio, of two the larger: WAGMA's group size."""
+    """Returns the power of two nearest sqrt(P) by ratio, of two the larger: WAGMA's group size."""
     return 1 << ((2 * world_size).bit_length() - 1) // 2  # rounds log2 of the root
 
 
 def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
-    """Who averages with whom at a version: a partition of the ranks that changes with it.
+    """Returns the groups that average at a version: a partition of the ranks that changes with it.
 
     At powers of two, Algorithm 1 of WAGMA-SGD: a butterfly whose phases move on by log2 S a
     version, so that every update reaches every rank within log_S P versions, rounded up.  At other
@@ -34,7 +34,7 @@ def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
 
 
 def group_of(rank: int, version: int, world_size: int, group_size: int) -> tuple[int, ...]:
-    """The group of `groups` that a rank is in, without the others."""
+    """Returns the group of `groups` that a rank is in, without making the other groups."""
     if _is_power_of_two(world_size) and _is_power_of_two(group_size):
         masks = _butterfly_masks(version, world_size, group_size)
         members = [rank & ~sum(masks)]
@@ -63,7 +63,7 @@ def _butterfly_groups(version: int, world_size: int, group_size: int) -> list[li
 
 
 def _butterfly_masks(version: int, world_size: int, group_size: int) -> list[int]:
-    """The bits in which the ranks of one group differ."""
+    """Returns the bits in which the ranks of one group differ."""
     global_phases, group_phases = world_size.bit_length() - 1, group_size.bit_length() - 1
     if not global_phases:
         return []
@@ -80,13 +80,13 @@ def _dealt_groups(version: int, world_size: int, group_size: int) -> list[list[i
 
 
 def _deal(order: list[int], bounds: list[int]) -> list[int]:
-    """The first member of each group, then the second of each, and so on."""
+    """Deals the first member of each group, then the second of each, and so on."""
     cards = [order[a:b] for a, b in pairwise(bounds)]
     return [rank for row in zip_longest(*cards) for rank in row if rank is not None]
 
 
 def _iterate(permutation: list[int], times: int) -> list[int]:
-    """A permutation applied `times` times, in log2(times) steps."""
+    """Applies a permutation `times` times, in log2(times) steps."""
     result = list(range(len(permutation)))
     while times:
         if times & 1:
@@ -97,7 +97,7 @@ def _iterate(permutation: list[int], times: int) -> list[int]:
 
 
 def exponential_neighbours(rank: int, world_size: int) -> list[int]:
-    """The ranks 1, 2, 4, ... after a rank, around the circle; it is one of as many ranks'.
+    """Returns the ranks 1, 2, 4, ... after a rank, around the circle.
 
     What every rank passes on to these reaches all within log2 P hops, rounded up.
     """
@@ -119,7 +119,7 @@ GRAPHS: Final = (
 def out_peers(
     graph: str, step: int, rank: int, world_size: int, num_peers: int = 1, seed: int = 0
 ) -> list[int]:
-    """To whom a rank sends at a step: `num_peers` ranks, fewer where the graph has fewer.
+    """Returns the ranks to which a rank sends at a step: `num_peers`, or fewer in a small graph.
 
     exponential: 1, 2, 4, ... hops ahead in turn, the hops below P (SGP, appendix A.1); with two
         peers the next two of them, moving on by one a step
@@ -130,7 +130,7 @@ def out_peers(
     random_exponential: drawn from the peers of "exponential", by each rank for itself
     random: drawn from all ranks
 
-    What is drawn depends on the seed, the step and the rank alone, so the receiver knows it too.
+    The draw depends on the seed, the step and the rank alone, so the receiver knows it too.
     """
     if graph == "bipartite_exponential":
         shifts = _bipartite_shifts(world_size)
@@ -150,7 +150,7 @@ def out_peers(
 def in_peers(
     graph: str, step: int, rank: int, world_size: int, num_peers: int = 1, seed: int = 0
 ) -> list[int]:
-    """Who sends to a rank at a step, in a fixed order."""
+    """Returns the ranks that send to a rank at a step, in a fixed order."""
     if graph in ("exponential", "complete", "ring"):  # mirrored
         mirrored = out_peers(graph, step, 0, world_size, num_peers)
         return [(rank - hop) % world_size for hop in mirrored]
@@ -164,7 +164,7 @@ def in_peers(
 
 
 def neighbours(graph: str, rank: int, world_size: int) -> list[int]:
-    """Whom a rank sends to or hears from at any step, in ascending order."""
+    """Returns the ranks that a rank sends to or hears from at any step, in ascending order."""
     if graph == "bipartite_exponential":
         across = (_across(rank, world_size, shift) for shift in _bipartite_shifts(world_size))
         return sorted({peer for peer in across if peer is not None})
@@ -185,7 +185,7 @@ def _in_turn(options: list[int], step: int, num_peers: int) -> list[int]:
 
 
 def _bipartite_shifts(world_size: int) -> list[int]:
-    """Hops of 2^k - 1 from odd to even ranks, as differences between their places among their like.
+    """Returns hops of 2^k - 1 from odd to even ranks, as differences between their places.
 
     Odd rank 2 j + 1 and even rank 2 (j + shift) mod P: where P is odd, there is one even rank more,
     and places counted modulo their number still lead from different odd ranks to different even
@@ -203,7 +203,7 @@ def _bipartite_shifts(world_size: int) -> list[int]:
 
 
 def _across(rank: int, world_size: int, shift: int) -> int | None:
-    """The partner of a rank on the other side, if it has one at this shift."""
+    """Returns the partner of a rank on the other side, if the rank has one at this shift."""
     num_even = (world_size + 1) // 2
     if rank % 2:
         return 2 * ((rank // 2 + shift) % num_even)
@@ -218,10 +218,10 @@ def _across(rank: int, world_size: int, shift: int) -> int | None:
 def random_partners(
     version: int, world_size: int, topology: str = "complete", seed: int = 0
 ) -> tuple[int, ...]:
-    """Each rank's partner at a version, itself if it has none: the same draw on every rank.
+    """Returns each rank's partner at a version, itself if it has none; the same draw on all ranks.
 
     complete: a perfect matching, drawn uniformly from all; where P is odd, one rank is left out
-    cycle: one of those of the cycle; each of its P edges is as likely as any other
+    cycle: a matching along the cycle; each of its P edges is as likely as any other
     """
     draw = random.Random(f"{seed}/{version}")
     if topology == "cycle":

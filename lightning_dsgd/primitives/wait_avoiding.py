@@ -73,35 +73,35 @@ class Member(Protocol):
     """What one rank brings to the collective; called by its lane."""
 
     def group(self, version: int) -> Sequence[int]:
-        """The ranks, this one among them, that sum up with this one; the same on each of them."""
+        """Returns the ranks that sum up with this one, itself among them; the same on each."""
         ...
 
     def is_global(self, version: int) -> bool:
-        """Whether every rank must have arrived by itself."""
+        """Returns whether every rank must have arrived by itself."""
         ...
 
     def activator(self, version: int) -> int | None:
-        """The only rank whose arrival activates; None: any."""
+        """Returns the only rank whose arrival activates the version; None: any rank's does."""
         ...
 
     def arrived(self, version: int) -> None:
-        """The training thread has arrived in time: its newest state may be contributed now."""
+        """Notes that the training thread is in time: its newest state may be contributed."""
         ...
 
     def contribute(self, version: int) -> Tensor:
-        """What to add to the sum; overwritten with the sum."""
+        """Returns the tensor to sum up, which the sum overwrites."""
         ...
 
     def reduced(self, version: int, group_size: int) -> None:
-        """The tensor that was contributed now holds the sum over the group."""
+        """Uses the tensor that was contributed, which now holds the sum over the group."""
         ...
 
     def late(self, version: int) -> None:
-        """The training thread has arrived at a version that was executed before."""
+        """Notes that the training thread has arrived at a version that was executed before."""
         ...
 
     def settled(self, version: int) -> None:
-        """All ranks stand still after this version; no training thread has gone on yet."""
+        """Settles after this version: all ranks stand still, no training thread goes on yet."""
         ...
 
 
@@ -125,10 +125,10 @@ class Grace:
         self._num_steps = 0  # that have not been measured
 
     def step_ends(self, made: Mark = PASSED) -> None:
-        """The training thread has computed, and is about to arrive.
+        """Notes that the training thread has computed a step, and is about to arrive.
 
         Args:
-            made: behind the step on the device
+            made: the device's mark behind the step
         """
         self._num_steps += 1
         if not made.has_passed():
@@ -138,17 +138,17 @@ class Grace:
         self._num_steps = 0
 
     def step_begins(self) -> None:
-        """The training thread goes on to compute."""
+        """Notes that the training thread goes on to compute."""
         if not self._num_steps:
             self._began_at = self._net.now()
 
     def stand_still(self) -> None:
-        """What comes next, an evaluation for one, is no step."""
+        """Notes that what comes next, such as an evaluation, is no step."""
         self._began_at, self._num_steps = None, 0
 
 
 def exact(net: Transport, x: Tensor, group: Sequence[int]) -> None:
-    """Puts the sum over the group into x, as the transport makes it."""
+    """Puts the sum over the group into x, as the transport sums."""
     net.all_reduce(x, group).wait()
 
 
@@ -191,11 +191,11 @@ class WaitAvoiding:
     # ---- the training thread ----
 
     def arrive(self, version: int, wait_for: int | None = None) -> None:
-        """Arrives, and waits until the version, or an earlier one, is executed on this rank.
+        """Arrives, and waits until this rank has executed the version, or an earlier one.
 
         Args:
-            version: the one arrived at, one more than the last time
-            wait_for: the one to wait for; -1: none
+            version: the version at which this rank arrives, one more than the last time
+            wait_for: the version to wait for; -1: none
         """
         wait_for = version if wait_for is None else wait_for
         self._newest_arrival = version
@@ -204,7 +204,7 @@ class WaitAvoiding:
             self._answer()
 
     def settle(self) -> int:
-        """Serves the others until no rank arrives any more; gives the next version of all ranks."""
+        """Serves the others until no rank arrives any more; returns all ranks' next version."""
         self._tell(_SETTLE)
         [last] = largest(self._home, self._newest_arrival)  # known once all ranks are here
         self._tell(_FINISH, last)
@@ -214,7 +214,7 @@ class WaitAvoiding:
         return last + 1
 
     def stop(self) -> None:
-        """Ends the lane; nothing is left to execute after `settle`."""
+        """Ends the lane; `settle` has left nothing to execute."""
         self._lane.stop()
 
     def _tell(self, kind: int, a: int = 0, b: int = 0) -> None:
