@@ -16,12 +16,12 @@ from lightning_dsgd.transport import Transport
 
 
 def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those that an algorithm is for: frozen ones are equal on all ranks, and stay so."""
+    """Returns the optimizer's parameters that are trained; frozen ones stay equal on all ranks."""
     return [p for p in _parameters_of(optimizer) if p.requires_grad]
 
 
 def num_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """Of all parameters and buffers."""
+    """Returns the number of bytes of all parameters and buffers."""
     ours = {*module.parameters(), *module.buffers(), *chain(*map(_parameters_of, optimizers))}
     return sum(t.numel() * t.element_size() for t in ours if not is_lazy(t))
 
@@ -56,13 +56,13 @@ def check_alike(net: Transport, module: nn.Module, optimizers: Sequence[Optimize
 
 
 def description(module: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """A text that is the same for models with the same parameters, buffers and optimizers."""
+    """Returns a text that is equal for models with equal parameters, buffers and optimizers."""
     lines = _descriptions(module, optimizers)
     return f"{len(lines)} parameters and buffers (checksum {_digest(' '.join(lines)):x})"
 
 
 def _descriptions(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[str]:
-    """One line for each parameter and buffer, with all that must be alike."""
+    """Returns a line for each parameter and buffer, with all that must be alike."""
     owner = {
         p: f"optimizer {i} ({type(optimizer).__name__})"
         for i, optimizer in enumerate(optimizers)

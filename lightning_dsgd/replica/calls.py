@@ -61,39 +61,39 @@ T = TypeVar("T")
 
 
 class Row(Protocol):
-    """The ranks that hold a replica together, of which this one is one."""
+    """Asks the ranks that hold a replica together with this one."""
 
     def has_lost(self, lost: PeerLost | None) -> bool:
-        """Whether any of them has met a loss; the same on all, which ask it together.
+        """Returns whether any rank of the row has met a loss; all call it and get the same answer.
 
         Args:
-            lost: which this rank has met
+            lost: the loss that this rank has met
 
         Raises:
-            PeerLost: if one of them is lost
+            PeerLost: if a rank of the row is lost
         """
         ...
 
 
 class Alone:
-    """This rank holds all of its replica."""
+    """Answers where this rank holds all of its replica."""
 
     def has_lost(self, lost: PeerLost | None) -> bool:
-        """Whether this one has."""
+        """Returns whether this rank has met a loss."""
         return lost is not None
 
 
 class Calls:
-    """One rank's calls, in whatever view there is.
+    """Makes one rank's calls, in whatever view the rank is.
 
     Attributes:
-        view: the newest that this rank has entered
-        lost: what the last change of the view was for, as far as this rank knows
-        changing_since: when this rank learnt of that
-        net: of all ranks
+        view: the newest view that this rank has entered
+        lost: the loss behind the last change of the view, as far as this rank knows
+        changing_since: when this rank learnt of that loss
+        net: the network of all ranks
 
     Args:
-        net: of all ranks, which goes on after a loss
+        net: the network of all ranks, which goes on after a loss
         change: begins anew in a view; all its members call it
         is_newcomer: whether this rank is in no view yet; then `join` comes first
     """
@@ -112,11 +112,11 @@ class Calls:
         self._row: Row = Alone()
 
     def hold_together(self, row: Row) -> None:
-        """From here on the ranks of this replica change views together; all of them call it."""
+        """Has all ranks of this replica change views together from now on; all of them call it."""
         self._row = row
 
     def together(self, call: Callable[[], T], adopt: Callable[[], None] | None = None) -> T:
-        """What `call` gives, which all ranks call; None, a number, text, a tensor or lists of them.
+        """Returns what `call` returns, which all ranks call: None, a number, text, or tensors.
 
         Args:
             call: may be made again, from its beginning
@@ -139,7 +139,7 @@ class Calls:
             return result
 
     def _try(self, call: Callable[[], Any]) -> PeerLost | None:
-        """Makes a call of all ranks; for what the view is to change then, if it is."""
+        """Makes a call of all ranks; returns the loss for which the view is to change, if any."""
         result, lost = self._made(call)
         if lost is None:
             self._result = result
@@ -147,7 +147,7 @@ class Calls:
         return self._lost_to_any(lost)
 
     def _made(self, call: Callable[[], T]) -> tuple[T | None, PeerLost | None]:
-        """What a call gives, and the loss that it ends with, if it does."""
+        """Returns a call's result, and the loss with which the call ended, if any."""
         self._is_within = True
         try:
             return call(), None
@@ -157,7 +157,7 @@ class Calls:
             self._is_within = False
 
     def _lost_to_any(self, lost: PeerLost | None) -> PeerLost | None:
-        """For what all ranks of this replica change the view now; None: for nothing."""
+        """Returns the loss for which all ranks of this replica change the view now, or None."""
         if not self._has_lost(lost):
             return None
         if lost is None:
@@ -166,15 +166,15 @@ class Calls:
         return lost
 
     def _has_lost(self, lost: PeerLost | None) -> bool:
-        """Whether any rank of this replica has met a loss; they ask each other.
+        """Returns whether any rank of this replica has met a loss; they ask each other.
 
-        But not where no view holds this one any more: one of the others may never answer then.  For
-        a loss of which another rank has told alone, that is not known before the next view.
+        A rank that no view holds asks nobody: one of the others may never answer then.  A loss of
+        which another rank alone has told is not known before the next view.
         """
         return (lost is not None and self.net.is_outside) or self._row.has_lost(lost)
 
     def once(self, call: Callable[[], T]) -> T | None:
-        """The same, but a change of the view ends the call, on all ranks: None then."""
+        """Makes a call as `together` does; a change of the view ends it, and all ranks get None."""
         result, lost = self._made(call)
         lost = self._lost_to_any(lost)
         if lost is None:
@@ -183,9 +183,9 @@ class Calls:
         return None
 
     def leave(self) -> None:
-        """The last call: nobody comes back from it before all have begun it.
+        """Makes the last call; no rank comes back from it before all have begun it.
 
-        Who has come back has left.  So who meets that while the view changes may leave as well.
+        A rank that has come back has left, so a rank that meets its loss then may leave as well.
         No collective of this replica follows, so its ranks need not change views together.
         """
         self._row = Alone()
@@ -201,24 +201,24 @@ class Calls:
         self.change_view(PeerLost(self.net.rank, JOINS))
 
     def admit(self, newcomers: Sequence[int]) -> None:
-        """Goes on in a view with these newcomers; all members call it, with the same ones."""
+        """Goes on in a view with these newcomers; all members call it, with the same newcomers."""
         if not {*newcomers} <= {*self.view.members} and self.net.admit(newcomers):
             self.change_view(PeerLost(newcomers[0], JOINS))
 
     def part(self, leavers: Sequence[int]) -> None:
-        """Goes on in a view without these; all members call it, with the same ones.
+        """Goes on in a view without these ranks; all members call it, with the same ranks.
 
         Raises:
-            PeerLost: on those that leave
+            PeerLost: on the ranks that leave
         """
         if {*leavers} & {*self.view.members} and self.net.part(leavers):
             self.change_view(PeerLost(leavers[0], LEAVES))
 
     def step(self, call: Callable[[], None], *, again: bool) -> None:
-        """A step of this rank alone.
+        """Makes a step of this rank alone.
 
         Args:
-            call: what it does
+            call: makes the step
             again: whether it is made again after a change of the view, by all ranks of a replica
         """
         while True:
@@ -235,7 +235,7 @@ class Calls:
                 return
 
     def change_view(self, lost: PeerLost) -> bool:
-        """Goes on in the next view; whether others have come back from a call that this has not.
+        """Goes on in the next view; returns whether others have done a call that this rank has not.
 
         Raises:
             PeerLost: where this rank cannot go on
@@ -254,7 +254,7 @@ class Calls:
             lost = another
 
     def _begin_in_view(self) -> PeerLost | None:
-        """Begins anew in it; the loss that has kept this rank from that, if one has."""
+        """Begins anew in the view; returns the loss that has kept this rank from it, if any."""
         try:
             self._change(self.view)
             self._take_over_result()

@@ -21,7 +21,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 def give(net: Transport, tensors: Iterable[Tensor], giver: int) -> None:
-    """Gives every rank what one has."""
+    """Gives every rank the giver's tensors."""
     for live in tensors:
         flat_copy = live.detach().reshape(-1).contiguous()
         net.broadcast(flat_copy.view(torch.uint8), src=giver).wait()
@@ -29,7 +29,7 @@ def give(net: Transport, tensors: Iterable[Tensor], giver: int) -> None:
 
 
 def differing(net: Transport, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those that are not the same to the bit on all ranks, as far as a checksum tells."""
+    """Returns the tensors that differ between the ranks, as far as a checksum tells."""
     if not tensors:
         return []
     everyones_sums = net.all_gather(torch.cat([_checksum(t) for t in tensors])).wait()
@@ -39,12 +39,12 @@ def differing(net: Transport, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def distance(net: Transport, own: Pairs, shared: Pairs) -> float:
-    """How far the ranks' own values are from what they share: sqrt(mean |x_i - x|^2) / |x|.
+    """Returns how far the ranks are from what they share: sqrt(mean |x_i - x|^2) / |x|.
 
     Args:
-        net: of all ranks
+        net: the network of all ranks
         own: the live tensors with this rank's values
-        shared: the first of them with what all share
+        shared: the shared values of the first of these tensors
     """
     squares = torch.zeros(2, dtype=torch.float64)
     for (_, mine), (_, mean) in zip(own, shared, strict=False):
@@ -55,10 +55,10 @@ def distance(net: Transport, own: Pairs, shared: Pairs) -> float:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Two words that another tensor of the same shape is most unlikely to have.
+    """Returns two words that another tensor of the same shape is most unlikely to have.
 
-    The sum of its bytes as whole numbers, and one weighted by their places; piece by piece, as
-    what is frozen may be large.
+    The words are the sum of its bytes as whole numbers, and a sum weighted by their places; piece
+    by piece, as a frozen tensor may be large.
     """
     sums = torch.zeros(2, dtype=torch.int64)
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -72,7 +72,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) -> list[Tensor]:
-    """The means of float tensors over the ranks; rank 0's of others, of all without `floats`."""
+    """Returns the float tensors' means and rank 0's others; without `floats`, rank 0's of all."""
     results: list[Tensor] = [torch.empty(0)] * len(tensors)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -93,9 +93,9 @@ def average(net: Transport, tensors: Sequence[Tensor], *, floats: bool = True) -
 
 
 def exchanged(state: dict[str, Any], table: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-    """The same state with every tensor that lies in a live one taken from its counterpart.
+    """Returns the same state, with each tensor that lies in a live one taken from its counterpart.
 
-    Looks into mappings of names: other callbacks keep the weights under names of their own.
+    Mappings of names are searched too: other callbacks keep weights under names of their own.
     """
     result = copy.copy(state)  # with its type and the versions that torch keeps beside a state_dict
     for key, value in state.items():
@@ -108,7 +108,7 @@ def exchanged(state: dict[str, Any], table: Sequence[tuple[Tensor, Tensor]]) -> 
 
 
 def counterpart(value: Tensor, table: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The counterpart of a tensor that is a live one, or lies within a flat live one."""
+    """Returns the counterpart of a tensor that is a live one, or lies within a flat live one."""
     real = torch.view_as_real(value) if value.is_complex() else value
     within = None
     for live, other in table:
@@ -125,7 +125,7 @@ def counterpart(value: Tensor, table: Iterable[tuple[Tensor, Tensor]]) -> Tensor
 
 
 def _is_within(value: Tensor, live: Tensor) -> bool:
-    """Whether all elements are among those of a flat tensor."""
+    """Returns whether all elements are among those of a flat tensor."""
     if value.dtype != live.dtype or live.dim() != 1 or not live.is_contiguous():
         return False
     begin = value.storage_offset() - live.storage_offset()

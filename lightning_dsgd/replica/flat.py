@@ -175,7 +175,7 @@ class FlatParameters:
         return [place.view(part) for place, part in zip(self._places, parts, strict=True)]
 
     def spans(self, parameters: Iterable[Parameter]) -> list[slice]:
-        """Where those of them that are here lie in x: neighbours in one, with the gaps between."""
+        """Returns where these parameters lie in x; neighbours and their gaps are one span."""
         spans: list[slice] = []
         for begin, end in sorted(self._bounds[p] for p in parameters if p in self._bounds):
             follows = bool(spans) and spans[-1].stop == begin
@@ -212,13 +212,13 @@ class FlatParameters:
             parameter.data = view.copy_(value)
 
     def pull(self) -> None:
-        """Puts the parameters' values into x, where x is not what they lie in."""
+        """Puts the parameters' values into x, if the parameters do not lie in x."""
 
     def push(self) -> None:
-        """Puts what x holds into the parameters, where they do not lie in it."""
+        """Puts the values of x into the parameters, if the parameters do not lie in x."""
 
     def _match(self, views: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Views to be written, the gradients that go there, and the views that no gradient has."""
+        """Returns the views to write, their gradients, and the views that no gradient has."""
         written: list[Tensor] = []
         grads: list[Tensor] = []
         absent: list[Tensor] = []
@@ -238,14 +238,14 @@ class FlatParameters:
 
 
 class Whole:
-    """How a module's replica is laid out over ranks: this one holds all of it."""
+    """Lays a module's replica out on this rank alone."""
 
     def flatten(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[FlatParameters]:
         """See `flatten`."""
         return flatten(named_parameters)
 
     def local(self, tensor: Tensor) -> Tensor:
-        """What this rank holds of a tensor, without its gradients' history."""
+        """Returns this rank's share of a tensor, without its gradients' history."""
         return tensor.data
 
     def describe(self) -> str:
@@ -253,11 +253,11 @@ class Whole:
         return ""
 
     def reshard(self) -> None:
-        """Drops what was gathered from other ranks."""
+        """Drops what was gathered from other ranks; here, nothing was."""
 
 
 def check_module(module: nn.Module) -> None:
-    """Raises `ValueError` for modules whose gradients will be sparse, which g has no room for."""
+    """Raises `ValueError` for modules whose gradients will be sparse, for which g has no room."""
     for name, child in module.named_modules():
         if (
             isinstance(child, nn.Embedding | nn.EmbeddingBag)
@@ -271,7 +271,7 @@ def check_module(module: nn.Module) -> None:
 
 
 class Place(NamedTuple):
-    """How a parameter lies in its part of a flat tensor."""
+    """Says how a parameter lies in its place of a flat tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -283,17 +283,17 @@ class Place(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor, padding: int = 0) -> Place:
-        """That of a tensor like this."""
+        """Returns the place of a tensor."""
         is_complex = tensor.is_complex()
         numel = tensor.numel() * (2 if is_complex else 1)
         return Place(tensor.size(), tensor.stride(), is_complex, numel, padding)
 
     def lengths(self, step: int) -> tuple[int, int]:
-        """Of itself, and of the gap before the next, which begins on a multiple of `step`."""
+        """Returns its length and the gap behind it: the next begins at a multiple of `step`."""
         return self.numel, self.padding + -(self.numel + self.padding) % step
 
     def view(self, part: Tensor) -> Tensor:
-        """The part of a flat tensor in the parameter's form."""
+        """Returns a piece of a flat tensor in the parameter's form."""
         if self.is_complex:
             part = part.view(part.dtype.to_complex())
         return part.as_strided(self.size, self.stride)
@@ -363,7 +363,7 @@ def _is_dense(parameter: Parameter) -> bool:
 
 
 def _check_disjoint(names: Mapping[Any, str]) -> None:
-    """Raises where two parameters share memory without being one object: x would part them."""
+    """Raises where two parameters share memory without being one object: x would separate them."""
     owners = [p for p in names if not is_lazy(p) and not p.is_meta and p.numel()]
     owners.sort(key=lambda parameter: (str(parameter.device), parameter.data_ptr()))
     for before, after in pairwise(owners):

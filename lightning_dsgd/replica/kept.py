@@ -25,10 +25,10 @@ NUM_MEASURED: Final = 1024
 
 
 class UpdatesKept:
-    """Of one flat tensor of weights.
+    """Measures which share of all updates to one flat tensor of weights is kept.
 
     Attributes:
-        share: at the last consensus; None before there was one, or an update
+        share: the share at the last consensus; None before the first consensus or update
 
     Args:
         x: the weights, as they are in the beginning
@@ -42,23 +42,23 @@ class UpdatesKept:
         self.begin(x)
 
     def begin(self, x: Tensor) -> None:
-        """Anew, from these weights."""
+        """Begins anew from these weights."""
         self.share = None
         self._begin = self._some_of(x)
         self._updates = torch.zeros_like(self._begin)  # all ranks', until the last consensus
         self._start_counting()
 
     def update_begins(self, x: Tensor) -> None:
-        """The optimizer is about to step."""
+        """Notes the weights; the optimizer is about to step."""
         self._before = self._some_of(x)
 
     def update_ends(self, x: Tensor) -> None:
-        """It has."""
+        """Adds up the step that the optimizer has made."""
         self._mine += self._some_of(x) - self._before
         self._num_mine += 1
 
     def measure(self, net: Transport, consensus: Tensor, team_size: int) -> None:
-        """On all ranks together; teams are of consecutive ranks."""
+        """Measures the share, on all ranks together; teams are of consecutive ranks."""
         nums = [int(num) for num in net.all_gather(torch.tensor([self._num_mine])).wait()]
         first = net.rank // team_size * team_size
         team = nums[first : first + team_size]
@@ -74,11 +74,11 @@ class UpdatesKept:
             self.share = float(way @ self._updates) / squares
 
     def state(self) -> dict[str, Any]:
-        """For a resume, at a consensus."""
+        """Returns what a resume needs, at a consensus."""
         return {"len": self._len, "begin": self._begin, "updates": self._updates}
 
     def load(self, state: dict[str, Any] | None, x: Tensor) -> None:
-        """Goes on from there; begins anew if nothing is known, or of another layout of x."""
+        """Takes a state over; begins anew without one, or with one of another layout of x."""
         self.begin(x)
         if state is not None and state["len"] == self._len:
             self._begin, self._updates = (state[k].to(self._begin) for k in ("begin", "updates"))

@@ -21,12 +21,12 @@ _SCALING: Final = "step_scaling"
 
 
 class Part:
-    """Of one replica.
+    """Trains one flat tensor of a replica's weights by one algorithm.
 
     Args:
         weights: the parameters
         algorithm: trains them
-        scaling: of the optimizer's steps
+        scaling: scales the optimizer's steps
         optimizer: steps them
     """
 
@@ -45,11 +45,11 @@ class Part:
 
     @property
     def x(self) -> Tensor:
-        """The weights, flat."""
+        """The weights as a flat tensor."""
         return self.weights.x
 
     def update_begins(self) -> None:
-        """The optimizer is about to step."""
+        """Notes the weights; the optimizer is about to step."""
         self.kept.update_begins(self.x)
         if self.algorithm.scales_steps:
             self.scaling.update_begins(self.x, decays_of(self.optimizer, self.weights))
@@ -60,18 +60,18 @@ class Part:
         self.scaling.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm keeps, and what is known of the ranks' steps, if they are scaled."""
+        """Returns the algorithm's state, and that of the scaling of steps, if there is any."""
         known = self.scaling.state_dict()
         return self.algorithm.state_dict() | ({_SCALING: known} if known else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Takes over what `state_dict` returned."""
         self.algorithm.load_state_dict({k: v for k, v in state.items() if k != _SCALING})
         if _SCALING in state:
             self.scaling.load_state_dict(state[_SCALING])
 
     def metrics(self) -> dict[str, float]:
-        """The share of the updates that is kept, by how much steps are scaled, the algorithm's."""
+        """Returns the share of updates kept, and the scaling's and the algorithm's figures."""
         figures: dict[str, float] = {}
         if self.kept.share is not None:
             figures["updates_kept"] = self.kept.share
@@ -79,9 +79,9 @@ class Part:
 
 
 def decays_of(optimizer: Optimizer, weights: FlatParameters) -> list[Decay]:
-    """What AdamW and the like subtract from weights besides the step that comes.
+    """Returns what AdamW and the like subtract from weights besides the step that comes.
 
-    From those that have a gradient.
+    Only weights that have a gradient count.
     """
     decays: list[Decay] = []
     for group in optimizer.param_groups:
@@ -92,11 +92,11 @@ def decays_of(optimizer: Optimizer, weights: FlatParameters) -> list[Decay]:
 
 
 def settle_together(parts: Sequence[Part], *, wait: bool = False) -> None:
-    """All parts at once: a rank that still trains waits now for one of ours, now for another.
+    """Settles all parts at once: another rank waits now for one of them, now for another.
 
     Args:
-        parts: to settle
-        wait: for all, also where one has failed; else that ends the network, and what is left
+        parts: the parts to settle
+        wait: waits for all parts, also where one has failed; else a failure ends the network
     """
     if len(parts) == 1:
         parts[0].settle()

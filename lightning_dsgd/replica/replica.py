@@ -129,15 +129,15 @@ class Replica:
         return algorithm
 
     def _start_scaling(self, weights: flat.FlatParameters) -> Unscaled:
-        """For the part whose algorithm was started last."""
+        """Starts the scaling of the part whose algorithm was started last."""
         net = self.net.sub(f"steps-{self._num_builds}")
         return made_for(self._pattern, net, weights.x)
 
     def _parts_of(self, optimizer: Optimizer) -> list[Part]:
-        """The parts of an optimizer; made anew when it trains other parameters than before.
+        """Returns an optimizer's parts; makes them anew when it trains other parameters.
 
-        All ranks then begin with the consensus, as what is frozen from here on must be equal.  But
-        not while a resume is under way, which has restored what each had.
+        All ranks then begin with the consensus, as parameters that are frozen from now on must be
+        equal.  A resume under way has restored each rank's own, and these stay.
         """
         if list(map(id, alike.trainable(optimizer))) != self._trained[id(optimizer)]:
             self._copy()
@@ -158,14 +158,14 @@ class Replica:
         return parts
 
     def _publish(self, parts: Sequence[Part]) -> None:
-        """The module computes with what x is now."""
+        """Has the module compute with x as it is now."""
         for part in parts:
             part.weights.push()
         self._layout.reshard()
 
     @property
     def _everyone(self) -> Transport:
-        """The network of all ranks: each has seen data of its own, whatever it holds."""
+        """The network of all ranks: each has seen data of its own, whatever shard it holds."""
         return self.net if self._all_ranks is None else self._all_ranks
 
     @property
@@ -203,7 +203,7 @@ class Replica:
 
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer) -> None:
-        """Gathers the gradients where the algorithm wants them, and lets it talk."""
+        """Gathers the gradients where the algorithm wants them, and calls the algorithm."""
         if self._to_load:
             self._load_late()
         with exchanging(self.net.counters.watch, self.net.now):
@@ -229,7 +229,7 @@ class Replica:
 
     @torch.no_grad()
     def after_update(self, optimizer: Optimizer) -> None:
-        """Lets the algorithm talk about the weights that the optimizer has made."""
+        """Calls the algorithm with the weights that the optimizer has made."""
         with exchanging(self.net.counters.watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
@@ -246,7 +246,7 @@ class Replica:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Begins anew with the others where they train other parameters; without a step."""
+        """Begins anew with the others, without a step, where they train other parameters."""
         for optimizer in self._optimizers:
             self._parts_of(optimizer)
 
@@ -268,8 +268,8 @@ class Replica:
     def settle(self) -> None:
         """Serves the others until every rank has come here.
 
-        Also where this rank has made no step since the last time: others may have.  While the
-        consensus is shown nobody makes one.
+        A rank that has made no step since the last time settles too, as others may have made some.
+        While the consensus is shown, no rank makes a step.
         """
         if self._stash is None and not self._is_finished:
             parts = self.parts
@@ -295,10 +295,10 @@ class Replica:
         self._copy()
 
     def _apply_held_back(self, optimizer: Optimizer) -> None:
-        """Applies what the algorithms have held back of the gradients, if they have.
+        """Applies the gradients that the algorithms have held back, if there are any.
 
-        That is what a step with it changes, less what one with a gradient of zero does: momentum
-        and weight decay act no more.  The optimizer's state stays as it is.
+        The change is that of a step with such a gradient, less that of one with a gradient of zero:
+        momentum and weight decay act no more.  The optimizer's state stays as it is.
         """
         parts = self._parts[id(optimizer)]
         held_back = [part.algorithm.held_back() for part in parts]
@@ -323,13 +323,13 @@ class Replica:
         optimizer.zero_grad()
 
     def stop(self) -> None:
-        """Ends what runs beside the training; never waits for another rank."""
+        """Ends the threads beside the training; never waits for another rank."""
         for part in self.parts:
             part.algorithm.stop()
 
     @torch.no_grad()
     def show_consensus(self) -> None:
-        """Puts the consensus into the module and this rank's own weights aside.
+        """Puts the consensus into the module, and this rank's own weights aside.
 
         Memory: |x| for the weights put aside, and |x| more while the consensus is made.
         """
@@ -353,7 +353,7 @@ class Replica:
 
     @contextlib.contextmanager
     def as_own(self) -> Iterator[None]:
-        """Inside, the module holds this rank's own weights, also while the consensus is shown.
+        """Has the module hold this rank's own weights inside, also while the consensus is shown.
 
         Memory: |x| more where it is shown.
         """
@@ -379,12 +379,12 @@ class Replica:
 
     @torch.no_grad()
     def own(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with this rank's own values, also while the consensus is shown."""
+        """Returns a checkpoint with this rank's own values, also while the consensus is shown."""
         return exchanged(checkpoint, self._stash or [])
 
     @torch.no_grad()
     def consensus(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with the consensus in place of this rank's values; on all ranks together.
+        """Returns a checkpoint with the consensus in place of this rank's values; on all ranks.
 
         What its "state_dict" has that does not lie in the module (weights that another callback has
         averaged over time) is averaged over the ranks.  What is frozen stays as it is, to the bit.
@@ -406,7 +406,7 @@ class Replica:
         return result
 
     def _consensus(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of what the module holds here and what all ranks agree on."""
+        """Returns pairs of what the module holds here and what all ranks agree on."""
         self.settle()
         weights = []
         for part in self.parts:
@@ -417,7 +417,7 @@ class Replica:
         return weights + self._consensus_of_the_rest()
 
     def _consensus_of_the_rest(self) -> list[tuple[Tensor, Tensor]]:
-        """The same for buffers, and for parameters of no optimizer that differ between ranks."""
+        """Returns such pairs for buffers, and for untrained parameters that differ."""
         buffers = list(self.module.buffers())
         others = differing(self.net, self._untrained())
         means = average(self._everyone, buffers, floats=self._average_buffers)
@@ -425,7 +425,7 @@ class Replica:
         return list(zip(buffers + others, means, strict=True))
 
     def _make_alike(self, tensors: Sequence[Tensor]) -> None:
-        """Puts their mean into those that differ between the ranks."""
+        """Puts the mean over the ranks into those tensors that differ between them."""
         others = differing(self.net, tensors)
         for live, mean in zip(others, average(self.net, others), strict=True):
             live.copy_(mean)
@@ -433,15 +433,15 @@ class Replica:
     # ---- saving ----
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What the algorithms keep, in the order of the parts."""
+        """Returns what the algorithms keep, in the order of the parts."""
         return [part.state_dict() for part in self.parts]
 
     def names(self) -> list[list[str]]:
-        """Of the parameters of each part."""
+        """Returns the names of the parameters of each part."""
         return [part.weights.names for part in self.parts]
 
     def updates(self) -> list[dict[str, Any]]:
-        """What is known of all ranks' updates, for each part."""
+        """Returns what is known of all ranks' updates, for each part."""
         return [part.kept.state() for part in self.parts]
 
     def load_state_dict(
@@ -450,10 +450,10 @@ class Replica:
         names: Sequence[Sequence[str]],
         updates: Sequence[dict[str, Any]] | None = None,
     ) -> None:
-        """Takes over what `state_dict` gave, beside what `names` and `updates` did.
+        """Takes over what `state_dict`, `names` and `updates` returned.
 
-        At the next step, if other parameters are trained now than then: what had been unfrozen when
-        it was saved may be frozen until training goes on.
+        Where other parameters are trained now, the next step does so: what was not frozen when it
+        was saved may be frozen until training goes on.
         """
         given = [None] * len(states) if updates is None else updates
         self._to_load = list(zip(states, names, given, strict=True))
@@ -487,10 +487,10 @@ class Replica:
     def carry_over(
         self, states: Sequence[dict[str, Any]], names: Sequence[Sequence[str]], num_ranks: int
     ) -> bool:
-        """Takes over what another rank has held back, whose states and parameters these are.
+        """Takes over what another rank has held back; the states and names are that rank's.
 
         Returns:
-            Whether the parameters are those that are trained here.
+            Whether the same parameters are trained here.
         """
         if [*map(list, names)] != self.names():
             return False
@@ -499,9 +499,9 @@ class Replica:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """The share of the updates that is kept, and the algorithms' own figures.
+        """Returns the share of the updates that is kept, and the algorithms' own figures.
 
-        The mean over the parts where several give the same.
+        A figure that several parts give is the mean over these parts.
         """
         figures: dict[str, list[float]] = {}
         for part in self.parts:
@@ -511,6 +511,6 @@ class Replica:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first of them, and how many there are."""
+    """Returns the first names, and says how many more there are."""
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + rest or "none"

@@ -25,20 +25,20 @@ from lightning_dsgd.transport import Transport, TransportError
 
 
 class Copies:
-    """What each x was before it was last given to an algorithm.  Memory: |x|."""
+    """Keeps a copy of each x, made before an algorithm last got x.  Memory: |x|."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def keep(self, xs: Sequence[Tensor]) -> None:
-        """They are as they should be."""
+        """Copies these tensors, whose values are whole."""
         if [x.data_ptr() for x in xs] != [x.data_ptr() for x, _ in self._pairs]:
             self._pairs = [(x, torch.empty_like(x)) for x in xs]
         for (_, kept), x in zip(self._pairs, xs, strict=True):
             kept.copy_(x)
 
     def put_back(self) -> None:
-        """They may be torn."""
+        """Puts the copies back into the tensors, whose values a loss may have torn."""
         for x, kept in self._pairs:
             x.copy_(kept)
 
@@ -65,7 +65,7 @@ class SurvivingReplica(Replica):
             super()._check_alike()
 
     def description(self) -> str:
-        """A text that is the same for models with the same parameters, buffers and optimizers."""
+        """Returns a text that is equal for models with equal parameters, buffers and optimizers."""
         return alike.description(self.module, self._optimizers)
 
     def _start(self, weights: FlatParameters) -> Algorithm:
@@ -74,7 +74,7 @@ class SurvivingReplica(Replica):
         return super()._start(weights)
 
     def stop(self) -> None:
-        """Ends what runs beside the training; never waits for another rank."""
+        """Ends the threads beside the training; never waits for another rank."""
         if not self._is_new:
             super().stop()
 
@@ -91,13 +91,12 @@ class SurvivingReplica(Replica):
     ) -> None:
         """Begins anew among the ranks of `net`, from their consensus, after another was lost.
 
-        Wherever this rank was: in the midst of a sum that has torn x, at a step boundary, while it
-        showed the consensus, or done.  x is put back to what it was before it was last given to an
-        algorithm, for which a copy of it is kept: with the optimizer's step in it, if
-        that was made.  What was under way between the ranks is lost; what a rank has held back is
-        carried over (`Algorithm.carry_over`).  Then weights, buffers, and what no optimizer trains
-        become the mean over the ranks, the same to the bit, and each algorithm starts again.  Once
-        a rank has finished, all take its weights.
+        This rank may be in the midst of a sum that has torn x, at a step boundary, showing the
+        consensus, or done.  x is put back to the copy that was made before an algorithm last got
+        x, with the optimizer's step in it if that was made.  What was under way between the ranks
+        is lost; what a rank has held back is carried over (`Algorithm.carry_over`).  Then weights,
+        buffers, and what no optimizer trains become the mean over the ranks, the same to the bit,
+        and each algorithm starts again.  Once a rank has finished, all take its weights.
 
         Newcomers take no part in that, and get the mean.
 
@@ -139,7 +138,7 @@ class SurvivingReplica(Replica):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Gives all ranks the mean, where they are settled; `change_view` is to come next."""
+        """Gives all ranks the mean, where they are settled; `change_view` comes next."""
         self._share_all(self.net)
         self._copy()
 
@@ -156,13 +155,13 @@ class SurvivingReplica(Replica):
         return [part.x for part in self.parts] + self._untrained()
 
     def stop_lanes(self) -> None:
-        """Ends what runs beside the training, and may have failed with a rank."""
+        """Ends the threads beside the training, which may have failed with a rank."""
         for part in [] if self._is_new else self.parts:
             with contextlib.suppress(TransportError):
                 part.algorithm.stop()
 
     def _share(self, net: Transport, tensors: list[Tensor]) -> None:
-        """Gives all ranks the mean; or what a rank has that is done, as others may have left."""
+        """Gives all ranks the mean, or a finished rank's weights, as others may have left."""
         flags = net.all_gather(torch.tensor([int(self._is_finished)])).wait()
         done = [rank for rank, flag in enumerate(flags) if flag]
         if done:
@@ -173,13 +172,13 @@ class SurvivingReplica(Replica):
 
     @torch.no_grad()
     def show_as_shared(self) -> None:
-        """What `show_consensus` does, where all ranks hold the consensus already."""
+        """Does what `show_consensus` does, where all ranks hold the consensus already."""
         if self._stash is None:
             live = [*(part.x for part in self.parts), *self.module.buffers(), *self._untrained()]
             self._stash = [(tensor, tensor.clone()) for tensor in live]
             self.consensus_distance = 0.0
 
     def finish_as_shared(self) -> None:
-        """What `finish` does, where all ranks hold the consensus already."""
+        """Does what `finish` does, where all ranks hold the consensus already."""
         self._is_finished = True
         self.stop()

@@ -33,19 +33,19 @@ SHARD: Final = "lightning_dsgd.shard"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without its gradients' history."""
+    """Returns this rank's share of a tensor, without its gradients' history."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class Shards(Whole):
-    """How a module's replica is laid out over ranks.
+    """Lays a module's replica out over several ranks.
 
     Attributes:
-        is_alias: whether x aliases the shards
+        is_alias: whether x shares the shards' memory
 
     Args:
-        module: all of it; its parallelism has been applied
+        module: the whole module; its parallelism has been applied
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,12 +73,12 @@ class Shards(Whole):
         return local(tensor)
 
     def reshard(self) -> None:
-        """Drops what was gathered: the modules have their shards as parameters again."""
+        """Drops what was gathered: the modules' parameters are their shards again."""
         for module in self._sharding:
             module.reshard()
 
     def describe(self) -> str:
-        """Where x lies, for the user."""
+        """Says, for the user, where x lies."""
         if self.is_alias:
             return "algorithms work on the shards in place"
         return (
@@ -87,20 +87,20 @@ class Shards(Whole):
         )
 
     def is_fully_sharded(self, parameter: Parameter) -> bool:
-        """Whether each element of it is on one rank of the replica alone, as with FSDP."""
+        """Returns whether each element lies on one rank of the replica alone, as with FSDP."""
         if not isinstance(parameter, DTensor) or parameter not in self._in_fsdp:
             return False
         [first, *more] = parameter.placements
         return first.is_shard() and not more
 
     def length(self, parameter: Parameter) -> int:
-        """How many elements of x it takes, with its padding."""
+        """Returns how many elements of x a parameter takes, with its padding."""
         owner = self._fsdp_params.get(parameter)
         return int((local(parameter) if owner is None else owner._sharded_param_data).numel())
 
 
 class ShardedParameters(FlatParameters):
-    """Shards of one dtype and device, which lie in x."""
+    """Holds shards of one dtype and device, which lie in x."""
 
     def __init__(
         self, names: list[str], parameters: list[Parameter], fsdp_params: dict[Parameter, Any]
@@ -122,7 +122,7 @@ class ShardedParameters(FlatParameters):
             _point(parameter, owner, view.copy_(local(parameter)), part)
 
     def _padded(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a tensor laid out like x with their padding."""
+        """Returns the pieces of a tensor laid out like x, with their padding."""
         parts, begin = [], 0
         pairs = zip(self._split[::2], self._split[1::2], strict=True)
         for (numel, gap), place in zip(pairs, self._places, strict=True):
@@ -131,7 +131,7 @@ class ShardedParameters(FlatParameters):
         return parts
 
     def is_intact(self) -> bool:
-        """Whether all shards still are views of x."""
+        """Returns whether all shards still are views of x."""
         return all(
             _lies_in(parameter, owner, view)
             for parameter, owner, view in zip(
@@ -151,7 +151,7 @@ class ShardedParameters(FlatParameters):
 
 
 class CopiedParameters(FlatParameters):
-    """Shards of one dtype and device, of which x is a copy; by public names of torch's alone."""
+    """Holds shards of one dtype and device, copied into x; uses public names of torch alone."""
 
     def __init__(
         self, names: list[str], parameters: list[Parameter], fsdp_params: dict[Parameter, Any]
@@ -175,12 +175,12 @@ class CopiedParameters(FlatParameters):
             local(parameter).copy_(view)
 
     def is_intact(self) -> bool:
-        """Whether there is nothing that `refresh` would do."""
+        """Returns whether `refresh` has nothing to do."""
         return True
 
 
 def _fsdp_params(modules: Iterable[Any]) -> dict[Parameter, Any] | None:
-    """What FSDP keeps of each of its parameters; None where it is not as it was tested."""
+    """Returns what FSDP keeps of each parameter; None where FSDP is not as it was tested."""
     found: dict[Parameter, Any] = {}
     try:
         for module in modules:
@@ -195,7 +195,7 @@ def _fsdp_params(modules: Iterable[Any]) -> dict[Parameter, Any] | None:
 
 
 def _is_as_tested(owner: Any) -> bool:
-    """Whether a parameter's shard is the first part of its padded data, which may be replaced."""
+    """Returns whether a shard is the first part of its padded data, which may be replaced."""
     mine, padded = owner.sharded_param._local_tensor, owner._sharded_param_data
     is_plain = type(mine) is Tensor and type(padded) is Tensor and not mine.is_complex()
     is_first = not mine.numel() or mine.data_ptr() == padded.data_ptr()
@@ -203,7 +203,7 @@ def _is_as_tested(owner: Any) -> bool:
 
 
 def _point(parameter: Parameter, owner: Any, view: Tensor, padded: Tensor) -> None:
-    """Has a parameter's shard lie in x."""
+    """Puts a parameter's shard into x."""
     if isinstance(parameter, DTensor):
         parameter._local_tensor = view
     else:
