@@ -40,12 +40,12 @@ from lightning_dsgd.transport.view import View
 
 
 class ChangingSession(SurvivingSession[TrainingT]):
-    """See the head of the file.
+    """A session whose ranks change while it trains; the head of the file tells how.
 
     Args:
-        meeting: of its ranks
+        meeting: the meeting of its ranks
         min_ranks: how many ranks must be left; None: more than half of those before a loss
-        *args: of the session that a face has where a loss ends it
+        *args: the arguments of a session that a loss ends
     """
 
     def __init__(self, meeting: Meeting, min_ranks: int | None, *args: Any) -> None:
@@ -81,7 +81,7 @@ class ChangingSession(SurvivingSession[TrainingT]):
             say(f"view {view.number}: {changes}, {view.world_size} ranks go on, {seconds:.1f} s")
 
     def _begin_anew(self, view: View, lost: list[int]) -> None:
-        """The replica goes on among the members."""
+        """Begins anew: the replica goes on among the members of the view."""
         self._change_replica(view)
 
     def _change_replica(self, view: View, old: Transport | None = None, giver: int = -1) -> None:
@@ -94,10 +94,10 @@ class ChangingSession(SurvivingSession[TrainingT]):
             self.replica.change_view(self.sharding.column(net), everyone=net)
 
     def _begun_anew(self, view: View, lost: list[int]) -> None:
-        """What a face does besides."""
+        """Does what a face does besides, once the replica has begun anew."""
 
     def _changes(self, lost: list[int]) -> str:
-        """What has changed, in words, on the one rank that says so; empty on the others."""
+        """Says what has changed, on the one rank that speaks; empty on the others."""
         return ", ".join(self._in_words(lost)) or "the same ranks" if self.is_first else ""
 
     def _in_words(self, ranks: list[int]) -> list[str]:
@@ -135,17 +135,17 @@ class ChangingSession(SurvivingSession[TrainingT]):
         return self._leaves
 
     def _place(self) -> Any:
-        """Which batch this rank is before, the same where it is the same; None: nobody can join."""
+        """Returns this rank's place in the data, the same at the same batch; None: no joining."""
         return None
 
     def _newcomers(self) -> list[int]:
-        """Those that wait to be let in, as many as there is room for."""
+        """Returns the ranks that wait to be let in, as many as there is room for."""
         return []
 
     def _find_changes(self) -> tuple[list[int], list[int]]:
-        """Who comes and who leaves, the same on all members, all of which are here.
+        """Returns who comes and who leaves, the same on all members; all of them call it.
 
-        Nobody comes unless all are at the same batch; and those that leave go first.
+        Nobody comes unless all members are at the same batch; ranks that leave go first.
         """
         if not self.meet(MEET):
             return [], []
@@ -190,20 +190,20 @@ class ChangingSession(SurvivingSession[TrainingT]):
             self._end_after_last()
 
     def _end_after_last(self) -> NoReturn:
-        """SIGTERM came when there was no batch left before which all could meet: now all end."""
+        """Ends all ranks where SIGTERM came with no batch left before which all could meet."""
         self._say_has_left()
         self.phase = Phase.STOPPING  # so it goes on to leave the network together with the others
         self._quiet_observer()
         super()._end_by(signal.SIGTERM, f"rank {self.rank} received")
 
     def _depart(self) -> NoReturn:
-        """This rank is no member any more."""
+        """Ends this rank, which is no member any more."""
         self._leave_others()
         self._farewell = f"rank {self.rank} received SIGTERM and has left; the others go on"
         raise SystemExit(self._farewell)
 
     def _say_has_left(self) -> None:
-        """For the launcher, which else starts this rank again."""
+        """Tells the launcher that this rank has left, so that it is not started again."""
         self._tell_register(Register.say_left)
 
     def fail(self, exception: BaseException) -> str:
@@ -223,12 +223,12 @@ class ChangingSession(SurvivingSession[TrainingT]):
 
     @property
     def net(self) -> Transport:
-        """The network; a rank that has left ends where it asks for it."""
+        """The network; a rank that has left ends where it asks for the network."""
         self.check_stays()
         return super().net
 
     def together(self, call: Callable[[], Any], adopt: Callable[[], None] | None = None) -> Any:
-        """See `Calls.together`; a rank that has left ends where it calls something."""
+        """Makes a call of all ranks (see `Calls.together`); a rank that has left ends here."""
         self.check_stays()
         return super().together(call, adopt)
 
@@ -245,7 +245,7 @@ class ChangingSession(SurvivingSession[TrainingT]):
 
 
 def _in_view(agreed: AgreedBatch, net: Transport, *, has_stopped: bool) -> AgreedBatch:
-    """The same among the members of a view."""
+    """Makes an agreement among the members of a view that goes on from an earlier one."""
     with contextlib.suppress(TransportError):  # of which its lane has failed
         agreed.close()
     new = AgreedBatch(net)

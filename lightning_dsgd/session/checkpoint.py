@@ -40,7 +40,7 @@ _ABSENT: Final = "missing"
 
 
 class FileIO(Protocol):
-    """What writes and reads a file; Lightning's CheckpointIO is one."""
+    """Writes and reads a file; Lightning's CheckpointIO is one."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -60,19 +60,19 @@ class FileIO(Protocol):
 
 
 class TorchFiles:
-    """Files of torch's own, of tensors and plain values."""
+    """Writes and reads files of torch's own, of tensors and plain values."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Writes a file, in a folder that is made if it is not there."""
+        """Writes a file; makes its folder if there is none."""
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         torch.save(checkpoint, path)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads a file; never pickled objects."""
+        """Reads a file, but never pickled objects."""
         checkpoint: dict[str, Any] = torch.load(path, map_location, weights_only=True)
         return checkpoint
 
@@ -85,7 +85,7 @@ class TorchFiles:
 
 
 class MappedFiles(TorchFiles):
-    """The same, read piece by piece, by a rank that needs a part of it."""
+    """Reads torch's files piece by piece, for a rank that needs a part of a file."""
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
@@ -96,22 +96,22 @@ class MappedFiles(TorchFiles):
 
 
 def replicas_folder(path: str | Path) -> str:
-    """Where the replicas of a checkpoint lie; of the file itself if the path is a link to it."""
+    """Returns the folder of a checkpoint's replicas, of the file itself if the path is a link."""
     return f"{os.path.realpath(path) if os.path.islink(path) else path}.replicas"
 
 
 def replica_file(folder: str, rank: int) -> str:
-    """Where one rank's replica lies."""
+    """Returns the file of one rank's replica."""
     return f"{folder}/rank_{rank:05d}.pt"
 
 
 def _new(file: str | Path) -> str:
-    """What a file is called until it counts."""
+    """Returns the name of a file until the file counts."""
     return f"{file}.new"
 
 
 def _can_rename(io: FileIO, path: str | Path) -> bool:
-    """Whether `io` leaves a file where it was told to, and on this machine's file system."""
+    """Returns whether `io` leaves a file where it was told to, on this machine's file system."""
     is_lightnings = any(base.__name__ == "TorchCheckpointIO" for base in type(io).__mro__)
     return (is_lightnings or isinstance(io, TorchFiles)) and "://" not in str(path)
 
@@ -125,15 +125,15 @@ def save(
     storage_options: Any = None,
     num_shards: int = 1,
 ) -> None:
-    """Writes both kinds of file, on all ranks together.
+    """Saves the consensus file and the replicas, on all ranks together.
 
     Args:
-        io: writes a file
+        io: writes files
         net: the network
-        path: of the consensus file
-        shared: its content
+        path: where the consensus file is
+        shared: the content of the consensus file
         own: the content of this rank's replica; None where only the model is saved
-        storage_options: for `io`
+        storage_options: passed to `io`
         num_shards: how many ranks hold a replica of the model together
     """
     number = torch.tensor([random.SystemRandom().getrandbits(60)])
@@ -154,7 +154,7 @@ def save(
 
 
 def _remove_replicas_from(folder: str, rank: int) -> None:
-    """Removes those of an older save, of more ranks, and what a lost rank has left of it."""
+    """Removes an older save's replicas, of more ranks, and what a lost rank has left of one."""
     found = True
     while found:
         file = replica_file(folder, rank)
@@ -168,7 +168,7 @@ def _remove_replicas_from(folder: str, rank: int) -> None:
 
 @dataclass
 class _Save:
-    """One save on this rank; `counts` once the consensus file is the new one, known to rank 0."""
+    """Makes one save on this rank; `counts` once rank 0 knows that the consensus file is new."""
 
     io: FileIO
     net: Transport
@@ -186,7 +186,7 @@ class _Save:
         self.net.check()  # once it has said that it is done, a rank must leave its file to rank 0
 
     def write_consensus(self, content: dict[str, Any]) -> None:
-        """On rank 0; the others have nothing to write."""
+        """Writes the consensus on rank 0; the others have nothing to write."""
         if self.net.rank != 0:
             return
         self._write(content, self.path)
@@ -200,7 +200,7 @@ class _Save:
         self.io.save_checkpoint(content, _new(file) if self.renames else file, self.storage_options)
 
     def together(self, write: Callable[[], None]) -> None:
-        """Writes on this rank; raises on every rank, and removes all, if one cannot."""
+        """Calls `write`; raises on every rank, and removes all files, if one cannot write."""
         error: Exception | None = None
         try:
             write()
@@ -238,7 +238,7 @@ class _Save:
 
 
 def _sync(*paths: str) -> None:
-    """Puts files, and the names in folders, on the disk."""
+    """Puts files, and the names in folders, onto the disk."""
     for path in paths:
         opened = os.open(path, os.O_RDONLY)
         try:
@@ -267,18 +267,18 @@ def load_replica(
     weights_only: bool | None = None,
     num_shards: int = 1,
 ) -> dict[str, Any] | None:
-    """This rank's replica; None where all ranks start from the consensus.  All ranks agree.
+    """Returns this rank's replica; None where all ranks agree to start from the consensus.
 
     Then what other ranks have held back is added to the consensus, for `record.carry_over`.
 
     Args:
-        io: reads a file
+        io: reads files
         net: the network
-        path: of the consensus file
-        shared: its content
-        algorithm: the one that goes on
+        path: where the consensus file is
+        shared: the content of the consensus file
+        algorithm: the algorithm that goes on
         announce: is told why they start from the consensus
-        weights_only: for `io`
+        weights_only: passed to `io`
         num_shards: how many ranks hold a replica of the model together
 
     Raises:
@@ -305,7 +305,7 @@ def _add_held_back(
     weights_only: bool | None,
     num_shards: int,
 ) -> None:
-    """Adds the states of the ranks that have saved to the consensus, each on one rank."""
+    """Adds the saved ranks' states to the consensus, each on one rank."""
     folder, faults = replicas_folder(path), []
     for rank in range(net.rank, mark.world_size, net.world_size):
         if num_shards == mark.num_shards == 1:
@@ -333,7 +333,7 @@ def _own_replica(
     weights_only: bool | None,
     num_shards: int,
 ) -> tuple[dict[str, Any] | None, str]:
-    """This rank's replica; or None, and why there is none to go on from."""
+    """Returns this rank's replica; or None, and why there is no replica to go on from."""
     mark = record.save_of(shared)
     if mark is None:
         return None, "it was saved by another strategy or after training, with one model for all"
@@ -379,7 +379,7 @@ def _read_replica(
 def _read(
     io: FileIO, file: str, rank: int, mark: record.Save, weights_only: bool | None
 ) -> tuple[dict[str, Any] | None, str]:
-    """A rank's replica, and what is wrong with the file, empty if nothing is."""
+    """Reads a rank's replica; returns what is wrong with the file too, or an empty text."""
     try:
         own: dict[str, Any] = io.load_checkpoint(
             file, map_location=lambda storage, _: storage, weights_only=weights_only

@@ -31,13 +31,13 @@ NUM_FIGURES: Final = 3
 
 
 class Lateness:
-    """One rank's part; the training thread alone uses it.
+    """Measures how late each rank is; the training thread alone uses it.
 
     Args:
-        net: of all ranks
+        net: the network of all ranks
 
     Attributes:
-        num_steps: of this rank's optimizers, since the last meeting
+        num_steps: the number of steps of this rank's optimizers since the last meeting
     """
 
     def __init__(self, net: Transport) -> None:
@@ -48,23 +48,23 @@ class Lateness:
         self.begin()
 
     def begin(self) -> None:
-        """All ranks leave a meeting."""
+        """Begins to count, where all ranks leave a meeting."""
         self.num_steps = 0
         self._began_s, self._held_up_s = self._net.now(), self._net.counters.wait_s
 
     def figures(self) -> Tensor:
-        """This rank's, where it comes to a meeting: microseconds, and steps."""
+        """Returns this rank's figures where it comes to a meeting: microseconds, and steps."""
         elapsed_s = self._net.now() - self._began_s
         held_up_s = self._net.counters.wait_s - self._held_up_s
         return torch.tensor([int(1e6 * elapsed_s), int(1e6 * held_up_s), self.num_steps])
 
     def end(self, figures: Tensor, members: Sequence[int], algorithm: Algorithm) -> str:
-        """All ranks are there: what to tell the user, once for each late rank.
+        """Ends counting, where all ranks have met; returns a text that names new late ranks.
 
         Args:
-            figures: of all ranks
+            figures: the figures of all ranks
             members: the numbers of the ranks
-            algorithm: how they learn from one another
+            algorithm: tells how the ranks learn from one another
         """
         elapsed_us, held_up_us, num_steps = figures.view(-1, NUM_FIGURES).unbind(1)
         self.begin()

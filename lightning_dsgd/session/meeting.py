@@ -41,9 +41,9 @@ class Limits:
     """How long a rank waits for others.
 
     Args:
-        timeout_s: for whatever they are needed for
-        heartbeat_timeout_s: after how much silence one counts as lost
-        startup_timeout_s: until all have started, and then until all are connected
+        timeout_s: how long a rank waits for what it needs
+        heartbeat_timeout_s: after how much silence a rank counts as lost
+        startup_timeout_s: how long it waits until all have started, then until all are connected
     """
 
     timeout_s: float
@@ -57,11 +57,11 @@ class Limits:
 
 
 class Meeting:
-    """One rank's part in it; kept from one training of a process to the next.
+    """Lets this rank meet the others; a process keeps it from one training to the next.
 
     Args:
         transport: one of TRANSPORTS
-        limits: how long it waits
+        limits: how long this rank waits
         announce: tells the user, on rank 0
     """
 
@@ -106,7 +106,7 @@ class Meeting:
 
     @property
     def register(self) -> Register | None:
-        """What is written where the ranks meet, if a launcher keeps that, which outlives them."""
+        """The launcher's register, which outlives the ranks; None if no launcher keeps one."""
         variables = os.environ
         are_known = {"MASTER_ADDR", "MASTER_PORT"} <= {*variables}
         if self._register is None and outlives_ranks() and are_known:
@@ -116,14 +116,14 @@ class Meeting:
 
     @property
     def can_be_joined(self) -> bool:
-        """Whether a process that is started again would ask here before it meets the others.
+        """Whether a process that is started again asks here before it meets the others.
 
-        Where a script, or an earlier training, has made the process group, it would wait in there.
+        Where a script, or an earlier training, has made the process group, the process waits in it.
         """
         return self._rendezvous is not None
 
     def find_training(self, address: tuple[str, int]) -> Register | None:
-        """Where ranks train that this process can join; None if it starts with the others.
+        """Returns the register of a training that goes on; None where this process starts it.
 
         Raises:
             RuntimeError: if they train without a way to join them, or have ended
@@ -142,12 +142,12 @@ class Meeting:
         return register if training else None
 
     def start_with_others(self, address: tuple[str, int]) -> None:
-        """Raises `RuntimeError` if they train already: a loop of the user's cannot be joined."""
+        """Raises `RuntimeError` if the others train already: nobody can join a user's loop."""
         if self.find_training(address) is not None:
             refuse_to_join()
 
     def come_later(self, register: Register, world_size: int) -> NewcomerTransport:
-        """The network, whose ranks are to let this one in: see `ask_to_join`."""
+        """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
         limits, number = self._limits, register.new_number(world_size)
         self._register = register
         return NewcomerTransport(number, limits.timeout_s, limits.heartbeat_timeout_s)
@@ -164,12 +164,12 @@ class Meeting:
         net.join(cards, bytes.fromhex(secret), min_ranks, self._limits.timeout_s)
 
     def make_group_of_one(self) -> None:
-        """A process group for what asks whether there is one; a newcomer is in no other."""
+        """Makes a process group of this newcomer alone, for code that asks whether there is one."""
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
     def open_network(self, world_size: int, device: torch.device) -> Transport:
-        """The network; names a rank that does not open it, where the ranks met by themselves."""
+        """Opens the network; names a rank that does not open it, if the ranks met by themselves."""
         rendezvous, open_transport = (
             self._rendezvous,
             partial(self._open_transport, world_size, device),

@@ -34,7 +34,7 @@ class Facts:
 
     Args:
         algorithm: how the ranks learn from one another
-        optimizers: all that step
+        optimizers: all optimizers that step
         sizes: the number of weights that each algorithm exchanges
         num_replicas: how many copies of the model there are
         num_steps: how many steps each rank is to make; inf: that is not known
@@ -50,11 +50,11 @@ class Facts:
 def tell(
     session: Session[Any], announce: Callable[[str], None], num_steps: float = math.inf
 ) -> None:
-    """Warns, on the first rank, of what this training would lose.
+    """Warns, on the first rank, of what a user of this training would lose.
 
     Args:
-        session: whose training starts
-        announce: tells the user what is no loss
+        session: the session whose training starts
+        announce: tells the user notices that name no loss
         num_steps: how many steps each rank is to make; inf: that is not known
     """
     if session.training is None or not session.is_first:
@@ -74,7 +74,7 @@ def tell(
 
 
 def notices(facts: Facts) -> list[str]:
-    """The lines, none where nothing is lost."""
+    """Returns the lines to say; there are none where nothing is lost."""
     if facts.num_replicas == 1:
         return [
             f'got one rank with strategy="{facts.algorithm.name}": it trains alone, nothing is '
@@ -174,7 +174,7 @@ def _has_sparse_gradients(algorithm: Algorithm) -> bool:
 
 
 def _adam(facts: Facts, above: float = -1.0) -> Optimizer | None:
-    """The first optimizer of Adam's kind, of those whose first beta is above this."""
+    """Returns the first optimizer of Adam's kind whose first beta is above `above`, or None."""
     for optimizer in facts.optimizers:
         for betas in _of_groups([optimizer], "betas", ()):
             if betas and float(betas[0]) > above:
@@ -183,5 +183,5 @@ def _adam(facts: Facts, above: float = -1.0) -> Optimizer | None:
 
 
 def _of_groups(optimizers: Sequence[Optimizer], name: str, default: Any) -> list[Any]:
-    """A setting of all groups of parameters."""
+    """Returns a setting's value in each group of parameters."""
     return [group.get(name, default) for each in optimizers for group in each.param_groups]

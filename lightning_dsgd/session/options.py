@@ -35,7 +35,7 @@ def check_seconds(name: str, value: Any, example: float) -> None:
 
 
 def check_loss(on_loss: str, min_ranks: Any, transport: str, max_ranks: int | None = None) -> None:
-    """Raises unless what concerns the loss and the joining of ranks can be honoured."""
+    """Raises unless the options about lost and joining ranks can be honoured."""
     check_choice("on_loss", on_loss, ("end", "continue"))
     for name, value in (("min_ranks", min_ranks), ("max_ranks", max_ranks)):
         if value is not None and on_loss != "continue":
@@ -61,10 +61,10 @@ def check_survival(
     max_ranks: int | None = None,
     num_shards: int = 1,
 ) -> None:
-    """Raises unless training can go on, with fewer or more ranks, where some are lost or join.
+    """Raises unless training can go on with fewer ranks, or more, where some are lost or join.
 
-    With shards, `min_ranks` counts the ranks in whole replicas.  None means there that more than
-    half must be left to vote, those of the broken replica included: so one replica may be left.
+    With shards, `min_ranks` counts the ranks in whole replicas, and None asks that more than
+    half be left to vote, the broken replica's ranks included: one replica may be left.
     """
     if device.type != "cpu":
         raise ValueError(
@@ -97,7 +97,7 @@ def check_survival(
 
 
 def _fewest_suitable(algorithm: Algorithm, most: int) -> int:
-    """From which size on an algorithm suits all up to `most`, which it suits."""
+    """Returns the smallest size from which on an algorithm suits all sizes up to `most`."""
     for size in range(most - 1, 0, -1):
         try:
             algorithm.check(size, Conditions())
@@ -107,7 +107,7 @@ def _fewest_suitable(algorithm: Algorithm, most: int) -> int:
 
 
 def describe(algorithm: Algorithm, evaluate: str, average_buffers: bool) -> str:
-    """All that has to be the same on all ranks, as text that is."""
+    """Says all options that must be equal on all ranks, as a text that is equal too."""
     options = {
         **algorithm.hyperparameters(),
         "evaluate": evaluate,

@@ -49,7 +49,7 @@ def check_together(meetings: Transport, mine: int, votes: Tensor) -> None:
     """Raises `ValueError`, on every rank, where ranks have come for what they cannot do together.
 
     Args:
-        meetings: of all ranks
+        meetings: the network of all ranks
         mine: what this rank has come for
         votes: how many have come for each purpose
     """

@@ -47,12 +47,12 @@ class Save:
 
 
 def of_model(algorithm: Algorithm) -> Record:
-    """What stands in every file."""
+    """Returns the record that stands in every file."""
     return {"algorithm": algorithm.name, "hyperparameters": algorithm.hyperparameters()}
 
 
 def of_replica(algorithm: Algorithm, replica: Replica) -> Record:
-    """What stands in a rank's replica."""
+    """Returns the record that stands in a rank's replica."""
     return of_model(algorithm) | {
         "algorithms": replica.state_dict(),
         "parameters": replica.names(),
@@ -62,23 +62,23 @@ def of_replica(algorithm: Algorithm, replica: Replica) -> Record:
 
 
 def with_record(checkpoint: dict[str, Any], record: Record) -> dict[str, Any]:
-    """A checkpoint to be saved, with what is ours."""
+    """Returns a checkpoint to be saved, with our record."""
     return {**checkpoint, _KEY: record}
 
 
 def marked(checkpoint: dict[str, Any], save: Save, rank: int | None = None) -> dict[str, Any]:
-    """The same, as a file of this save; of this rank, where it is a replica."""
+    """Returns a checkpoint marked as a file of this save, and as this rank's if it is a replica."""
     mark = asdict(save) | ({} if rank is None else {"rank": rank})
     return {**checkpoint, _KEY: {**checkpoint[_KEY], **mark}}
 
 
 def without_record(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What is not ours in it."""
+    """Returns a checkpoint without our record."""
     return {key: value for key, value in checkpoint.items() if key != _KEY}
 
 
 def save_of(checkpoint: Mapping[str, Any]) -> Save | None:
-    """Of which save a checkpoint is; None where another strategy has saved it."""
+    """Returns the save that a checkpoint is part of; None where another strategy has saved it."""
     record = checkpoint.get(_KEY)
     if record is None:
         return None
@@ -91,7 +91,7 @@ def save_of(checkpoint: Mapping[str, Any]) -> Save | None:
 
 
 def rank_of(replica: Mapping[str, Any]) -> int:
-    """Whose replica it is."""
+    """Returns the rank whose replica this is."""
     return int(replica[_KEY]["rank"])
 
 
@@ -113,7 +113,7 @@ def add_held_back(shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def carry_over(shared: Mapping[str, Any], replica: Replica) -> None:
-    """Takes over what `add_held_back` has added."""
+    """Has the replica take over what `add_held_back` has added."""
     record = shared.get(_KEY, {})
     for each in record.pop("held_back", ()):
         if not replica.carry_over(each["algorithms"], each["parameters"], record["world_size"]):
@@ -125,7 +125,7 @@ def carry_over(shared: Mapping[str, Any], replica: Replica) -> None:
 
 
 def restore(own: Mapping[str, Any], replica: Replica) -> Record:
-    """Takes over what a replica's record holds; gives its random states."""
+    """Has the replica take over its record; returns the random states in that record."""
     record = own[_KEY]
     replica.load_state_dict(record["algorithms"], record["parameters"], record.get("updates"))
     states: Record = record["random_states"]
@@ -134,7 +134,7 @@ def restore(own: Mapping[str, Any], replica: Replica) -> Record:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Sets all generators that training draws from."""
+    """Sets all random generators that training uses."""
     torch.set_rng_state(states["torch"])
     devices.restore_random_states(states)
     version, internal, gauss = states["python"]
@@ -144,7 +144,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of all generators that training draws from, as plain values and tensors."""
+    """Returns the states of all random generators of training, as plain values and tensors."""
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),

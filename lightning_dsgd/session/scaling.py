@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 
 def agree_on_overflow(scaler: Any, optimizer: Optimizer) -> None:
-    """Has a GradScaler look at the reduced gradient, which one rank's inf has reached on all.
+    """Has a GradScaler look at the reduced gradient, where one rank's inf has reached all ranks.
 
-    It looks as it did before, on the device; the host waits for what it has found where it steps.
+    The GradScaler looks on the device, as before; the host waits for the result where it steps.
     """
     scale, state = scaler._scale, scaler._per_optimizer_states[id(optimizer)]
     one, none_found = torch.ones_like(scale), torch.zeros_like(scale)
@@ -20,5 +20,5 @@ def agree_on_overflow(scaler: Any, optimizer: Optimizer) -> None:
 
 
 def is_unscaled(scaler: Any, optimizer: Optimizer) -> bool:
-    """Whether torch's GradScaler has unscaled the gradients of this step already."""
+    """Returns whether torch's GradScaler has unscaled the gradients of this step already."""
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"].name == "UNSCALED")

@@ -68,7 +68,7 @@ _ALIKE_WITHIN_S: Final = 1.0
 
 
 class Phase(Enum):
-    """Where a session stands."""
+    """Names where a session stands."""
 
     OPENING = auto()
     READY = auto()
@@ -81,14 +81,14 @@ class Phase(Enum):
 
 @dataclass
 class Training:
-    """What there is while a model is trained, and not where it is only evaluated."""
+    """Holds what there is while a model is trained, but not while it is only evaluated."""
 
     algorithm: Algorithm
     replica: Replica
     agreed: AgreedBatch
 
     def stop_lanes(self) -> Sequence[Callable[[], None]]:
-        """What ends the threads beside the training."""
+        """Returns what ends the threads beside the training."""
         return self.replica.stop, self.agreed.close
 
 
@@ -97,7 +97,7 @@ T = TypeVar("T")
 
 
 def opened(part: T | None) -> T:
-    """What there is as long as a network is open."""
+    """Returns a thing that exists while a network is open, and raises where there is none."""
     if part is None:
         raise RuntimeError(
             "a training or an evaluation must be under way, got none: there is no network; call "
@@ -107,7 +107,7 @@ def opened(part: T | None) -> T:
 
 
 def trained(training: T | None) -> T:
-    """What there is as long as something is trained."""
+    """Returns a thing that exists while a model is trained, and raises where there is none."""
     if training is None:
         raise RuntimeError(
             "a training must be under way, got none: there is no consensus to save; save while one "
@@ -117,16 +117,16 @@ def trained(training: T | None) -> T:
 
 
 class Session(Generic[TrainingT]):
-    """See the head of the file.
+    """Leads one rank through a training or an evaluation; the head of the file tells how.
 
     Attributes:
-        rank: of this process, once it is known
+        rank: the number of this process, once it is known
         world_size: how many ranks there are, once it is known
-        consensus_distance: of the last evaluation: the ranks' distance from their mean, relative to
+        consensus_distance: the ranks' distance from their mean at the last evaluation, relative to
             its norm
-        survives: whether it goes on from here on where a rank is lost
-        sharding: which ranks hold the same shard, where several hold a replica together; by their
-            numbers in the newest view
+        survives: whether this rank goes on, from now on, where another is lost
+        sharding: which ranks hold the same shard, where several hold a replica together; the ranks
+            have their numbers in the newest view
     """
 
     replica_type: ClassVar[type[Replica]] = Replica
@@ -145,7 +145,7 @@ class Session(Generic[TrainingT]):
         self._last_resort: threading.Timer | None = None
 
     def open(self, net: Transport) -> None:
-        """Takes the network, which is open."""
+        """Takes over a network that is open."""
         self._net = net
         self._meetings = net.sub("meetings")
         net.on_lost(self._await_notice)
@@ -154,7 +154,7 @@ class Session(Generic[TrainingT]):
         self.phase = Phase.READY
 
     def check_options(self, algorithm: Algorithm, evaluate: str, average_buffers: bool) -> None:
-        """Raises `ValueError`, on every rank, unless all were given the same."""
+        """Raises `ValueError`, on every rank, unless all ranks were given the same options."""
         refuse_unless_alike(
             self.meetings,
             options.describe(algorithm, evaluate, average_buffers),
@@ -165,47 +165,48 @@ class Session(Generic[TrainingT]):
     # ---- what a face adds ----
 
     def _end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
-        """Raises what this rank ends with after a signal, with a text around the signal's name."""
+        """Raises what this rank ends with after a signal; the text surrounds the signal's name."""
         text = f"{begin} {signal.Signals(signum).name}{end}"
         raise KeyboardInterrupt(text) if signum == signal.SIGINT else SystemExit(text)
 
     def _agree(self, what: int, votes: Tensor, *, are_all_here: bool) -> bool:
-        """Takes note of what others are here to do, and tells whether all are to do the same."""
+        """Notes what others are here for; returns whether all are here to do the same."""
         return are_all_here
 
     def _quiet_observer(self) -> None:
-        """Keeps others from ending this process before it can say why it ends."""
+        """Keeps other code from ending this process before the process can say why it ends."""
 
     def _end_children(self) -> None:
         """Ends the ranks that this process has started, at once."""
 
     def _forgive_others(self) -> None:
-        """Has a rank that ends badly end no other, where this process would see to that."""
+        """Has a rank that ends badly end no other, where this process would end them."""
 
     # ---- what a session adds that goes on where a rank is lost: see `surviving` ----
 
     def begin_to_survive(self) -> None:
-        """From here on the others go on where a rank is lost; on all ranks, once for all."""
+        """Has the others go on, from now on, where a rank is lost; all ranks call it, once."""
 
     def check_stays(self) -> None:
-        """Raises what a rank has ended with that has left the others, as it was told to."""
+        """Raises what this rank ends with if it has left the others, as it was told to."""
 
     def together(self, call: Callable[[], Any], adopt: Callable[[], None] | None = None) -> Any:
-        """What `call` gives, which all ranks call in the same order.
+        """Returns what `call` returns; all ranks make their calls in the same order.
 
         Args:
-            call: what they do, which may be made again, from its beginning
-            adopt: does the same to this rank, where others have come back from it before a loss
+            call: what all ranks do; it may be made again, from its beginning
+            adopt: has the same effect on this rank, where others have come back from `call` before
+                a loss
         """
         return call()
 
     def hold_shards(self, sharding: Sharding) -> None:
-        """Several ranks hold a replica together; to be told before it is made."""
+        """Tells which ranks hold a replica together; to be called before the replica is made."""
         self.sharding = sharding
 
     @property
     def view_number(self) -> int:
-        """Of the view that this rank is in."""
+        """The number of the view that this rank is in."""
         return 0
 
     @property
@@ -215,19 +216,19 @@ class Session(Generic[TrainingT]):
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all: it prints and logs."""
+        """Whether this rank speaks for all: only the first rank prints and logs."""
         return self.rank == 0
 
     # ---- what there is ----
 
     @property
     def net(self) -> Transport:
-        """The network."""
+        """The open network."""
         return opened(self._net)
 
     @property
     def meetings(self) -> Transport:
-        """The same network with channels of its own, for where all ranks meet."""
+        """The same network with channels of its own, for points where all ranks meet."""
         return opened(self._meetings)
 
     @property
@@ -237,7 +238,7 @@ class Session(Generic[TrainingT]):
 
     @property
     def can_meet(self) -> bool:
-        """Whether the other ranks are there."""
+        """Whether the other ranks can be met."""
         return self.is_open and self.phase is not Phase.BROKEN
 
     @property
@@ -247,7 +248,7 @@ class Session(Generic[TrainingT]):
 
     @property
     def is_training(self) -> bool:
-        """Whether batches are trained on; not where the Trainer only evaluates."""
+        """Whether ranks train on batches; not where the Trainer only evaluates."""
         return self.phase in (Phase.TRAINING, Phase.IN_BATCH)
 
     @property
@@ -266,7 +267,7 @@ class Session(Generic[TrainingT]):
             self._net.check()
 
     def blaming(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around another library's collective: raises `PeerLost` if it failed for a lost rank."""
+        """Runs another library's collective; raises `PeerLost` if it failed for a lost rank."""
         return contextlib.nullcontext() if self._net is None else self._net.blaming(what)
 
     # ---- training ----
@@ -276,12 +277,12 @@ class Session(Generic[TrainingT]):
             self.phase = phase
 
     def begin_training(self) -> None:
-        """Batches will be trained on."""
+        """Notes that ranks train on batches from now on."""
         opened(self._lateness).begin()
         self._enter(Phase.TRAINING)
 
     def begin_batch(self) -> None:
-        """Stops here, as every rank does at the same batch, if one of them was told to."""
+        """Begins a batch; stops here, at the same batch on all ranks, if one was told to stop."""
         self.net.check()
         self._enter(Phase.TRAINING)
         if self.training is not None and not self.training.agreed.may_begin_batch():
@@ -289,7 +290,7 @@ class Session(Generic[TrainingT]):
         self._enter(Phase.IN_BATCH)
 
     def end_batch(self) -> None:
-        """This batch is over."""
+        """Notes that this batch is over."""
         self.check_process()
         self._enter(Phase.TRAINING)
 
@@ -299,23 +300,23 @@ class Session(Generic[TrainingT]):
             self.training.agreed.request(signum)
 
     def request_end(self, signum: int) -> None:
-        """SIGTERM has come while batches are trained on; called in a signal handler."""
+        """Handles SIGTERM during training on batches; called in a signal handler."""
         self.request_stop(signum)
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Gradients are ready."""
+        """Hands the gradients, which are ready, to the replica."""
         self.check_process()
         if self.training is not None:
             self.training.replica.before_update(optimizer)
 
     def after_update(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped."""
+        """Tells the replica that the optimizer has stepped."""
         if self.training is not None:
             self.training.replica.after_update(optimizer)
             opened(self._lateness).num_steps += 1
 
     def follow(self) -> None:
-        """This rank has no batch where others may train other parameters than before."""
+        """Follows the others, on a rank without a batch, if they train other parameters."""
         if self.training is not None:
             self.training.replica.follow()
 
@@ -347,14 +348,14 @@ class Session(Generic[TrainingT]):
     def meet(self, what: int = OTHER) -> bool:
         """Serves ranks that still train until all are here; all stop here if one of them has to.
 
-        For a rank that is out of data, and waits at the end of its epoch, never comes to the batch
-        at which the others stop.
+        A rank that is out of data waits at the end of its epoch, and never comes to the batch at
+        which the others stop.
 
         Args:
-            what: this rank is here for, of what `purposes` names
+            what: what this rank is here for, as `purposes` names it
 
         Returns:
-            Whether all are here for the same.
+            Whether all are here for the same purpose.
 
         Raises:
             ValueError: on every rank, where ranks have come for what they cannot do together
@@ -389,7 +390,7 @@ class Session(Generic[TrainingT]):
             # others go on with their batches: serves them until they are here as well
 
     def _tell_who_is_late(self, text: str) -> None:
-        """On the first rank; no warning of Python's, which some have end what they are about."""
+        """Says on the first rank who is late; a Python warning could end what some ranks do."""
         if text and self.is_first:
             _log.warning(text)
 
@@ -403,7 +404,7 @@ class Session(Generic[TrainingT]):
         self._end_by(agreed.signum, begin, end)
 
     def reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
-        """The sum over all ranks, or the mean, once all are here."""
+        """Returns the sum over all ranks, or the mean, once all are here."""
         self.meet(REDUCE)
         total = (tensor.float() if is_mean and not tensor.is_floating_point() else tensor).clone()
         flat = total.reshape(-1).contiguous()
@@ -411,16 +412,16 @@ class Session(Generic[TrainingT]):
         return (flat / self.world_size if is_mean else flat).view(total.shape)
 
     def texts(self, text: str) -> list[str]:
-        """The texts of all ranks."""
+        """Returns the texts of all ranks."""
         self.meet()
         return everyones(self.meetings, text)
 
     def text_of_rank_0(self, text: str) -> str:
-        """Rank 0's text, for all ranks."""
+        """Returns rank 0's text on all ranks."""
         return str(json.loads(self.texts(json.dumps(text))[0])) if self.can_meet else text
 
     def figures(self) -> dict[str, float]:
-        """What was sent and waited for so far, by this rank, and the algorithm's own figures."""
+        """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
         counters = self.net.counters
         hidden = 1 - counters.wait_s / counters.comm_s if counters.comm_s > 0 else 1.0
         figures = {
@@ -434,7 +435,7 @@ class Session(Generic[TrainingT]):
         return figures | (self.training.replica.metrics() if self.training is not None else {})
 
     def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
-        """Those of every rank, by rank; to be called between steps, by all ranks."""
+        """Returns every rank's figures, by rank; all ranks call it, between steps."""
         return [json.loads(text) for text in self.texts(json.dumps(figures))]
 
     # ---- checkpoints ----
@@ -452,10 +453,10 @@ class Session(Generic[TrainingT]):
 
         Args:
             io: writes a file
-            path: of the file with the consensus; rank 0's counts
+            path: the file with the consensus; rank 0's path counts
             checkpoint: with this rank's weights under "state_dict"
             storage_options: for `io`
-            has_replicas: whether training is to go on from it
+            has_replicas: whether training is to go on from the checkpoint
         """
         training = trained(self.training)
         # Ranks with other numbers of steps have other names for it.
@@ -472,7 +473,7 @@ class Session(Generic[TrainingT]):
     # ---- the end ----
 
     def leave(self) -> None:
-        """Ends what runs beside the training, once all ranks are here or one is lost."""
+        """Ends the threads beside the training, once all ranks are here or one is lost."""
         training, self.training = self.training, None
         net = self._net
         if self.is_training:
@@ -502,10 +503,10 @@ class Session(Generic[TrainingT]):
                 raise
 
     def fail(self, exception: BaseException) -> str:
-        """This rank will not go on: tells the others why, unless all stop together.
+        """Ends this rank's part in the training; tells the others why, unless all stop together.
 
         Returns:
-            What became of it.
+            What became of this rank.
         """
         if self.is_fork:
             end_fork(exception)
@@ -528,7 +529,7 @@ class Session(Generic[TrainingT]):
         return reason
 
     def _reason(self, exception: BaseException) -> str:
-        """What became of this rank, for the others, who put its name before it."""
+        """Says what became of this rank, for the others, who put its name before the text."""
         if isinstance(exception, KeyboardInterrupt):
             return "was interrupted"
         text = str(exception)
@@ -537,7 +538,7 @@ class Session(Generic[TrainingT]):
         return failed(exception)
 
     def _await_notice(self, lost: PeerLost) -> None:
-        """The last resort: the training thread may hang in a library that cannot know of it."""
+        """Ends the process if its training thread, which may hang in a library, misses a loss."""
         net = self._net
         if net is not None and net.ends_with_peers:
             say(f"[rank {self.rank}] {lost}")
@@ -559,13 +560,13 @@ class Session(Generic[TrainingT]):
         self._last_resort.start()
 
     def _cancel_last_resort(self) -> None:
-        """Training is over, and the network closed: it calls `_await_notice` no more."""
+        """Cancels the timer of `_await_notice`, as training is over and the network closed."""
         if self._last_resort is not None:
             self._last_resort.cancel()
 
 
 def _all_fail(net: Transport) -> bool:
-    """Whether every rank fails, as all do that refuse a configuration: each says so itself."""
+    """Returns whether every rank fails, as where all refuse their options and say so themselves."""
     try:
         net.sub("failing").barrier().wait(_ALIKE_WITHIN_S)
     except TransportError:

@@ -20,10 +20,10 @@ from lightning_dsgd.session.session import Session
 
 
 class Handlers:
-    """The handlers of one session.
+    """Handles signals for one session.
 
     Args:
-        session: what they stop
+        session: the session that the signals stop
         stops_together: whether the ranks train now, so that they can stop after the same batch
         interrupt: ends this rank at once, for a signal
     """
@@ -39,7 +39,7 @@ class Handlers:
         self._interrupt = interrupt
 
     def on_sigterm(self, signum: int, _: Any) -> None:
-        """Has all ranks stop, or ends this process."""
+        """Handles SIGTERM: has all ranks stop, or ends this process."""
         if self._session.is_fork:
             end_fork_by(signum)
         elif self._session.has_ended:
@@ -50,7 +50,7 @@ class Handlers:
             self._interrupt(signum)
 
     def on_sigint(self, signum: int, _: Any) -> None:
-        """Has all ranks stop the first time."""
+        """Handles SIGINT: has all ranks stop the first time."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._session.is_fork and is_loaders_worker():
             return

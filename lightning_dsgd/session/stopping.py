@@ -54,7 +54,7 @@ _DECIDED: Final[Wish] = (0, 0, 0, 0)
 
 
 class AgreedBatch:
-    """One rank's part in the agreements.
+    """Takes this rank's part in the agreements.
 
     Attributes:
         signum: the signal that all stop for, once it is decided
@@ -62,14 +62,14 @@ class AgreedBatch:
         stop_at: how many batches every rank begins, once it is decided to stop
         num_begun: how many this rank has begun
         requested: the signal that this rank got itself, or 0
-        meet_at: before which batch all are to meet, once that is decided; -1: none
-        is_asked: whether this rank knows that one of them was told to stop
+        meet_at: the batch before which all are to meet, once that is decided; -1: none
+        is_asked: whether this rank knows that a rank was told to stop
         others_stopped: whether others have stopped, and a lost rank has kept this one from it; then
             it stops where it is, for nobody waits for its batches
 
     Args:
-        net: with channels of its own
-        serves: whether other ranks are there; else nothing is asked or answered
+        net: the network, with channels of its own
+        serves: whether other ranks are there; without them, nothing is asked or answered
     """
 
     def __init__(self, net: Transport, *, serves: bool = True) -> None:
@@ -104,7 +104,7 @@ class AgreedBatch:
         threading.Thread(target=self._ask, args=(what, detail, number), daemon=True).start()
 
     def may_begin_batch(self) -> bool:
-        """To be asked before every batch; counts those that may."""
+        """Returns whether the next batch may begin, and counts it; called before every batch."""
         with self._changed:
             self._wait_until(lambda: not self._holding)
             if self.others_stopped or 0 <= self.stop_at <= self.num_begun:
@@ -113,22 +113,22 @@ class AgreedBatch:
             return True
 
     def due(self) -> list[tuple[int, int]]:
-        """What all do after the batch that this rank has just done, besides to stop; once."""
+        """Returns what all do, besides stopping, after the batch that this rank has done; once."""
         with self._changed:
             due = [(what, detail) for at, what, detail in self._due if at <= self.num_begun]
             self._due = [later for later in self._due if later[0] > self.num_begun]
         return due
 
     def await_stop(self) -> None:
-        """Waits until it is decided where to stop; some rank knows already that all will."""
+        """Waits until it is decided where to stop; some rank knows already that all will stop."""
         with self._changed:
             self._wait_until(lambda: self.stop_at >= 0)
 
     def finish(self) -> None:
-        """Waits until all that was asked is answered; then all ranks may meet, and leave.
+        """Waits until all questions are answered; then all ranks may meet, and leave.
 
-        A rank that has not got its answer does not come to that meeting, so lanes are there as long
-        as they are asked.
+        A rank without its answer does not come to that meeting, so lanes answer as long as they
+        are asked.
         """
         with self._changed:
             self._wait_until(lambda: not (self._unanswered or self._open or self._waiting))

@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 
 class SurvivingSession(Session[TrainingT], ABC):
-    """See the head of the file.
+    """A session that goes on where a rank is lost; the head of the file tells how.
 
     Args:
-        meeting: of its ranks
+        meeting: the meeting of its ranks
         min_ranks: how many ranks must be left; None: more than half of those before a loss
-        *args: of the session that a face has where a loss ends it
+        *args: the arguments of a session that a loss ends
     """
 
     replica_type: ClassVar[type[Replica]] = SurvivingReplica
@@ -84,7 +84,7 @@ class SurvivingSession(Session[TrainingT], ABC):
 
     @property
     def replica(self) -> SurvivingReplica:
-        """This rank's, which begins anew in every view."""
+        """This rank's replica, which begins anew in every view."""
         assert self.training is not None, "training has begun"
         replica = self.training.replica
         assert isinstance(replica, SurvivingReplica)
@@ -96,12 +96,12 @@ class SurvivingSession(Session[TrainingT], ABC):
 
     @property
     def calls(self) -> Calls:
-        """What carries them over a change of the view."""
+        """Makes calls of all ranks, and carries them over a change of the view."""
         return opened(self._calls)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that train, by the numbers that they were started with."""
+        """The ranks that train, by the numbers that they had at the start."""
         return self._members
 
     @property
@@ -116,21 +116,21 @@ class SurvivingSession(Session[TrainingT], ABC):
 
     @property
     def has_changed(self) -> bool:
-        """Whether ranks have been lost, or have joined; also once the network is closed."""
+        """Whether ranks have been lost, or have joined; known also once the network is closed."""
         return self._members != tuple(range(self._num_ranks))
 
     @abstractmethod
     def _enter_view(self, view: View) -> None:
-        """The members have changed."""
+        """Takes over a view with other members."""
 
     @abstractmethod
     def _meet_others(self) -> None:
-        """Before a batch: the members change here, if all are to meet for that."""
+        """Changes the members before a batch, if all are to meet for that."""
 
     # ---- calls of all ranks ----
 
     def together(self, call: Callable[[], Any], adopt: Callable[[], None] | None = None) -> Any:
-        """See `Calls.together`."""
+        """Makes a call of all ranks; see `Calls.together`."""
         return self.calls.together(call, adopt)
 
     def begin_to_survive(self) -> None:
@@ -211,7 +211,7 @@ class SurvivingSession(Session[TrainingT], ABC):
             )
 
     def _left_undone(self) -> str:
-        """What the lost ranks would have done, as text that goes on; empty if it is not known."""
+        """Says what the lost ranks would have done, as the end of a sentence; empty if unknown."""
         return ""
 
     def _end_as_others(self) -> None:
@@ -243,7 +243,7 @@ class SurvivingSession(Session[TrainingT], ABC):
         return texts
 
     def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
-        """Those of every rank, by rank; of a lost one, none."""
+        """Returns every rank's figures, by rank; a lost rank has none."""
 
         def gather() -> list[Any]:
             theirs = super(SurvivingSession, self).gather_figures(figures)
@@ -267,9 +267,9 @@ class SurvivingSession(Session[TrainingT], ABC):
     # ---- in the place of torch's collectives ----
 
     def broadcast(self, value: Any, src: int) -> Any:
-        """A value of a rank, for all; text, numbers, or None.
+        """Returns one rank's value on all ranks: text, numbers, or None.
 
-        Of the first member, where that rank is lost.
+        The first member gives its value where that rank is lost.
         """
         if not self.is_open or self.phase is Phase.BROKEN or self.is_alone:
             return value
@@ -290,7 +290,7 @@ class SurvivingSession(Session[TrainingT], ABC):
         return json.loads(self.together(take))
 
     def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> list[Tensor]:
-        """Every member's tensor."""
+        """Returns every member's tensor."""
         if sync_grads:
             raise ValueError(
                 "gradients must not travel through what is gathered with "
@@ -312,15 +312,15 @@ class SurvivingSession(Session[TrainingT], ABC):
         return tensors
 
     def decide(self, decision: bool, *, is_of_all: bool) -> bool:
-        """Whether all members say so, or any of them, and the same on all.
+        """Returns whether all members vote yes, or any of them, the same on all.
 
-        Their votes alone tell: a rank may take over those of a view that had more members.
+        The votes alone tell: a rank may take over the votes of a view that had more members.
         """
         votes = self.all_gather(torch.tensor(int(decision)))
         return bool(reduced(votes, "min" if is_of_all else "max"))
 
     def barrier(self) -> None:
-        """Of all members."""
+        """Waits for all members."""
 
         def meet() -> None:
             super(SurvivingSession, self).meet()
@@ -338,7 +338,7 @@ class SurvivingSession(Session[TrainingT], ABC):
         return reason
 
     def _tell_register(self, tell: Callable[[Register], None]) -> None:
-        """Those who come later, and the launcher; nobody where the store has ended."""
+        """Tells newcomers and the launcher; tells nobody where the store has ended."""
         register = self._meeting.register
         if register is not None:
             with contextlib.suppress(TransportError):
@@ -372,7 +372,7 @@ class SurvivingSession(Session[TrainingT], ABC):
 
 
 def reduced(tensors: list[Tensor], op: str) -> Tensor:
-    """What Lightning's reductions are, of all members' tensors."""
+    """Reduces all members' tensors as Lightning reduces."""
     stacked = torch.stack(tensors)
     made: dict[str, Callable[[], Tensor]] = {
         "max": lambda: stacked.amax(0),

@@ -33,7 +33,7 @@ _TIMELESS: Final = "local_sgd, diloco, dpsgd or sgp with overlap=0"
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raises unless it exchanges weights."""
+    """Raises unless an algorithm exchanges weights."""
     if algorithm.uses_gradient:
         raise ValueError(
             "between sharded replicas an algorithm must exchange weights, got "
@@ -48,7 +48,7 @@ class MeshSharding:
     """The `Sharding` of a DeviceMesh.
 
     Args:
-        members: those that hold this rank's, one of each replica, in the replicas' order
+        members: the ranks that hold this rank's shard, one in each replica, in the replicas' order
         world_size: how many ranks there are
     """
 
@@ -57,7 +57,7 @@ class MeshSharding:
 
     @staticmethod
     def of_mesh(mesh: Any, world_size: int) -> MeshSharding:
-        """That of the dimension of a DeviceMesh along which the replicas lie."""
+        """Returns the sharding of the dimension of a DeviceMesh along which the replicas lie."""
         if not hasattr(mesh, "mesh") or mesh.ndim != 1:
             raise ValueError(
                 "replicas must be one dimension of a DeviceMesh, that of the replicas, got "
@@ -76,7 +76,7 @@ class MeshSharding:
         return self.world_size // len(self.members)
 
     def rows(self, net: Transport) -> list[tuple[int, ...]]:
-        """The ranks of each replica; all ranks call it together."""
+        """Returns the ranks of each replica; all ranks call it together."""
         columns = self._columns(net)
         return [
             tuple(rank for rank, column in enumerate(columns) if column.index(rank) == number)
@@ -84,10 +84,10 @@ class MeshSharding:
         ]
 
     def among(self, members: Sequence[int], rows: Sequence[tuple[int, ...]]) -> MeshSharding:
-        """The same among the ranks of a view, by their numbers in it.
+        """Returns the same sharding among the ranks of a view, by their numbers in the view.
 
         Args:
-            members: of the view
+            members: the members of the view
             rows: the ranks of each replica, of which the view has all or none
         """
         row_of = {rank: row for row in rows for rank in row}
@@ -95,14 +95,14 @@ class MeshSharding:
         return MeshSharding(tuple(map(members.index, left)), len(members))
 
     def column(self, net: Transport) -> View:
-        """The network of the ranks that hold the same shard."""
+        """Returns the network of the ranks that hold the same shard."""
         assert isinstance(net, Endpoint)
         return View(net, self.members)
 
     # ---- what cannot work ----
 
     def check_ranks(self, net: Transport) -> None:
-        """Raises, on every rank, unless every rank is in one column, and all are as long."""
+        """Raises, on every rank, unless every rank is in one column and all columns are as long."""
         columns = self._columns(net)
         known = {rank: column for rank, column in enumerate(columns) if rank in column}
         is_whole = all(column == known.get(rank) for column in columns for rank in column)
@@ -117,7 +117,7 @@ class MeshSharding:
             )
 
     def _columns(self, net: Transport) -> list[tuple[int, ...]]:
-        """Of each rank, those that hold its shard."""
+        """Returns, for each rank, the ranks that hold its shard."""
         texts = everyones(net, ",".join(map(str, self.members)))
         return [tuple(map(int, text.split(","))) for text in texts]
 
@@ -128,7 +128,7 @@ class MeshSharding:
         optimizers: Sequence[Optimizer],
         algorithm: Algorithm,
     ) -> Shards:
-        """That of a model that an algorithm can train; on all ranks together."""
+        """Returns the layout of a model that an algorithm can train; all ranks call it together."""
         layout = Shards(model)
         self._check_model(net, layout, optimizers, algorithm)
         return layout
@@ -206,7 +206,7 @@ class MeshSharding:
 
 
 def _placed_like(target: Any, value: Any) -> Any:
-    """A saved value, sharded as its target is."""
+    """Returns a saved value, sharded as its target is."""
     if not isinstance(target, DTensor):
         return value
     if isinstance(value, dict) and SHARD in value:

@@ -30,12 +30,12 @@ from lightning_dsgd.transport import PeerLost, TransportError
 
 
 class ProcessRow:
-    """The ranks that hold this replica together, which ask each other over gloo: see `Row`.
+    """Asks, over gloo, the ranks that hold this replica together: see `Row`.
 
-    All ranks make one together.
+    All ranks make their rows together.
 
     Args:
-        session: of this rank
+        session: the session of this rank
         rows: the ranks of each replica
     """
 
@@ -46,7 +46,7 @@ class ProcessRow:
         self._group, _ = make_groups(rows, timeout, "gloo")
 
     def has_lost(self, lost: PeerLost | None) -> bool:
-        """Whether any of them has met a loss."""
+        """Returns whether any rank of the row has met a loss."""
         flag = torch.tensor([int(lost is not None)])
         with blaming(self._session):
             dist.all_reduce(flag, dist.ReduceOp.MAX, self._group)
@@ -60,16 +60,16 @@ def save(
     *,
     has_replicas: bool = True,
 ) -> None:
-    """Saves what all ranks agree on, and each rank's own beside it; on all ranks together.
+    """Saves the consensus, and each rank's own state beside it; all ranks call it together.
 
-    What is gathered in a view is written in the same one, or gathered anew: the ranks that have it
-    may be lost.
+    What is gathered in a view is written in that view, or gathered anew: the ranks that have
+    gathered it may be lost.
 
     Args:
-        session: that trains
-        path: of the file with the consensus, in whole tensors; rank 0's counts
-        checkpoint: makes one, its tensors in shards, from the weights that the model has then
-        has_replicas: whether training is to go on from it
+        session: the session that trains
+        path: the file with the consensus, in whole tensors; rank 0's path counts
+        checkpoint: makes a checkpoint, its tensors in shards, from the model's weights at that time
+        has_replicas: whether training is to go on from the checkpoint
     """
     trained(session.training)
     path = session.text_of_rank_0(path)
@@ -83,7 +83,7 @@ def save(
 def _gathered_consensus(
     session: Session[Any], checkpoint: Callable[[], dict[str, Any]]
 ) -> tuple[dict[str, Any], int]:
-    """What the first replica has gathered, nothing on the others; and in which view."""
+    """Returns what the first replica has gathered, nothing on the others, and the view's number."""
     assert session.training is not None
     replica, is_shown = session.training.replica, session.training.replica.shows_consensus
     if not is_shown:
@@ -104,7 +104,7 @@ def _gathered_consensus(
 
 
 def _own(session: Session[Any], checkpoint: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What this rank needs to go on."""
+    """Returns what this rank needs to go on."""
     assert session.training is not None
     algorithm, replica = session.training.algorithm, session.training.replica
     is_shown = replica.shows_consensus
@@ -122,7 +122,7 @@ def _write(
     own: dict[str, Any] | None,
     number: int,
 ) -> bool:
-    """Whether it is written: not if a rank has gathered it in a view that is over."""
+    """Writes unless a rank has gathered in an earlier view; returns whether files were written."""
     meetings, sharding = session.meetings, session.sharding
     assert sharding is not None
     if set(everyones(meetings, str(number))) != {str(session.view_number)}:
@@ -133,7 +133,7 @@ def _write(
 
 @contextlib.contextmanager
 def blaming(session: Session[Any]) -> Iterator[None]:
-    """Around a step: raises `PeerLost` where a collective of the shards failed for a lost rank."""
+    """Runs a step; raises `PeerLost` where a collective of the shards failed for a lost rank."""
     try:
         yield
     except RuntimeError as error:
@@ -146,7 +146,7 @@ def blaming(session: Session[Any]) -> Iterator[None]:
 
 
 def lost_behind(session: Session[Any], exception: BaseException) -> PeerLost | None:
-    """The lost rank that has made a collective of the shards fail, if that is what it was."""
+    """Returns the lost rank that has made a collective of the shards fail, if one has."""
     if isinstance(exception, PeerLost):
         return None
     try:
@@ -162,12 +162,12 @@ def lost_behind(session: Session[Any], exception: BaseException) -> PeerLost | N
 
 
 def in_shards(value: Any) -> Any:
-    """What this rank holds of a state: every tensor that is sharded as a shard."""
+    """Returns this rank's share of a state: each sharded tensor as this rank's shard."""
     return _mapped(value, lambda t: {SHARD: local(t)} if isinstance(t, DTensor) else t)
 
 
 def gathered(value: Any) -> Any:
-    """A state with whole tensors, copied to the CPU; on all ranks of a replica together."""
+    """Returns a state with whole tensors, copied to the CPU; all ranks of a replica call it."""
 
     def gather(tensor: Tensor) -> Tensor:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -178,7 +178,7 @@ def gathered(value: Any) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same dicts and lists with every tensor in them changed."""
+    """Returns the same dicts and lists with every tensor in them changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
