@@ -40,7 +40,7 @@ _NAMES: Final = ("replica", "data_parallel", "tensor_parallel")
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """ModelParallelStrategy whose mesh is that of one replica of several."""
+    """Lays a ModelParallelStrategy's mesh over one of several replicas."""
 
     num_replicas: int
     whole_mesh: DeviceMesh | None = None
@@ -62,7 +62,7 @@ class MeshStrategy(ModelParallelStrategy):
         self._setup_distributed()
 
     def _shape(self) -> tuple[int, int, int]:
-        """How many replicas, and ranks of each along both dimensions."""
+        """Returns the number of replicas, and of a replica's ranks along both dimensions."""
         replicas, tensor = self.num_replicas, self._tensor_parallel_size
         data = self._data_parallel_size
         if data == "auto":
@@ -152,7 +152,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that compute with the same data get the same."""
+        """The sampler's arguments: ranks that compute with the same data get the same."""
         mesh = self._mesh
         replica, data = mesh["replica"], mesh["data_parallel"]
         rank = replica.get_local_rank() * data.size() + data.get_local_rank()
@@ -168,7 +168,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         return Conditions(None)
 
     def check_numbers_of_batches(self) -> None:
-        """Raises, on every rank, unless all ranks of a replica have as many."""
+        """Raises, on every rank, unless all ranks of a replica have equally many batches."""
         super().check_numbers_of_batches()
         number = self._mesh["replica"].get_local_rank()
         mine = f"{number} {self._trainer.num_training_batches}"
@@ -216,12 +216,12 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
     # ---- checkpoints ----
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """In shards: what is saved is gathered when it is."""
+        """Returns the model's state in shards; saving gathers whole tensors."""
         assert self.lightning_module is not None
         return dict(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """In shards."""
+        """Returns the optimizer's state in shards."""
         inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
         return dict(inner.state_dict())
 
@@ -249,7 +249,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads into the model and its optimizers, which have been set up; gives the rest."""
+        """Loads into the model and its optimizers, which are set up; returns the rest."""
         if weights_only is False:
             raise ValueError(
                 "a sharded checkpoint must hold tensors and plain values, got weights_only=False; "
@@ -290,7 +290,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
 
 
 def _signature() -> inspect.Signature:
-    """Of `ShardedStrategy`, with the options by name, as a command line needs them."""
+    """Returns the signature of `ShardedStrategy`, with the options by name, for command lines."""
     own = inspect.signature(ShardedStrategy.__init__, eval_str=True).parameters
     theirs = inspect.signature(ModelParallelStrategy.__init__).parameters
     options = [p for p in own_options() if p.name != "max_ranks"]

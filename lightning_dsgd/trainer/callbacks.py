@@ -169,7 +169,7 @@ class StragglerInjector(pl.Callback):
         self._step = 0
 
     def delayed_ranks(self, step: int, world_size: int) -> list[int]:
-        """Who is delayed in this step: a pure function of seed, step and world_size."""
+        """Returns the ranks delayed in this step: a pure function of seed, step and world_size."""
         return delayed_ranks(self.seed, step, world_size, self.num_ranks)
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:

@@ -57,7 +57,7 @@ from lightning_dsgd.transport.view import View
 
 
 class _Told(NamedTuple):
-    """What a member says of itself when a view begins; as JSON on the wire."""
+    """Holds what a member says of itself when a view begins; as JSON on the wire."""
 
     is_new: bool
     alike: list[str]
@@ -69,13 +69,13 @@ class _Told(NamedTuple):
 
 
 class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
-    """See the head of the file.
+    """A Trainer's session whose ranks change; the head of the file tells how.
 
     Args:
-        processes: those of this node
-        meeting: of its ranks
+        processes: the processes of this node
+        meeting: the meeting of its ranks
         min_ranks: how many ranks must be left; None: more than half of those before a loss
-        max_ranks: how many there may be; None: as many as at the start
+        max_ranks: how many ranks there may be; None: as many as at the start
     """
 
     can_be_joined: ClassVar[bool] = True
@@ -111,7 +111,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
             super().check_options(algorithm, evaluate, average_buffers)
 
     def join(self) -> dict[str, Any]:
-        """Asks the members to let this newcomer in, and waits; gives what it got from them."""
+        """Asks the members to let this newcomer in, waits, and returns what they gave it."""
         net = self.calls.net
         assert isinstance(net, NewcomerTransport)
         self._meeting.ask_to_join(net, self._num_ranks, self._min_ranks)
@@ -143,7 +143,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
             seams.take_over_logs(trainer, self._versions, f"view_{view.number}")
 
     def _first_of_old(self) -> int:
-        """Of the view's ranks, the first that is no newcomer."""
+        """Returns the first of the view's ranks that is no newcomer."""
         return next(rank for rank, each in enumerate(self._told) if not each.is_new)
 
     def _changes(self, lost: list[int]) -> str:
@@ -157,7 +157,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         return ", ".join([*self._in_words(lost), *joined]) or "the same ranks"
 
     def _told_of(self, view: View) -> list[_Told]:
-        """What each member says of itself.
+        """Returns what each member says of itself.
 
         Raises:
             ValueError: on a newcomer that has another model or other options
@@ -182,7 +182,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         return told
 
     def _hand_over(self, net: Transport, giver: int, newcomers: list[int]) -> None:
-        """Gives newcomers the state of a member, or takes it."""
+        """Gives newcomers a member's state, or takes that state on a newcomer."""
         training = self.training
         assert training is not None
         if net.rank == giver:
@@ -224,7 +224,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         return [*view.newcomers()[:room]]
 
     def _forget(self, lost: list[int]) -> None:
-        """Newcomers need not try to reach them."""
+        """Removes lost ranks from the register, so that newcomers do not try to reach them."""
 
         def forget(register: Register) -> None:
             for rank in lost:
@@ -286,12 +286,12 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         return f": about {self._num_unread} batches of lost ranks were left in their epochs"
 
     def _most_begun(self) -> int:
-        """Batches of any rank: those who had fewer in this epoch count as many from here on."""
+        """Returns the most batches that any rank has begun; from now on all ranks count so many."""
         super().meet()
         return max(int(text) for text in everyones(self.meetings, str(self._agreed().num_begun)))
 
     def share(self, first: dict[str, Any]) -> dict[str, Any]:
-        """What a sampler takes for this rank's share of the data, where that is not the first."""
+        """Returns a sampler's arguments for this rank's share of the data, once it is another."""
         num_shares, share = self._division or (first["num_replicas"], first["rank"])
         if self._at_first is not None and self._division:
             # A share is that of a replica, which each of its ranks has a part of, or all.
@@ -302,7 +302,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
 
 
 def _num_left(trainer: Any) -> int:
-    """How many batches of this epoch this rank has not read, about as many as another."""
+    """Returns how many batches of this epoch this rank has not read, about as many as another."""
     num_batches = trainer.num_training_batches
     done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     is_finite = num_batches != float("inf")

@@ -22,7 +22,7 @@ else:
 
 
 class CheckpointsMixin(_Base):
-    """See the head of the file."""
+    """Saves and loads checkpoints of a strategy; the head of the file tells how."""
 
     algorithm: Algorithm
     session: TrainerSession

@@ -47,32 +47,32 @@ class Clock:
                 )
 
     def begin_saving(self) -> None:
-        """A batch is over: nothing has been agreed on yet that is to be done after it."""
+        """Begins to save anew, as a batch is over; no save has been agreed on yet."""
         self._saving = set()
 
     def save(self, index: int, *, are_all_here: bool) -> None:
-        """After this batch all save, for the callback of this number, or none does."""
+        """Notes whether all ranks save after this batch for the callback of this number."""
         self._asked.discard((SAVE, index))
         if are_all_here:
             self._saving.add(index)
 
     def ends_epoch(self, epoch: int) -> None:
-        """This rank has done all batches of an epoch."""
+        """Notes that this rank has done all batches of an epoch."""
         self._ended_epoch = epoch
         self.end_after_last_epoch()
 
     def stop_asking_to_end(self) -> None:
-        """All ranks know that a rank's time is up."""
+        """Stops asking to end: all ranks know that a rank's time is up."""
         self._asked.add((END, 0))
 
     def end_after(self, epoch: int) -> None:
-        """Training ends with this epoch, on all ranks; once."""
+        """Notes, once, that training ends with this epoch on all ranks."""
         if self.last_epoch is None:
             self.last_epoch = epoch
             self.end_after_last_epoch()
 
     def end_after_last_epoch(self) -> None:
-        """Ends training where a rank has come to the end of the epoch with which all end."""
+        """Ends training if this rank has done the epoch with which all ranks end."""
         if self.last_epoch is not None and self._ended_epoch >= self.last_epoch:
             self.end_training()
 
@@ -92,25 +92,25 @@ class Clock:
         self._left_out_in = self._trainer.current_epoch
 
     def give_back(self) -> None:
-        """Leaves the callbacks as they were."""
+        """Takes this clock out of the callbacks."""
         for callback in self._callbacks:
             seams.give_back_callback(callback)
 
     def _ask(self, what: int, detail: int = 0) -> None:
-        """Once, until all have done it."""
+        """Asks all ranks to do something, once until all have done it."""
         if (what, detail) not in self._asked:
             self._asked.add((what, detail))
             self._agreed.ask(what, detail)
 
     def _check_timer(self, timer: Any, trainer: Any) -> None:
-        """A Timer's question whether it is time to end."""
+        """Asks, for a Timer, whether it is time to end."""
         if seams.current_hook(trainer.lightning_module) != "on_train_batch_end":
             seams.ask_timer(timer, trainer)  # all ranks are here
         elif seams.is_time_up(timer):
             self._ask(END)
 
     def _save_by_time(self, index: int, saver: Any, *args: Any) -> None:
-        """A ModelCheckpoint's hook after a batch: saves where all do, whatever its clock says."""
+        """Saves after a batch where all ranks do, whatever the ModelCheckpoint's clock says."""
         is_due = index in self._saving
         may_ask = not is_due and self._left_out_in != self._trainer.current_epoch
         if may_ask and seams.is_time_to_save(saver, time.monotonic()):

@@ -28,7 +28,7 @@ else:
 
 
 class CollectivesMixin(_Base):
-    """See the head of the file."""
+    """Makes the collectives of a strategy; the head of the file tells how."""
 
     algorithm: Algorithm
     session: TrainerSession
@@ -36,7 +36,7 @@ class CollectivesMixin(_Base):
 
     @property
     def _survivors(self) -> ChangingTrainerSession | None:
-        """The session, if it goes on where a rank is lost."""
+        """The session if it goes on where a rank is lost, else None."""
         return self.session if isinstance(self.session, ChangingTrainerSession) else None
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ class CollectivesMixin(_Base):
         return votes == self.session.world_size if all else votes > 0
 
     def _is_of_a_step(self) -> bool:
-        """Whether what is reduced now belongs to one batch; hooks after it are past `end_batch`."""
+        """Returns whether a reduction now is of one batch; later hooks are past `end_batch`."""
         hook = seams.current_hook(self.lightning_module)
         return self.session.phase is Phase.IN_BATCH or hook == "on_train_batch_end"
 

@@ -25,7 +25,7 @@ _SIZE = torch.zeros(1, dtype=torch.int64)
 
 
 def give(net: Transport, newcomers: Sequence[int], trainer: Any, session: dict[str, Any]) -> None:
-    """Gives it to these ranks of the view."""
+    """Gives this rank's state to these ranks of the view."""
     state = {
         "checkpoint": seams.state_before_batch(trainer),
         "random_states": record.random_states(),
@@ -43,7 +43,7 @@ def give(net: Transport, newcomers: Sequence[int], trainer: Any, session: dict[s
 
 
 def take(net: Transport, giver: int) -> dict[str, Any]:
-    """What that rank gives."""
+    """Takes the state that the giver gives."""
     size = net.recv(_SIZE, giver).wait()
     net.expect_at_most(int(size))
     net.send(size, giver)

@@ -8,10 +8,10 @@ import lightning.pytorch as pl
 
 
 class Hooks(pl.Callback):
-    """The first of the Trainer's callbacks.
+    """Tells a strategy of the Trainer's hooks, before all other callbacks.
 
     Args:
-        strategy: a decentralised one
+        strategy: a decentralised strategy
     """
 
     def __init__(self, strategy: Any) -> None:

@@ -40,14 +40,14 @@ from lightning_dsgd.session.session import Session
 
 
 class JointEpochs:
-    """One rank's part in it, for one training.
+    """Keeps this rank's epochs in step with the others' for one training.
 
     Attributes:
-        is_out: whether this rank has had no batch in the epoch before
+        is_out: whether this rank had no batch in the epoch before
 
     Args:
-        session: of all ranks
-        trainer: whose loops are taken
+        session: the session of all ranks
+        trainer: the Trainer whose loops are taken over
         begin: called once the Trainer knows its batches, before training
     """
 
@@ -61,7 +61,7 @@ class JointEpochs:
 
     @property
     def are_apart(self) -> bool:
-        """Whether ranks may have different numbers of batches, as all ranks see it."""
+        """Whether, as all ranks agree, ranks may have different numbers of batches."""
         training, trainer = self._session.training, self._trainer
         if training is None:
             return False
@@ -70,14 +70,14 @@ class JointEpochs:
         return is_known_uneven or is_unknown or trainer.reload_dataloaders_every_n_epochs > 0
 
     def begin(self) -> None:
-        """The Trainer knows its batches, and is about to train."""
+        """Begins, where the Trainer knows its batches and is about to train."""
         self._begin()
         if self.are_apart:
             step = partial(getattr, self._trainer, "global_step")
             _name_alike(self._trainer, lambda: int(self._session.text_of_rank_0(str(step()))))
 
     def _after_batches(self) -> None:
-        """This rank has done all batches that it has in this epoch."""
+        """Joins the others once this rank has done all its batches of this epoch."""
         if not self.are_apart or self._session.has_ended:
             return
         Session.end_batch(self._session)  # if `on_train_batch_start` has skipped the rest
@@ -92,7 +92,7 @@ class JointEpochs:
         _save_anyhow(self._trainer)
 
     def are_all_finished(self, is_finished: bool) -> bool:
-        """Whether training ends, on all ranks; asked before each epoch."""
+        """Returns whether training ends, on all ranks; asked before each epoch."""
         return self._session.meet(FINISHED if is_finished else GO_ON) and is_finished
 
     def _before_validation(self) -> None:
@@ -108,7 +108,7 @@ def take_validation_data(trainer: Any, check: Callable[[list[float]], None]) -> 
 
 
 def give_back(trainer: Any) -> None:
-    """Takes back what stands in the place of the Trainer's own."""
+    """Gives back the Trainer's own methods, in whose place others stand."""
     if isinstance(trainer.fit_loop, _Joint):
         trainer.fit_loop.__class__ = type(trainer.fit_loop).own
     owners = trainer.fit_loop.epoch_loop, *_evaluations(trainer), *trainer.checkpoint_callbacks
@@ -183,7 +183,7 @@ def _evaluations(trainer: Any) -> list[Any]:
 
 
 def _validate(trainer: Any) -> None:
-    """As the Trainer does after a batch."""
+    """Validates as the Trainer does after a batch."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     trainer.validating = True
     type(loop).run(loop)
@@ -191,7 +191,7 @@ def _validate(trainer: Any) -> None:
 
 
 def _log_nothing(trainer: Any) -> None:
-    """Has this rank ask for the values that others log over all ranks; it adds nothing to them."""
+    """Has this rank ask for values that others log over all ranks, to which it adds nothing."""
     for entry in trainer.fit_loop.epoch_loop._results.values():
         if entry.has_reset and (entry.meta.sync.should or not entry.is_tensor):
             entry.has_reset, entry._update_count = False, 1
@@ -205,7 +205,7 @@ def _save_anyhow(trainer: Any) -> None:
 
 
 def _name_alike(trainer: Any, step: Callable[[], int]) -> None:
-    """Has callbacks name what they save after this step, the same on all ranks."""
+    """Has callbacks name what they save by this step, the same on all ranks."""
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_monitor_candidates"):
             callback._monitor_candidates = partial(_monitored, callback, step)

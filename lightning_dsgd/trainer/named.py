@@ -25,10 +25,10 @@ from lightning_dsgd.trainer.strategy import DecentralizedMixin, DecentralizedStr
 
 
 def named(algorithm: type[Algorithm], base: type, module: str) -> type:
-    """The strategy that trains with an algorithm.
+    """Makes the strategy that trains with an algorithm.
 
     Args:
-        algorithm: its dataclass
+        algorithm: the algorithm's dataclass
         base: the strategy of one of Lightning's two packages
         module: where the class can be imported from
     """
@@ -46,7 +46,7 @@ def named(algorithm: type[Algorithm], base: type, module: str) -> type:
 
 
 def options(base: type) -> list[Parameter]:
-    """What every strategy takes besides its algorithm's hyperparameters, by name."""
+    """Returns, by name, what every strategy takes besides its algorithm's hyperparameters."""
     [ddp] = [b for b in base.__mro__ if b.__name__ == "DDPStrategy"]
     theirs = inspect.signature(ddp.__init__).parameters  # type: ignore[misc]
     return [
@@ -74,7 +74,7 @@ def _docstring(algorithm: type[Algorithm]) -> str:
 
 
 def make_all(base: type, module: str) -> dict[str, type]:
-    """Of every algorithm; those of other packages that cannot be are left out with a warning."""
+    """Makes a strategy of every algorithm; warns of another package's that cannot be one."""
     made = {}
     for name, algorithm in list(ALGORITHMS.items()):
         try:
@@ -88,7 +88,7 @@ def make_all(base: type, module: str) -> dict[str, type]:
 
 
 def register(package: str, strategies: Mapping[str, type]) -> None:
-    """Makes names known to the Trainer of one of Lightning's packages."""
+    """Makes the strategies' names known to the Trainer of one of Lightning's packages."""
     registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
     for name, strategy in strategies.items():
         description = (strategy.__doc__ or "").splitlines()[0]

@@ -43,7 +43,7 @@ def take_on_command_line(ours: Mapping[str, type]) -> None:
 
 
 def hint(name: str, ours: Collection[str], others: Collection[str] = ()) -> str:
-    """Which of ours may have been meant by a name; empty if none, or rather one of the others."""
+    """Returns our names that a wrong name may have meant, as a text; empty if there are none."""
     known = {_plain(other): "" for other in others} | {_plain(own): own for own in ours}
     plain = _plain(name)
     near = [plain] if plain in known else get_close_matches(plain, known, 3, NAMES_ALIKE)
@@ -91,7 +91,7 @@ def _hint_in(connector: Any, ours: Collection[str]) -> None:
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Once, and only what is there."""
+    """Replaces an attribute by its wrapped form, once, and only if it is there."""
     real = getattr(owner, name, None)
     if real is not None and not hasattr(real, "of_lightning_dsgd"):
         wrapped = wrap(real)

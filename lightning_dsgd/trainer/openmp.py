@@ -10,10 +10,10 @@ _PAUSE_HARD: Final = 2  # omp_pause_hard
 
 
 def end_threads() -> bool:
-    """Ends the threads that OpenMP keeps for this one; whether a forked process may have its own.
+    """Ends OpenMP's threads for this thread; returns whether a forked process may have its own.
 
-    Such a process has GNU's OpenMP believe that the threads of its parent are there too, and waits
-    for them in its first parallel region, for ever.  They are started again where they are needed.
+    A forked process with GNU's OpenMP believes that its parent's threads are there too, and waits
+    for them in its first parallel region, for ever.  Threads are started again where needed.
     Other OpenMPs (LLVM's, Intel's) see to that themselves.
     """
     maps = Path("/proc/self/maps")

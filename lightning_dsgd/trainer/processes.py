@@ -38,12 +38,12 @@ _CAUSE_ENDS_WITHIN_S: Final = 5.0
 
 
 def start_method(environment: Any, method: Any, *, is_chosen: bool) -> Any:
-    """How ranks are started: those of an interactive session, which is no script, are forked.
+    """Returns how ranks are started; an interactive session has no script, and forks its ranks.
 
     Args:
         environment: Lightning's cluster environment
-        method: what the strategy was given, or Lightning's default
-        is_chosen: whether it was given
+        method: the strategy's start method, or Lightning's default
+        is_chosen: whether the user has chosen the method
     """
     name = type(environment).__name__
     if environment.creates_processes_externally:
@@ -72,7 +72,7 @@ def start_method(environment: Any, method: Any, *, is_chosen: bool) -> Any:
 
 
 class Processes:
-    """The processes that this one has started, or the one that has started this one."""
+    """Keeps the processes that this one has started, or the process that has started this one."""
 
     def __init__(self) -> None:
         self._launcher: Any = None
@@ -86,8 +86,8 @@ class Processes:
         """Takes over Lightning's launcher.
 
         Args:
-            launcher: just made
-            method: how it starts ranks
+            launcher: the launcher, just made
+            method: how the launcher starts ranks
             fail: ends this rank's part in the training, and says what became of the rank
         """
         self._launcher, self._start_method = launcher, method
@@ -97,20 +97,20 @@ class Processes:
             seams.take_over_launcher(launcher, self._launch, self._run_rank)
 
     def become_rank(self) -> None:
-        """This process is a rank; if others are its children it outlives them."""
+        """Makes this process a rank; it outlives other ranks that are its children."""
         self._is_rank = True
         if self._children() and not self._awaits_children:
             self._awaits_children = True
             atexit.register(self._await_children, os.getpid())
 
     def forgive(self) -> None:
-        """A rank that ends badly ends no other, and does not make the job fail."""
+        """Has a rank that ends badly end no other rank, and not make the job fail."""
         seams.quiet_observer()
         self._forgives = True
 
     @property
     def is_parent_alone(self) -> bool:
-        """Whether this process has forked or spawned all ranks, and is none."""
+        """Whether this process has forked or spawned all ranks, and is no rank."""
         return not self._is_rank and self._start_method != "popen"
 
     def end_forked(self) -> None:
@@ -125,9 +125,9 @@ class Processes:
                 child.join()
 
     def end_children(self, within_s: float = _CHILDREN_END_WITHIN_S) -> None:
-        """Ends the ranks that run the script of this one, after some time to end by themselves.
+        """Ends the ranks that run this process's script, after some time to end by themselves.
 
-        But not where they go on without this one.
+        They are not ended where they go on without this process.
         """
         if self._forgives:
             return
@@ -140,17 +140,17 @@ class Processes:
                 child.wait()
 
     def _children(self) -> list[subprocess.Popen[bytes]]:
-        """The other ranks, where they run the script of this one."""
+        """Returns the other ranks, where they run this process's script."""
         started = seams.started_by(self._launcher)
         return [child for child in started if isinstance(child, subprocess.Popen)]
 
     def _forked(self) -> list[BaseProcess]:
-        """The ranks that this process has forked or spawned, as far as they are alive."""
+        """Returns the ranks that this process has forked or spawned and that are alive."""
         started = seams.started_by(self._launcher)
         return [child for child in multiprocessing.active_children() if child in started]
 
     def _launch(self, *args: Any, **kwargs: Any) -> Any:
-        """Starts ranks that may compute on several threads, whatever was computed here before."""
+        """Starts ranks, which may compute on several threads whatever this process has computed."""
         if self._start_method == "fork":
             self._has_openmp = openmp.end_threads()
         return seams.launch(self._launcher, *args, **kwargs)
@@ -178,7 +178,7 @@ class Processes:
             raise
 
     def _await_children(self, pid: int) -> None:
-        """A job is done when all its ranks are; it has failed when one of them has."""
+        """Waits for the other ranks: a job is done when all are, and has failed when one has."""
         if os.getpid() != pid:
             return  # a fork, to which nobody is a child
         seams.quiet_observer()
@@ -202,7 +202,7 @@ class Processes:
 
 
 def _is_interactive() -> bool:
-    """Whether this is a notebook or a prompt, as Lightning sees it."""
+    """Returns whether this is a notebook or a prompt, as Lightning sees it."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 

@@ -59,9 +59,9 @@ def check_options(
 
     Args:
         strategy: the name of its class
-        algorithm: what it trains with
+        algorithm: the algorithm that it trains with
         ours: the options that every strategy has
-        kwargs: what it was given besides
+        kwargs: the other options that it was given
         lightnings: the options of Lightning's own strategies that are taken as they are
     """
     defaults = inspect.signature(DistributedDataParallel).parameters
@@ -86,7 +86,7 @@ def check_options(
 
 
 def check_start_method(method: str) -> None:
-    """Raises where a parent ends all ranks with one."""
+    """Raises where a parent process ends all ranks if one ends."""
     if method != "popen":
         raise ValueError(
             "ranks must not be forked or spawned to go on without a lost one, as their parent ends "
@@ -96,7 +96,7 @@ def check_start_method(method: str) -> None:
 
 
 def check_comes_later(rank: int, world_size: int, is_newcomer: bool) -> None:
-    """Raises where a process that was started to join finds no training."""
+    """Raises where a process that was started to join a training finds none."""
     if rank >= world_size and not is_newcomer:
         raise ValueError(
             f"rank {rank} was started to join a training of {world_size} ranks, which must go on "
@@ -105,7 +105,7 @@ def check_comes_later(rank: int, world_size: int, is_newcomer: bool) -> None:
 
 
 def check_searches(trainer: Any, algorithm: Algorithm) -> None:
-    """Before Lightning refuses one of them, without the way out."""
+    """Raises for a search callback, and names the way out, before Lightning refuses it."""
     searches = {"BatchSizeFinder": "batch size"}
     if trainer.state.fn == "fit":
         searches["LearningRateFinder"] = "learning rate"
@@ -123,7 +123,7 @@ def check_searches(trainer: Any, algorithm: Algorithm) -> None:
 
 
 def check_trainer(trainer: Any, algorithm: Algorithm) -> None:
-    """Raises for what the Trainer was made with, and for its callbacks."""
+    """Raises for options and callbacks of the Trainer that cannot work."""
     plugin = type(trainer.precision_plugin).__name__
     if "FSDP" in plugin or "DeepSpeed" in plugin:
         raise ValueError(
@@ -146,7 +146,7 @@ def check_trainer(trainer: Any, algorithm: Algorithm) -> None:
 
 
 def check_survivable(trainer: Any) -> None:
-    """Raises for what asks all ranks in ways that a lost one would end."""
+    """Raises for callbacks and options whose calls of all ranks a lost rank would end."""
     for callback in trainer.callbacks:
         if seams.is_timer(callback) or seams.saves_by_time(callback):
             raise ValueError(
@@ -193,12 +193,13 @@ def check_sync_batchnorm(algorithm: Algorithm, device: torch.device) -> None:
 
 
 def check_numbers_of_batches(session: TrainerSession, algorithm: Algorithm) -> bool:
-    """Raises, on every rank, where ranks with different numbers of batches wait for each other.
+    """Raises, on every rank, where ranks with other numbers of batches wait for each other.
 
-    They may have them, but then all must have some, and none may save within an epoch.
+    Ranks may have different numbers, but then all must have some, and none may save within an
+    epoch.
 
     Returns:
-        Whether they have different numbers of batches.
+        Whether ranks have different numbers of batches.
     """
     training = session.training
     if training is None:
@@ -215,7 +216,7 @@ def check_numbers_of_batches(session: TrainerSession, algorithm: Algorithm) -> b
 
 
 def check_validation_data(session: TrainerSession, num_batches: list[float]) -> None:
-    """Raises, on every rank, where some have no batch of a loader of which others have."""
+    """Raises, on every rank, where some ranks have no batch of a loader of which others have."""
     texts = session.texts(json.dumps(num_batches))
     for index, numbers in enumerate(zip(*map(json.loads, texts), strict=False)):
         if 0 in numbers and any(numbers):

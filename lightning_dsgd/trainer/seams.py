@@ -24,7 +24,7 @@ _NEVER_AGAIN: Final = 1 << 40
 def take_signals(
     trainer: Any, on_sigterm: Callable[..., None], on_requeue: Callable[..., None]
 ) -> None:
-    """Has the Trainer call these for SIGTERM, and for the signal by which SLURM asks to requeue."""
+    """Has the Trainer call these functions for SIGTERM, and for SLURM's signal to requeue."""
     trainer._signal_connector._sigterm_notifier_fn = on_sigterm
     trainer._signal_connector._slurm_sigusr_handler_fn = on_requeue
 
@@ -35,7 +35,7 @@ def ask_nobody_for_sigterm(trainer: Any) -> None:
 
 
 def give_back(trainer: Any) -> None:
-    """Takes back what `take_signals` and `ask_nobody_for_sigterm` have put in its place."""
+    """Undoes what `take_signals` and `ask_nobody_for_sigterm` have done."""
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         vars(trainer._signal_connector).pop(name, None)
@@ -62,28 +62,28 @@ def interrupt(trainer: Any, signum: int, begin: str, end: str = "") -> NoReturn:
 
 
 def validates_by_time(trainer: Any) -> bool:
-    """Whether `val_check_interval` is a time."""
+    """Returns whether `val_check_interval` is a time."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
 def detects_anomalies(trainer: Any) -> bool:
-    """Whether it was made with `detect_anomaly=True`."""
+    """Returns whether the Trainer was made with `detect_anomaly=True`."""
     return bool(trainer._detect_anomaly)
 
 
 def current_hook(module: Any) -> str | None:
-    """The name of the hook that the Trainer is calling."""
+    """Returns the name of the hook that the Trainer is calling."""
     name: str | None = getattr(module, "_current_fx_name", None)
     return name
 
 
 def num_optimizer_steps(trainer: Any) -> int:
-    """How many optimizer steps were made, counted as the Trainer does for its loggers."""
+    """Returns how many optimizer steps were made, counted as the Trainer does for its loggers."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def num_steps_planned(trainer: Any) -> float:
-    """How many optimizer steps this rank is to make; inf where Lightning cannot tell."""
+    """Returns how many optimizer steps this rank is to make; inf where Lightning cannot tell."""
     schedules = any(
         is_a("GradientAccumulationScheduler", callback) and len(callback.scheduling) > 1
         for callback in trainer.callbacks
@@ -93,7 +93,7 @@ def num_steps_planned(trainer: Any) -> float:
 
 
 def is_accumulating(trainer: Any) -> bool:
-    """Whether the optimizer does not step after the current batch."""
+    """Returns whether the optimizer does not step after the current batch."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
@@ -101,9 +101,9 @@ def is_accumulating(trainer: Any) -> bool:
 
 
 def position(trainer: Any) -> list[int]:
-    """The epoch and the number of the batch that is about to begin.
+    """Returns the epoch and the number of the batch that is about to begin.
 
-    Empty where a loop that is restarted here would first look whether to validate.
+    The result is empty where a loop restarted here would first look whether to validate.
     """
     loop = trainer.fit_loop.epoch_loop
     every = trainer.val_check_batch
@@ -116,15 +116,15 @@ def position(trainer: Any) -> list[int]:
 
 
 def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether it was saved after an epoch had begun and before it was over."""
+    """Returns whether a checkpoint was saved after an epoch had begun and before it was over."""
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
     return bool(epochs["processed"] < epochs["started"])
 
 
 def state_before_batch(trainer: Any) -> dict[str, Any]:
-    """A checkpoint of this rank, from which another begins with the batch that is about to begin.
+    """Returns a checkpoint of this rank from which another begins with the batch about to begin.
 
-    Without what each rank has from its own script: hyperparameters, and where its loader stands.
+    Left out is what each rank has from its own script: hyperparameters, and its loader's place.
     """
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for name in [name for name in checkpoint if "hparams" in name or "hyper_parameters" in name]:
@@ -139,7 +139,7 @@ def state_before_batch(trainer: Any) -> dict[str, Any]:
 
 
 def loaders_of(trainer: Any) -> dict[str, Any]:
-    """Which loaders have been made, and when each is made again: alike on all ranks."""
+    """Returns which loaders were made, and when each is made again: alike on all ranks."""
     validation = trainer.fit_loop.epoch_loop.val_loop
     return {
         "has_validation": validation._combined_loader is not None,
@@ -150,7 +150,7 @@ def loaders_of(trainer: Any) -> dict[str, Any]:
 
 
 def have_loaders_as(trainer: Any, loaders: dict[str, Any]) -> None:
-    """Makes those of validation as the other ranks have; making one asks all ranks."""
+    """Makes the validation loaders that the other ranks have; making one asks all ranks."""
     validation = trainer.fit_loop.epoch_loop.val_loop
     if loaders["has_validation"] and validation._combined_loader is None:
         trainer.validating = True
@@ -173,7 +173,7 @@ def make_loaders_again(trainer: Any) -> None:
 
 
 def restore_from(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Has the Trainer restore this checkpoint where it would restore that of a file."""
+    """Has the Trainer restore this checkpoint where it would restore a file's."""
     trainer._checkpoint_connector._loaded_checkpoint = checkpoint
     trainer.fit_loop._combined_loader = None  # if an optimizer's schedule has asked for its length
 
@@ -187,14 +187,14 @@ def be_silent() -> None:
 
 
 def started_by(launcher: Any) -> list[Any]:
-    """The processes that a launcher has started."""
+    """Returns the processes that a launcher has started."""
     return list(getattr(launcher, "procs", []))
 
 
 def take_over_launcher(
     launcher: Any, launch: Callable[..., Any], run_rank: Callable[..., None]
 ) -> None:
-    """Has a launcher that forks or spawns call these in place of its own methods."""
+    """Has a launcher that forks or spawns call these functions in place of its own methods."""
     launcher.launch = launch
     launcher._wrapping_function = run_rank
 
@@ -212,7 +212,7 @@ def run_rank(launcher: Any, local_rank: int, *args: Any) -> None:
 def quiet_observer() -> None:
     """Keeps Lightning's observer from killing this process before it can say why it ends.
 
-    It does so when a child has died.
+    The observer would do so when a child has died.
     """
     for thread in threading.enumerate():
         if thread.name == "child-process-observer" and hasattr(thread, "_child_processes"):
@@ -223,47 +223,47 @@ def quiet_observer() -> None:
 
 
 def is_a(name: str, callback: object) -> bool:
-    """Whether it is Lightning's class of this name, from whichever of its two packages."""
+    """Returns whether an object is Lightning's class of this name, from either of its packages."""
     return any(base.__name__ == name for base in type(callback).__mro__)
 
 
 def is_timer(callback: Any) -> bool:
-    """Whether it is a Timer that ends training after some time."""
+    """Returns whether a callback is a Timer that ends training after some time."""
     return is_a("Timer", callback) and callback._duration is not None
 
 
 def is_timer_of_epochs(callback: Any) -> bool:
-    """Whether it looks at its clock at the end of an epoch alone."""
+    """Returns whether a Timer looks at its clock at the end of an epoch alone."""
     return getattr(callback, "_interval", "") == "epoch"
 
 
 def is_verbose(timer: Any) -> bool:
-    """Whether it is to say that the time is up."""
+    """Returns whether a Timer is to say that the time is up."""
     return bool(getattr(timer, "_verbose", False))
 
 
 def is_time_up(timer: Any) -> bool:
-    """Whether it has run for as long as it may."""
+    """Returns whether a Timer has run for as long as it may."""
     return bool(timer.time_elapsed() >= timer._duration)
 
 
 def ask_timer(timer: Any, trainer: Any) -> None:
-    """Has it ask rank 0 whether the time is up; all ranks have to."""
+    """Has a Timer ask rank 0 whether the time is up; all ranks have to."""
     type(timer)._check_time_remaining(timer, trainer)
 
 
 def take_timer(timer: Any, ask: Callable[..., None]) -> None:
-    """Has a timer call this with itself and the Trainer where it would ask rank 0."""
+    """Has a Timer call `ask` with itself and the Trainer where it would ask rank 0."""
     timer._check_time_remaining = lambda trainer: ask(timer, trainer)
 
 
 def saves_by_time(callback: Any) -> bool:
-    """Whether it is a ModelCheckpoint with `train_time_interval`."""
+    """Returns whether a callback is a ModelCheckpoint with `train_time_interval`."""
     return getattr(callback, "_train_time_interval", None) is not None
 
 
 def is_time_to_save(saver: Any, now: float) -> bool:
-    """Whether its interval is over."""
+    """Returns whether a ModelCheckpoint's interval is over."""
     last = saver._last_time_checked
     return last is not None and now - last >= saver._train_time_interval.total_seconds()
 
@@ -274,7 +274,7 @@ def take_saver(saver: Any, after_batch: Callable[..., None]) -> None:
 
 
 def after_batch(saver: Any, is_due: bool, *args: Any) -> None:
-    """The hook of a ModelCheckpoint after a batch, with an answer in place of its clock's."""
+    """Calls a ModelCheckpoint's hook after a batch, with an answer in place of its clock's."""
     interval = saver._train_time_interval
     try:
         if is_due:
@@ -287,13 +287,13 @@ def after_batch(saver: Any, is_due: bool, *args: Any) -> None:
 
 
 def give_back_callback(callback: Any) -> None:
-    """Takes back what `take_timer` or `take_saver` has put in its place."""
+    """Undoes what `take_timer` or `take_saver` has done."""
     for name in ("_check_time_remaining", "on_train_batch_end"):
         vars(callback).pop(name, None)
 
 
 def saves_within_epochs(callback: Any) -> tuple[str, Any] | None:
-    """The option by which a ModelCheckpoint saves within an epoch, if it does, and its value."""
+    """Returns the option by which a ModelCheckpoint saves within an epoch, and its value."""
     for option in ("every_n_train_steps", "train_time_interval"):
         value = getattr(callback, f"_{option}", None)
         if value:
@@ -305,22 +305,22 @@ def saves_within_epochs(callback: Any) -> tuple[str, Any] | None:
 
 
 def log_versions(trainer: Any) -> list[Any]:
-    """Under which version each logger writes; None where it has none."""
+    """Returns the version under which each logger writes; None where it has none."""
     return [getattr(logger, "version", None) for logger in trainer.loggers]
 
 
 def logs_nothing() -> bool:
-    """Whether this rank leaves logs and messages to rank 0."""
+    """Returns whether this rank leaves logs and messages to rank 0."""
     return bool(getattr(rank_zero_only, "rank", 0))
 
 
 def take_over_logs(trainer: Any, versions: list[Any], suffix: str) -> None:
-    """Has loggers go on beside those of rank 0, in a run that names theirs; shows progress.
+    """Has loggers go on beside rank 0's, in a run that names rank 0's; shows progress.
 
     Args:
-        trainer: of a rank that was not rank 0
-        versions: of rank 0's loggers
-        suffix: for theirs
+        trainer: the Trainer of a rank that was not rank 0
+        versions: the versions of rank 0's loggers
+        suffix: added to the versions
     """
     rank_zero_only.rank = 0  # type: ignore[attr-defined]
     for logger, version in zip(trainer.loggers, versions, strict=True):

@@ -18,11 +18,11 @@ from lightning_dsgd.trainer.training import TrainerSession
 
 
 class Signals:
-    """The handlers of one session.
+    """Handles signals for one session.
 
     Args:
-        session: what they stop
-        trainer: Lightning's
+        session: the session that the signals stop
+        trainer: the Trainer of that session
         takes_sigint: whether Ctrl-C is handled here until `give_back_sigint`
     """
 
@@ -49,9 +49,9 @@ class Signals:
         seams.interrupt(self._trainer, signum, f"rank {self._session.rank} received")
 
     def _on_requeue(self, signum: int, _: Any) -> None:
-        """SLURM says that the time is up soon: all stop together, then save and are requeued.
+        """Stops all ranks together where SLURM's time is up soon; they save, and are requeued.
 
-        Lightning would save in the middle of whatever this rank does.
+        Lightning alone would save in the midst of whatever this rank does.
         """
         session = self._session
         if session.is_fork:

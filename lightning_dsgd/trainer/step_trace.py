@@ -125,7 +125,7 @@ class StepTrace(pl.Callback):
             net.counters.watch = self._recorder
 
     def _watch_ddp(self, wrapper: Any, pl_module: Any) -> None:
-        """Notes when DDP begins to wait.
+        """Notes when DDP begins to wait for others.
 
         After the last gradient it waits for its all-reduce; before a forward pass, for rank 0's
         buffers, if the model has some.
@@ -237,7 +237,7 @@ class StepTrace(pl.Callback):
                 self._give_up(trainer, error)
 
     def _give_up(self, trainer: Any, error: OSError) -> None:
-        """A disk that is full must not end a training."""
+        """Records no more after an error, such as a full disk, which must not end a training."""
         self._recorder = None
         net = _network(trainer.strategy)
         if net is not None:
@@ -250,6 +250,6 @@ class StepTrace(pl.Callback):
 
 
 def _network(strategy: Any) -> Any:
-    """The network of a strategy of this package; None of others, and where there is none."""
+    """Returns the network of a strategy of this package, if open; None of other strategies."""
     session = getattr(strategy, "session", None)
     return session.net if session is not None and session.is_open else None

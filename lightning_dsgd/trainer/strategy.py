@@ -165,7 +165,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return net
 
     def _find_training(self, environment: Any) -> bool:
-        """Whether ranks train already, to which this process comes."""
+        """Returns whether ranks train already, which this process is to join."""
         if self._survivors is None:
             return False
         address = environment.main_address, environment.main_port
@@ -181,7 +181,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A newcomer gets the others' state once it has built its model and optimizers."""
+        """Takes the others' state on a newcomer that has built its model and optimizers."""
         return self._trains_already is not None or super().restore_checkpoint_after_setup
 
     def _new_session(self) -> TrainerSession:
@@ -209,7 +209,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     @property
     def _scaler(self) -> Any:
-        """What scales the loss for fp16, if something does."""
+        """The object that scales the loss for fp16, if there is one."""
         return getattr(self.precision_plugin, "scaler", None)
 
     def _configure_launcher(self) -> None:
@@ -283,7 +283,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return TrainerTraining(self.algorithm, replica, agreed, trainer, clock, epochs)
 
     def _lay_out(self, trainer: Any, net: Transport) -> tuple[Transport, Whole, Transport | None]:
-        """How replicas lie on ranks: the network between them, the layout, that of all ranks."""
+        """Returns how replicas lie on ranks: their network, the layout, all ranks' network."""
         return net, Whole(), None
 
     def _make_replica(
@@ -374,7 +374,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         super().teardown()
 
     def _give_back(self, trainer: Any) -> None:
-        """Leaves the trainer as it was."""
+        """Takes all hooks out of the trainer."""
         if self._hooks in trainer.callbacks:
             trainer.callbacks.remove(self._hooks)
         seams.give_back(trainer)
@@ -387,7 +387,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self.fail(exception)  # if that was raised before the hooks were in their place
 
     def fail(self, exception: BaseException) -> str:
-        """This rank will not go on, for a reason that the others are told; gives it as text."""
+        """Ends this rank's part, for a reason that the others are told; returns the reason."""
         if self._processes.is_parent_alone and not self.session.is_fork:
             self._processes.end_forked()
             return ""
@@ -398,15 +398,15 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     @property
     def consensus_distance(self) -> float | None:
-        """Of the last evaluation: the ranks' distance from their mean, relative to its norm."""
+        """The ranks' distance from their mean at the last evaluation, relative to its norm."""
         return self.session.consensus_distance
 
     def communication(self) -> dict[str, float]:
-        """What was sent and waited for so far, by this rank, and the algorithm's own figures."""
+        """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
         return self.session.figures()
 
     def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
-        """Those of every rank, by rank; to be called between steps, by all ranks."""
+        """Returns every rank's figures, by rank; all ranks call it, between steps."""
         return self.session.gather_figures(figures)
 
 
@@ -415,6 +415,6 @@ class DecentralizedStrategy(DecentralizedMixin, DDPStrategy):
 
 
 def own_options() -> list[inspect.Parameter]:
-    """What every strategy takes besides its algorithm and what is Lightning's."""
+    """Returns every strategy's options, without its algorithm and what is Lightning's."""
     taken = inspect.signature(DecentralizedMixin.__init__, eval_str=True).parameters
     return [p for name, p in taken.items() if name not in ("self", "algorithm", "kwargs")]

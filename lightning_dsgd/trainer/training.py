@@ -18,7 +18,7 @@ from lightning_dsgd.trainer.processes import Processes
 
 @dataclass
 class TrainerTraining(Training):
-    """What there is while a Trainer fits.
+    """Holds what there is while a Trainer fits.
 
     Attributes:
         is_uneven: whether ranks have different numbers of batches
@@ -34,7 +34,7 @@ class LaunchedSession(Session[TrainingT]):
     """A session of ranks that Lightning may have started.
 
     Args:
-        processes: those of this node
+        processes: the ranks' processes on this node
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -52,7 +52,7 @@ class LaunchedSession(Session[TrainingT]):
 
 
 class TrainerSession(LaunchedSession[TrainerTraining]):
-    """One call of the Trainer on one rank."""
+    """Leads one rank through one call of the Trainer."""
 
     def end_batch(self) -> None:
         """Does what all ranks have agreed to do after this batch."""
@@ -69,7 +69,7 @@ class TrainerSession(LaunchedSession[TrainerTraining]):
                 clock.end_training()
 
     def end_epoch(self) -> None:
-        """This rank has done all batches of an epoch, or skips the rest of it."""
+        """Notes that this rank has done all batches of an epoch, or skips the rest of it."""
         super().end_batch()
         if self.training is not None:
             self.training.clock.ends_epoch(self.training.trainer.current_epoch)
@@ -98,7 +98,7 @@ class TrainerSession(LaunchedSession[TrainerTraining]):
 
 
 def check_of_all(group: Any) -> None:
-    """Raises where a collective of some ranks would wait for one that is lost."""
+    """Raises for a group of some ranks, whose collective would wait for a lost one."""
     if group is not None and group is not torch.distributed.group.WORLD:
         raise ValueError(
             f'a collective must be of all ranks with on_loss="continue", got group={group!r}; '
