@@ -32,7 +32,7 @@ _EACH_STEP: Final = 3
 
 
 class ChangingFabricSession(ChangingSession[Training], LaunchedSession[Training]):
-    """Goes on where a rank is lost; the first of those that are left logs."""
+    """A session that goes on where a rank is lost; its first rank logs."""
 
     def _begun_anew(self, view: View, lost: list[int]) -> None:
         if self.is_first:
@@ -40,7 +40,7 @@ class ChangingFabricSession(ChangingSession[Training], LaunchedSession[Training]
 
 
 class CollectivesMixin(_Base):
-    """See the head of the file."""
+    """Makes the collectives of a strategy; the head of the file tells how."""
 
     algorithm: Algorithm
     session: LaunchedSession[Training]
@@ -49,12 +49,12 @@ class CollectivesMixin(_Base):
 
     @property
     def _survivors(self) -> ChangingFabricSession | None:
-        """The session, if it goes on where a rank is lost."""
+        """The session if it goes on where a rank is lost, else None."""
         return self.session if isinstance(self.session, ChangingFabricSession) else None
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that train; with `on_loss="continue"`, those that are left."""
+        """The ranks that train; with `on_loss="continue"`, the ranks that are left."""
         return self.session.members
 
     def _together(self, what: str) -> None:
@@ -117,7 +117,7 @@ class CollectivesMixin(_Base):
         return votes == self.world_size if all else votes > 0
 
     def _check_all_there(self, what: str) -> None:
-        """Raises where Fabric's own collective would wait for ranks that are lost, or go on."""
+        """Raises where Fabric's own collective would wait for lost ranks, or go on without them."""
         self.session.check_stays()
         if self._survivors is not None and self._survivors.has_changed:
             raise RuntimeError(
@@ -127,7 +127,7 @@ class CollectivesMixin(_Base):
             )
 
     def _warn_of_reductions(self) -> None:
-        """Once, where all ranks wait for each other after every step."""
+        """Warns once where all ranks wait for each other after every step."""
         has_stepped_once = self._loop.num_steps == self._num_reduced_steps + 1
         if has_stepped_once:
             self._num_in_a_row += 1

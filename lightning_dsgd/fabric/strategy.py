@@ -164,7 +164,7 @@ class FabricMixin(CollectivesMixin):
 
     @property
     def _scaler(self) -> Any:
-        """What scales the loss for fp16, if something does."""
+        """The object that scales the loss for fp16, if there is one."""
         return getattr(self.precision, "scaler", None)
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -227,7 +227,7 @@ class FabricMixin(CollectivesMixin):
         self._loop.reduce_gradients(optimizer)
 
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The batches of a loader; with SIGTERM or Ctrl-C all ranks stop after the same one.
+        """Yields a loader's batches; with SIGTERM or Ctrl-C all ranks stop after the same batch.
 
         With on_loss="continue" a rank that gets SIGTERM leaves alone.
         """
@@ -235,7 +235,7 @@ class FabricMixin(CollectivesMixin):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the models hold what all ranks agree on; afterwards their own weights again."""
+        """Has the models hold the consensus inside, and their own weights again afterwards."""
         self.session.check_stays()
         if not self.session.is_open:  # training has ended: they hold it
             yield
@@ -246,7 +246,7 @@ class FabricMixin(CollectivesMixin):
             yield
 
     def communication(self) -> dict[str, float]:
-        """What was sent and waited for so far, by this rank, and the algorithm's own figures."""
+        """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
         return self._loop.metrics()
 
     # ---- the end ----
@@ -270,7 +270,7 @@ class FabricMixin(CollectivesMixin):
             self._fail(exception)
 
     def _fail(self, exception: BaseException) -> str:
-        """This rank will not go on, for a reason that the others are told; gives it as text."""
+        """Ends this rank's part, for a reason that the others are told; returns the reason."""
         if self._processes.is_parent_alone and not self.session.is_fork:
             self._processes.end_forked()
             return ""
@@ -280,7 +280,7 @@ class FabricMixin(CollectivesMixin):
         return f"[rank {self.global_rank}] {reason}"
 
     def _end_with_process(self, pid: int) -> None:
-        """At the end of the script, if nobody has ended training before."""
+        """Ends training at the end of the script, if nobody has ended it before."""
         if os.getpid() != pid or not self.session.is_open:
             return
         error: BaseException | None = getattr(sys, "last_value", None)
@@ -349,7 +349,7 @@ class FabricMixin(CollectivesMixin):
 
     @contextlib.contextmanager
     def _reading(self, content: dict[str, Any]) -> Iterator[None]:
-        """Has Fabric read a checkpoint that is there already."""
+        """Has Fabric read a checkpoint that is in memory already."""
         real = self.checkpoint_io
         self.checkpoint_io = _Given(content)  # type: ignore[assignment]
         try:
@@ -359,7 +359,7 @@ class FabricMixin(CollectivesMixin):
 
 
 class _Given(files.TorchFiles):
-    """A checkpoint that was read before."""
+    """Holds a checkpoint that was read before."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self._content = content
@@ -369,7 +369,7 @@ class _Given(files.TorchFiles):
 
 
 class _NothingToSync:
-    """A backward pass sends nothing: there is nothing to leave out while gradients accumulate."""
+    """Makes `no_backward_sync` do nothing, as a backward pass sends nothing."""
 
     def no_backward_sync(self, *args: Any, **kwargs: Any) -> Any:
         return contextlib.nullcontext()

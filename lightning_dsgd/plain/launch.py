@@ -26,13 +26,13 @@ _ADDRESS_BYTES: Final = 256
 
 @dataclass(frozen=True)
 class Launch:
-    """This process as one of the ranks.
+    """Describes this process as one of the ranks.
 
     Args:
-        rank: its number
+        rank: the rank's number
         world_size: how many there are
-        ranks_on_node: how many there are on its node, if that is known
-        address: where they meet; None if there is a process group already
+        ranks_on_node: how many ranks there are on its node, if that is known
+        address: where the ranks meet; None if there is a process group already
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Launch:
 
 
 def find_launch() -> Launch:
-    """What the process group says if there is one, else what the launcher says."""
+    """Returns what the process group says if there is one, else what the launcher says."""
     variables = os.environ
     if dist.is_initialized():
         return Launch(dist.get_rank(), dist.get_world_size(), _local_size(variables), None)
@@ -85,7 +85,7 @@ def _of_mpi(launched: int) -> Launch:
 
 
 def _of_slurm(variables: Mapping[str, str]) -> Launch:
-    """Of a step of srun; its number tells those apart that run at the same time."""
+    """Returns the launch of a step of srun, whose number tells steps apart that run together."""
     job, step = int(variables["SLURM_JOB_ID"]), int(variables.get("SLURM_STEP_ID", "0"))
     host = variables.get("MASTER_ADDR", _first_host(variables["SLURM_STEP_NODELIST"]))
     port = int(variables.get("MASTER_PORT", _FIRST_PORT + (job * 10 + step) % 10000))
@@ -100,7 +100,7 @@ def _of_slurm(variables: Mapping[str, str]) -> Launch:
 
 
 def _first_host(nodes: str) -> str:
-    """The first of SLURM's short list: "a001" of "a[001-003,007],b5"."""
+    """Returns the first host of SLURM's short list: "a001" of "a[001-003,007],b5"."""
     found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\](\S*?))?(?:,|$)", nodes)
     if found is None:
         raise ValueError(

@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 
 class Loop:
-    """See the head of the file.
+    """Leads one rank's training loop; the head of the file tells how.
 
     Args:
-        session: of this rank
+        session: the session of this rank
         algorithm: how the ranks learn from one another
         average_buffers: whether float buffers are averaged with the weights
         check_finite: whether NaN and inf are looked for before they are sent
@@ -74,31 +74,31 @@ class Loop:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """The rank of this process."""
         return self._session.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are; with `on_loss="continue"`, how many are left."""
+        """The number of ranks; with `on_loss="continue"`, the number of ranks that are left."""
         return self._session.world_size
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that train; with `on_loss="continue"`, those that are left."""
+        """The ranks that train; with `on_loss="continue"`, the ranks that are left."""
         return self._session.members
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the lowest that trains: the one to print, log and write files."""
+        """Whether this rank is the lowest that trains, which prints, logs and writes files."""
         return self._session.is_first
 
     @property
     def num_steps(self) -> int:
-        """How many steps this rank's optimizers have made."""
+        """The number of steps that this rank's optimizers have made."""
         return 0 if self._steps is None else self._steps.num_steps
 
     def check_may_load(self, way_out: str) -> None:
-        """Raises where something has been done already that a checkpoint would not restore."""
+        """Raises after a step or the like, which a checkpoint would not restore."""
         if self.num_steps:
             raise RuntimeError(
                 f"a checkpoint must be loaded before the first step, got {self.num_steps} steps; "
@@ -113,7 +113,7 @@ class Loop:
     # ---- setting up ----
 
     def open(self, net: Transport, ranks_on_node: int | None, *, scales: bool) -> None:
-        """Takes the network, which is open, and checks that all ranks mean the same.
+        """Takes over a network that is open, and checks that all ranks have the same options.
 
         Args:
             net: the network
@@ -133,12 +133,12 @@ class Loop:
         scaler: GradScaler | None,
         own: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins to train these, with the weights that the model has now.
+        """Begins to train a model, with the weights that the model has now.
 
         Args:
-            model: all that is trained
-            optimizers: all that step it
-            scaler: of the loss, if there is one
+            model: the model with all that is trained
+            optimizers: all optimizers that step it
+            scaler: the scaler of the loss, if there is one
             own: this rank's part of a checkpoint, whose weights and optimizers are loaded already;
                 None: all ranks begin with rank 0's weights; with shards, with those of replica 0
         """
@@ -177,7 +177,7 @@ class Loop:
             notices.tell(session, self._announce)
 
     def _layout(self, net: Transport, model: nn.Module, optimizers: Sequence[Optimizer]) -> Whole:
-        """How a replica of the model is laid out over ranks."""
+        """Returns how a replica of the model is laid out over ranks."""
         if self._sharding is None:
             return Whole()
         layout = self._sharding.layout(net, model, optimizers, self._algorithm)
@@ -192,9 +192,9 @@ class Loop:
     # ---- training ----
 
     def batches(self, loader: Iterable[T]) -> _Batches[T]:
-        """The batches of a loader; with SIGTERM or Ctrl-C all ranks stop after the same one.
+        """Yields a loader's batches; with SIGTERM or Ctrl-C all ranks stop after the same batch.
 
-        They raise SystemExit or KeyboardInterrupt there: catch it to `save`, and raise it again.
+        Ranks raise SystemExit or KeyboardInterrupt there: catch it to `save`, and raise it again.
         With on_loss="continue" a rank that gets SIGTERM leaves alone: it ends with SystemExit.
         """
         self._session.check_stays()
@@ -202,10 +202,10 @@ class Loop:
         return _Batches(loader, self._session)
 
     def reduce_gradients(self, *optimizers: Optimizer) -> None:
-        """Has the algorithm exchange the gradients now, as clipping needs it; then `step`.
+        """Has the algorithm exchange the gradients now, as clipping needs it; `step` follows.
 
         Args:
-            *optimizers: that step next; all, if left out
+            *optimizers: the optimizers that step next; all, if left out
         """
         if self._steps is None:
             raise RuntimeError("gradients must be reduced inside of `with decentralized(...)`")
@@ -216,7 +216,7 @@ class Loop:
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model holds what all ranks agree on; afterwards its own weights again.
+        """Has the model hold the consensus inside, and its own weights again afterwards.
 
         All ranks enter it together.
         """
@@ -235,7 +235,7 @@ class Loop:
     @overload
     def mean(self, value: float) -> float: ...
     def mean(self, value: Any) -> Any:
-        """The mean over all ranks of a number, a tensor, or a mapping with several of them."""
+        """Returns the mean over all ranks of a number, a tensor, or a mapping of several."""
         if isinstance(value, Mapping):
             return {name: self.mean(each) for name, each in value.items()}
         self.together("mean")
@@ -252,11 +252,11 @@ class Loop:
         self.together("barrier")
 
     def metrics(self) -> dict[str, float]:
-        """What was sent and waited for so far, by this rank, and the algorithm's own figures."""
+        """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
         return self._session.figures()
 
     def together(self, what: str) -> None:
-        """Waits until all ranks are here, and serves those that still train meanwhile.
+        """Waits until all ranks are here, and meanwhile serves ranks that still train.
 
         Raises:
             ValueError: on every rank, unless all do the same
@@ -294,7 +294,7 @@ class Loop:
         self._leave()
 
     def give_up(self, exception: BaseException) -> None:
-        """This rank will not go on; the others are told, unless all stop together."""
+        """Ends this rank's part; the others are told, unless all stop together."""
         self._session.fail(exception)
         self._leave()
 
@@ -308,7 +308,7 @@ class Loop:
 
 
 class _Batches(Generic[T]):
-    """The batches of a loader, between which all ranks can stop."""
+    """Yields a loader's batches, between which all ranks can stop."""
 
     def __init__(self, loader: Iterable[T], session: Session[Any]) -> None:
         self._loader = loader

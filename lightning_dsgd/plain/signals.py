@@ -14,10 +14,10 @@ from lightning_dsgd.session.signals import Handlers
 
 
 class Signals:
-    """The handlers of one training; a script's own handlers stay in their place.
+    """Handles the signals of one training; a script's own handlers stay in their place.
 
     Args:
-        session: what they stop
+        session: the session that the signals stop
     """
 
     def __init__(self, session: Session[Any]) -> None:
@@ -26,7 +26,7 @@ class Signals:
         self._originals: dict[int, Any] = {}
 
     def take(self) -> None:
-        """Handles both signals from here on, in the main thread."""
+        """Handles both signals from now on, in the main thread."""
         if self._originals or threading.current_thread() is not threading.main_thread():
             return
         defaults = {

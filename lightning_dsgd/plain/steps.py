@@ -29,12 +29,12 @@ from lightning_dsgd.transport import TransportError
 
 
 class Steps:
-    """The hooks of one training; the training thread alone calls them.
+    """Hooks one training's optimizers; the training thread alone calls the hooks.
 
     Args:
-        session: what is told of the steps
-        optimizers: whose steps
-        scaler: of the loss, if there is one
+        session: the session that is told of the steps
+        optimizers: the optimizers to hook
+        scaler: the scaler of the loss, if there is one
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Steps:
             scaler.step = self._scaled_step  # type: ignore[method-assign]
 
     def give_back(self) -> None:
-        """Leaves optimizers and scaler as they were."""
+        """Takes the hooks out of the optimizers and the scaler."""
         for handle in self._handles:
             handle.remove()
         if self._scaler is not None:
             vars(self._scaler).pop("step", None)
 
     def exchange(self, optimizer: Optimizer) -> None:
-        """The gradients are ready: the algorithm has its turn, once a step."""
+        """Gives the algorithm its turn, once a step, as the gradients are ready."""
         self._forget_one_that_raised(optimizer)
         if id(optimizer) in self._exchanged:
             return
@@ -118,7 +118,7 @@ class Steps:
         return args, {**kwargs, "closure": wrapped}
 
     def _forget_one_that_raised(self, optimizer: Optimizer) -> None:
-        """A step that has raised has not called its post-hook, and is under way no more."""
+        """Forgets a step that has raised, and so has not called its post-hook."""
         outer = self._outer.get(id(optimizer))
         if outer is not None and not _is_on_stack(outer):
             del self._outer[id(optimizer)]
@@ -145,7 +145,7 @@ class Steps:
             self._learn(optimizer)
 
     def _learn(self, optimizer: Optimizer) -> None:
-        """The weights have changed: the algorithm has its turn again."""
+        """Gives the algorithm its turn again, as the weights have changed."""
         self._exchanged.discard(id(optimizer))
         self.num_steps += 1
         with failing(self._session):
@@ -185,7 +185,7 @@ class Steps:
 
 @contextlib.contextmanager
 def failing(session: Session[Any]) -> Iterator[None]:
-    """Around what needs other ranks: an error there is the end of this rank, whoever catches it."""
+    """Ends this rank's part on an error of the network inside, whoever catches the error."""
     try:
         yield
     except TransportError as error:
@@ -199,7 +199,7 @@ def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _caller() -> FrameType:
-    """The frame of the step whose hook this is called from."""
+    """Returns the frame of the step that has called the hook."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None

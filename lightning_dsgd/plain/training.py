@@ -205,9 +205,9 @@ class decentralized(Loop):
         return checkpoint
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Goes on from a checkpoint, exactly if it was saved from as many ranks; before any step.
+        """Goes on from a checkpoint, exactly if as many ranks have saved it, before the first step.
 
-        Else all start from its one model, and from rank 0's optimizers and extras.
+        Otherwise all ranks start from its one model, and from rank 0's optimizers and extras.
 
         Returns:
             The extras that `save` was given.
@@ -272,7 +272,7 @@ class decentralized(Loop):
             raise lost from exception
 
     def _lost_behind(self, exception: BaseException) -> PeerLost | None:
-        """The lost rank that has made a collective of the shards fail, if that is what it was."""
+        """Returns the lost rank that has made a collective of the shards fail, if one has."""
         sharding = self._sharding
         return None if sharding is None else sharding.lost_behind(self._session, exception)
 
@@ -308,7 +308,7 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 def _check_extras(extras: dict[str, Any]) -> None:
-    """Raises unless plain torch will read them with `weights_only=True`."""
+    """Raises unless plain torch can read the extras with `weights_only=True`."""
     for name, value in extras.items():
         found = _foreign(value)
         if found is not None:
@@ -319,7 +319,7 @@ def _check_extras(extras: dict[str, Any]) -> None:
 
 
 def _foreign(value: Any) -> Any:
-    """Something in it that is none of these; None if there is nothing."""
+    """Returns a value in the extras that is none of these types; None if there is none."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set):
