@@ -67,7 +67,7 @@ _PREFIXES: Final = ("OMPI_", "PMI", "SLURM_", "HYDRA_", "MPI_LOCAL")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """Holds one line of the report.
 
     Args:
         subject: what was looked at
@@ -83,7 +83,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """All findings; takes some seconds."""
+    """Returns all findings; takes some seconds."""
     checks: dict[str, Callable[[], list[Finding]]] = {
         "torch": torch_and_cuda,
         "packages": packages,
@@ -103,7 +103,7 @@ def examine() -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> str:
-    """One line each, and the advice below."""
+    """Returns one line for each finding, and the advice below."""
     lines = []
     for finding in findings:
         lines.append(f"{'ok' if finding.works else '--'}  {finding.subject:17}{finding.found}")
@@ -115,7 +115,7 @@ def report(findings: list[Finding]) -> str:
 def ask(
     code: str, timeout_s: float = CHILD_TIMEOUT_S, env: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """What a child process found out, and why it did not come to its end, empty if it did."""
+    """Returns a child process's finding, and why the process did not come to its end, if so."""
     command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(
@@ -134,7 +134,7 @@ def ask(
 
 
 def torch_and_cuda() -> list[Finding]:
-    """Torch, the devices that it sees, and NCCL."""
+    """Examines torch, the devices that torch sees, and NCCL."""
     found, why = ask(_LIBRARIES)
     if "torch" not in found:
         return [Finding("torch", False, why, "install torch: https://pytorch.org/get-started")]
@@ -158,7 +158,7 @@ def torch_and_cuda() -> list[Finding]:
 
 
 def packages() -> list[Finding]:
-    """Lightning, W&B, and what the extras bring."""
+    """Examines Lightning, W&B, and what the extras bring."""
     versions, why = ask(_VERSIONS)
     if why:
         return [Finding("packages", False, why)]
@@ -185,7 +185,7 @@ def packages() -> list[Finding]:
 
 
 def mpi() -> list[Finding]:
-    """The MPI library that mpi4py would load, its thread level, and mpiexec."""
+    """Examines the MPI library that mpi4py would load, its thread level, and mpiexec."""
     versions, _ = ask(_VERSIONS)
     start = mpiexec()
     if not versions.get("mpi4py"):
@@ -206,7 +206,7 @@ def mpi() -> list[Finding]:
 
 
 def mpiexec() -> Finding:
-    """What starts ranks: on the PATH, or where an environment that is not activated has it."""
+    """Finds what starts ranks: on the PATH, or in an environment that is not activated."""
     found = shutil.which("mpiexec")
     if found:
         return Finding("mpiexec", True, found)
@@ -218,7 +218,7 @@ def mpiexec() -> Finding:
 
 
 def launcher() -> list[Finding]:
-    """Which launcher has started this process."""
+    """Finds which launcher has started this process."""
     seen = []
     for name, (always, rank, size) in LAUNCHERS.items():
         if always in os.environ:
@@ -230,7 +230,7 @@ def launcher() -> list[Finding]:
 
 
 def emulated_networks() -> list[Finding]:
-    """Whether `bench --network` can emulate links, and their latency."""
+    """Examines whether `bench --network` can emulate links, and their latency."""
     network = wings.load("lab.bench.network", "a check of emulated networks")
     reason = network.why_not()
     if reason:

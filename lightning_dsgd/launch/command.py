@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs until all ranks of this node have ended; exits with 0 if training has."""
+    """Runs until all ranks of this node have ended; exits with 0 if training has ended."""
     parser = argparse.ArgumentParser(
         prog="lightning-dsgd launch",
         description=__doc__,

@@ -20,7 +20,7 @@ _libc: Final = ctypes.CDLL(None)
 
 
 class Rank:
-    """See the head of the file."""
+    """Runs one rank's processes, one after the other; the head of the file tells how."""
 
     def __init__(self, local: int) -> None:
         self.local = local
@@ -36,7 +36,7 @@ class Rank:
         self._shown: IO[bytes] | None = None
 
     def start(self, command: Sequence[str], variables: dict[str, str], logs: Path) -> None:
-        """Starts its next process."""
+        """Starts the rank's next process."""
         self.log = logs / f"rank_{variables['RANK']}.{self.num_starts}.log"
         self.num_starts += 1
         self.num_counted += 1
@@ -57,7 +57,7 @@ class Rank:
             )
 
     def look(self) -> bool:
-        """Whether it has ended since the last look."""
+        """Returns whether the process has ended since the last look."""
         if self.process is None:
             return False
         status = self.process.poll()
@@ -69,7 +69,7 @@ class Rank:
         return True
 
     def signal(self, signum: int) -> None:
-        """Sends a signal: SIGKILL to all of its processes, others to the rank itself."""
+        """Sends a signal: SIGKILL to all of the rank's processes, others to the rank itself."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -79,7 +79,7 @@ class Rank:
                 self.process.send_signal(signum)
 
     def show(self) -> None:
-        """Copies what it has written since the last time, if it is the first rank of the node."""
+        """Copies what the process has written since the last time, for the node's first rank."""
         if self.local:
             return
         if self._shown is None:
@@ -92,6 +92,6 @@ class Rank:
 
 
 def _die_with_parent() -> None:
-    """In the child, before it becomes the rank."""
+    """Has this child die with its parent; called before the child becomes the rank."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts what is in its background without
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -63,15 +63,15 @@ _STORE_S: Final = 300.0
 
 @dataclass(frozen=True)
 class Place:
-    """This node among all.
+    """Places this node among all nodes.
 
     Args:
-        ranks: how many each node has
-        nodes: how many there are
-        node: the number of this one
+        ranks: how many ranks each node has
+        nodes: how many nodes there are
+        node: the number of this node
         host: where the ranks meet
-        port: where the ranks meet; 0: any, on one node
-        joins: whether its ranks join a training that goes on, whose nodes do not count this one
+        port: the port where the ranks meet; 0: any free port, on one node
+        joins: whether its ranks join a training that goes on, whose nodes do not count this node
     """
 
     ranks: int
@@ -107,13 +107,13 @@ class Place:
 
 
 class Supervisor:
-    """See the head of the file.
+    """Watches the ranks of this node; the head of the file tells how.
 
     Args:
-        command: of a rank
-        place: of this node
-        logs: a folder
-        grace_s: how long ranks may take to end by themselves, once they are to
+        command: the command of a rank
+        place: the place of this node
+        logs: the folder of the ranks' logs
+        grace_s: how long ranks may take to end by themselves, once they are to end
         max_restarts: how often a rank is started again that has not trained for long since
     """
 
@@ -147,7 +147,7 @@ class Supervisor:
         """When which signal is sent to those that have not ended."""
 
     def run(self) -> int:
-        """Until all ranks of this node have ended; what this process is to exit with."""
+        """Runs until all ranks of this node have ended; returns this process's exit status."""
         self._logs.mkdir(parents=True, exist_ok=True)
         with self._take_signals(), self._serve():
             try:
@@ -181,7 +181,7 @@ class Supervisor:
         self._register = None
 
     def _find_training(self, register: Register) -> None:
-        """Waits until there is one that goes on, and has its ranks counted behind the others."""
+        """Waits until a training goes on, and has its ranks counted behind the others."""
         found = register.await_training(_STORE_S, self._is_told_to_end)
         if self._signals:
             raise TransportError("ended by a signal, before there was a training to join")
@@ -206,7 +206,7 @@ class Supervisor:
             self._register.say_ended(self._node)
 
     def _await_nodes(self) -> None:
-        """The store stays until the ranks of all nodes have ended, or a signal comes."""
+        """Keeps the store until the ranks of all nodes have ended, or a signal comes."""
         register = self._register
         assert register is not None
         others = self._nodes - 1 + register.more_supervisors(0) if self._node == 0 else 0
@@ -284,7 +284,7 @@ class Supervisor:
                 self._end_within(self._grace_s)
 
     def _lost(self, rank: Rank, trained: Trained) -> None:
-        """A rank has ended, but not training."""
+        """Handles a rank that has ended although training goes on."""
         number, early = self._number(rank), "" if rank.status else ", but training goes on"
         _say(f"rank {number} ended with {rank.status}{early}: {rank.log}")
         # A newcomer may be about to say that it trains.
@@ -327,7 +327,7 @@ class Supervisor:
         _say(f"rank {self._number(rank)} started again: {rank.log}")
 
     def _drop_restarts(self) -> None:
-        """Training does not go on, or there is no store any more where a rank could find it."""
+        """Drops restarts where training does not go on, or no store tells a rank where it does."""
         for rank in self._ranks:
             if rank.again_at is not None:
                 rank.again_at = None
@@ -376,12 +376,12 @@ class Supervisor:
             rank.signal(signum)
 
     def _how_training_stands(self) -> str:
-        """See `Register.training`; as it was, once the store has ended, with node 0."""
+        """Returns `Register.training`; as it was last, once the store has ended with node 0."""
         self._training = self._asked(Register.training, default=self._training)
         return self._training
 
     def _take_trained(self, rank: Rank) -> Trained:
-        """For how long the process has trained that has ended; nobody counts on it any more."""
+        """Returns how long the process that has ended has trained; nobody counts on it any more."""
         number = self._number(rank)
         trained = self._asked(lambda register: register.trained(number), default=Trained())
         if trained.since is not None:
@@ -391,7 +391,7 @@ class Supervisor:
         return trained
 
     def _asked(self, question: Callable[[Register], T], default: T) -> T:
-        """What the store says; the default once it has ended, with node 0."""
+        """Returns what the store says; the default, once the store has ended with node 0."""
         assert self._register is not None
         if self._has_store:
             try:
@@ -402,7 +402,7 @@ class Supervisor:
         return default
 
     def _bury(self) -> None:
-        """Nothing is left running, whatever has happened."""
+        """Kills what is still running, whatever has happened."""
         self._send(signal.SIGKILL)
         for rank in self._ranks:
             if rank.process is not None:

@@ -21,7 +21,7 @@ _ASK: Final = 8
 
 
 def boot_id() -> str:
-    """The same where ranks run under one kernel."""
+    """Returns an id that is the same where ranks run under one kernel."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -31,12 +31,12 @@ def boot_id() -> str:
 def offset_to_rank_0(
     net: Transport, kernel: str | None = None, now: Callable[[], float] | None = None
 ) -> float:
-    """What to add to this rank's clock to get rank 0's; all ranks have to call it.
+    """Returns what turns this rank's clock into rank 0's if added; all ranks have to call it.
 
     Args:
-        net: of all ranks
-        kernel: under which this rank runs; by default the one that it finds
-        now: the clock; by default the network's
+        net: the network of all ranks
+        kernel: the kernel under which this rank runs; by default the one that it finds
+        now: the clock; by default the network's clock
     """
     net, now = net.sub("clocks"), now or net.now
     kernels = everyones(net, boot_id() if kernel is None else kernel)

@@ -52,21 +52,21 @@ Span = tuple[float, float, int]
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """The file of this rank."""
+    """Returns the file of this rank."""
     return folder / f"step_trace_{rank:05d}.jsonl"
 
 
 class Recorder:
-    """A rank's file, open.
+    """Writes a rank's file.
 
     Args:
         folder: where the ranks' files lie; made if it is not there
-        rank: of this file
+        rank: the rank that this file is of
         world_size: how many ranks there are
-        now: the clock, that of the transport
+        now: the clock of the transport
         about: what else the first line is to hold
         offset_s: what is added to `now` to get the time on the ranks' common clock
-        max_mb: when the file is as large as this, recording ends
+        max_mb: the file's size at which recording ends
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class Recorder:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still records."""
+        """Whether steps are still recorded."""
         return not self._file.closed
 
     # ---- what happens ----
 
     def waited(self, begin_s: float, end_s: float, src: int, *, in_lane: bool) -> None:
-        """A thread waited for rank `src`."""
+        """Records that a thread waited for rank `src`."""
         if in_lane:
             waits = self._of_lanes.setdefault(threading.get_ident(), deque(maxlen=_REMEMBERED))
             if waits and begin_s - waits[-1][1] >= SHORTEST_S:
@@ -120,19 +120,19 @@ class Recorder:
             self._add("wait", (begin_s, end_s, src))
 
     def exchanged(self, begin_s: float, end_s: float) -> None:
-        """The algorithm had the training thread."""
+        """Records that the algorithm had the training thread."""
         self._add("exchange", (begin_s, end_s))
 
     def fetched(self, begin_s: float, end_s: float) -> None:
-        """What lies between two batches."""
+        """Records the time between two batches."""
         self._add("fetch", (begin_s, end_s))
 
     def evaluated(self, begin_s: float, end_s: float) -> None:
-        """A validation."""
+        """Records a validation."""
         self._add("evaluate", (begin_s, end_s))
 
     def end_step(self, number: int) -> None:
-        """The step of this number is over: writes its line."""
+        """Writes the line of the step of this number, which is over."""
         if not self.is_open:
             return
         now = self._now()
@@ -149,13 +149,13 @@ class Recorder:
             self._flushed_s = now
 
     def close(self, why: str) -> None:
-        """Ends the file; may be called again."""
+        """Closes the file; may be called again."""
         if self.is_open:
             self._file.write(json.dumps({"end": why}) + "\n")
             self._file.close()
 
     def _of_its_lane(self, begin_s: float, end_s: float) -> Iterator[Span]:
-        """The same time, by what the lane waited for that has answered: the last to be woken."""
+        """Splits a time by what the lane that woke the training thread was waiting for."""
         lanes = [waits for waits in map(list, [*self._of_lanes.values()]) if waits]
         waits = max(lanes, key=lambda waits: waits[-1][1], default=[])
         at_s = begin_s

@@ -16,7 +16,7 @@ SpansOf = tuple[tuple[float, float, int], ...]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one rank, in seconds from the first moment of the run; see `recorder`."""
+    """Holds one step of one rank, in seconds from the first moment of the run; see `recorder`."""
 
     number: int
     begin_s: float
@@ -30,7 +30,7 @@ class Step:
 
     @property
     def own_s(self) -> float:
-        """What the step would take alone: without the algorithm, waits and validation."""
+        """The time of the step without the algorithm, waits and validation."""
         others = sum(end - begin for begin, end in (*self.exchange, *self.evaluate))
         within = [*self.exchange, *self.evaluate]
         for begin, end, _ in self.wait:
@@ -41,13 +41,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank recorded.
+    """Holds what one rank recorded.
 
     Attributes:
-        rank: whose it is
+        rank: the rank that has recorded
         world_size: how many ranks there were
         about: the file's first line
-        steps: in their order
+        steps: the steps in their order
         end: why the file ends; empty where the run was killed
     """
 
@@ -59,7 +59,7 @@ class Trace:
 
 
 def read_folder(folder: Path) -> list[Trace]:
-    """The traces of one run, by rank, which begins at 0 s.
+    """Returns the traces of one run, by rank; the run begins at 0 s.
 
     Files of an earlier run in the same folder are left out.
 
@@ -80,7 +80,7 @@ def read_folder(folder: Path) -> list[Trace]:
 
 
 def missing_ranks(traces: Sequence[Trace]) -> list[int]:
-    """The ranks whose files are not there."""
+    """Returns the ranks whose files are missing."""
     return sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces})
 
 
