@@ -28,9 +28,9 @@ class Task(LightningModule):
     Args:
         optimizer: "sgd", "adam" or "adamw".
         lr: learning rate.
-        momentum: of SGD.
+        momentum: the momentum of SGD.
         nesterov: whether the momentum is Nesterov's.
-        betas: of Adam.
+        betas: the betas of Adam.
         weight_decay: added to the gradient; with "adamw" apart from it.
         warmup: how long the learning rate rises, in `schedule_unit`.
         decay: "constant"; "milestones": times `decay_factor` at each; "cosine" or "linear": to 0 at
@@ -102,7 +102,7 @@ class Task(LightningModule):
                 module.reset()
 
     def _factor_of_step(self) -> Callable[[int], float]:
-        """What the learning rate is multiplied by at an optimizer step."""
+        """Returns what the learning rate is multiplied by at an optimizer step."""
         num_steps = self.trainer.estimated_stepping_batches
         if self.decay in ("cosine", "linear") and math.isinf(num_steps):
             raise ValueError(
@@ -133,13 +133,13 @@ class Task(LightningModule):
 
 
 class Classifier(Task):
-    """Cross-entropy and accuracy, whatever the network.
+    """Trains any network on cross-entropy, and measures its accuracy.
 
     Args:
-        net: from inputs to one logit a class.
-        num_classes: how many there are.
-        label_smoothing: of the loss in training.
-        **kwargs: of `Task`.
+        net: the network, from inputs to one logit a class.
+        num_classes: how many classes there are.
+        label_smoothing: label smoothing of the loss in training.
+        **kwargs: options of `Task`.
     """
 
     def __init__(

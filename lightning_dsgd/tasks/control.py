@@ -68,10 +68,10 @@ class TMaze:
 
 
 def make_environment(name: str) -> tuple[Any, int, int]:
-    """An environment, the size of its observations and the number of its actions.
+    """Makes an environment; returns it, its observations' size and its number of actions.
 
     Args:
-        name: "t-maze", or that of an environment of Gymnasium with discrete actions.
+        name: "t-maze", or the name of an environment of Gymnasium with discrete actions.
     """
     if name == "t-maze":
         return TMaze(), TMaze.num_observed, TMaze.num_actions
@@ -96,7 +96,7 @@ def make_environment(name: str) -> tuple[Any, int, int]:
 
 @dataclass
 class Episodes:
-    """Episodes side by side, each tensor (episodes, steps of the longest, ...)."""
+    """Holds episodes side by side, each tensor (episodes, steps of the longest, ...)."""
 
     observed: Tensor
     actions: Tensor
@@ -107,7 +107,7 @@ class Episodes:
     """1 where an episode had not ended, else 0."""
 
     def advantages(self, discount: float, smoothing: float) -> Tensor:
-        """Generalised advantage estimation, https://arxiv.org/abs/1506.02438."""
+        """Returns generalised advantage estimates, https://arxiv.org/abs/1506.02438."""
         advantages = torch.zeros_like(self.rewards)
         ahead = next_value = torch.zeros(len(self.rewards))
         for t in reversed(range(self.rewards.shape[1])):
@@ -127,22 +127,22 @@ class RecurrentPPO(Task):
 
     Args:
         environment: "t-maze", or the name of one of Gymnasium's (extra `control`).
-        num_episodes: that a rank collects in a training step.
-        max_steps: after so many steps an episode is cut off.
+        num_episodes: episodes that a rank collects in a training step.
+        max_steps: the number of steps after which an episode is cut off.
         num_passes: optimizer steps for each training step.
-        hidden_size: of the LSTM.
+        hidden_size: the size of the LSTM's state.
         depth: layers of the LSTM.
-        discount: of the reward of a later step.
+        discount: the factor of a reward that comes a step later.
         smoothing: the lambda of generalised advantage estimation.
         clip: how far the ratio of new to old probability counts.
-        value_weight: of the loss of the values.
-        entropy_weight: of the bonus for entropy.
-        max_grad_norm: to which gradients are clipped.
-        num_eval_episodes: that a rank runs to evaluate.
-        seed: of the episodes; each rank adds its own number.
+        value_weight: the weight of the values' loss.
+        entropy_weight: the weight of the bonus for entropy.
+        max_grad_norm: the norm to which gradients are clipped.
+        num_eval_episodes: episodes that a rank runs to evaluate.
+        seed: the seed of the episodes; each rank adds its own number.
         optimizer: "sgd", "adam" or "adamw".
         lr: learning rate.
-        **kwargs: of `Task`.
+        **kwargs: options of `Task`.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class RecurrentPPO(Task):
         self.test_return = MeanMetric()
 
     def forward(self, observed: Tensor, state: State | None = None) -> tuple[Tensor, Tensor, State]:
-        """Logits of the actions, values, and the state of the LSTM, after (n, steps, ...)."""
+        """Returns logits of the actions, values, and the LSTM's state, after (n, steps, ...)."""
         hidden, state = self.lstm(self.encoder(observed), state)
         return self.policy(hidden), self.value(hidden)[..., 0], state
 
@@ -200,9 +200,9 @@ class RecurrentPPO(Task):
         """Runs whole episodes with the policy as it is.
 
         Args:
-            num_episodes: how many, side by side.
-            seed: of the environments and of the actions.
-            greedy: whether the likeliest action is taken, not one that is drawn.
+            num_episodes: how many episodes run side by side.
+            seed: the seed of the environments and of the actions.
+            greedy: whether the likeliest action is taken, instead of a drawn one.
         """
         while len(self.environments) < num_episodes:
             self.environments.append(make_environment(self.environment)[0])
@@ -286,7 +286,7 @@ class RecurrentPPO(Task):
 
 
 class Updates(LightningDataModule):
-    """No data: says how many training steps an epoch has, on each rank.
+    """Holds no data: says how many training steps an epoch has, on each rank.
 
     Args:
         num_updates: training steps of an epoch.

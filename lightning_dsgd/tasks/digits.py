@@ -17,14 +17,14 @@ NUM_CLASSES = 10
 
 
 class DigitsData(SplitData):
-    """The digits, split the same way on every rank and in every run.
+    """Loads the digits, split the same way on every rank and in every run.
 
     Args:
         batch_size: images a rank and step.
         num_workers: loader processes a rank; with 0 the training process loads, which is the
             fastest for a data set that is in memory.
-        split: images to train on, to validate on, to test on.
-        **kwargs: of `SplitData`.
+        split: how many images train, validate and test.
+        **kwargs: options of `SplitData`.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class DigitsData(SplitData):
 
 
 class DigitsClassifier(Classifier):
-    """A convolutional network for the digits, trained by SGD with momentum.
+    """Trains a convolutional network for the digits by SGD with momentum.
 
     Args:
         lr: learning rate.
-        momentum: of SGD.
-        channels: of the first convolution; the second has twice as many.
+        momentum: the momentum of SGD.
+        channels: channels of the first convolution; the second has twice as many.
         batch_norm: whether to normalise after each convolution.
     """
 

@@ -24,15 +24,15 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageClassifier(Classifier):
-    """A network of `lightning_dsgd.tasks.networks`, with what trains it.
+    """Trains a network of `lightning_dsgd.tasks.networks`.
 
     Args:
         network: its name: "resnet8", "resnet20", "resnet18", "resnet50", "resnet101", "vgg16",
             "vgg16_bn", "mobilenet_v2", "densenet121" or "googlenet".
         image_shape: channels, height and width of the images; (1, 8, 8) are the digits.
-        num_classes: how many there are.
-        label_smoothing: what of the target all classes share.
-        **kwargs: of `Classifier` and `Task`.
+        num_classes: how many classes there are.
+        label_smoothing: the part of the target that all classes share.
+        **kwargs: options of `Classifier` and `Task`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ImageClassifier(Classifier):
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Images in memory as bytes; each is normalised, and moved at random if so asked."""
+    """Holds images in memory as bytes; normalises each, and moves it at random if asked to."""
 
     def __init__(self, pixels: Tensor, classes: Tensor, augment: bool) -> None:
         self.pixels = pixels
@@ -75,12 +75,12 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def flipped_or_not(image: Tensor) -> Tensor:
-    """The image, or with equal chance its mirror image."""
+    """Returns the image, or with equal chance its mirror image."""
     return image.flip(-1) if torch.rand(()) < 0.5 else image
 
 
 class CIFAR10Data(SplitData):
-    """CIFAR-10 in its binary version, https://www.cs.toronto.edu/~kriz/cifar.html.
+    """Loads CIFAR-10 in its binary version, https://www.cs.toronto.edu/~kriz/cifar.html.
 
     As in the papers, the 10,000 test images serve to validate and to test.
 
@@ -90,7 +90,7 @@ class CIFAR10Data(SplitData):
         num_workers: loader processes a rank.
         augment: whether training images are mirrored at random, and moved by up to 4 pixels.
         md5: checksum that the archive must have; None to take any.
-        **kwargs: of `SplitData`.
+        **kwargs: options of `SplitData`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class CIFAR10Data(SplitData):
         self.splits["val"] = self.splits["test"] = Images(*test, augment=False)
 
     def _open(self) -> Callable[[str], bytes]:
-        """A function from the name of a file to what is in it."""
+        """Returns a function from the name of a file to its bytes."""
         if self.path.is_dir():
             inner = self.path / "cifar-10-batches-bin"
             folder = inner if inner.is_dir() else self.path
@@ -142,7 +142,7 @@ class CIFAR10Data(SplitData):
 
 
 def _decode(read: Callable[[str], bytes], names: list[str]) -> tuple[Tensor, Tensor]:
-    """Pixels (n, 3, 32, 32) and classes (n,), both of bytes."""
+    """Returns pixels (n, 3, 32, 32) and classes (n,), both of bytes."""
     parts = []
     for name in names:
         data = torch.frombuffer(bytearray(read(name)), dtype=torch.uint8)
@@ -157,10 +157,10 @@ def _decode(read: Callable[[str], bytes], names: list[str]) -> tuple[Tensor, Ten
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Images in one folder a class, decoded by Pillow.
+    """Loads images from one folder a class, decoded by Pillow.
 
-    To train: a random part of 8% to 100% of the area, mirrored or not.  Else: the middle of the
-    image, whose shorter side is 256/224 of `image_size`.
+    To train, it takes a random part of 8% to 100% of the area, mirrored or not; else the middle of
+    the image, whose shorter side is 256/224 of `image_size`.
     """
 
     def __init__(self, folder: Path, image_size: int, augment: bool) -> None:
@@ -221,16 +221,16 @@ def _random_box(width: int, height: int) -> Box:
 
 
 class ImageFolderData(SplitData):
-    """Images in folders, as ImageNet is unpacked: train/CLASS/*.JPEG and val/CLASS/*.JPEG.
+    """Loads images in folders, as ImageNet is unpacked: train/CLASS/*.JPEG and val/CLASS/*.JPEG.
 
     The images of `val` serve to validate and to test.  Needs the extra `images` (Pillow).
 
     Args:
         root: the folder with `train` and `val` in it.
-        image_size: side of what the network sees.
+        image_size: the side of the images that the network sees.
         batch_size: images a rank and step.
         num_workers: loader processes a rank.
-        **kwargs: of `SplitData`.
+        **kwargs: options of `SplitData`.
     """
 
     def __init__(

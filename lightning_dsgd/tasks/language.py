@@ -15,13 +15,13 @@ from lightning_dsgd.tasks.text import MASK, NUM_SMALLEST, NUM_SPECIAL, Tokenizer
 
 
 class TextData(SplitData):
-    """Plain text, cut into pieces of equal length: 90% to train, 5% to validate, 5% to test.
+    """Loads plain text, cut into pieces of equal length: 90% train, 5% validate, 5% test.
 
     Args:
         path: a text file or a folder of them (`lightning_dsgd.tasks.text.read_corpus`); None for
             the sources of the running Python's standard library.
         seq_len: tokens of a piece; each piece has one more, which the last one predicts.
-        vocab_size: of the tokenizer; the default is that of bytes.
+        vocab_size: the tokenizer's number of tokens; the default makes each byte a token.
         max_chars: how much of the text to take; None for all.
         batch_size: pieces a rank and step.
         num_workers: loader processes a rank.
@@ -69,10 +69,10 @@ class Encoder(nn.Module):
     Args:
         vocab_size: number of tokens.
         seq_len: the most tokens of a text.
-        dim: of an embedding; the feed-forward layers have four times as many.
+        dim: the size of an embedding; the feed-forward layers have four times as many.
         depth: number of layers.
-        num_heads: of the attention.
-        dropout: on embeddings and after each sublayer.
+        num_heads: the number of attention heads.
+        dropout: the dropout on embeddings and after each sublayer.
         causal: whether a token sees only those before it.  Then layers are normalised before their
             sublayers, as in GPT-2, else after them, as in BERT.
     """
@@ -120,10 +120,10 @@ class Encoder(nn.Module):
 
 
 class LanguageModel(Task):
-    """What a model says of hidden tokens: cross-entropy and perplexity.
+    """Trains a model on what it says of hidden tokens: cross-entropy and perplexity.
 
     Args:
-        **kwargs: of `Task`.
+        **kwargs: options of `Task`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -134,7 +134,7 @@ class LanguageModel(Task):
     def logits_and_targets(
         self, pieces: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """Logits (n, vocab_size) of the hidden tokens of a batch, and those tokens (n,)."""
+        """Returns logits (n, vocab_size) of a batch's hidden tokens, and these tokens (n,)."""
         raise NotImplementedError
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -170,13 +170,13 @@ class CausalLanguageModel(LanguageModel):
     Args:
         vocab_size: number of tokens; at least that of the data.
         seq_len: the most tokens of a text.
-        dim: of an embedding.
+        dim: the size of an embedding.
         depth: number of layers.
-        num_heads: of the attention.
-        dropout: on embeddings and after each sublayer.
+        num_heads: the number of attention heads.
+        dropout: the dropout on embeddings and after each sublayer.
         optimizer: "sgd", "adam" or "adamw".
         lr: learning rate.
-        **kwargs: of `Task`.
+        **kwargs: options of `Task`.
     """
 
     def __init__(
@@ -215,22 +215,22 @@ class CausalLanguageModel(LanguageModel):
 
 
 class MaskedLanguageModel(LanguageModel):
-    """BERT's masked language model, https://arxiv.org/abs/1810.04805, section 3.1, task 1.
+    """Trains BERT's masked language model, https://arxiv.org/abs/1810.04805, section 3.1, task 1.
 
-    15% of the tokens are to be told: of these 80% are masked, 10% replaced at random, 10% left.
+    The model has to tell 15% of the tokens: 80% of these are masked, 10% random, 10% left.
     There is no next-sentence prediction: the pooler, the segments and the last layer for that
     (593,666 of the 133,547,324 parameters of the Ok-Topk paper) are left out.
 
     Args:
         vocab_size: number of tokens; at least that of the data.
         seq_len: the most tokens of a text.
-        dim: of an embedding; BERT-base has 768.
+        dim: the size of an embedding; BERT-base has 768.
         depth: number of layers; BERT-base has 12.
-        num_heads: of the attention; BERT-base has 12.
-        dropout: on embeddings and after each sublayer.
+        num_heads: the number of attention heads; BERT-base has 12.
+        dropout: the dropout on embeddings and after each sublayer.
         optimizer: "sgd", "adam" or "adamw".
         lr: learning rate.
-        **kwargs: of `Task`.
+        **kwargs: options of `Task`.
     """
 
     def __init__(
@@ -271,12 +271,12 @@ class MaskedLanguageModel(LanguageModel):
 def hide(
     tokens: Tensor, vocab_size: int, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Hides 15% of the tokens of each text: places (n, num_hidden), and what is given (n, seq_len).
+    """Hides 15% of each text's tokens: returns places (n, num_hidden) and the texts (n, seq_len).
 
     Args:
         tokens: (n, seq_len).
-        vocab_size: of the tokens that stand in for hidden ones.
-        generator: draws; by default torch's own.
+        vocab_size: the number of tokens that may stand in for hidden ones.
+        generator: draws the places; by default torch's own generator.
     """
     n, length = tokens.shape
 

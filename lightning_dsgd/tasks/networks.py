@@ -22,7 +22,7 @@ Shape = tuple[int, int, int]
 def normalized(
     channels_in: int, channels_out: int, kernel: int = 3, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:
-    """Convolution and normalisation."""
+    """Makes a convolution and a normalisation."""
     return nn.Sequential(
         nn.Conv2d(
             channels_in, channels_out, kernel, stride, kernel // 2, groups=groups, bias=False
@@ -34,14 +34,14 @@ def normalized(
 def convolution(
     channels_in: int, channels_out: int, kernel: int = 3, stride: int = 1, groups: int = 1
 ) -> nn.Sequential:
-    """Convolution, normalisation, ReLU."""
+    """Makes a convolution, a normalisation and a ReLU."""
     return nn.Sequential(
         normalized(channels_in, channels_out, kernel, stride, groups), nn.ReLU(inplace=True)
     )
 
 
 def stem(image_shape: Shape, channels_out: int) -> nn.Sequential:
-    """The first convolution, and for large images the pooling after it."""
+    """Makes the first convolution, and for large images the pooling after it."""
     channels, height, _ = image_shape
     if height <= 64:
         return convolution(channels, channels_out)
@@ -51,7 +51,7 @@ def stem(image_shape: Shape, channels_out: int) -> nn.Sequential:
 
 
 def head(channels_in: int, num_classes: int, dropout: float = 0.0) -> nn.Sequential:
-    """The mean over the image, and a linear layer."""
+    """Makes the mean over the image, and a linear layer."""
     return nn.Sequential(
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
@@ -61,7 +61,7 @@ def head(channels_in: int, num_classes: int, dropout: float = 0.0) -> nn.Sequent
 
 
 class Residual(nn.Module):
-    """ReLU(body(x) + shortcut(x)), He et al., https://arxiv.org/abs/1512.03385."""
+    """Computes ReLU(body(x) + shortcut(x)), He et al., https://arxiv.org/abs/1512.03385."""
 
     def __init__(self, channels_in: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Residual(nn.Module):
 def resnet(
     image_shape: Shape, num_classes: int, blocks: tuple[int, ...], width: int, bottleneck: bool
 ) -> nn.Module:
-    """He et al., https://arxiv.org/abs/1512.03385; every stage after the first halves the image."""
+    """Makes a ResNet, https://arxiv.org/abs/1512.03385; stages after the first halve the image."""
     layers: list[nn.Module] = [stem(image_shape, width)]
     channels = width
     for stage, num_blocks in enumerate(blocks):
@@ -98,7 +98,7 @@ def resnet(
 
 
 def vgg16(image_shape: Shape, num_classes: int, batch_norm: bool) -> nn.Module:
-    """Simonyan and Zisserman, https://arxiv.org/abs/1409.1556, configuration D.
+    """Makes a VGG-16, https://arxiv.org/abs/1409.1556, configuration D.
 
     On small images one linear layer follows the convolutions, instead of three.
     """
@@ -126,7 +126,7 @@ def vgg16(image_shape: Shape, num_classes: int, batch_norm: bool) -> nn.Module:
 
 
 class InvertedResidual(nn.Module):
-    """Widens, convolves each channel apart, narrows: Sandler et al., Figure 3."""
+    """Widens, convolves each channel apart, and narrows: Sandler et al., Figure 3."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class InvertedResidual(nn.Module):
 
 
 def mobilenet_v2(image_shape: Shape, num_classes: int) -> nn.Module:
-    """Sandler et al., https://arxiv.org/abs/1801.04381, Table 2.
+    """Makes a MobileNetV2, https://arxiv.org/abs/1801.04381, Table 2.
 
     On small images the first three of the five strides are 1.
     """
@@ -186,7 +186,7 @@ class DenseLayer(nn.Module):
 def densenet(
     image_shape: Shape, num_classes: int, blocks: tuple[int, ...], growth: int
 ) -> nn.Module:
-    """Huang et al., https://arxiv.org/abs/1608.06993, with bottlenecks and compression by 2."""
+    """Makes a DenseNet, https://arxiv.org/abs/1608.06993, with bottlenecks and compression by 2."""
     channels = 2 * growth
     layers: list[nn.Module] = [stem(image_shape, channels)]
     for i, num in enumerate(blocks):
@@ -202,7 +202,7 @@ def densenet(
 
 
 class Inception(nn.Module):
-    """Four branches side by side: Szegedy et al., Figure 2(b)."""
+    """Puts four branches side by side: Szegedy et al., Figure 2(b)."""
 
     def __init__(
         self, channels_in: int, one: int, three: tuple[int, int], five: tuple[int, int], pool: int
@@ -222,7 +222,7 @@ class Inception(nn.Module):
 
 
 def googlenet(image_shape: Shape, num_classes: int) -> nn.Module:
-    """Szegedy et al., https://arxiv.org/abs/1409.4842, Table 1, normalised, no auxiliary heads."""
+    """Makes a GoogLeNet, https://arxiv.org/abs/1409.4842, Table 1, normalised, with one head."""
     return nn.Sequential(
         stem(image_shape, 64),
         convolution(64, 64, 1),
@@ -258,12 +258,12 @@ NETWORKS: dict[str, Callable[[Shape, int], nn.Module]] = {
 
 
 def build(name: str, image_shape: Shape, num_classes: int) -> nn.Module:
-    """Makes the network of that name.
+    """Makes the network of a name.
 
     Args:
         name: a key of `NETWORKS`.
-        image_shape: channels, height and width of its input.
-        num_classes: of its output.
+        image_shape: channels, height and width of the network's input.
+        num_classes: the number of classes that it tells apart.
 
     Returns:
         The network, from images (n, *image_shape) to logits (n, num_classes).

@@ -18,18 +18,18 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 class PopSGDSampler(DistributedSampler[int]):
-    """The indices of one rank.
+    """Draws the indices of one rank.
 
-    Lightning leaves a DistributedSampler as it is, and tells it of every new epoch.
+    Lightning leaves a DistributedSampler as it is, and tells it when a new epoch begins.
 
     With an odd number of ranks there are as many parts as ranks, half as large, and rank r holds
     the parts r and r + 1: so every sample is still held by two ranks.  What is left over when the
     parts are made equally large sits out one epoch.
 
     Args:
-        dataset: what is dealt out.
+        dataset: the data set that is dealt out.
         world_size: number of ranks.
-        rank: whose indices.
+        rank: the rank whose indices are drawn.
         mult: passes over its part that a rank makes in an epoch.
         seed: of the shuffling, the same on all ranks.
     """

@@ -25,7 +25,7 @@ GISETTE_FEATURES = 5000
 def least_squares(
     num_samples: int, dim: int, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """A and b of f(x) = |A x - b|^2 / 2m: A normal (m, d), b = A 1 + normal noise."""
+    """Returns A and b of f(x) = |A x - b|^2 / 2m: A normal (m, d), b = A 1 + normal noise."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(num_samples, dim, generator=generator, dtype=dtype)
     b = a.sum(1) + torch.randn(num_samples, generator=generator, dtype=dtype)
@@ -33,14 +33,14 @@ def least_squares(
 
 
 class LinearRegression(Task):
-    """f(x) = (a x - b)^2 / 2 over samples (a, b), from x = 0.
+    """Minimises f(x) = (a x - b)^2 / 2 over samples (a, b), from x = 0.
 
     Args:
-        num_features: of a sample.
+        num_features: the features of a sample.
         bias: whether a constant is added to a x.
         lr: learning rate.
-        momentum: of SGD.
-        **kwargs: of `Task`.
+        momentum: the momentum of SGD.
+        **kwargs: options of `Task`.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class LinearRegression(Task):
 
 
 class LogisticRegression(Classifier):
-    """Logistic regression, from weights of 0; its two logits differ by that of the usual form.
+    """Trains logistic regression from weights of 0; two logits differ by the usual form's one.
 
     Args:
-        num_features: of a sample.
-        num_classes: how many there are.
+        num_features: the features of a sample.
+        num_classes: how many classes there are.
         lr: learning rate.
-        momentum: of SGD.
-        **kwargs: of `Task`.
+        momentum: the momentum of SGD.
+        **kwargs: options of `Task`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class LogisticRegression(Classifier):
 
 
 def zero_linear(num_inputs: int, num_outputs: int, bias: bool) -> nn.Linear:
-    """A linear layer whose weights are 0."""
+    """Makes a linear layer whose weights are 0."""
     layer = nn.Linear(num_inputs, num_outputs, bias)
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
@@ -118,14 +118,14 @@ def zero_linear(num_inputs: int, num_outputs: int, bias: bool) -> nn.Linear:
 
 
 class LeastSquaresData(SplitData):
-    """The generated least squares of the PopSGD paper; validated on what it is trained on.
+    """Loads the generated least squares of the PopSGD paper; validates on the training data.
 
     Args:
         num_samples: rows of A.
         num_features: columns of A.
         batch_size: samples a rank and step; the paper's appendix has 1.
         num_workers: loader processes a rank.
-        **kwargs: of `SplitData`.
+        **kwargs: options of `SplitData`.
     """
 
     def __init__(
@@ -151,9 +151,9 @@ class LeastSquaresData(SplitData):
 
 
 class YearPredictionData(SplitData):
-    """The year of a song from 90 figures of its timbre, each brought to mean 0 and variance 1.
+    """Loads the year of a song and 90 figures of its timbre, each brought to mean 0 and variance 1.
 
-    So are the years: a mean squared error of 1 is that of always saying the mean year.
+    Years are brought there too: always saying the mean year has a mean squared error of 1.
 
     Args:
         path: YearPredictionMSD.txt: a line a song, the year and the figures between commas; None
@@ -161,7 +161,7 @@ class YearPredictionData(SplitData):
         num_train: the first so many lines are to train, the others to validate and test.
         batch_size: songs a rank and step.
         num_workers: loader processes a rank.
-        **kwargs: of `SplitData`.
+        **kwargs: options of `SplitData`.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class YearPredictionData(SplitData):
 
 
 class GisetteData(SplitData):
-    """The digits 4 and 9 told apart by 5,000 figures, of which half mean nothing.
+    """Loads the digits 4 and 9, described by 5,000 figures, of which half mean nothing.
 
     Args:
         path: folder with gisette_train.data, gisette_train.labels, gisette_valid.data and
@@ -207,7 +207,7 @@ class GisetteData(SplitData):
             class, 1 or -1.  None for a problem of this form with 100 figures that is generated.
         batch_size: samples a rank and step.
         num_workers: loader processes a rank.
-        **kwargs: of `SplitData`.
+        **kwargs: options of `SplitData`.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class GisetteData(SplitData):
 
 
 def read_table(file: Path, num_columns: int, separator: str | None) -> Tensor:
-    """The numbers of a text file, (lines, num_columns); blanks separate where nothing is given."""
+    """Returns the numbers of a text file, (lines, num_columns); by default, blanks separate."""
     if not file.exists():
         raise FileNotFoundError(f"{file} does not exist; it is kept at https://archive.ics.uci.edu")
     rows = []

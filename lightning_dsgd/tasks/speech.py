@@ -30,7 +30,7 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def spectrogram(samples: Tensor) -> Tensor:
-    """Logarithms of the amplitudes, brought to mean 0 and variance 1."""
+    """Returns logarithms of the amplitudes, brought to mean 0 and variance 1."""
     window = torch.hamming_window(WINDOW)
     spectrum = torch.stft(samples, WINDOW, STRIDE, window=window, return_complex=True)
     amplitudes = spectrum.abs().log1p()
@@ -38,7 +38,7 @@ def spectrogram(samples: Tensor) -> Tensor:
 
 
 def read_audio(file: Path) -> Tensor:
-    """Samples in [-1, 1] of a NIST SPHERE file, or of raw 16-bit ones with the low byte first."""
+    """Returns samples in [-1, 1] of a NIST SPHERE file, or of raw 16-bit ones, low byte first."""
     content = file.read_bytes()
     low_first = True
     if content.startswith(b"NIST_1A"):
@@ -66,12 +66,12 @@ def read_audio(file: Path) -> Tensor:
 
 
 def encode_letters(transcript: str) -> list[int]:
-    """The letters' places in `LETTERS`; what stands not there is left out."""
+    """Returns the letters' places in `LETTERS`; other letters are left out."""
     return [LETTERS.index(c) for c in transcript.upper() if c in LETTERS[1:]]
 
 
 class AN4(Dataset[Utterance]):
-    """One split of AN4 as CMU packs it: etc/an4_SPLIT.{fileids,transcription} and wav/ID.sph."""
+    """Loads a split of AN4 as CMU has it: etc/an4_SPLIT.{fileids,transcription} and wav/ID.sph."""
 
     def __init__(self, root: Path, split: str) -> None:
         self.files: list[Path] = []
@@ -109,7 +109,7 @@ WORDS = ["ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE",
 
 
 def generated_utterances(num: int, seed: int) -> list[Utterance]:
-    """Numbers, "spoken" with two tones a letter, 40 to 80 ms each, in noise; a few are long."""
+    """Makes numbers, "spoken" with two tones a letter, 40 to 80 ms each, in noise; few are long."""
     draw = random.Random(seed)
     noise = torch.Generator().manual_seed(seed)
     utterances = []
@@ -142,7 +142,7 @@ def collate(utterances: list[Utterance]) -> Batch:
 
 
 class SpeechData(SplitData):
-    """AN4, whose test utterances serve to validate and to test, or audio of its form.
+    """Loads AN4, whose test utterances serve to validate and to test, or audio of its form.
 
     Args:
         path: the folder `an4` with `etc` and `wav` (SPHERE files, or raw ones) in it; None for
@@ -150,7 +150,7 @@ class SpeechData(SplitData):
         num_generated: utterances to train on that are generated.
         batch_size: utterances a rank and step.
         num_workers: loader processes a rank.
-        **kwargs: of `SplitData`.
+        **kwargs: options of `SplitData`.
     """
 
     def __init__(
@@ -176,20 +176,20 @@ class SpeechData(SplitData):
 
 
 class SpeechRecognizer(Task):
-    """Deep Speech 2 (https://arxiv.org/abs/1512.02595) with LSTMs in one direction, and CTC.
+    """Trains Deep Speech 2 (https://arxiv.org/abs/1512.02595) with LSTMs in one direction, and CTC.
 
     Two convolutions over frequency and time, LSTMs with normalisation between them, a convolution
     that looks `lookahead` frames ahead, and a linear layer.  With the default sizes it has the
     27,569,568 parameters that the Ok-Topk paper gives for its LSTM.
 
     Args:
-        hidden_size: of an LSTM.
+        hidden_size: the size of an LSTM's state.
         depth: number of LSTMs.
-        channels: of the convolutions.
+        channels: the channels of the convolutions.
         lookahead: frames that the last convolution sees ahead.
         lr: learning rate.
-        momentum: of SGD.
-        **kwargs: of `Task`.
+        momentum: the momentum of SGD.
+        **kwargs: options of `Task`.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class SpeechRecognizer(Task):
         self.test_wer = WordErrorRate()
 
     def forward(self, audio: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (longest, n, letters) of every other frame, and how many of them.
+        """Returns log-probabilities (longest, n, letters) of every other frame, and their numbers.
 
         Args:
             audio: spectrograms (n, NUM_FREQUENCIES, longest), padded.
-            frames: how many of each are not padding.
+            frames: how many frames of each utterance are no padding.
         """
         num = (frames - 1) // 2 + 1
         x = audio[:, None]
@@ -279,7 +279,7 @@ class SpeechRecognizer(Task):
 
 
 def transcripts(logits: Tensor, num: Tensor) -> list[str]:
-    """The most likely letter of each frame, without repetitions and blanks."""
+    """Returns the most likely letter of each frame, without repetitions and blanks."""
     texts = []
     for row, length in zip(logits.argmax(-1).T, num.tolist(), strict=True):
         best = row[:length].unique_consecutive().tolist()

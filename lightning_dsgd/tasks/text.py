@@ -18,12 +18,12 @@ _PIECE = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 
 
 class Tokenizer:
-    """The most frequent words are a token each, every other one is spelled in bytes.
+    """Makes the most frequent words a token each, and spells every other word in bytes.
 
     A word takes the space before it along, so nothing is lost: `decode(encode(text)) == text`.
 
     Args:
-        words: in the order of their tokens; none makes it a tokenizer of bytes.
+        words: the words in the order of their tokens; none makes it a tokenizer of bytes.
     """
 
     def __init__(self, words: Iterable[str] = ()) -> None:
@@ -32,7 +32,7 @@ class Tokenizer:
 
     @classmethod
     def of_texts(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """The tokenizer with a vocabulary of at most that size that suits the texts."""
+        """Makes the tokenizer that suits the texts, with a vocabulary of at most this size."""
         if vocab_size < NUM_SMALLEST:
             raise ValueError(
                 f"vocab_size must be at least {NUM_SMALLEST}, for the bytes and {NUM_SPECIAL} "
@@ -50,11 +50,11 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens."""
+        """The number of tokens."""
         return NUM_SMALLEST + len(self.words)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Returns the tokens of a text."""
         tokens: list[int] = []
         for piece in _PIECE.findall(text):
             token = self._token_of.get(piece)
@@ -65,7 +65,7 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, without the special ones."""
+        """Returns the text of tokens, without the special tokens."""
         parts = []
         for token in tokens:
             if token >= NUM_SMALLEST:
@@ -76,12 +76,12 @@ class Tokenizer:
 
 
 def read_corpus(path: str | None, max_chars: int | None) -> str:
-    """The text to train on.
+    """Reads the text to train on.
 
     Args:
         path: a text file, or a folder whose .txt, .md, .rst and .py files are joined in the order
             of their names; None for the sources of the running Python's standard library.
-        max_chars: how much of it to take; None for all.
+        max_chars: how much of the text to take; None for all.
     """
     root = Path(path) if path is not None else Path(sysconfig.get_path("stdlib"))
     if root.is_file():

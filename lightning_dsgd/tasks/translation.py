@@ -20,7 +20,7 @@ Pair = tuple[str, str]
 
 
 def generated_pairs(num_pairs: int, seed: int = 0) -> list[Pair]:
-    """Sentences of a language that does not exist, and what they are in another one.
+    """Makes sentences of a language that does not exist, and their translations into another.
 
     A clause is (adjective) noun verb (adjective) noun.  In the other language every word is another
     one, adjectives follow their noun and verbs come last.  Half of the sentences have one clause, a
@@ -64,7 +64,7 @@ class TranslationData(SplitData):
             and test.TARGET, one sentence a line; None for text that is generated.
         languages: what these files end in.
         vocab_size: of the tokenizer that both languages share.
-        max_len: tokens of a sentence; those with more are left out of the training.
+        max_len: tokens of a sentence; longer sentences are left out of the training.
         num_generated: sentences to train on that are generated.
         batch_size: sentences a rank and step.
         num_workers: loader processes a rank.
@@ -145,7 +145,7 @@ class TranslationData(SplitData):
 def bucket(
     pairs: list[tuple[list[int], list[int]]], batch_size: int, drop_last: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """Batches of pairs of about equal length: source and target, each (batch_size, longest)."""
+    """Batches pairs of about equal length: source and target, each (batch_size, longest)."""
     pairs = sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1])))
     end = len(pairs) - (len(pairs) % batch_size if drop_last else 0)
     batches = []
@@ -157,26 +157,26 @@ def bucket(
 
 
 def padded(rows: list[list[int]]) -> Tensor:
-    """All as long as the longest."""
+    """Pads all texts to the length of the longest."""
     return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, PAD)
 
 
 class TranslationModel(Task):
-    """The Transformer, https://arxiv.org/abs/1706.03762, with normalisation before each sublayer.
+    """Trains the Transformer, https://arxiv.org/abs/1706.03762, normalised before each sublayer.
 
     Source, target and output share one embedding.
 
     Args:
         vocab_size: number of tokens; at least that of the data.
-        dim: of an embedding; the base model has 512.
+        dim: the size of an embedding; the base model has 512.
         depth: layers of the encoder, and of the decoder; the base model has 6.
-        num_heads: of the attention; the base model has 8.
-        dropout: on embeddings and after each sublayer.
-        label_smoothing: of the loss in training.
+        num_heads: the number of attention heads; the base model has 8.
+        dropout: the dropout on embeddings and after each sublayer.
+        label_smoothing: label smoothing of the loss in training.
         max_len: the most tokens of a translation.
         optimizer: "sgd", "adam" or "adamw".
         lr: learning rate.
-        **kwargs: of `Task`.
+        **kwargs: options of `Task`.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class TranslationModel(Task):
         self.test_bleu = BLEUScore()
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Logits (n, target_len, vocab_size) of what follows each token of `target`."""
+        """Returns logits (n, target_len, vocab_size) of what follows each token of `target`."""
         return self._decode(*self._encode(source), target)
 
     def _encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,7 +267,7 @@ class TranslationModel(Task):
 
     @torch.no_grad()
     def translate(self, source: Tensor) -> Tensor:
-        """The most likely next token, again and again: (n, up to max_len)."""
+        """Takes the most likely next token, again and again: (n, up to max_len)."""
         memory, hidden = self._encode(source)
         target = torch.full((len(source), 1), BEGIN, device=source.device)
         ended = torch.zeros(len(source), 1, dtype=torch.bool, device=source.device)
