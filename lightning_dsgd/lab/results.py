@@ -30,10 +30,10 @@ _LONGEST: Final = 32
 
 
 def provenance(command: str | None = None) -> dict[str, Any]:
-    """With what, and on what, a result was made.
+    """Says with what, and on what, a result was made.
 
     Args:
-        command: what to type to make it again; by default the script that runs
+        command: the command that makes it again; by default the script that runs
     """
     return {
         "command": command or shlex.join(["python", *sys.argv]),
@@ -49,7 +49,7 @@ def provenance(command: str | None = None) -> dict[str, Any]:
 
 
 def typed(command: str, argv: Sequence[str] | None) -> str:
-    """What was typed: a command with its arguments; None for those of this process."""
+    """Returns the command as typed, with its arguments; None means this process's arguments."""
     return shlex.join([*command.split(), *(sys.argv[1:] if argv is None else argv)])
 
 
@@ -60,7 +60,7 @@ def write_result(result: dict[str, Any], path: Path) -> None:
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """Writes the file, or leaves the old one as it was.
+    """Writes the file whole, or leaves the old one as it was.
 
     Folders that are missing are made.
     """
@@ -71,7 +71,7 @@ def save(result: dict[str, Any], path: Path) -> None:
 
 
 def text(value: Any, depth: int = 0) -> str:
-    """The value as JSON, one record per line."""
+    """Returns the value as JSON, one record per line."""
     if not value or (depth and _is_record(value)):
         return json.dumps(value)
     ends, indent = "{}" if isinstance(value, dict) else "[]", "\n" + " " * depth
@@ -87,7 +87,7 @@ def text(value: Any, depth: int = 0) -> str:
 
 
 def _is_record(value: Any) -> bool:
-    """Plain values in a list; or by name, with short lists or dicts of plain values among them."""
+    """Returns whether a value is a list of plain values, or maps names to plain or short values."""
     if isinstance(value, dict):
         return all(_is_plain(each) or _is_short(each) for each in value.values())
     return _is_plain(value) or all(map(_is_plain, value))

@@ -27,12 +27,12 @@ _HEAVY_TAIL: Final = 3.0
 
 @dataclass(frozen=True)
 class Cost:
-    """What one strategy cost in one situation.
+    """Holds what one strategy cost in one situation.
 
     Args:
-        points: of accuracy, over all-reduce's; negative where it was worse
+        points: points of accuracy beside all-reduce's; negative where the strategy was worse
         reached: the share of the seeds that came to 99% of all-reduce's accuracy
-        time: until then, over all-reduce's; None where half of the seeds never came there
+        time: the time until then, over all-reduce's; None where half of the seeds never came there
     """
 
     points: float
@@ -41,7 +41,7 @@ class Cost:
 
 
 def distilled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of results of `bench target`; of a strategy in several of them, the first."""
+    """Returns what is kept of `bench target`'s results; of a strategy in several, the first."""
     situations: dict[str, str] = {}
     costs: dict[str, dict[str, Any]] = {}
     for result in results:
@@ -67,23 +67,23 @@ def _table() -> dict[str, Any]:
 
 
 def cost(spec: str, situation: str) -> Cost | None:
-    """What this strategy cost there; None where it was not measured."""
+    """Returns what this strategy cost in a situation; None where it was not measured."""
     found = _table()["costs"][situation].get(spec)
     return None if found is None else Cost(**found)
 
 
 def in_words(situation: str) -> str:
-    """What happens in this situation."""
+    """Says what happens in this situation."""
     return str(_table()["situations"][situation])
 
 
 def most_like(recorded: Recorded, allreduce_s: float, num_ranks: int) -> str:
-    """The measured situation that this run is most like.
+    """Returns the measured situation that this run is most like.
 
     Args:
-        recorded: its step times
+        recorded: the step times of the run
         allreduce_s: what a step of all-reduce takes longer than the slowest rank's computation
-        num_ranks: how many there are to be
+        num_ranks: how many ranks there are to be
     """
     every = sorted(s for of_rank in recorded.seconds for s in of_rank)
     if allreduce_s > _SLOW_LINK * recorded.mean_s:

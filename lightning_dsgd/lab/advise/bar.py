@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 
 def shown(candidates: Iterable[Any]) -> Iterator[Any]:
-    """Goes through them, and says which is under way."""
+    """Yields the candidates, and shows which one is under way."""
     every: Sequence[Any] = list(candidates)
     with tqdm(every, unit="strategy", leave=False) as bar:
         for candidate in bar:

@@ -16,11 +16,11 @@ BASELINE: Final = "allreduce"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy with its settings.
+    """Names a strategy with its settings.
 
     Args:
-        spec: as on the command line
-        copies: memory that a rank needs more at its peak, in copies of the weights
+        spec: the strategy as on the command line
+        copies: the memory that a rank needs more at its peak, in copies of the weights
     """
 
     spec: str
@@ -28,7 +28,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of the strategy."""
+        """The name of the strategy."""
         return parse(self.spec)[0]
 
     @property

@@ -25,17 +25,17 @@ _BYTES: Final = 4
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate on the machine in question.
+    """Ranks a candidate on the machine in question.
 
     Args:
-        candidate: what it is
-        slowest_steps_per_s: of the slowest rank: so long takes training if all owe as many steps
-        share: of the bound: what there is without communication
-        slowest_ratio: to all-reduce
-        mean_ratio: the same of the mean of the ranks' steps per second
-        mb_sent: by a rank in a step
-        mb_memory: that a rank needs more at its peak
-        cost: in accuracy, in the situation that is most like this; None: not measured
+        candidate: the strategy
+        slowest_steps_per_s: the slowest rank's rate, which sets the time if all owe as many steps
+        share: the rate over the bound's, which knows no communication
+        slowest_ratio: the rate over all-reduce's
+        mean_ratio: the same for the mean of the ranks' steps per second
+        mb_sent: what a rank sends in a step
+        mb_memory: what a rank needs more at its peak
+        cost: the cost in accuracy, in the situation that is most like this; None: not measured
     """
 
     candidate: Candidate
@@ -50,13 +50,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All candidates, the fastest first.
+    """Ranks all candidates, the fastest first.
 
     Args:
         rows: the candidates
-        situation: the measured one that is most like this run
+        situation: the measured situation that is most like this run
         refused: candidates that cannot run here, and why
-        slow_ranks: their speeds, by rank, over the mean of all ranks'; those always slower
+        slow_ranks: the speeds of ranks that are always slower, over the mean of all ranks' speeds
         dealt_by_speed: the least time of training over all-reduce's, if batches follow the speeds
     """
 
@@ -67,12 +67,12 @@ class Ranking:
     dealt_by_speed: float = 1.0
 
     def of(self, spec: str) -> Row:
-        """The row of this candidate."""
+        """Returns the row of this candidate."""
         return next(row for row in self.rows if row.candidate.spec == spec)
 
     @property
     def advised(self) -> Row:
-        """Of those as fast as the fastest, the one that was soonest at 99% of the accuracy.
+        """The row that was soonest at 99% of the accuracy, of those as fast as the fastest.
 
         Strategies whose accuracy was not measured, and the bound, are not advised.
         """
@@ -80,7 +80,7 @@ class Ranking:
 
     @property
     def advised_if_dealt(self) -> Row:
-        """The same where each rank's number of batches follows its speed."""
+        """The advised row where each rank's number of batches follows its speed."""
         return self._soonest_of_fastest(lambda row: row.mean_ratio)
 
     def _soonest_of_fastest(self, rate: Callable[[Row], float]) -> Row:
@@ -102,14 +102,14 @@ def rank(
     num_steps: int,
     shown: Callable[[Iterable[Candidate]], Iterable[Candidate]] = iter,
 ) -> Ranking:
-    """Simulates every candidate.
+    """Simulates every candidate, and ranks them.
 
     Args:
-        candidates: which; the bound and the baseline must be among them
-        machine: on what, with recorded step times
+        candidates: the candidates; the bound and the baseline must be among them
+        machine: the machine to simulate, with recorded step times
         num_ranks: P
-        num_steps: of each rank; fewer of a sparse strategy on many ranks
-        shown: goes through the candidates, and shows how far it is
+        num_steps: steps of each rank; a sparse strategy on many ranks makes fewer
+        shown: goes through the candidates, and shows how far the simulation is
     """
     assert machine.recorded is not None
     runs: dict[str, tuple[Candidate, float, float, float]] = {}
@@ -157,12 +157,12 @@ def rank(
 
 
 def _dealt_step_s(recorded: Recorded) -> float:
-    """What a step of the mean rank takes, if no rank waits: the harmonic mean of the ranks'."""
+    """Returns a mean rank's step time, if no rank waits: the harmonic mean of the ranks' times."""
     return statistics.harmonic_mean(map(statistics.mean, recorded.seconds))
 
 
 def _lateness(recorded: Recorded, num_ranks: int, num_steps: int, bound: float) -> float:
-    """What a step takes longer if everyone waits for the slowest in every step."""
+    """Returns how much longer a step takes if everyone waits for the slowest in every step."""
     times = recorded.step_times(num_ranks, num_steps, seed=0)
     slowest = math.fsum(max(of_step) for of_step in zip(*times, strict=True))
     return max(0.0, slowest / num_steps - 1 / bound)

@@ -29,7 +29,7 @@ MOST: Final = 3
 
 
 def specs_of(ranking: Ranking) -> list[str]:
-    """The bound, all-reduce, what is advised, and the fastest besides."""
+    """Returns the bound, all-reduce, the advised strategy, and the fastest others."""
     first = [ranking.advised.candidate.spec, *(row.candidate.spec for row in ranking.rows)]
     chosen = [spec for spec in dict.fromkeys(first) if spec not in (BOUND, BASELINE)]
     return [BOUND, BASELINE, *chosen[:MOST]]
@@ -38,7 +38,7 @@ def specs_of(ranking: Ranking) -> list[str]:
 def verify(
     ranking: Ranking, machine: Machine, num_ranks: int, network: str | None
 ) -> list[dict[str, Any]]:
-    """Measured and predicted steps per second, until the slowest rank has done its steps."""
+    """Returns measured and predicted steps per second, until the slowest rank has done its own."""
     link = demanded(network)
     specs = specs_of(ranking)
     measured, core_s = measure(specs, machine, num_ranks, link)
@@ -48,7 +48,7 @@ def verify(
 def measure(
     specs: Sequence[str], machine: Machine, num_ranks: int, link: Link | None, rounds: int = ROUNDS
 ) -> tuple[dict[str, list[float]], float]:
-    """Steps per second of each strategy, by round; and what a step of `BOUND` takes of a core."""
+    """Returns each strategy's steps per second, by round, and the core's time in a `BOUND` step."""
     assert machine.recorded is not None
     times = [machine.recorded.step_times(num_ranks, STEPS, seed) for seed in range(rounds)]
     settings = {"ranks": num_ranks, "params": machine.num_params, "steps": STEPS, "times": times}
@@ -71,7 +71,7 @@ def compare(
     measured: dict[str, list[float]],
     core_s: float,
 ) -> list[dict[str, Any]]:
-    """One row for each strategy: medians over the rounds."""
+    """Returns one row for each strategy: medians over the rounds."""
     here = replace(machine, machine_size=max(machine.machine_size, num_ranks), step_core_s=core_s)
     rounds = range(len(measured[BOUND]))
 
@@ -101,7 +101,7 @@ def compare(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Predicted beside measured."""
+    """Returns a table of predicted beside measured rates."""
     width = max(len(row["strategy"]) for row in rows) + 2
     lines = [
         "steps/s (slowest rank):",

@@ -30,7 +30,7 @@ class Replayer(Sleeper):
 
 
 def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
-    """One fit of one strategy on this rank."""
+    """Makes one fit of one strategy on this rank."""
     os.environ["OMP_NUM_THREADS"] = "1"
     steps, ranks = settings["steps"], settings["ranks"]
     times = settings["times"][cell["round"]][rank_of_this_process()]

@@ -18,7 +18,7 @@ COLUMNS: Final = (
 
 
 def table(ranking: Ranking) -> str:
-    """One line for each candidate, the fastest first."""
+    """Returns one line for each candidate, the fastest first."""
     lines = [*COLUMNS, *map(_cells, ranking.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = [
@@ -54,7 +54,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def legend(ranking: Ranking) -> str:
-    """What the columns mean."""
+    """Says what the columns mean."""
     return (
         "slowest, mean: steps per second of the slowest rank, and the mean of the ranks.  Where "
         "ranks owe as many batches,\ntraining ends with the slowest.  of bound: of the slowest "
@@ -68,7 +68,7 @@ def legend(ranking: Ranking) -> str:
 
 
 def advice(ranking: Ranking) -> str:
-    """One sentence, and the line of code and of YAML; and what helps against a slow rank."""
+    """Says what to use, with a line of code and of YAML, and what helps against a slow rank."""
     return _choice(ranking) + _dealing(ranking)
 
 
@@ -96,7 +96,7 @@ def _choice(ranking: Ranking) -> str:
 
 
 def _dealing(ranking: Ranking) -> str:
-    """What is gained where slow ranks get fewer batches; empty if no rank is always slower."""
+    """Says what is gained where slow ranks get fewer batches; empty if no rank is always slower."""
     if not ranking.slow_ranks:
         return ""
     ranks = ", ".join(f"rank {rank} {speed:.0%}" for rank, speed in ranking.slow_ranks.items())
@@ -110,7 +110,7 @@ def _dealing(ranking: Ranking) -> str:
 
 
 def _reaching(ranking: Ranking, advised: Row) -> str:
-    """The fastest that was as good in the end, where the one that is advised was not."""
+    """Names the fastest strategy that was as good in the end, where the advised one was not."""
     if advised.cost is not None and advised.cost.time is not None:
         return ""
     for row in ranking.rows:  # the fastest first
@@ -122,7 +122,7 @@ def _reaching(ranking: Ranking, advised: Row) -> str:
 
 
 def paste(spec: str) -> str:
-    """Code and YAML that choose this strategy."""
+    """Returns code and YAML that choose this strategy."""
     name, options = parse(spec)
     arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
     code = f'strategy="{name}"'
@@ -141,7 +141,7 @@ def _yaml(value: Any) -> str:
 
 
 def warnings(num_ranks: int, probed: int, recorded: int, has_nodes: bool) -> list[str]:
-    """What the prediction goes beyond."""
+    """Says where the prediction goes beyond what was measured."""
     said = []
     if num_ranks > probed:
         said.append(

@@ -30,11 +30,11 @@ def measured(
     identity: str,
     measure: Callable[[Sequence[Cell]], Iterator[Cell]],
 ) -> list[Cell]:
-    """The results of all cells, in their order.
+    """Yields the results of all cells, in their order.
 
     Args:
-        cells: what is to be measured
-        output: the result file; what is kept lies beside it
+        cells: the cells to measure
+        output: the result file; results kept for a resumed run lie beside it
         identity: all that the results depend on besides the cell
         measure: gives the result of each of these cells, in their order
     """
@@ -59,7 +59,7 @@ def finish(report: dict[str, Any], output: Path) -> None:
 
 
 def in_turn(specs: Sequence[str], turn: str, count: int) -> list[Cell]:
-    """Every strategy once a turn, in an order that changes from turn to turn."""
+    """Returns every strategy once a turn, in an order that changes from turn to turn."""
     return [
         {"strategy": specs[(index + place) % len(specs)], turn: index}
         for index in range(count)
@@ -68,7 +68,7 @@ def in_turn(specs: Sequence[str], turn: str, count: int) -> list[Cell]:
 
 
 def name(cell: Cell) -> str:
-    """The cell as text."""
+    """Returns the cell as text."""
     return json.dumps(cell, sort_keys=True)
 
 

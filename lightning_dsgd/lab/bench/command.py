@@ -14,7 +14,7 @@ BENCHES = {
 
 
 def main(args: list[str]) -> None:
-    """Hands the arguments over to what is to be measured."""
+    """Hands the arguments over to the measurement that they name."""
     parser = argparse.ArgumentParser(
         prog="lightning-dsgd bench",
         epilog="\n".join(f"  {name:12}{text}" for name, text in BENCHES.items()),

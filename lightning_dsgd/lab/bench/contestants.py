@@ -39,7 +39,7 @@ from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
 
 def strategy(spec: str) -> Any:
-    """What `Trainer(strategy=...)` takes."""
+    """Returns what `Trainer(strategy=...)` takes."""
     name, options = parse(spec)
     return strategy_called(name, {**PEERS, **STRATEGIES})(**options)
 
@@ -47,7 +47,7 @@ def strategy(spec: str) -> Any:
 def check(spec: str, ranks: int) -> None:
     """Raises `ValueError` or `TypeError` for a strategy that so many ranks could not measure.
 
-    Or whose package is not installed.
+    A strategy whose package is not installed is one of these.
     """
     name, _ = parse(spec)
     module, package = _PACKAGES.get(name, ("", ""))
@@ -62,13 +62,13 @@ def check(spec: str, ranks: int) -> None:
 
 
 def communication(trainer: L.Trainer) -> dict[str, float]:
-    """What a strategy of ours has sent and waited for; empty for the others, which do not count."""
+    """Returns what a strategy of ours has sent and waited for; other strategies do not count."""
     strategy = trainer.strategy
     return strategy.communication() if isinstance(strategy, DecentralizedStrategy) else {}
 
 
 def trainer(spec: str, ranks: int, *, device: str = "cpu", **options: Any) -> L.Trainer:
-    """A Trainer that does nothing but train with that strategy."""
+    """Makes a Trainer that does nothing but train with a strategy."""
     return L.Trainer(
         strategy=strategy(spec),
         accelerator=device,

@@ -32,7 +32,7 @@ from lightning_dsgd.lab.results import typed
 
 
 def flatten(result: Cell) -> dict[str, Any]:
-    """One curve per cell: the seconds of the slowest rank, the means of the rest."""
+    """Returns one curve per cell: the seconds of the slowest rank, the means of other figures."""
     curves = [rank["rows"] for rank in result["ranks"]]
     rows = []
     for epoch in zip(*curves, strict=True):
@@ -44,7 +44,7 @@ def flatten(result: Cell) -> dict[str, Any]:
 def summarize(
     cells: list[dict[str, Any]], baseline: str, target: float | None, *, higher_is_better: bool
 ) -> list[dict[str, Any]]:
-    """One row per strategy, over its seeds; differences from the baseline are seed by seed."""
+    """Returns one row per strategy, over its seeds; each seed is compared to the baseline's."""
     sign = 1.0 if higher_is_better else -1.0
     last = {(cell["strategy"], cell["seed"]): cell["rows"][-1]["value"] for cell in cells}
     summary = []
@@ -81,7 +81,7 @@ def summarize(
 
 
 def table(summary: list[dict[str, Any]], *, percent: bool, target: float | None) -> str:
-    """The summary in Markdown."""
+    """Returns the summary in Markdown."""
     scale, unit = (100, " %") if percent else (1, "")
     baseline = summary[0]["strategy"]
     head = ["strategy", f"last{unit}", f"- {baseline}", f"best{unit}", "seconds", "MB sent", "late"]

@@ -53,7 +53,7 @@ class Paced(L.Callback):
 
 
 class History(L.Callback):
-    """Steps, seconds of training, bytes sent and the validation value, at each evaluation."""
+    """Records steps, seconds of training, bytes sent and validation value at evaluations."""
 
     def __init__(self, monitor: str) -> None:
         self.monitor = monitor

@@ -17,7 +17,7 @@ from lightning_dsgd.lab.bench.peer import Peer
 
 
 class DecentDPStrategy(Peer):
-    """With Decent-DP's wrapper, once there are optimizers, its optimizer steps and averages."""
+    """Trains with Decent-DP's wrapper, whose optimizer steps and averages."""
 
     def __init__(self, topology: str = "ring") -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class DecentDPStrategy(Peer):
         )
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        """The closure does it: the wrapper's hooks step in its backward pass."""
+        """Calls the closure, in whose backward pass the wrapper's hooks step."""
         for bucket in self._buckets:
             bucket.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
         return closure()

@@ -20,7 +20,7 @@ from lightning_dsgd.transport.connections import own_address
 
 
 class HivemindStrategy(Peer):
-    """With hivemind's processes for all that ranks exchange.
+    """Trains with hivemind's processes, which do all exchange between ranks.
 
     Threads: the averager's own thread changes the weights, under `_weights`; all else belongs to
     the training thread.
@@ -67,7 +67,7 @@ class HivemindStrategy(Peer):
         dist.barrier()
 
     def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step of this rank; every so many an average begins, once the last one has ended."""
+        """Steps on this rank; every so many steps, an average begins after the last one's end."""
         with self._weights:
             result = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self._num_steps += 1
@@ -91,7 +91,7 @@ class HivemindStrategy(Peer):
         super().teardown()
 
     def _wait(self) -> None:
-        """Until the average under way is in the weights."""
+        """Waits until the average under way is in the weights."""
         if self._pending is not None:
             self._pending.result(timeout=120.0)
             self._pending = None

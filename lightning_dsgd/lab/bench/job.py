@@ -44,15 +44,15 @@ _PR_SET_PDEATHSIG: Final = 1
 
 @dataclass
 class Job:
-    """Ranks that are to measure.
+    """Runs ranks that measure.
 
     Args:
-        function: "module:name" or "file.py:name" of what each rank calls for each cell
-        settings: what is common to all cells; JSON
-        ranks: how many
-        link: of each rank to the others; None for loopback
+        function: "module:name" or "file.py:name" of the function that each rank calls for each cell
+        settings: what all cells have in common; JSON
+        ranks: the number of ranks
+        link: the link of each rank to the others; None for loopback
         launcher: one of LAUNCHERS
-        cell_timeout_s: how long a cell may take, before the job is given up
+        cell_timeout_s: how long a cell may take before the job is given up
     """
 
     function: str
@@ -67,7 +67,7 @@ class Job:
         return measured(cells, output, self._identity(), self.measure)
 
     def provenance(self, command: str | None = None) -> dict[str, Any]:
-        """What a result file says of how it was made."""
+        """Returns what a result file says of how it was made."""
         return {
             **provenance(command),
             "launcher": self.launcher,
@@ -79,7 +79,7 @@ class Job:
         return json.dumps(what, sort_keys=True)
 
     def measure(self, cells: Sequence[Cell]) -> Iterator[Cell]:
-        """Starts the ranks, and gives the result of one cell after another."""
+        """Starts the ranks, and yields the result of one cell after another."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_sigterm_as_exit())
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsgd-bench-")))
@@ -122,7 +122,7 @@ class Job:
     def _commands(
         self, folder: Path, network: Network | None
     ) -> Iterator[tuple[list[str], dict[str, str]]]:
-        """The command and the environment of each process that is to be started."""
+        """Returns the command and the environment of each process that is to be started."""
         rank = [str(Path(__file__).with_name("rank.py")), str(folder)]
         environment = {**os.environ, **_QUIET, "OMP_NUM_THREADS": "1"}
         if network is not None:
@@ -170,7 +170,7 @@ def _die_with_parent() -> None:
 
 
 def _await_end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Says how ranks ended that did not end well: what was to be measured is."""
+    """Says which ranks did not end well, after all was measured."""
     deadline = time.monotonic() + _END_WITHIN_S * 6
     for process in processes:
         try:
@@ -183,7 +183,7 @@ def _await_end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Ends what still runs, with all that it has started."""
+    """Ends the processes that still run, with all that they have started."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -195,7 +195,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 @contextlib.contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
-    """So that what must be removed is removed."""
+    """Turns SIGTERM into SystemExit, so that temporary files and networks are removed."""
 
     def leave(signum: int, frame: Any) -> None:
         raise SystemExit(128 + signum)
@@ -249,6 +249,6 @@ def _mpiexec(
 
 
 def is_of_mpich(mpiexec: str | Path) -> bool:
-    """Whether it is the launcher of MPICH or its kin; else it is Open MPI's."""
+    """Returns whether the launcher is MPICH's or its kin's; else it is Open MPI's."""
     asked = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60)
     return "HYDRA" in asked.stdout

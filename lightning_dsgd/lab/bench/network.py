@@ -41,11 +41,11 @@ _TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Link:
-    """What connects a node to the switch.
+    """Describes what connects a node to the switch.
 
     Args:
         rate_bit_s: bits a second, in each direction
-        latency_s: from one node to another
+        latency_s: the time from one node to another
     """
 
     rate_bit_s: float
@@ -53,7 +53,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """`1gbit` or `10gbit,1ms` as a link."""
+        """Returns the link that a text such as `1gbit` or `10gbit,1ms` describes."""
         rate, _, latency = text.partition(",")
         try:
             return cls(_number(rate, _RATES), _number(latency, _TIMES) if latency else 0.0)
@@ -71,7 +71,7 @@ def _number(text: str, units: dict[str, float]) -> float:
 
 
 def why_not() -> str:
-    """Why this machine cannot make namespaces; empty if it can."""
+    """Says why this machine cannot make namespaces; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc", "unshare", "hostname") if shutil.which(tool) is None]
@@ -84,7 +84,7 @@ def why_not() -> str:
 
 
 def demanded(text: str | None) -> Link | None:
-    """The links of `--network`; raises `ValueError` if this machine cannot make them."""
+    """Returns the links of `--network`; raises `ValueError` if this machine cannot make them."""
     link = Link.parse(text) if text else None
     if link is not None and why_not():
         raise ValueError(f"--network cannot be had here: {why_not()}; leave it out")
@@ -92,11 +92,11 @@ def demanded(text: str | None) -> Link | None:
 
 
 class Network:
-    """Nodes behind links, while the `with` block lasts.
+    """Makes nodes behind links, while the `with` block lasts.
 
     Args:
-        num_nodes: how many
-        link: of every node
+        num_nodes: the number of nodes
+        link: the link of every node
     """
 
     def __init__(self, num_nodes: int, link: Link) -> None:
@@ -127,15 +127,15 @@ class Network:
         self._remove()
 
     def namespace(self, node: int) -> str:
-        """Its name, for `ip netns exec`."""
+        """Returns the name of a node's namespace, for `ip netns exec`."""
         return f"{self._owner}-{node}"
 
     def address(self, node: int) -> str:
-        """At which the other nodes reach it."""
+        """Returns the address at which the other nodes reach a node."""
         return f"{SUBNET}.{node + 1}"
 
     def inside(self, node: int) -> list[str]:
-        """What a command is to be preceded by to run on this node.
+        """Returns what a command is preceded by to run on this node.
 
         The node's host name is its address, which every node can resolve.
         """
@@ -144,7 +144,7 @@ class Network:
         return [*enter, "unshare", "--uts", "sh", "-c", named, "sh"]
 
     def shell(self, folder: Path) -> Path:
-        """A program that stands in for ssh; for it, hosts are the nodes' addresses."""
+        """Makes a program that stands in for ssh; it takes the nodes' addresses for hosts."""
         names = self.namespace(0).removesuffix("-0")
         program = folder / "nsrsh"
         program.write_text(
@@ -157,11 +157,11 @@ class Network:
         return program
 
     def cut(self, *nodes: int) -> None:
-        """Lets nothing through between these nodes any more, as a switch does that has failed."""
+        """Lets nothing through between these nodes any more, as a broken switch does."""
         self._isolate(nodes, "on")
 
     def mend(self, *nodes: int) -> None:
-        """Lets everything through again."""
+        """Lets everything through between these nodes again."""
         self._isolate(nodes, "off")
 
     def _isolate(self, nodes: tuple[int, ...], switched: str) -> None:
@@ -226,7 +226,7 @@ def remove_stale() -> list[str]:
 
 
 def describe(link: Link | None) -> dict[str, Any]:
-    """For a result file: over which network it was measured."""
+    """Describes, for a result file, the network over which it was measured."""
     if link is None:
         return {"emulated": False, "rate_bit_s": None, "latency_s": None}
     settings = {"rate_bit_s": link.rate_bit_s, "latency_s": link.latency_s}
@@ -240,6 +240,6 @@ def _run(*command: str) -> None:
 
 
 def _try(*command: str) -> str:
-    """Runs the command; what it complained of, empty if nothing."""
+    """Runs the command; returns its complaint, empty if it had none."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
     return "" if done.returncode == 0 else done.stderr.strip() or f"status {done.returncode}"

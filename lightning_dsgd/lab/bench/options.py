@@ -17,7 +17,7 @@ def add_to(
     delay_ms: float,
     delayed_ranks: int,
 ) -> None:
-    """Adds the options; the defaults that differ between the measurements are given."""
+    """Adds the options; the caller gives the defaults that differ between the measurements."""
     parser.add_argument("--strategies", default=strategies, help="separated by commas")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--network", help="of every rank, such as 1gbit or 10gbit,1ms")
@@ -28,7 +28,7 @@ def add_to(
 
 
 def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends here, in one line, for what each rank would end with a traceback for."""
+    """Ends the program, in one line, for what each rank would end with a traceback for."""
     # Loads torch and Lightning, which a help text does without.
     from lightning_dsgd.lab.bench import contestants
 
@@ -49,7 +49,7 @@ def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def chosen_link(network: str | None) -> tuple[Link | None, str]:
-    """The link to emulate, and what is to be said of the network."""
+    """Returns the link to emulate, and what is to be said of the network."""
     if network is None:
         return None, "loopback (--network emulates a slower one)"
     link = Link.parse(network)
@@ -62,12 +62,12 @@ def chosen_link(network: str | None) -> tuple[Link | None, str]:
 def job(
     function: str, args: argparse.Namespace, link: Link | None, settings: dict[str, Any]
 ) -> Job:
-    """The job that measures with these options.
+    """Makes the job that measures with these options.
 
     Args:
-        function: "module:name" of what each rank calls for each cell
+        function: "module:name" of the function that each rank calls for each cell
         args: the options
-        link: the chosen one
+        link: the chosen link
         settings: what this measurement asks for besides
     """
     common = {

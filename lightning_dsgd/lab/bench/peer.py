@@ -10,7 +10,7 @@ from lightning_dsgd.trainer import seams
 
 
 class Peer(DDPStrategy):
-    """Lightning's launcher and process group, and no wrapper: gradients stay local."""
+    """Uses Lightning's launcher and process group, and no wrapper: gradients stay local."""
 
     def configure_ddp(self) -> None:
         """Does not wrap the model."""

@@ -39,7 +39,7 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def plot_throughput(results: list[Result], path: Path) -> None:
-    """Steps per second of all ranks together and bytes per step, against the number of ranks."""
+    """Plots all ranks' steps per second and bytes per step, against the number of ranks."""
     figure, (speed, volume) = _axes(2)
     results = sorted(results, key=lambda result: result["settings"]["ranks"])
     ranks = [result["settings"]["ranks"] for result in results]
@@ -71,14 +71,14 @@ def plot_throughput(results: list[Result], path: Path) -> None:
 
 
 def ideal_steps_per_s(settings: dict[str, Any]) -> float:
-    """The rate of ranks that never wait: computation, and their share of the delays."""
+    """Returns the rate of ranks that never wait: computation, and their share of the delays."""
     delay_s = settings["delay_s"] * settings["delayed_ranks"] / settings["ranks"]
     step_s = settings["compute_s"] + delay_s
     return 1 / step_s if step_s else math.inf
 
 
 def plot_convergence(result: Result, path: Path) -> None:
-    """The value against seconds and against steps."""
+    """Plots the value against seconds and against steps."""
     figure, axes = _axes(2)
     for index, spec in enumerate(dict.fromkeys(cell["strategy"] for cell in result["cells"])):
         curves = [cell["rows"] for cell in result["cells"] if cell["strategy"] == spec]
@@ -107,7 +107,7 @@ def plot_convergence(result: Result, path: Path) -> None:
 
 
 def plot_target(result: Result, path: Path) -> None:
-    """The quality against seconds, steps and MB sent, one row of plots per situation."""
+    """Plots the quality against seconds, steps and MB sent, one row of plots per situation."""
     curves = result["curves"]
     situations = list(dict.fromkeys(cell["situation"] for cell in curves))
     specs = list(dict.fromkeys(cell["strategy"] for cell in curves))
@@ -136,6 +136,6 @@ def plot_target(result: Result, path: Path) -> None:
 
 
 def _final(result: Result, situation: str) -> float:
-    """All-reduce's, which is the first row of a situation."""
+    """Returns the final quality of all-reduce, which is the first row of a situation."""
     rows = (row for row in result["summary"] if row["situation"] == situation)
     return float(next(row["value"] for row in rows))

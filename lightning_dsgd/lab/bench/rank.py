@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
 
 
 def rank_of_this_process() -> int:
-    """As the launcher has numbered it."""
+    """Returns this process's rank, as the launcher has numbered it."""
     for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         if name in os.environ:
             return int(os.environ[name])
@@ -45,7 +45,7 @@ def rank_of_this_process() -> int:
 
 
 def load(reference: str) -> Any:
-    """What "module:name" or "file.py:name" stands for."""
+    """Returns what "module:name" or "file.py:name" stands for."""
     module, _, name = reference.rpartition(":")
     if not module.endswith(".py"):
         return getattr(importlib.import_module(module), name)

@@ -11,11 +11,11 @@ from lightning_dsgd.stragglers import delayed_ranks
 
 @dataclass(frozen=True)
 class Situation:
-    """What slows the ranks down; a step takes 1 s where nothing else is said.
+    """Describes what slows the ranks down; a step takes 1 s where nothing else is said.
 
     Args:
         text: what happens, in words
-        ranks: how many
+        ranks: the number of ranks
         allreduce_s: how long an all-reduce of the weights takes
         late: how many random ranks are 0.8 s late in each step
         slow: how many times as long a step takes on the last rank
@@ -30,7 +30,7 @@ class Situation:
     heavy_tail: bool = False
 
     def step_s(self, seed: int, step: int, rank: int) -> float:
-        """The computation of one step of one rank, the same for every strategy."""
+        """Returns the time of one step's computation on one rank, the same for every strategy."""
         draw = random.Random(f"{seed}/{step}/{rank}")
         if self.heavy_tail:
             return 0.7 + min(8.0, 0.3 * draw.paretovariate(1.5))

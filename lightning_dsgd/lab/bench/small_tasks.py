@@ -36,7 +36,7 @@ TARGET_LEN: Final = 6
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and how its quality is measured.
+    """Describes what is trained, and how its quality is measured.
 
     Args:
         make: makes the network from the seed of torch's generator
@@ -56,24 +56,24 @@ class Task:
     ignored: int = -100
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """What is minimised."""
+        """Returns the loss to minimise."""
         return nn.functional.cross_entropy(
             outputs.flatten(0, -2), targets.flatten(), ignore_index=self.ignored
         )
 
     def quality(self, outputs: Tensor, targets: Tensor) -> float:
-        """What is reported: the share of right answers, or the loss."""
+        """Returns the quality to report: the share of right answers, or the loss."""
         if not self.higher_is_better:
             return float(self.loss(outputs, targets))
         return float((outputs.argmax(-1) == targets)[targets != self.ignored].float().mean())
 
 
 class Networks:
-    """One network per rank; the weights are the caller's, the BatchNorm statistics are kept here.
+    """Holds one network per rank, with its BatchNorm statistics; the caller holds the weights.
 
     Args:
         task: what is trained
-        num_ranks: how many
+        num_ranks: the number of ranks
     """
 
     def __init__(self, task: Task, num_ranks: int) -> None:
@@ -87,11 +87,11 @@ class Networks:
         self._gradients = vmap(grad(self._loss))
 
     def weights(self) -> Tensor:
-        """The first weights, flat."""
+        """Returns the first weights, flat."""
         return torch.cat([p.detach().flatten() for p in self.module.parameters()])
 
     def gradients(self, x: Tensor, ranks: Sequence[int], batches: Sequence[Tensor]) -> Tensor:
-        """The gradients of these ranks, a row each; `x` and `batches` have a row for each too."""
+        """Returns these ranks' gradients, a row each; `x` and `batches` have such rows too."""
         rows = list(ranks)
         buffers = {name: buffer[rows] for name, buffer in self._buffers.items()}
         with sdpa_kernel(SDPBackend.MATH):  # the faster ones compute one network at a time
@@ -101,7 +101,7 @@ class Networks:
         return g
 
     def quality(self, x: Tensor, inputs: Tensor, targets: Tensor) -> float:
-        """Of the network with weights x and the mean of the ranks' BatchNorm statistics."""
+        """Returns the quality of weights x with the mean of the ranks' BatchNorm statistics."""
         means = {
             name: buffer.mean(0) if buffer.is_floating_point() else buffer[0]
             for name, buffer in self._buffers.items()
@@ -136,7 +136,7 @@ def _language_model() -> nn.Module:
 
 
 class _Translator(nn.Module):
-    """Of inputs that hold the source, and after it the target up to the word that is wanted."""
+    """Translates; an input holds the source, then the target up to the word that is wanted."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _Translator(nn.Module):
         self.model = TranslationModel(vocab_size, dim=32, depth=1, num_heads=4, **options)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The logits of each next word."""
+        """Returns the logits of each next word."""
         logits: Tensor = self.model(inputs[:, :SOURCE_LEN], inputs[:, SOURCE_LEN:])
         return logits
 
@@ -163,7 +163,7 @@ def _digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _text(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Characters of Python's own library; 128 pieces are held out."""
+    """Returns characters of Python's own library; 128 pieces are held out."""
     tokens = torch.tensor(Tokenizer().encode(read_corpus(None, 200_000)))
     pieces = tokens.unfold(0, SEQ_LEN + 1, SEQ_LEN)
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))
@@ -173,7 +173,7 @@ def _text(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cache
 def _sentences() -> tuple[list[tuple[list[int], list[int]]], int]:
-    """Sentences of one clause and their translations in tokens, and the number of tokens."""
+    """Returns one-clause sentences and their translations in tokens, and the number of tokens."""
     pairs = [pair for pair in generated_pairs(3000) if " and " not in pair[0]]
     tokenizer = Tokenizer.of_texts((text for pair in pairs for text in pair), NUM_SMALLEST + 256)
     encoded = [(tokenizer.encode(ours), tokenizer.encode(theirs)) for ours, theirs in pairs]
@@ -181,7 +181,7 @@ def _sentences() -> tuple[list[tuple[list[int], list[int]]], int]:
 
 
 def _translations(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A language that does not exist; 256 sentences are held out."""
+    """Returns a made-up language's sentences and translations; 256 sentences are held out."""
     encoded, _ = _sentences()
     sources = padded([[*ours, END] for ours, _ in encoded])
     inputs = torch.cat([sources, padded([[BEGIN, *theirs] for _, theirs in encoded])], dim=1)

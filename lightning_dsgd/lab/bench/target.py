@@ -77,7 +77,7 @@ Row = dict[str, Any]
 
 
 def best_lr(cells: Sequence[Cell], *, higher_is_better: bool) -> float:
-    """The learning rate with the best mean of the final values; of equal ones the lowest."""
+    """Returns the learning rate with the best mean final value; of equal ones the lowest."""
     sign = 1 if higher_is_better else -1
     finals: dict[float, list[float]] = {}
     for cell in sorted(cells, key=lambda cell: float(cell["lr"])):
@@ -86,7 +86,7 @@ def best_lr(cells: Sequence[Cell], *, higher_is_better: bool) -> float:
 
 
 def reached(cell: Cell, target: float, *, higher_is_better: bool) -> int | None:
-    """The place of the first value that is as good; None if there is none."""
+    """Returns the place of the first value that is as good; None if there is none."""
     for place, value in enumerate(cell["value"]):
         if value >= target if higher_is_better else value <= target:
             return place
@@ -96,7 +96,7 @@ def reached(cell: Cell, target: float, *, higher_is_better: bool) -> int | None:
 def to_target(
     mine: Sequence[Cell], targets: dict[int, float], *, higher_is_better: bool
 ) -> dict[str, dict[int, float]]:
-    """Seconds, steps and MB to the target of each seed; infinite where it is not reached."""
+    """Returns each seed's seconds, steps and MB to the target; infinite where it is not reached."""
     found: dict[str, dict[int, float]] = {"seconds": {}, "step": {}, "mb_sent": {}}
     for cell in mine:
         place = reached(cell, targets[cell["seed"]], higher_is_better=higher_is_better)
@@ -108,7 +108,7 @@ def to_target(
 def soonest(
     stretches: Mapping[float, Sequence[Cell]], targets: dict[int, float], *, higher_is_better: bool
 ) -> tuple[float, dict[str, dict[int, float]]]:
-    """For how many times the steps a strategy trains to be there soonest, and `to_target` then.
+    """Returns how many times the steps a strategy trains to be there soonest, and `to_target` then.
 
     More seeds that reach the target come first, then less time.
     """
@@ -128,7 +128,7 @@ def soonest(
 def _time_rows(
     at_best: dict[str, dict[float, list[Cell]]], share: float, *, higher_is_better: bool
 ) -> dict[str, Row]:
-    """By strategy: seconds, steps and MB to this share of the baseline's final quality."""
+    """Returns each strategy's seconds, steps and MB to this share of the baseline's quality."""
     finals = {cell["seed"]: cell["value"][-1] for cell in at_best[BASELINE][1.0]}
     targets = {s: v * share if higher_is_better else v / share for s, v in finals.items()}
     found = {
@@ -151,7 +151,7 @@ def _time_rows(
 
 
 def summarize(cells: Sequence[Cell], *, higher_is_better: bool) -> tuple[list[Row], list[Cell]]:
-    """A row per situation and strategy, and the cells at the best learning rates."""
+    """Returns a row per situation and strategy, and the cells at the best learning rates."""
     rows, curves = [], []
     lrs = {cell["lr"] for cell in cells}
     edges = {min(lrs), max(lrs)} if len(lrs) > 1 else set()
@@ -195,7 +195,7 @@ def summarize(cells: Sequence[Cell], *, higher_is_better: bool) -> tuple[list[Ro
 
 
 def tables(result: dict[str, Any]) -> str:
-    """In Markdown: seconds to each share of all-reduce's quality, then quality and speed."""
+    """Returns Markdown: seconds to each share of all-reduce's quality, then quality and speed."""
     parts = []
     for share in SHARES:
         words = "all" if share == 1 else f"{share:.0%}"
@@ -208,12 +208,12 @@ def tables(result: dict[str, Any]) -> str:
 
 
 def time_table(result: dict[str, Any], share: str) -> str:
-    """Seconds to this share of all-reduce's final quality, in Markdown."""
+    """Returns seconds to this share of all-reduce's final quality, in Markdown."""
     return _table(result, partial(_time_cell, share=share))
 
 
 def quality_table(result: dict[str, Any]) -> str:
-    """The final quality, steps/s (mean of ranks) and the learning rate, in Markdown."""
+    """Returns final quality, steps/s (mean of ranks) and learning rate, in Markdown."""
     return _table(result, partial(_quality_cell, higher_is_better=result["higher_is_better"]))
 
 
@@ -253,7 +253,7 @@ def _quality_cell(row: Row, *, higher_is_better: bool) -> str:
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
-    """Seed by seed, so that an interrupted run has all strategies for its first seeds."""
+    """Returns cells seed by seed: an interrupted run has all strategies for its first seeds."""
     return [
         {"situation": situation, "strategy": spec, "lr": lr, "seed": seed}
         | ({} if stretch == 1 else {"stretch": stretch})
@@ -341,7 +341,7 @@ def _measure(cells: Sequence[Cell], settings: dict[str, Any], num_jobs: int) -> 
 
 
 def take_core(num_taken: Any) -> None:
-    """Gives a worker a core of its own; where there are fewer than workers, in turn."""
+    """Gives a worker a core of its own; where there are fewer cores, workers share them in turn."""
     if hasattr(os, "sched_setaffinity"):
         with num_taken.get_lock():
             place, num_taken.value = num_taken.value, num_taken.value + 1
@@ -350,7 +350,7 @@ def take_core(num_taken: Any) -> None:
 
 
 def _measure_real(cells: Sequence[Cell], settings: dict[str, Any]) -> Iterator[Cell]:
-    """Ranks are started once for all cells of a situation that follow one another."""
+    """Starts the ranks once for all cells of a situation that follow one another."""
     from lightning_dsgd.lab.bench import target_rank
 
     for name, group in groupby(cells, key=lambda cell: str(cell["situation"])):

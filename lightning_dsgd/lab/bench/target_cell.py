@@ -36,12 +36,12 @@ def run(cell: Cell, settings: dict[str, Any]) -> Cell:
 
 
 def bandwidth_bytes_s(x: Tensor, situation: Situation) -> float:
-    """Of a rank's link: an all-reduce sends 2 |x| (P-1)/P."""
+    """Returns the bandwidth of a rank's link: an all-reduce sends 2 |x| (P-1)/P."""
     return 2 * x.nbytes * (situation.ranks - 1) / situation.ranks / situation.allreduce_s
 
 
 class Training:
-    """All ranks of one simulated run.
+    """Trains all ranks of one simulated run.
 
     Ranks take turns, and only the one whose turn it is touches this.  A gradient is computed when
     the first rank has finished a computation: for all ranks that are computing, in one call.
@@ -75,7 +75,7 @@ class Training:
         self.curve: dict[str, list[float]] = {"seconds": [], "step": [], "mb_sent": [], "value": []}
 
     def run(self, net: Any) -> float:
-        """One rank; gives its steps per second."""
+        """Trains one rank; returns its steps per second."""
         rank = net.rank
         algorithm = self.algorithms[rank]
         weights, g = torch.nn.Parameter(self.x[rank].clone()), torch.zeros_like(self.x[rank])
@@ -108,15 +108,15 @@ class Training:
         return float(steps_per_s)
 
     def compute(self, net: Any, seconds: float) -> None:
-        """A step takes so long."""
+        """Lets the time of a step's computation pass."""
         net.compute(seconds)
 
     def now(self, net: Any) -> float:
-        """The time since the beginning, where a step takes a second."""
+        """Returns the time since the beginning, where a step takes a second."""
         return float(net.now())
 
     def end_step(self, rank: int, x: Tensor, now: float, bytes_sent: int) -> None:
-        """A rank has made a step, or has finished; the curve has a point for every so many."""
+        """Counts a rank's step, or its end; adds a point to the curve after every so many."""
         self.x[rank].copy_(x)
         self.bytes_sent[rank] = bytes_sent
         self.num_done += 1
@@ -127,7 +127,7 @@ class Training:
             self.look(now)
 
     def gradient(self, rank: int) -> Tensor:
-        """At the weights after the rank's last step."""
+        """Returns the gradient at the weights after the rank's last step."""
         if rank in self.computing:
             ranks = list(self.computing)
             examples = torch.stack(list(self.computing.values()))
@@ -137,7 +137,7 @@ class Training:
         return self.g[rank]
 
     def share_of_lr(self, step: int) -> float:
-        """A linear rise, then a cosine to zero."""
+        """Returns the learning rate's factor: a linear rise, then a cosine to zero."""
         done = (step + 1) / self.num_steps
         if done < self.task.warmup:
             return done / self.task.warmup

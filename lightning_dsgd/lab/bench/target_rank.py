@@ -34,7 +34,7 @@ LEAST_BYTES_S: Final = 5e6
 
 
 def run(cell: Cell, settings: dict[str, Any]) -> Cell:
-    """Trains on this rank; rank 0 gives the curve, and each its steps per second."""
+    """Trains on this rank; returns its steps per second, and on rank 0 the curve."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     net = ProcessGroupTransport()
@@ -54,13 +54,13 @@ def run(cell: Cell, settings: dict[str, Any]) -> Cell:
 
 
 def link_of(situation: Situation, settings: dict[str, Any]) -> Link:
-    """What connects a rank to the others."""
+    """Returns the link that connects a rank to the others."""
     x = torch.zeros(num_weights(situation, settings))
     return Link(8 * bandwidth_bytes_s(x, situation) / settings["step_s"])
 
 
 def num_weights(situation: Situation, settings: dict[str, Any]) -> int:
-    """With those that fill up."""
+    """Returns the number of weights, with those that only fill up the messages."""
     own = sum(p.numel() for p in TASKS[settings["task"]].make().parameters())
     least_s = situation.allreduce_s * settings["step_s"]
     sent = 2 * (situation.ranks - 1) / situation.ranks
@@ -68,7 +68,7 @@ def num_weights(situation: Situation, settings: dict[str, Any]) -> int:
 
 
 class _RealTraining(Training):
-    """This rank's part; the weights of the others are not known before `look_back`."""
+    """Trains on this rank, which learns the others' weights in `look_back`."""
 
     def __init__(self, settings: dict[str, Any], cell: Cell) -> None:
         task, situation = TASKS[settings["task"]], SITUATIONS[cell["situation"]]
@@ -100,13 +100,13 @@ class _RealTraining(Training):
         self.notes.append((now, bytes_sent, x[: self.num_own].clone()))
 
     def write_notes(self, folder: Path, rank: int) -> None:
-        """For rank 0."""
+        """Writes this rank's notes, which rank 0 reads."""
         times, sent, xs = zip(*self.notes, strict=True)
         notes = {"times": list(times), "sent": list(sent), "x": torch.stack(xs)}
         torch.save(notes, folder / f"{rank}.pt")
 
     def look_back(self, folder: Path) -> None:
-        """Makes the curve of all ranks' notes."""
+        """Makes the curve from all ranks' notes."""
         ranks = range(self.situation.ranks)
         notes = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in ranks]
         self.x = self.x[:, : self.num_own].clone()
@@ -116,7 +116,7 @@ class _RealTraining(Training):
 
 
 def refuse(task: Task) -> None:
-    """Raises for a network with statistics, of which a rank knows its own alone."""
+    """Raises for a network with statistics, of which a rank knows only its own."""
     if any(True for _ in task.make().buffers()):
         raise ValueError(
             "--real-ms needs a network without BatchNorm, got --task resnet; use --task digits"

@@ -33,7 +33,7 @@ LINK_CHECK: Final = "allreduce_bandwidth"
 
 
 def flatten(result: Cell, steps: int) -> dict[str, Any]:
-    """A cell's figures in one dict: those of the slowest rank, or the mean over the ranks."""
+    """Returns a cell's figures in one dict: the slowest rank's, or the mean over the ranks."""
     ranks = result["ranks"]
     flat: dict[str, Any] = {
         "strategy": result["strategy"],
@@ -49,7 +49,7 @@ def flatten(result: Cell, steps: int) -> dict[str, Any]:
 
 
 def summarize(cells: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """Per strategy the medians over the rounds, and the median of the ratios within each round."""
+    """Returns each strategy's medians over the rounds, and the median ratio within a round."""
     by_round: dict[int, dict[str, float]] = {}
     for cell in cells:
         by_round.setdefault(cell["round"], {})[cell["strategy"]] = cell["steps_per_s"]
@@ -69,7 +69,7 @@ def summarize(cells: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]
 
 
 def table(rows: list[dict[str, Any]], baseline: str) -> str:
-    """The summary in Markdown."""
+    """Returns the summary in Markdown."""
     lines = [
         f"| strategy | steps/s (slowest rank) | x {baseline} | of no_sync | waited, ms per step "
         "| MB sent per step | late |",
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def why_not_on(device: str, ranks: int) -> str:
-    """Why so many ranks cannot train there; empty if they can."""
+    """Says why so many ranks cannot train on a device; empty if they can."""
     if device == "cpu":
         return ""
     from lightning_dsgd import devices  # loads torch
@@ -167,14 +167,14 @@ def why_not_on(device: str, ranks: int) -> str:
 
 
 def why_not_late(delay_on: str, device: str) -> str:
-    """Why kernels cannot be slow there; empty if they can."""
+    """Says why kernels cannot be slow on a device; empty if they can."""
     if delay_on == "host" or device != "cpu":
         return ""
     return f"--delay-on device needs --device cuda, got --device {device}; try --delay-on host"
 
 
 def check_link(result: Cell, link: Link | None) -> dict[str, Any]:
-    """The all-reduce rate of the slowest rank, and its share of the link's."""
+    """Returns the all-reduce rate of the slowest rank, and its share of the link's rate."""
     rate = min(rank["rate_bit_s"] for rank in result["ranks"])
     share = rate / link.rate_bit_s if link else None
     asked = f", {share:.2f} of the link's" if share else ""

@@ -26,7 +26,7 @@ _CHECKED_S: Final = 0.6
 
 
 def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
-    """One fit of one strategy on this rank; or the check of the link."""
+    """Makes one fit of one strategy on this rank, or checks the link."""
     if cell["strategy"] == LINK_CHECK:
         return measure_link(settings["world_size"], settings["link_bit_s"], settings["device"])
     steps, ranks = settings["steps"], settings["world_size"]
@@ -50,9 +50,9 @@ def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class Sleeper(L.LightningModule):
-    """So many parameters, and a step that takes so long and computes next to nothing.
+    """Has so many parameters, and a step that takes so long and computes next to nothing.
 
-    Gradients are noise, other entries of which are large in each step and on each rank.
+    Gradients are noise, with other large entries in each step and on each rank.
     """
 
     def __init__(self, params: int, compute_s: float) -> None:
@@ -67,7 +67,7 @@ class Sleeper(L.LightningModule):
         self.noise = self.noise.to(self.device)
 
     def loss(self) -> Tensor:
-        """Its gradient is a piece of the noise."""
+        """Returns a loss whose gradient is a piece of the noise."""
         n = self.weight.numel()
         begin = int(torch.randint(n, (1,), generator=self.source))
         return (self.weight * self.noise[begin : begin + n].view_as(self.weight)).sum()
@@ -81,7 +81,7 @@ class Sleeper(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """When the first of so many steps began and the last ended, and what was communicated."""
+    """Notes when the first of so many steps began and the last ended, and what was communicated."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -103,7 +103,7 @@ class Clock(L.Callback):
             self.after = communication(trainer)
 
     def communication_per_step(self) -> dict[str, float]:
-        """Waited and sent in a step, and the strategy's other figures; empty if it has none."""
+        """Returns a step's waits and bytes, and the strategy's other figures; may be empty."""
         if not self.after:
             return {}
         waited_s, sent = (self.after[k] - self.before[k] for k in ("wait_s", "bytes_sent"))
@@ -115,7 +115,7 @@ class Clock(L.Callback):
 
 
 def measure_link(world_size: int, link_bit_s: float | None, device: str = "cpu") -> dict[str, Any]:
-    """What an all-reduce gets through the link: it sends 2n(P-1)/P elements in each direction."""
+    """Measures an all-reduce on the link: it sends 2n(P-1)/P elements in each direction."""
     if not dist.is_initialized():
         # Lightning's own opens the process group, whatever the launcher, and nothing besides.
         contestants.trainer("ddp", world_size, device=device).strategy.setup_environment()

@@ -25,7 +25,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 class TorchFTStrategy(Peer):
-    """With torchft's synchronisation."""
+    """Trains with torchft's synchronisation."""
 
     def __init__(self, period: int = 8) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TorchFTStrategy(Peer):
         self._open += [store, manager, synchronisation]
 
     def synchronisation(self, manager: Any, model: Any, optimizer: Any) -> Any:
-        """The context manager of torchft."""
+        """Returns the context manager of torchft."""
         from torchft.local_sgd import LocalSGD
 
         return LocalSGD(manager, model, optimizer, sync_every=self.period)
@@ -92,7 +92,7 @@ class TorchFTStrategy(Peer):
 
 
 class DiLoCoStrategy(TorchFTStrategy):
-    """With Nesterov's SGD as the outer optimizer."""
+    """Trains with torchft's DiLoCo, with Nesterov's SGD as the outer optimizer."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class DiLoCoStrategy(TorchFTStrategy):
 
 
 def fragments_of(model: nn.Module, count: int) -> list[nn.Module]:
-    """So many parts of the model, of equally many consecutive layers."""
+    """Splits the model into so many parts, of equally many consecutive layers."""
     layers = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
     if count == 1:
         return [model]

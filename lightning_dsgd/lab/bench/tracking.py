@@ -23,7 +23,7 @@ def log_comparison(report: dict[str, Any], output: Path, project: str) -> None:
     Args:
         report: the contents of the result file
         output: the result file, which becomes an artifact; the runs go into `wandb/` beside it
-        project: of W&B
+        project: the project of W&B
     """
     common: dict[str, Any] = {
         "project": project,
@@ -55,5 +55,5 @@ def log_comparison(report: dict[str, Any], output: Path, project: str) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """A range is a text: a column holds values of one type."""
+    """Turns a range into a text, as a column holds values of one type."""
     return " to ".join(f"{end:.4g}" for end in value) if isinstance(value, list) else value

@@ -8,15 +8,15 @@ from typing import Any, Final
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: "module:class" of the model and of the data, and what is watched.
+    """Names what is trained, "module:class" of the model and of the data, and what is watched.
 
     Args:
         model: the LightningModule
         data: the LightningDataModule
         monitor: the logged name of the validation value
-        higher_is_better: which of two values is the better
-        model_options: of the model
-        data_options: of the data
+        higher_is_better: whether the higher of two values is the better
+        model_options: options of the model
+        data_options: options of the data
     """
 
     model: str

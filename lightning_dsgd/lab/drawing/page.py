@@ -15,7 +15,7 @@ _LOOKS = list(COLOURS)
 
 
 def html(runs: Sequence[Run]) -> str:
-    """The page: `page.html`, with the runs as data in it."""
+    """Returns the page: `page.html`, with the runs as data in it."""
     data = {
         "looks": [{"key": k, "colour": COLOURS[k], "words": LEGEND[k]} for k in _LOOKS],
         "runs": [_run(run) for run in runs],
@@ -47,7 +47,7 @@ def _lane(lane: Lane) -> dict[str, Any]:
 
 
 def _numbers(spans: Sequence[Span]) -> list[int]:
-    """Five numbers a span: look, begin and length in microseconds, who, step."""
+    """Returns five numbers a span: look, begin and length in microseconds, who, step."""
     flat: list[int] = []
     for span in spans:
         begin = round(1e6 * span.begin_s)

@@ -11,7 +11,7 @@ from lightning_dsgd.lab.drawing.spans import NOBODY, Span
 
 
 def trace_events(runs: Sequence[Run]) -> str:
-    """The runs as processes, and their ranks as threads: what it did, and what went on beside."""
+    """Returns runs as processes and ranks as threads: what a rank did, and what went on beside."""
     events: list[dict[str, Any]] = []
     for process, run in enumerate(runs):
         events.append(_name("process_name", process, 0, run.name))

@@ -38,10 +38,10 @@ _WIDTH, _ROW, _GAP, _LEFT, _HEAD = 960, 18, 4, 64, 34
 
 @dataclass(frozen=True)
 class Run:
-    """A run, ready to be drawn: its time begins at 0 s.
+    """Holds a run, ready to be drawn; its time begins at 0 s.
 
     Args:
-        name: above its lanes
+        name: the title above its lanes
         lanes: one for each rank
         note: what is not drawn, for the reader of the picture
     """
@@ -52,12 +52,12 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """How long the run lasts."""
         return max((lane.spans[-1].end_s for lane in self.lanes if lane.spans), default=0.0)
 
     @property
     def num_spans(self) -> int:
-        """How much there is to draw."""
+        """How many spans there are to draw."""
         return sum(len(lane.spans) + len(lane.beside) for lane in self.lanes)
 
 
@@ -67,13 +67,13 @@ def load(
     seconds: tuple[float, float] | None = None,
     most_spans: int | None = None,
 ) -> Run:
-    """The run that was recorded in this folder.
+    """Loads the run that was recorded in this folder.
 
     Args:
-        folder: of StepTrace, or of `lightning-dsgd simulate --trace`
-        steps: the first and the last that is drawn; by default all
-        seconds: of these steps' time, what is drawn
-        most_spans: so many fit; later steps are left out, and the run's note says so
+        folder: a folder of StepTrace, or of `lightning-dsgd simulate --trace`
+        steps: the first and the last step to draw; by default all
+        seconds: the part of these steps' time to draw
+        most_spans: the number of spans that fit; later steps are left out, and the note says so
     """
     traces = read_folder(folder)
     numbers = [step.number for trace in traces for step in trace.steps]
@@ -109,7 +109,7 @@ def _name(trace: Trace) -> str:
 
 
 def _last_that_fits(traces: Sequence[Trace], first: int, last: int, most: int) -> int:
-    """The last step with which no more spans than that are drawn."""
+    """Returns the last step with which no more than `most` spans are drawn."""
     counts: dict[int, int] = {}
     for trace in traces:
         for step in trace.steps:
@@ -143,24 +143,24 @@ def _cut(drawn: Sequence[Lane], begin_s: float, end_s: float) -> list[Lane]:
 
 
 def look(span: Span) -> str:
-    """The key of its colour."""
+    """Returns the key of a span's colour."""
     return "late wait" if span.kind == "wait" and span.who != NOBODY else span.kind
 
 
 def shares(run: Run) -> dict[str, float]:
-    """The mean over the ranks of what they did, as shares of the time that is drawn."""
+    """Returns the mean over the ranks of what they did, as shares of the time that is drawn."""
     kinds = ("compute", "wait", "exchange", "fetch", "evaluate", "late")
     return {kind: sum(lane.share(kind) for lane in run.lanes) / len(run.lanes) for kind in kinds}
 
 
 def steps_per_s(run: Run) -> float:
-    """The mean over the ranks, of whole and cut steps."""
+    """Returns the ranks' mean rate of steps, whole and cut ones."""
     made = sum(len({s.step for s in lane.spans}) for lane in run.lanes) / len(run.lanes)
     return made / run.seconds if run.seconds else 0.0
 
 
 def sentence(run: Run) -> str:
-    """One line of what the picture shows."""
+    """Returns one line that says what the picture shows."""
     of = shares(run)
     words = [f"computes {of['compute']:.0%}", f"waits {of['wait']:.0%}"]
     words.append(f"sends, adds and selects {of['exchange']:.0%}")
@@ -169,7 +169,7 @@ def sentence(run: Run) -> str:
 
 
 def svg(runs: Sequence[Run]) -> str:
-    """A still picture of the runs, one above the other, with one scale of time."""
+    """Draws a still picture of the runs, one above the other, with one scale of time."""
     whole_s = max(run.seconds for run in runs) or 1.0
     scale = (_WIDTH - _LEFT - 20) / whole_s
     parts, y = [], 8
@@ -249,7 +249,7 @@ def _axis(whole_s: float, scale: float, y: float) -> list[str]:
 
 
 def nice_step(whole: float, most: int) -> float:
-    """1, 2 or 5 times a power of ten, so that no more than `most` fit into the whole."""
+    """Returns 1, 2 or 5 times a power of ten, so that no more than `most` fit into the whole."""
     step = 1e-6
     for factor in (2, 2.5, 2) * 20:
         if whole / step <= most:

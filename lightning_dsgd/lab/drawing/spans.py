@@ -24,14 +24,14 @@ _CLOCKS_DIFFER_S: Final = 5e-4
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank did, in seconds.
+    """Holds something that a rank did, in seconds.
 
     Args:
         kind: one of KINDS
         begin_s: since the training's beginning
         end_s: since the training's beginning
-        who: of a wait: the rank that was late, or NOBODY; of a service: who had asked
-        step: in which it was
+        who: the rank that was late, or NOBODY, for a wait; for a service, the rank that had asked
+        step: the step in which it was
     """
 
     kind: str
@@ -43,26 +43,26 @@ class Span:
 
 @dataclass
 class Lane:
-    """One rank: what it did, one after the other, and what went on beside that."""
+    """Holds what one rank did, one thing after the other, and what went on beside that."""
 
     rank: int
     spans: list[Span] = field(default_factory=list)
     beside: list[Span] = field(default_factory=list)
 
     def seconds(self, kind: str) -> float:
-        """How long it did this; overlapping spans count once."""
+        """Returns how long the rank did this; overlapping spans count once."""
         spans = self.beside if kind in ("serve", "late") else self.spans
         chosen = [(s.begin_s, s.end_s) for s in spans if s.kind == kind]
         return sum(end - begin for begin, end in union(chosen))
 
     def share(self, kind: str) -> float:
-        """Of the time that is drawn."""
+        """Returns the share of the drawn time in which the rank did this."""
         whole = self.spans[-1].end_s - self.spans[0].begin_s if self.spans else 0.0
         return self.seconds(kind) / whole if whole else 0.0
 
 
 def lanes(traces: Sequence[Trace], first: int, last: int) -> list[Lane]:
-    """The steps from `first` to `last` of every rank."""
+    """Returns the steps from `first` to `last` of every rank."""
     waits = _Waits(traces)
     drawn = []
     for trace in traces:
@@ -77,7 +77,7 @@ def lanes(traces: Sequence[Trace], first: int, last: int) -> list[Lane]:
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time, as spans that do not touch."""
+    """Returns the same time, as spans that do not touch."""
     joined: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:
@@ -88,7 +88,7 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _of_step(rank: int, step: Step, waits: _Waits) -> Iterator[Span]:
-    """What the rank did in this step, without a gap; a wait goes before all that is around it."""
+    """Yields what the rank did in this step, without a gap; a wait goes before all around it."""
     layers = [
         [Span("exchange", *each, NOBODY, step.number) for each in step.exchange],
         [Span("fetch", *each, NOBODY, step.number) for each in step.fetch],
@@ -106,7 +106,7 @@ def _of_step(rank: int, step: Step, waits: _Waits) -> Iterator[Span]:
 
 
 def _laid_over(below: Sequence[Span], above: Sequence[Span]) -> Iterator[Span]:
-    """`above`, cut off at the ends of `below`, and what of `below` it leaves."""
+    """Yields `above`, cut off at the ends of `below`, and what it leaves of `below`."""
     for span in below:
         at_s = span.begin_s
         for over in above:
@@ -119,7 +119,7 @@ def _laid_over(below: Sequence[Span], above: Sequence[Span]) -> Iterator[Span]:
 
 
 class _Waits:
-    """When each rank waited, and when it computed."""
+    """Knows when each rank waited, and when it computed."""
 
     def __init__(self, traces: Sequence[Trace]) -> None:
         self._ranks = [trace.rank for trace in traces]
@@ -132,7 +132,7 @@ class _Waits:
     def blame(
         self, rank: int, begin_s: float, end_s: float, src: int
     ) -> Iterator[tuple[float, float, int]]:
-        """The wait in parts, each with the rank that was late, or NOBODY."""
+        """Yields the wait in pieces, each with the rank that was late, or NOBODY."""
         at_s = begin_s
         part: tuple[float, float, int] | None = None
         while at_s < end_s:
@@ -152,10 +152,10 @@ class _Waits:
             yield part
 
     def _root(self, rank: int, src: int, at_s: float, end_s: float) -> tuple[int, float]:
-        """Whom the chain of waits leads to at this moment, and until when it surely does.
+        """Returns to whom the chain of waits leads now, and until when it surely does.
 
-        A rank that computes on until the wait for it is over has sent its message before, or its
-        lane has: it is not late.
+        A rank that computes on until another's wait for it is over has sent its message before, or
+        its lane has: it is not late.
         """
         seen, wanted_s = {rank}, end_s
         while src not in seen and src in self._waits:
@@ -177,7 +177,7 @@ class _Waits:
         return NOBODY, end_s
 
     def _latest(self, rank: int, at_s: float, end_s: float) -> tuple[int, float]:
-        """Of the ranks that are still computing, the one that comes to its exchange last."""
+        """Returns the computing rank that comes to its exchange last."""
         computing = {}
         for other in self._ranks:
             busy, until_s = self._is_busy(other, at_s)
@@ -189,7 +189,7 @@ class _Waits:
         return latest, min(end_s, computing[latest])
 
     def _is_busy(self, rank: int, at_s: float) -> tuple[bool, float]:
-        """Whether it is at its exchange, or evaluates, and until when it is, or is not."""
+        """Returns whether a rank exchanges or evaluates, and until when that stays so."""
         busy = self._busy[rank]
         index = bisect_right(busy, (at_s, float("inf"))) - 1
         if index >= 0 and busy[index][1] > at_s:
@@ -199,7 +199,7 @@ class _Waits:
 
 
 def _mark_the_late(drawn: Sequence[Lane]) -> None:
-    """Notes, for each rank, when others waited because it was late."""
+    """Notes, for each rank, when others waited because that rank was late."""
     by_rank = {lane.rank: lane for lane in drawn}
     late: dict[int, list[tuple[float, float]]] = {}
     for lane in drawn:

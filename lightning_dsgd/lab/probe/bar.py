@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 
 def shown(stages: Iterable[tuple[str, dict[str, Any]]], *, is_shown: bool) -> list[dict[str, Any]]:
-    """Goes through the stages, and gives what was found."""
+    """Goes through the stages, shows them, and returns what was found."""
     found = []
     with tqdm(
         total=None, disable=not is_shown, leave=False, bar_format="probe: {desc} [{elapsed}]"

@@ -13,12 +13,12 @@ FORMAT: Final = "lightning_dsgd cluster 1"
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two ranks.
+    """Describes what connects two ranks.
 
     Args:
-        latency_s: of a message of 8 bytes, one way
-        bandwidth_bytes_s: of one large message, while nobody else sends
-        together_bytes_s: of each rank, while all ranks send and receive at once
+        latency_s: the time of a message of 8 bytes, one way
+        bandwidth_bytes_s: the rate of one large message, while nobody else sends
+        together_bytes_s: the rate of each rank, while all ranks send and receive at once
     """
 
     latency_s: float
@@ -28,7 +28,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Processor:
-    """What one core takes for its part in communication, in seconds.
+    """Says what one core takes for its part in communication, in seconds.
 
     Args:
         send_s: for a message, whatever its length, all threads of the process together
@@ -62,17 +62,17 @@ class Processor:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster, as far as it was probed.
+    """Describes a cluster, as far as it was probed.
 
     Args:
-        ranks: how many there were
-        ranks_per_node: on each node; of nodes with different numbers, the largest
-        ranks_per_machine: that share the cores of one kernel; nodes that are emulated share one
-        cores: of a machine
-        device: on which ranks compute
+        ranks: the number of ranks
+        ranks_per_node: ranks on each node; on the largest, where nodes differ
+        ranks_per_machine: ranks that share the cores of one kernel; emulated nodes share one
+        cores: the cores of a machine
+        device: the device on which ranks compute
         transport: what carries messages
-        inside: between two ranks of a node; None if there were none
-        between: between two ranks of two nodes; None if there were none
+        inside: the link between two ranks of a node; None if there were none
+        between: the link between ranks of two nodes; None if there were none
         all_reduce: pairs of bytes and seconds
         processor: what communication takes of a core
     """
@@ -90,19 +90,19 @@ class Cluster:
 
     @property
     def link(self) -> Link:
-        """Between nodes; inside the node where there is but one."""
+        """The link between nodes; inside the node where there is only one."""
         link = self.between or self.inside
         if link is None:
             raise ValueError("a cluster must have two ranks to have a link, got one; probe with 2")
         return link
 
     def to_json(self) -> dict[str, Any]:
-        """For a file."""
+        """Returns the cluster as JSON, for a file."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def read(cls, path: Path) -> Cluster:
-        """What `lightning-dsgd probe --output` has written."""
+        """Reads what `lightning-dsgd probe --output` has written."""
         try:
             found = json.loads(path.read_text())
         except ValueError:
@@ -133,7 +133,7 @@ class Cluster:
 
 
 def table(cluster: Cluster) -> str:
-    """For people."""
+    """Returns the cluster as a table for people."""
     nodes = -(-cluster.ranks // cluster.ranks_per_node)
     rows: list[tuple[str, str]] = [
         ("ranks", f"{cluster.ranks}, {cluster.ranks_per_node} on each of {nodes} nodes"),
@@ -168,7 +168,7 @@ def table(cluster: Cluster) -> str:
 
 
 def in_columns(rows: Sequence[tuple[str, str]]) -> str:
-    """Two columns of text."""
+    """Returns two columns of text."""
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:{width}}{text}" for name, text in rows)
 

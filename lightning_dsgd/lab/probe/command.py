@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _launched(num_ranks: int, accelerator: str) -> list[dict[str, Any]]:
-    """What rank 0 has found; nothing on the others."""
+    """Returns what rank 0 has found; on the others, nothing."""
     from lightning_dsgd.lab.bench.rank import rank_of_this_process
     from lightning_dsgd.lab.probe import ranks
     from lightning_dsgd.lab.probe.bar import shown
@@ -70,7 +70,7 @@ def _launched(num_ranks: int, accelerator: str) -> list[dict[str, Any]]:
 
 
 def _started_here(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What ranks have found that are processes of this machine."""
+    """Returns what ranks have found that are processes of this machine."""
     from lightning_dsgd.lab.bench.job import Job
     from lightning_dsgd.lab.bench.network import demanded
 

@@ -59,7 +59,7 @@ Found = dict[str, Any]
 
 
 class Spent(NamedTuple):
-    """What a rank has spent: seconds of a core, messages and bytes that it has sent."""
+    """Counts what a rank has spent: seconds of a core, messages and bytes that it has sent."""
 
     seconds: float
     messages: float
@@ -67,7 +67,7 @@ class Spent(NamedTuple):
 
 
 def places(net: Transport, device: torch.device) -> Found:
-    """Where every rank is: its node, its machine, its cores and its device."""
+    """Returns where every rank is: its node, its machine, its cores and its device."""
     of_this = {
         "node": socket.gethostname(),
         "machine": boot_id(),
@@ -78,7 +78,7 @@ def places(net: Transport, device: torch.device) -> Found:
 
 
 def pairs_of(places: Sequence[Found]) -> list[tuple[int, int]]:
-    """A sample of pairs, spread evenly: of ranks of one node, and of ranks of two."""
+    """Returns a sample of pairs, spread evenly: ranks of one node, and ranks of two."""
     ranks = range(len(places))
     pairs = [(a, b) for a in ranks for b in ranks if a < b]
     chosen: list[tuple[int, int]] = []
@@ -90,7 +90,7 @@ def pairs_of(places: Sequence[Found]) -> list[tuple[int, int]]:
 
 
 def pair(net: Transport, a: int, b: int) -> Found:
-    """Latency and bandwidth from rank `a` to rank `b`, while the others are quiet."""
+    """Measures latency and bandwidth from rank `a` to rank `b`, while the others are quiet."""
     net.barrier().wait()
     found: Found = {}
     if net.rank in (a, b):
@@ -119,7 +119,7 @@ def _ping(net: Transport, other: int, begins: bool) -> float:
 
 
 def _there(net: Transport, x: Tensor, other: int, sends: bool) -> float:
-    """A large message there, and a small one back."""
+    """Sends a large message there, and a small one back."""
     begin, done = net.now(), torch.zeros(1, dtype=torch.int64)
     if sends:
         net.send(x, other, copy=False).wait()
@@ -131,7 +131,7 @@ def _there(net: Transport, x: Tensor, other: int, sends: bool) -> float:
 
 
 def _agreed_size(net: Transport, other: int, decides: bool) -> int:
-    """As many bytes as take `_MESSAGE_S`."""
+    """Returns as many bytes as take `_MESSAGE_S`."""
     x, size = torch.zeros(_LEAST // 4), torch.zeros(1, dtype=torch.int64)
     took_s = min(_there(net, x, other, decides) for _ in range(2))
     if decides:
@@ -143,7 +143,7 @@ def _agreed_size(net: Transport, other: int, decides: bool) -> int:
 
 
 def together(net: Transport, shift: int, alone_bytes_s: float) -> Found:
-    """Bytes per second of the slowest rank, when each sends to the one `shift` ranks on."""
+    """Measures the slowest rank's bytes per second, when each sends to the one `shift` ranks on."""
     size = min(_LARGEST, max(_LEAST, int(alone_bytes_s * _MESSAGE_S / 2))) // 4
     x, times = torch.zeros(size), []
     dst, src = (net.rank + shift) % net.world_size, (net.rank - shift) % net.world_size
@@ -159,7 +159,7 @@ def together(net: Transport, shift: int, alone_bytes_s: float) -> Found:
 
 
 def all_reduce(net: Transport, device: torch.device) -> Found:
-    """Seconds of an all-reduce, by size; sizes that would take too long are left out."""
+    """Measures an all-reduce's seconds, by size, without sizes that would take too long."""
     found: list[tuple[int, float]] = []
     if net.world_size == 1:
         return {"all_reduce": []}
@@ -179,11 +179,11 @@ def all_reduce(net: Transport, device: torch.device) -> Found:
 
 
 def processor(net: Transport) -> Found:
-    """What sending and receiving take of a core, of all threads of a rank, in seconds.
+    """Measures what sending and receiving take of a core, all threads of a rank, in seconds.
 
-    A message that follows on another costs little.  One that is waited for wakes the thread that
-    reads it and the one that waits, and finds their memory cold where ranks share cores.  So what
-    a message costs is taken from small sums, in which all ranks wait for each other.
+    A message that follows another costs little.  A message that is waited for wakes the reading
+    thread and the waiting one, and finds their memory cold where ranks share cores.  A message's
+    cost is therefore taken from small sums, in which all ranks wait for each other.
     """
     found: Found = {}
     if net.world_size > 1:
@@ -197,7 +197,7 @@ def processor(net: Transport) -> Found:
 
 
 def _processor_s(net: Transport, x: Tensor, count: int) -> list[float]:
-    """Of rank 0 and of rank 1, for each of so many messages, while the others are quiet."""
+    """Measures rank 0's and rank 1's time for each of so many messages, while others are quiet."""
     net.barrier().wait()
     begin, own_s = time.process_time(), 0.0
     if net.rank < 2:
@@ -212,7 +212,7 @@ def _processor_s(net: Transport, x: Tensor, count: int) -> list[float]:
 
 
 def _awaited_s(net: Transport) -> float:
-    """Of a rank, to send a message and to wait for one, while all ranks do."""
+    """Measures a rank's time to send a message and to wait for one, while all ranks do so."""
     x = torch.zeros(net.world_size)  # so each rank sends and receives in every exchange
 
     def add_up() -> None:
@@ -225,7 +225,7 @@ def _awaited_s(net: Transport) -> float:
 
 
 def _spent(net: Transport, work: Callable[[], object]) -> Spent:
-    """What a rank spends on it, the mean of all."""
+    """Measures what a rank spends on some work, as the mean of all ranks."""
     net.barrier().wait()
     sent, begin_s = copy.copy(net.counters), time.process_time()
     work()
@@ -237,7 +237,7 @@ def _spent(net: Transport, work: Callable[[], object]) -> Spent:
 
 
 def selection(net: Transport, device: torch.device) -> Found:
-    """What adding, copying and selecting take on rank 0, while the others are quiet."""
+    """Measures adding, copying and selecting on rank 0, while the others are quiet."""
     net.barrier().wait()
     found: Found = {}
     if net.rank == 0:
@@ -247,11 +247,11 @@ def selection(net: Transport, device: torch.device) -> Found:
 
 
 def steps(net: Transport, device: torch.device, bandwidth_bytes_s: float) -> Found:
-    """What a rank spends in a step of each strategy, while all ranks make it.
+    """Measures what a rank spends in a step of each strategy, while all ranks make the step.
 
-    Of the sparse ones for each of `SPARSE_ELEMENTS`, of the others for so many elements that their
-    messages do not take long; nothing where ranks do not compute on processors.  Between two steps
-    ranks pause, after which all start together with cold memory, as in a training.
+    Sparse strategies are measured with each of `SPARSE_ELEMENTS`, the others with so many elements
+    that messages do not take long; nothing where ranks do not compute on processors.  Between two
+    steps ranks pause, and then all start together with cold memory, as in a training.
     """
     if device.type != "cpu" or net.world_size == 1:
         return {"sparse": {}, "dense": {}}
@@ -285,14 +285,14 @@ def _step_of(net: Transport, name: str, n: int) -> Spent:
 
 
 def besides_messages_s(step: Spent, costs: Found) -> float:
-    """What a step takes besides the part of it that is counted where a run is simulated."""
+    """Returns a step's time besides what a simulated run counts for its messages."""
     message_s: float = costs["send_s"] + costs["receive_s"]
     byte_s: float = costs["send_s_per_byte"] + costs["receive_s_per_byte"]
     return max(0.0, step.seconds - step.messages * message_s - step.num_bytes * byte_s)
 
 
 def own_code_s(steps: Sequence[Spent], costs: Found) -> tuple[float, float]:
-    """Of steps of a sparse strategy: what its own code takes at least, and for each element.
+    """Returns what a sparse strategy's own code takes in a step, at least and for each element.
 
     Unpacking is counted for each message; the copy of the gradient is not part of a step.
     """
@@ -333,7 +333,7 @@ def _selection(device: torch.device) -> Found:
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
-    """The quickest of some: the others were disturbed."""
+    """Returns the quickest of some measurements: the others were disturbed."""
     times = []
     for _ in range(5):
         begin = time.perf_counter()
@@ -344,7 +344,7 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
 
 
 def cluster(found: Sequence[Found]) -> Cluster:
-    """All that was found, as one."""
+    """Returns all that was found, as one cluster."""
     everything: Found = {}
     for each in found:
         everything |= each
@@ -387,6 +387,6 @@ def cluster(found: Sequence[Found]) -> Cluster:
 
 
 def shift_between(spots: Sequence[Found]) -> int:
-    """By so many ranks on, a rank is on another node."""
+    """Returns by how many ranks on a rank is on another node."""
     nodes = [spot["node"] for spot in spots]
     return max(nodes.count(node) for node in nodes)

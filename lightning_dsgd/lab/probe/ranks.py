@@ -26,7 +26,7 @@ _TIMEOUT_S: Final = 120.0
 
 
 def launched() -> int:
-    """How many ranks a launcher has started; 0 if none has."""
+    """Returns how many ranks a launcher has started; 0 if none has."""
     for name in NUM_RANKS:
         if name in os.environ:
             return int(os.environ[name])
@@ -43,7 +43,7 @@ def _on_this_node(num_ranks: int) -> int:
 
 @cache
 def join(num_ranks: int, accelerator: str) -> Any:
-    """The strategy whose network is open; once for a process."""
+    """Returns the strategy whose network is open; once for a process."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     devices = max(1, _on_this_node(num_ranks))
@@ -62,7 +62,7 @@ def join(num_ranks: int, accelerator: str) -> Any:
 
 
 def stages(num_ranks: int, accelerator: str) -> Iterator[tuple[str, measure.Found]]:
-    """Measures, and gives the name of what comes next with what was found last."""
+    """Measures, and yields the name of the next stage with what was found last."""
     yield "joining", {}
     strategy = join(num_ranks, accelerator)
     net, device = strategy.session.net.sub("probe"), strategy.root_device
@@ -91,13 +91,13 @@ def stages(num_ranks: int, accelerator: str) -> Iterator[tuple[str, measure.Foun
 
 
 def leave() -> None:
-    """Ends what joined the processes."""
+    """Ends the process group that joined the processes."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def run(cell: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """All stages, on a rank that `bench.job` has started; what rank 0 has found."""
+    """Runs all stages, on a rank that `bench.job` has started; returns what rank 0 has found."""
     from lightning_dsgd.lab.probe.bar import shown
 
     found = shown(stages(settings["ranks"], "cpu"), is_shown=os.environ["RANK"] == "0")

@@ -20,13 +20,13 @@ _DDP: Final = "ddp"
 def check(
     result: dict[str, Any], changed: Callable[[Machine], Machine] = lambda machine: machine
 ) -> tuple[list[dict[str, Any]], float]:
-    """Measured and predicted steps per second of each strategy of a result file.
+    """Returns measured and predicted steps per second of each strategy of a result file.
 
-    The time that a step takes on this machine besides the sleep is added to the computation: as
+    The computation gets the time added that a step takes on this machine besides the sleep: as
     much as `no_sync`, which sends nothing, was slower than its stragglers explain.
 
     Args:
-        result: of `bench throughput`
+        result: the result of `bench throughput`
         changed: gives the machine to predict for, from the one that the result's settings describe
 
     Returns:
@@ -72,7 +72,7 @@ def _machine(settings: dict[str, Any]) -> Machine:
 def predict(
     spec: str, world_size: int, machine: Machine, num_steps: int, rounds: Sequence[int]
 ) -> float:
-    """Steps per second as `bench throughput` measures them: the median over the rounds.
+    """Predicts steps per second as `bench throughput` measures them: the median over the rounds.
 
     A round's index is the seed of its stragglers.
     """
@@ -83,7 +83,7 @@ def predict(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown."""
+    """Returns a table in Markdown."""
     lines = [
         "| strategy | measured, steps/s (slowest rank) | predicted | ratio |",
         "|---|---|---|---|",

@@ -81,7 +81,7 @@ def _simulate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen(args: argparse.Namespace) -> Machine:
-    """The profile's machine, or the one that was probed; with the step times that were recorded."""
+    """Returns the profile's machine, or the probed one, with step times that were recorded."""
     recorded = None if args.recorded is None else Recorded.read(args.recorded)
     if args.cluster is None:
         return replace(MACHINES[args.profile], recorded=recorded)
@@ -97,7 +97,7 @@ def chosen(args: argparse.Namespace) -> Machine:
 
 
 def overridden(machine: Machine, args: argparse.Namespace) -> Machine:
-    """The machine with the figures that the command line gives in place of its own."""
+    """Returns the machine with the figures that the command line gives in place of its own."""
     given: dict[str, Any] = {
         "num_params": None if args.params is None else int(args.params),
         "compute_s": None if args.compute_ms is None else args.compute_ms / 1e3,

@@ -25,7 +25,7 @@ def compare(
     seed: int,
     trace: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """All rows; `allreduce` comes first, if it is there, as the others are compared to it.
+    """Returns all rows; `allreduce` is first, if present, as the others are compared to it.
 
     With `trace`, what each rank did is written into that folder, in one of its own for each row if
     there are several.
@@ -53,7 +53,7 @@ def compare(
 
 
 def summarize(done: Run, machine: str, baseline: Run | None) -> dict[str, Any]:
-    """One row of the table; `baseline` is the all-reduce."""
+    """Returns one row of the table; `baseline` is the all-reduce."""
     ratio = slowest_ratio = None
     if baseline is not None:
         ratio = done.steps_per_s / baseline.steps_per_s
@@ -73,7 +73,7 @@ def summarize(done: Run, machine: str, baseline: Run | None) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """In Markdown."""
+    """Returns a table in Markdown."""
     lines = [
         "| algorithm | ranks | steps/s (mean of ranks) | ideal | of ideal "
         "| x allreduce (mean of ranks) | steps/s (slowest rank) | x allreduce (slowest rank) "
@@ -93,7 +93,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Bars of throughput, grouped by P, each group under its ideal."""
+    """Draws bars of throughput, grouped by P, each group under its ideal."""
     everyone = sorted({row["ranks"] for row in rows})
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     width = 0.84 / len(names)

@@ -19,7 +19,7 @@ from lightning_dsgd.stragglers import delayed_ranks
 
 @dataclass(frozen=True)
 class Spread:
-    """Step times of `least_s` and a log-normal rest, cut off at `most_s`."""
+    """Draws step times of `least_s` plus a log-normal rest, cut off at `most_s`."""
 
     least_s: float
     median_s: float
@@ -27,20 +27,20 @@ class Spread:
     most_s: float = math.inf
 
     def draw(self, source: random.Random) -> float:
-        """One step time."""
+        """Draws one step time."""
         rest = (self.median_s - self.least_s) * source.lognormvariate(0.0, self.sigma)
         return min(self.least_s + rest, self.most_s)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, and the training that runs on it.
+    """Describes a machine, and the training that runs on it.
 
     Args:
-        latency_s: of a message
-        bandwidth_bytes_s: of each rank's link, in each direction
-        compute_s: computation of a step, without communication
-        num_params: of the model, in fp32
+        latency_s: the latency of a message
+        bandwidth_bytes_s: the rate of each rank's link, in each direction
+        compute_s: the computation of a step, without communication
+        num_params: parameters of the model, in fp32
         shared_link: whether all ranks share one link
         spread: distribution of the step times, in place of `compute_s`
         delay_s: how long a delayed rank is late
@@ -48,14 +48,14 @@ class Machine:
         devices: more ranks than this share the devices, and compute that much slower
         exact_topk_s: time of an exact top-k per element
         threshold_s: time to select by a known threshold, per element
-        node_size: so many ranks are on each node, with links of their own inside
-        inside_latency_s: of a message inside a node
-        inside_bandwidth_bytes_s: of each rank's link inside a node
-        uplink_bytes_s: of what the ranks of a node send to others, all together
+        node_size: the number of ranks on each node, with links of their own inside
+        inside_latency_s: the latency of a message inside a node
+        inside_bandwidth_bytes_s: the rate of each rank's link inside a node
+        uplink_bytes_s: the rate at which a node's ranks send to others, all together
         step_core_s: what a step takes of a core besides `compute_s` and communication
         processor: what communication takes of a core; None: nothing
-        cores: of each machine
-        machine_size: so many ranks share the cores of a machine
+        cores: the cores of each machine
+        machine_size: the number of ranks that share a machine's cores
         recorded: step times of a real run, in place of `compute_s`
     """
 
@@ -81,7 +81,7 @@ class Machine:
     recorded: Recorded | None = None
 
     def step_times(self, world_size: int, num_steps: int, seed: int) -> list[list[float]]:
-        """What each rank computes in each step, in seconds: [rank][step].
+        """Returns what each rank computes in each step, in seconds: [rank][step].
 
         The delayed ranks are those that `StragglerInjector` draws with the same seed.
         """
@@ -122,7 +122,7 @@ class Machine:
 def probed(
     cluster: Cluster, num_params: int, compute_s: float, recorded: Recorded | None = None
 ) -> Machine:
-    """The machine that `lightning-dsgd probe` has measured, with a model that trains on it.
+    """Makes the machine that `lightning-dsgd probe` has measured, with a model that trains on it.
 
     Args:
         cluster: what was measured
@@ -159,7 +159,7 @@ _SHARED: Final = 0.7
 
 
 def _sigma(typical: float, extreme: float, num_draws: int) -> float:
-    """Of a log-normal distribution with this median, whose largest of so many draws is that."""
+    """Returns sigma of a log-normal distribution with this median, and with this largest draw."""
     return math.log(extreme / typical) / NormalDist().inv_cdf(1 - 1 / num_draws)
 
 

@@ -59,10 +59,10 @@ MODEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 @dataclass(frozen=True)
 class Run:
-    """A simulated run.
+    """Holds a simulated run.
 
     Attributes:
-        algorithm: as on the command line
+        algorithm: the algorithm as on the command line
         compute_s: what each rank computed in each step: [rank, step]
         done_s: when each rank had done each step, from the start of the run
         bytes_sent: per rank and step, on average
@@ -75,22 +75,22 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """Steps of each rank."""
+        """The number of steps of each rank."""
         return self.done_s.shape[1]
 
     @property
     def steps_per_s(self) -> float:
-        """The mean over the ranks."""
+        """The mean of the ranks' steps per second."""
         return float((self.num_steps / self.done_s[:, -1]).mean())
 
     @property
     def slowest_steps_per_s(self) -> float:
-        """Until the slowest rank has done its last step, as `bench throughput` measures it."""
+        """Steps per second until the slowest rank's last step, as in `bench throughput`."""
         return self.num_steps / float(self.done_s[:, -1].max())
 
     @property
     def ideal_steps_per_s(self) -> float:
-        """If nobody waited for anything."""
+        """Steps per second if nobody waited for anything."""
         return float((self.num_steps / self.compute_s.sum(1)).mean())
 
 
@@ -103,14 +103,14 @@ def run(
     trace: Path | None = None,
     on_step: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Runs one algorithm.
+    """Simulates one algorithm.
 
     Args:
-        spec: its name and hyperparameters, as in `wagma:overlap=true`
+        spec: the algorithm's name and hyperparameters, as in `wagma:overlap=true`
         world_size: P
         machine: the machine and what trains on it
-        num_steps: of each rank
-        seed: of the step times and of the stragglers
+        num_steps: the number of steps of each rank
+        seed: the seed of the step times and of the stragglers
         trace: a folder for what each rank did, as `StepTrace` records it
         on_step: is called after each step of each rank, for whoever shows how far it is
 
@@ -160,7 +160,7 @@ def _run_rank(
     record: Callable[[SimulatedTransport], Recorder] | None,
     on_step: Callable[[], object],
 ) -> tuple[list[float], float]:
-    """When this rank had done each step, and the bytes that it sent for them."""
+    """Returns when this rank had done each step, and the bytes that it sent for them."""
     algorithm, x = copy.copy(pattern), torch.zeros(num_elements)
     source = torch.Generator().manual_seed(net.rank)
     algorithm.start(net, x)
@@ -232,7 +232,7 @@ def _costs(machine: Machine, algorithm: Algorithm) -> Costs | None:
 
 
 def _of_this_run() -> dict[str, Any]:
-    """What the traces of all ranks have in common."""
+    """Returns what the traces of all ranks have in common."""
     return {"run": secrets.token_hex(8), "began_unix_s": time.time(), "simulated": True}
 
 
@@ -245,7 +245,7 @@ def _recorder(
 
 
 def stand_in(algorithm: Algorithm, world_size: int, num_params: int) -> int:
-    """How many elements stand for all: each rank has equally many in collectives.
+    """Returns how many elements stand for all: each rank has equally many in collectives.
 
     With a sparse algorithm, some are selected in each rank's region; rounded sums need a whole
     block for each rank.
@@ -262,7 +262,7 @@ def stand_in(algorithm: Algorithm, world_size: int, num_params: int) -> int:
 
 
 def message_bytes(scale: float) -> Callable[[Tensor], float]:
-    """What messages count for where each element stands for `scale` of them.
+    """Returns what a message counts for where each element stands for `scale` of them.
 
     Weights and gradients are fp32, or halves or rounded to int8 on the wire; selected entries are
     packed in bytes, after a header; integers and fp64 are counts, indices of regions, activations,
@@ -280,7 +280,7 @@ def message_bytes(scale: float) -> Callable[[Tensor], float]:
 
 
 def selection_s(algorithm: Algorithm, machine: Machine, world_size: int) -> float:
-    """How long a rank takes in a step to select its largest entries, on average."""
+    """Returns how long a rank takes in a step to select its largest entries, on average."""
     if not isinstance(algorithm, ErrorFeedback):
         return 0.0
     n, exact = machine.num_params / algorithm.local_steps, machine.exact_topk_s

@@ -24,12 +24,12 @@ _SLOW: Final = 1.3
 
 @dataclass(frozen=True)
 class Recorded:
-    """What each rank computed in each step.
+    """Holds what each rank computed in each step.
 
     Args:
         seconds: [rank][step]
-        num_params: of the model; None where the trace does not say
-        strategy: with which it was recorded
+        num_params: parameters of the model; None where the trace does not say
+        strategy: the strategy with which it was recorded
     """
 
     seconds: tuple[tuple[float, ...], ...]
@@ -38,33 +38,33 @@ class Recorded:
 
     @property
     def num_ranks(self) -> int:
-        """How many were recorded."""
+        """The number of ranks that were recorded."""
         return len(self.seconds)
 
     @property
     def num_steps(self) -> int:
-        """Of each rank."""
+        """The number of steps of each rank."""
         return len(self.seconds[0])
 
     @property
     def mean_s(self) -> float:
-        """Over ranks and steps."""
+        """The mean over ranks and steps."""
         return statistics.mean(map(statistics.mean, self.seconds))
 
     @property
     def speeds(self) -> list[float]:
-        """Steps of each rank, over the mean of all ranks', if no rank waits."""
+        """Each rank's rate of steps, over the mean of all ranks' rates, if no rank waits."""
         rates = [1 / statistics.mean(of_rank) for of_rank in self.seconds]
         return [rate / statistics.mean(rates) for rate in rates]
 
     @property
     def slow_ranks(self) -> list[int]:
-        """Those that are always slower."""
+        """The ranks that are always slower."""
         median = statistics.median(1 / speed for speed in self.speeds)
         return [rank for rank, speed in enumerate(self.speeds) if 1 / speed > _SLOW * median]
 
     def step_times(self, world_size: int, num_steps: int, seed: int) -> list[list[float]]:
-        """What each rank computes in each step, in seconds: [rank][step]."""
+        """Returns what each rank computes in each step, in seconds: [rank][step]."""
         source = random.Random(f"recorded/{seed}")
         times: list[list[float]] = []
         while len(times) < world_size:
@@ -76,7 +76,7 @@ class Recorded:
 
     @classmethod
     def read(cls, folder: Path) -> Recorded:
-        """From the files of `StepTrace` in this folder.
+        """Reads the files of `StepTrace` in this folder.
 
         Raises:
             ValueError: if waits were not recorded, and so cannot be told from computation
