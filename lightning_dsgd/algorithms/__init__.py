@@ -37,7 +37,7 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
         TopkAllgather, TopkDSA, GTopk, GaussianTopk, AllReduce, NoSync,
     )
 }  # fmt: skip
-"""By name; those that one would try first come first."""
+"""The algorithms by name; the first ones are those to try first."""
 
 
 def make_algorithm(spec: str) -> Algorithm:

@@ -246,7 +246,7 @@ class HPSGD(Algorithm):
             if self.outer is not None and num_touched:
                 self.outer.share(net)
             is_last = num_standing_still == net.world_size
-            # Else all stand still, on the same global model.
+            # In other rounds all ranks stand still, on the same global model.
             if num_steps or num_touched or not is_settled:
                 self._sum(net, self.outer, has_steps=num_steps > 0, is_last=is_last)
             is_settled = is_last

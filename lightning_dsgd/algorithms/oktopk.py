@@ -63,7 +63,7 @@ from lightning_dsgd.primitives.error_feedback import (
 from lightning_dsgd.transport import Transport
 
 BUCKET_SIZE: Final = 8
-"""How many destinations are sent to before what came from the bucket before them is reduced."""
+"""How many destinations a rank sends to before it reduces what came from the bucket before."""
 
 DIGIT_BITS: Final = 8
 FEW: Final = 4096

@@ -66,10 +66,10 @@ _CONTROL = 1
 _ARRIVED, _OFFER = range(2)
 
 UNKNOWN: Final = 1 << 30
-"""In place of an exponent: the weights are to be sent in full."""
+"""Stands for an exponent where the weights are to be sent in full."""
 NUM_HASHES: Final = 256
 ROWS_AT_ONCE: Final = 512
-"""Of so many entries as there are hashes: a piece of 1 MB."""
+"""The number of rows that are hashed together: a piece of 1 MB."""
 
 
 @dataclass
@@ -383,5 +383,5 @@ def hashes_of(k: Tensor) -> Tensor:
 
 
 _MIX: Final = -7046029254386353131, -4658895280553007687
-"""Odd numbers whose products mix all bits (those of splitmix64)."""
+"""Odd numbers whose products mix all bits (splitmix64 uses them)."""
 _WORDS = torch.empty(0, dtype=torch.int64)

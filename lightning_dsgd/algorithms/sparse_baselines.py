@@ -46,7 +46,7 @@ from lightning_dsgd.primitives.error_feedback import (
 )
 
 LOWERED_BY: Final = 0.9
-"""What a Gaussian threshold is multiplied with until enough gets through."""
+"""The factor of a Gaussian threshold until enough entries get through."""
 
 
 @dataclass

@@ -53,7 +53,7 @@ Selected = tuple[Tensor, Tensor]
 """Values and their ascending indices."""
 
 NUM_MEASURED: Final = 1024
-"""From so many entries, or up to twice as many, follows the share of gradients that is applied."""
+"""The least number of entries that the share of applied gradients is measured on."""
 SPLIT: Final = 1
 BALANCE: Final = 2
 GATHER: Final = 3

@@ -61,7 +61,7 @@ class Node:
     """Holds the ranks of this rank's node together.
 
     Args:
-        net: of all ranks
+        net: the network of all ranks
         size: how many ranks each node has
     """
 

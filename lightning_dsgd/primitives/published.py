@@ -97,9 +97,9 @@ class PublishedAhead:
     """`Published` on a device, which may still be computing the weights.  Memory: 4 |x|.
 
     Args:
-        net: whose `timeout_s` and losses end the wait for the own device
+        net: the network whose `timeout_s` and losses end the wait for the own device
         x: the weights
-        step: of this first publication
+        step: the step of this first publication
     """
 
     def __init__(self, net: Transport, x: Tensor, step: int = -1) -> None:
@@ -176,7 +176,7 @@ class PublishedAhead:
 
 
 class Contributed:
-    """What one rank contributes to sums over groups; each sum moves it to the mean of its group.
+    """Contributes one rank's weights to sums over groups; each sum moves it to its group's mean.
 
         training thread   publish:      x <- x + (y - p),   p <- x,   y <- x
         lane              contribution: b <- y,             y <- sum over the group

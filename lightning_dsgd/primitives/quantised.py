@@ -43,9 +43,9 @@ def average(net: Transport, x: Tensor, kept: Tensor | None, wire_dtype: str) -> 
     Uses messages with tag 0 between the ranks.
 
     Args:
-        net: of all ranks
-        x: what is to be averaged
-        kept: what has been rounded off before, and is from now on; None with "float32", which
+        net: the network of all ranks
+        x: the tensor to average
+        kept: what was rounded off before, and will be from now on; None with "float32", which
             rounds nothing
         wire_dtype: "float32", "bfloat16", "int8" or "int4"
     """

@@ -21,10 +21,10 @@ from lightning_dsgd.hyperparameters import one_of
 from lightning_dsgd.transport import TransportError
 
 BLOCK: Final = 32
-"""Values that share an exponent."""
+"""The number of values that share an exponent."""
 _BITS: Final = {"int8": 8, "int4": 4}
 _NOT_FINITE: Final = 255
-"""An exponent as fp32 stores it, biased by 127: that of infinity and NaN."""
+"""The exponent of infinity and NaN, as fp32 stores it, biased by 127."""
 
 
 def wire_dtype(rest: str = "is sent the next time", of: str = "weight") -> Any:

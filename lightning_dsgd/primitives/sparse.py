@@ -46,7 +46,7 @@ from lightning_dsgd.primitives import rounding
 from lightning_dsgd.primitives.sparse_choice import Choice, Form
 
 _PIECE: Final = 1 << 17
-"""Elements that stay in a core's cache from one operation to the next."""
+"""The number of elements that stay in a core's cache from one operation to the next."""
 _THREADS_WORTH: Final = 1 << 20
 """Fewer elements are not worth another thread."""
 _SAMPLE_STRIDE: Final = 61
@@ -59,10 +59,10 @@ _BITS: Final = {
 }
 _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 MARKS: Final = 0
-"""In place of a width: a bit for each place."""
+"""Stands for a width where a message has a bit for each place."""
 HEADER_BYTES: Final = 24
 _choice: Final = Choice()
-"""Of this process, as the devices are."""
+"""The measured choices of this process, which has the devices."""
 
 
 # ---- thresholds ----

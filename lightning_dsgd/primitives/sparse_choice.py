@@ -35,7 +35,7 @@ _ALWAYS: Final = "torch"
 _log: Final = logging.getLogger("lightning_dsgd")
 
 Form = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""Values and indices of x, from x, the least magnitude, and what is added to x first."""
+"""Adds a tensor to x, and returns x's values and indices that reach a least magnitude."""
 
 
 class Choice:

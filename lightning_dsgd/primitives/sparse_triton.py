@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_dsgd import devices
 
 BLOCK: Final = 4096
-"""Elements of one block; of which 32 share a word of marks."""
+"""The number of elements in a block; 32 of them share a word of marks."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -45,21 +45,21 @@ from lightning_dsgd.primitives.rounding import decode, encode
 from lightning_dsgd.transport import ANY, Receipt, Transport
 
 BLOCK: Final = 32
-"""Entries that are scaled alike."""
+"""The number of entries that are scaled alike."""
 EVERY: Final = 4
-"""One of so many is sent."""
+"""One entry of so many is sent."""
 KEPT: Final = 0.95
-"""What a sum keeps with each message."""
+"""The share of a sum that stays with each message."""
 WIRE: Final = "int4"
 LONGEST_PERIOD: Final = 8
-"""In steps, from one message to the next."""
+"""The most steps from one message to the next."""
 MOST_AHEAD: Final = 2
-"""Messages to a rank for which none has come back."""
+"""The most messages to a rank that have no answer yet."""
 MOST_TAKEN: Final = 2
-"""Messages that are compared after one step."""
+"""The most messages that are compared after one step."""
 
 Decay = tuple[Sequence[slice], float | Tensor]
-"""Of some entries: what share of them the optimizer subtracts, besides its step."""
+"""Entries, and the share of them that the optimizer subtracts besides its step."""
 
 
 def scale_steps() -> Any:
@@ -76,7 +76,7 @@ def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
     """Makes the object that learns of every step that an optimizer makes on x.
 
     Args:
-        algorithm: whose hyperparameter says whether steps are scaled
+        algorithm: the algorithm whose hyperparameter says whether steps are scaled
         net: the network, with channels of its own
         x: the weights
     """

@@ -64,13 +64,13 @@ from lightning_dsgd.primitives import topology
 from lightning_dsgd.transport import ANY, Timeout, Transport
 
 GRACE_SHARE: Final = 0.125
-"""Of the time of a local step: how long a round waits for a rank by default."""
+"""How long a round waits for a rank by default, as a share of the time of a local step."""
 
 _ARRIVED, _ACTIVATE, _ACTIVATE_IF_SETTLED, _ACKNOWLEDGE, _SETTLE, _FINISH, _LAST = range(7)
 
 
 class Member(Protocol):
-    """What one rank brings to the collective; called by its lane."""
+    """Brings one rank's contribution to the collective; called by its lane."""
 
     def group(self, version: int) -> Sequence[int]:
         """Returns the ranks that sum up with this one, itself among them; the same on each."""
@@ -106,14 +106,14 @@ class Member(Protocol):
 
 
 class Grace:
-    """How long an activated version waits for the own training thread before it goes without.
+    """Knows how long an activated version waits for the own training thread.
 
     The training thread says when it begins and ends to compute a step; the lane reads `seconds`.
     A step ends when the device has made it.  One that the device has not made yet is measured
     together with those that follow, of which it takes the mean.
 
     Args:
-        net: whose clock it reads
+        net: the network whose clock it reads
         seconds: how long; None means `GRACE_SHARE` of the last step
     """
 
@@ -153,7 +153,7 @@ def exact(net: Transport, x: Tensor, group: Sequence[int]) -> None:
 
 
 class WaitAvoiding:
-    """One rank's part in a series of first-come collectives.
+    """Takes one rank's part in a series of first-come collectives.
 
     Args:
         net: the network, with channels of its own
