@@ -168,7 +168,7 @@ class Calls:
     def _has_lost(self, lost: PeerLost | None) -> bool:
         """Returns whether any rank of this replica has met a loss; they ask each other.
 
-        A rank that no view holds asks nobody: one of the others may never answer then.  A loss of
+        A rank that no view holds asks no other: one of the others may never answer then.  A loss of
         which another rank alone has told is not known before the next view.
         """
         return (lost is not None and self.net.is_outside) or self._row.has_lost(lost)
@@ -196,7 +196,7 @@ class Calls:
         """Waits to be let in, and begins in the first view that has this rank as a member.
 
         Raises:
-            PeerLost: if nobody lets it in
+            PeerLost: if no member lets this rank in
         """
         self.change_view(PeerLost(self.net.rank, JOINS))
 

@@ -125,7 +125,7 @@ def counterpart(value: Tensor, table: Iterable[tuple[Tensor, Tensor]]) -> Tensor
 
 
 def _is_within(value: Tensor, live: Tensor) -> bool:
-    """Returns whether all elements are among those of a flat tensor."""
+    """Returns whether all elements of a tensor lie in a flat tensor."""
     if value.dtype != live.dtype or live.dim() != 1 or not live.is_contiguous():
         return False
     begin = value.storage_offset() - live.storage_offset()

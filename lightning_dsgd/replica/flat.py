@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter, is_lazy
 
 ALIGNMENT_BYTES = 64
-"""Where torch's CPU allocator puts tensors: no kernel meets an address that it was not tuned for.
+"""The alignment of torch's CPU allocator: kernels are tuned for such addresses.
 
 Packed without gaps, fp32 linear layers lose 4 to 6% in forward and backward (two AVX-512 cores,
 `benchmarks/flat_passes.py`).  Inductor and the vectorised loads of GPUs want 16 bytes.
@@ -134,7 +134,7 @@ class FlatParameters:
         return g
 
     def num_gradients(self) -> Tensor:
-        """For each parameter 1 if it has a gradient, else 0."""
+        """Returns, for each parameter, 1 if it has a gradient, else 0."""
         has_one = [parameter.grad is not None for parameter in self.parameters]
         return torch.tensor(has_one, dtype=torch.int64)
 
@@ -277,9 +277,9 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
     is_complex: bool
     numel: int
-    """Elements of the flat tensor, of which a complex number takes two."""
+    """The number of elements in the flat tensor; a complex number takes two."""
     padding: int = 0
-    """How many zeros must follow in any case."""
+    """The number of zeros that must follow in any case."""
 
     @staticmethod
     def of(tensor: Tensor, padding: int = 0) -> Place:

@@ -17,7 +17,7 @@ from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.kept import UpdatesKept
 
 _SCALING: Final = "step_scaling"
-"""In a part's state, beside the algorithm's own."""
+"""The key of the scaling's state in a part's state, beside the algorithm's own keys."""
 
 
 class Part:
@@ -60,7 +60,7 @@ class Part:
         self.scaling.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the algorithm's state, and that of the scaling of steps, if there is any."""
+        """Returns the state of the algorithm, and of the scaling of steps, if there is any."""
         known = self.scaling.state_dict()
         return self.algorithm.state_dict() | ({_SCALING: known} if known else {})
 

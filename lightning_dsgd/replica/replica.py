@@ -44,7 +44,7 @@ from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.watch import exchanging
 
 _MESSAGE_PER_REPLICA: Final = 8
-"""A message has fewer times the replica's bytes: of bfloat16, in fp32 with indices, it has six."""
+"""A message has fewer times the replica's bytes: bfloat16 sent as fp32 with indices has six."""
 
 
 class Replica:
@@ -177,7 +177,7 @@ class Replica:
         alike.check_alike(self.net, self.module, self._optimizers)
 
     def _copy(self) -> None:
-        """Where training goes on after a loss, keeps x as it is: see `SurvivingReplica`."""
+        """Copies x as it is, where training goes on after a loss: see `SurvivingReplica`."""
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -297,8 +297,8 @@ class Replica:
     def _apply_held_back(self, optimizer: Optimizer) -> None:
         """Applies the gradients that the algorithms have held back, if there are any.
 
-        The change is that of a step with such a gradient, less that of one with a gradient of zero:
-        momentum and weight decay act no more.  The optimizer's state stays as it is.
+        The change is a step's with such a gradient, less a step's with a gradient of zero: momentum
+        and weight decay act no more.  The optimizer's state stays as it is.
         """
         parts = self._parts[id(optimizer)]
         held_back = [part.algorithm.held_back() for part in parts]

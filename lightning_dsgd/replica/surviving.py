@@ -103,10 +103,10 @@ class SurvivingReplica(Replica):
         May be called again if it has raised `PeerLost`, with the net of the view after that.
 
         Args:
-            net: of all ranks of the view; of those that hold the same shard, where there are shards
-            members: of those among them that are no newcomers, where there are some; None on these
+            net: the network of all ranks of the view; with shards, of the ranks with the same shard
+            members: the network of the ranks that are not new, where some are; None on newcomers
             giver: the rank of `net` that gives the newcomers what the others have; -1: none is new
-            everyone: of all ranks of the view, where `net` is of some; then nobody can be new
+            everyone: the network of all ranks of the view, where `net` has some; then none is new
         """
         is_shown, gets = self._stash is not None, giver >= 0 and members is None
         self.show_own()

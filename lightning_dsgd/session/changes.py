@@ -54,7 +54,7 @@ class ChangingSession(SurvivingSession[TrainingT]):
         self._met_at = -1
         self._leaves = False  # a signal handler sets it
         self._farewell = ""
-        """What this rank has ended with, once it has left."""
+        """The text with which this rank has ended, once it has left."""
 
     # ---- a view ----
 
@@ -135,7 +135,7 @@ class ChangingSession(SurvivingSession[TrainingT]):
         return self._leaves
 
     def _place(self) -> Any:
-        """Returns this rank's place in the data, the same at the same batch; None: no joining."""
+        """Returns this rank's place in the data, equal at the same batch; None: nobody can join."""
         return None
 
     def _newcomers(self) -> list[int]:

@@ -55,5 +55,5 @@ def end_fork_by(signum: int) -> None:
 
 
 def is_loaders_worker() -> bool:
-    """Whether this process is a worker of a DataLoader."""
+    """Returns whether this process is a worker of a DataLoader."""
     return torch.utils.data.get_worker_info() is not None

@@ -23,11 +23,11 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.transport import Transport
 
 IDLE_SHARE: Final = 0.2
-"""Of the time: where the others are idle for longer than that, a user is told."""
+"""The share of the time beyond which others must be idle for a user to be told."""
 LEAST_S = 5.0
-"""Time that is looked at together, as in less than that a rank may be late by chance."""
+"""The time that is judged together; in less, a rank may be late by chance."""
 NUM_FIGURES: Final = 3
-"""That a rank brings along."""
+"""The number of figures that a rank brings along."""
 
 
 class Lateness:

@@ -23,7 +23,7 @@ from lightning_dsgd.transport.register import ALONE, OVER, STOPPED, Register, ou
 from lightning_dsgd.transport.rendezvous import Rendezvous
 
 TRANSPORTS: Final = ("auto", "process_group", "mpi")
-"""What users may choose messages to travel by."""
+"""The choices that users have for what carries messages."""
 
 
 def check_transport(transport: str) -> None:
@@ -38,7 +38,7 @@ def check_transport(transport: str) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a rank waits for others.
+    """Sets how long a rank waits for others.
 
     Args:
         timeout_s: how long a rank waits for what it needs

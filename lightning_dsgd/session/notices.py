@@ -19,18 +19,18 @@ from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.session.session import Session
 
 FEW_ENTRIES: Final = 100
-"""With fewer per exchange, sparse gradients train badly."""
+"""With fewer selected entries per exchange, sparse gradients train badly."""
 LOW_DENSITY: Final = 0.01
-"""The papers' lowest; below it an entry waits for more than a hundred exchanges."""
+"""The papers' lowest density; below it an entry waits for more than a hundred exchanges."""
 LOW_BETA: Final = 0.5
 """Adam's first beta that suits sparse gradients."""
 _PERIODS: Final = ("group_period", "local_steps", "sync_period")
-"""The hyperparameter that is the number of steps between two exchanges, whichever comes first."""
+"""Hyperparameters that may hold the number of steps between two exchanges; the first counts."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a training when it starts.
+    """Holds what is known of a training when it starts.
 
     Args:
         algorithm: how the ranks learn from one another

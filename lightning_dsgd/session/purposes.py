@@ -32,7 +32,7 @@ REDUCE: Final = 10
 NUM_PURPOSES: Final = 11
 
 AFTER_BATCH: Final = (STOP, END, SAVE, MEET)
-"""Those of ranks that go on with their batches."""
+"""The purposes of ranks that go on with their batches."""
 _TOGETHER: Final = ({VALIDATE, END_EPOCH}, {GO_ON, FINISHED})
 _WORDS: Final = {
     OTHER: "a barrier, a broadcast, a checkpoint or an evaluation",

@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Save:
-    """What all files of one save have in common."""
+    """Holds what all files of one save have in common."""
 
     save_number: int
     world_size: int

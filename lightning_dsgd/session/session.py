@@ -454,8 +454,8 @@ class Session(Generic[TrainingT]):
         Args:
             io: writes a file
             path: the file with the consensus; rank 0's path counts
-            checkpoint: with this rank's weights under "state_dict"
-            storage_options: for `io`
+            checkpoint: a checkpoint with this rank's weights under "state_dict"
+            storage_options: passed to `io`
             has_replicas: whether training is to go on from the checkpoint
         """
         training = trained(self.training)

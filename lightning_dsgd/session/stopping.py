@@ -42,15 +42,15 @@ SAVE: Final = 3
 MEET: Final = 4
 
 ENDS: Final = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a training; another is SLURM's, which wants it saved and requeued."""
+"""The signals that end a training; SLURM's signal wants it saved and requeued."""
 
 _CHECK_PERIOD_S = 0.2
 _REQUEST, _HOLD, _REPLY, _AT, _DONE = range(5)
 
 Wish = tuple[int, int, int, int]
-"""What is to be done; for STOP the signal, for SAVE which callback's; who asked; its number."""
+"""What is to be done; a detail (STOP: the signal, SAVE: whose callback); who asked; its number."""
 _DECIDED: Final[Wish] = (0, 0, 0, 0)
-"""Stands for what is open until every rank has been told."""
+"""Stands for a wish that is open until every rank has been told."""
 
 
 class AgreedBatch:

@@ -71,9 +71,9 @@ class SurvivingSession(Session[TrainingT], ABC):
         self._rows: list[tuple[int, ...]] = []
         """The ranks of each replica, where several hold one."""
         self.is_newcomer = False
-        """Whether it has come to ranks that trained before, and has not got their state yet."""
+        """Whether this rank has come to ranks that train, and does not have their state yet."""
         self.is_alone = False
-        """Whether it makes none of the others' calls: it has not begun to, or has left them."""
+        """Whether this rank makes none of the others' calls: it has left, or not begun."""
 
     def open(self, net: Transport) -> None:
         assert isinstance(net, Endpoint)
