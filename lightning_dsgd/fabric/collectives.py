@@ -28,7 +28,7 @@ else:
     _Base = object
 
 _EACH_STEP: Final = 3
-"""After so many reductions that follow one step each, a user is told what they cost."""
+"""The number of reductions, after one step each, after which a user is told what they cost."""
 
 
 class ChangingFabricSession(ChangingSession[Training], LaunchedSession[Training]):

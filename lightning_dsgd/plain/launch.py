@@ -20,7 +20,7 @@ from lightning_dsgd.transport.mpi_job import (
 )
 
 _FIRST_PORT: Final = 15000
-"""Of those that are taken from the number of a SLURM job."""
+"""The first of the ports that are chosen by the number of a SLURM job."""
 _ADDRESS_BYTES: Final = 256
 
 

@@ -140,7 +140,7 @@ class Loop:
             optimizers: all optimizers that step it
             scaler: the scaler of the loss, if there is one
             own: this rank's part of a checkpoint, whose weights and optimizers are loaded already;
-                None: all ranks begin with rank 0's weights; with shards, with those of replica 0
+                None: all ranks begin with rank 0's weights; with shards, with replica 0's
         """
         session, training = self._session, self._session.training
         exchanging = session.world_size if self._algorithm.uses_gradient else 1

@@ -71,7 +71,7 @@ class decentralized(Loop):
             None all that are left to vote, those of the broken replica included
 
     Attributes:
-        rank: of this process, inside the `with`
+        rank: the rank of this process, inside the `with`
         world_size: how many ranks there are, inside the `with`
     """
 
@@ -181,7 +181,7 @@ class decentralized(Loop):
         `torch.load(path, weights_only=True)["state_dict"]` is the consensus model.
 
         Args:
-            path: of the file; replicas lie in a folder beside it
+            path: the path of the file; replicas lie in a folder beside it
             **extras: what `load` is to give back: numbers, texts, tensors, and lists and dicts of
                 these; each rank gets its own
         """

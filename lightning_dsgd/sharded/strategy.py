@@ -3,8 +3,8 @@
     mesh of all ranks               replica x data_parallel x tensor_parallel
     what `configure_model` is given           data_parallel x tensor_parallel, of this replica
 
-So the user's `configure_model` is that of ModelParallelStrategy.  What is different from the
-strategies whose ranks hold the whole model:
+The user's `configure_model` is the one for ModelParallelStrategy.  This strategy differs from
+the strategies whose ranks hold the whole model:
 
 - ModelParallelStrategy loads a checkpoint into the model after `setup`: the replica is made anew
   then, as its algorithm must begin with what was loaded;
@@ -44,11 +44,11 @@ class MeshStrategy(ModelParallelStrategy):
 
     num_replicas: int
     whole_mesh: DeviceMesh | None = None
-    """That of all ranks, once they have met."""
+    """The mesh of all ranks, once they have met."""
 
     def setup_environment(self) -> None:
         """Has the ranks meet, and lays the mesh over them."""
-        # Not ModelParallelStrategy's, whose mesh is of all ranks.
+        # ModelParallelStrategy's own method would lay a mesh over all ranks.
         Strategy.setup_environment(self)
         self.setup_distributed()
         shape = self._shape()
@@ -89,7 +89,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         data_parallel_size: how many ranks of a replica see data of their own; "auto": as many as
             there are, for the other sizes
         tensor_parallel_size: how many ranks compute with the same data
-        **options: those of every strategy, but for `max_ranks`, and of Lightning's
+        **options: the options of every strategy but `max_ranks`, and Lightning's
             `process_group_backend` and `timeout`; with `on_loss="continue"` a lost rank takes its
             replica with it
     """

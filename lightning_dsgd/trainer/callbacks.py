@@ -137,7 +137,7 @@ class StragglerInjector(pl.Callback):
     Args:
         delay_s: how long a delayed rank sleeps
         num_ranks: how many ranks are delayed in each step
-        seed: of the draw, the same on all ranks
+        seed: the seed of the draw, the same on all ranks
         on: what is late: the "host", which sleeps, or the "device", whose kernel spins so long
             before the step; the host goes on meanwhile.  Only CUDA devices have such a kernel
     """

@@ -61,11 +61,11 @@ class _Told(NamedTuple):
 
     is_new: bool
     alike: list[str]
-    """What must be the same on all."""
+    """Texts that must be the same on all ranks."""
     started_as: str
     divided_for: int
     divides_for: list[int]
-    """The epochs for which it divides the data."""
+    """The epochs for which the member divides the data."""
 
 
 class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
@@ -94,16 +94,16 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         self._versions: list[Any] = []
         self._told: list[_Told] = []
         self._divided_for = 0
-        """The last epoch for which this rank has divided the data, or left them as they were."""
+        """The last epoch for which this rank has divided the data, or left the shares alone."""
         self._divides_for: set[int] = set()
-        """The epochs for which all divide them among the members."""
+        """The epochs for which all members divide the data among them."""
         self._division: tuple[int, int] | None = None
-        """Among how many this rank divides them, and which share is its own; None: the first.
+        """The number of shares, and this rank's share; None: as at the start.
 
-        Where several ranks hold a replica together: among how many replicas.
+        Where several ranks hold a replica together, each replica has a share.
         """
         self._state: dict[str, Any] = {}
-        """What a newcomer got from the others."""
+        """What the others gave this newcomer."""
 
     def check_options(self, algorithm: Algorithm, evaluate: str, average_buffers: bool) -> None:
         self._options = options.describe(algorithm, evaluate, average_buffers)

@@ -27,11 +27,11 @@ class CheckpointsMixin(_Base):
     algorithm: Algorithm
     session: TrainerSession
     _resumes_own: bool
-    """Whether from this rank's replica, not from the consensus."""
+    """Whether this rank goes on from its replica, and not from the consensus."""
     _handed_over: dict[str, Any] | None
-    """What a newcomer got from the others."""
+    """What the others gave this newcomer."""
     _random_states: dict[str, Any] | None
-    """With which the next batch begins."""
+    """The random states with which the next batch begins."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None

@@ -23,7 +23,7 @@ Ranks with as many batches as each other come to the same points by themselves, 
 Ranks may have different numbers if they say so before training, or do not know them (streams), or
 load their data anew in later epochs.
 
-Of Lightning's private names, those of its loops and of what they log and save stand here.
+The private names of Lightning's loops, and of what they log and save, stand here.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def give_back(trainer: Any) -> None:
 
 class _Joint:
     own: type
-    """The class of the loop whose place it takes."""
+    """The class of the loop in whose place this one stands."""
 
 
 def _take_fit_loop(trainer: Any, epochs: JointEpochs) -> None:

@@ -16,7 +16,7 @@ class OfflineWandbLogger(WandbLogger):
 
     Args:
         project: under which the run stands; checkpoints go to a folder of this name.
-        **kwargs: of WandbLogger, but `offline`.
+        **kwargs: options of WandbLogger, but not `offline`.
     """
 
     def __init__(self, project: str = "lightning-dsgd", **kwargs: Any) -> None:

@@ -34,7 +34,7 @@ from lightning_dsgd.transport import PeerLost
 _CHILDREN_END_WITHIN_S: Final = 10.0
 _POLL_CHILDREN_S: Final = 0.05
 _CAUSE_ENDS_WITHIN_S: Final = 5.0
-"""How long a forked or spawned rank that has lost another lets that one end before it."""
+"""How long a rank, forked or spawned, lets the rank that it has lost end before itself."""
 
 
 def start_method(environment: Any, method: Any, *, is_chosen: bool) -> Any:

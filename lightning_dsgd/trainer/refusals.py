@@ -22,7 +22,7 @@ LIGHTNINGS: Final = (
 )  # fmt: skip
 """Options of Lightning's own strategies that are taken as they are."""
 _THE_TRAINERS: Final = ("accelerator", "parallel_devices")
-"""Those that the Trainer sets by itself."""
+"""The options that the Trainer sets by itself."""
 
 _NOT_OURS: Final = {
     "find_unused_parameters": "unused parameters need no search here: leave the option out",

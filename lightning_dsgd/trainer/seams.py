@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 _NEVER_AGAIN: Final = 1 << 40
-"""Epochs."""
+"""More epochs than any training has."""
 
 # ---- the Trainer ----
 

@@ -24,7 +24,7 @@ from lightning_dsgd.timeline.recorder import ALL, DEFAULT_MB, Recorder
 from lightning_dsgd.trainer import seams
 
 _MOST_SPANS: Final = 200_000
-"""In the page that a W&B run gets."""
+"""The most spans in the page that a W&B run gets."""
 
 
 class StepTrace(pl.Callback):
@@ -48,7 +48,7 @@ class StepTrace(pl.Callback):
     Args:
         folder: where the ranks' files are put; on several nodes, a folder that all of them see, or
             one on each, whose files you collect
-        max_mb: of a rank's file; about 5,000 steps a MB
+        max_mb: the most MB of a rank's file; about 5,000 steps take one
         skip_steps: so many steps at the beginning, which warm up, are not recorded
     """
 
