@@ -38,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Runs one command.
 
     Args:
-        args: what follows the program's name; by default that of this process.  Lightning starts
+        args: what follows the program's name; by default what this process got.  Lightning starts
             the other ranks with the arguments of this process: for several ranks, leave it out.
     """
     if args is None:

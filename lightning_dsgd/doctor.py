@@ -62,7 +62,7 @@ LAUNCHERS: Final = {
 }
 """Which variables a launcher sets: one that is always there, the rank, the number of ranks."""
 _PREFIXES: Final = ("OMPI_", "PMI", "SLURM_", "HYDRA_", "MPI_LOCAL")
-"""Of variables by which an MPI library would take the child for a rank of our own job."""
+"""Prefixes of variables by which an MPI library would take the child for a rank of our own job."""
 
 
 @dataclass(frozen=True)

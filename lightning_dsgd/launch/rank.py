@@ -26,12 +26,12 @@ class Rank:
         self.local = local
         self.num_starts = 0
         self.num_counted = 0
-        """Its starts that count: see the head of `supervisor`."""
+        """The number of starts that count: see the head of `supervisor`."""
         self.process: subprocess.Popen[bytes] | None = None
         self.status: int | None = None
-        """What its newest process has ended with."""
+        """The exit status of its newest process."""
         self.again_at: float | None = None
-        """When it is to be started again."""
+        """When the rank is to be started again."""
         self.log = Path()
         self._shown: IO[bytes] | None = None
 

@@ -57,7 +57,7 @@ _TERM_S: Final = 10.0
 _OTHER_NODES_S: Final = 60.0
 """How long the store waits for the ranks of other nodes to end."""
 _SILENTLY_S: Final = 2.0
-"""How long it does so without a word."""
+"""How long the store waits for them without a word."""
 _STORE_S: Final = 300.0
 
 
@@ -130,7 +130,7 @@ class Supervisor:
         self._max_restarts = max_restarts
         self._ranks = [Rank(local) for local in range(place.ranks)]
         self._node, self._nodes, self._size = place.node, place.nodes, place.ranks
-        """This node, all at the start, and the ranks of each of these."""
+        """The numbers of this node, of the nodes at the start, and of the ranks on each of them."""
         begin = place.node * place.ranks
         self._numbers = range(begin, begin + place.ranks)
         self._signals = 0
@@ -138,13 +138,13 @@ class Supervisor:
         self._register: Register | None = None
         self._has_store = True
         self._training = ""
-        """How it stood when the store said so last."""
+        """How the training stood when the store said so last."""
         self._last_words = ""
-        """Of the last rank that has said why it does not train any more."""
+        """The words of the last rank that has said why it does not train any more."""
         self._judge_at = float("inf")
-        """When to look whether a rank is left that trains."""
+        """When to look whether any rank is left that trains."""
         self._kill_at: list[tuple[float, int]] = []
-        """When which signal is sent to those that have not ended."""
+        """When which signal is sent to the ranks that have not ended."""
 
     def run(self) -> int:
         """Runs until all ranks of this node have ended; returns this process's exit status."""

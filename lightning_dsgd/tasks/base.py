@@ -37,7 +37,7 @@ class Task(LightningModule):
             the end of the training; "inverse_sqrt": with the square root of the steps since warm-up
             began.
         milestones: when to decay, in `schedule_unit`.
-        decay_factor: of each milestone.
+        decay_factor: the factor of each milestone.
         schedule_unit: "epoch" or "step".
     """
 

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_dsgd.tasks.base import Task
 
 State = tuple[Tensor, Tensor]
-"""Of an LSTM."""
+"""The state of an LSTM."""
 
 
 class TMaze:

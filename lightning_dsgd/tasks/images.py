@@ -16,7 +16,7 @@ from lightning_dsgd.tasks.base import Classifier, SplitData
 from lightning_dsgd.tasks.networks import build
 
 CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-"""Of cifar-10-binary.tar.gz, as https://www.cs.toronto.edu/~kriz/cifar.html gives it."""
+"""The checksum of cifar-10-binary.tar.gz on https://www.cs.toronto.edu/~kriz/cifar.html."""
 CIFAR10_RECORD = 1 + 3 * 32 * 32
 """Bytes of an image in CIFAR-10's binary format: the class, then red, green and blue rows."""
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

@@ -168,7 +168,7 @@ class CausalLanguageModel(LanguageModel):
     """Predicts each token from those before it; input and output share their embeddings.
 
     Args:
-        vocab_size: number of tokens; at least that of the data.
+        vocab_size: number of tokens; at least as many as the data has.
         seq_len: the most tokens of a text.
         dim: the size of an embedding.
         depth: number of layers.
@@ -222,7 +222,7 @@ class MaskedLanguageModel(LanguageModel):
     (593,666 of the 133,547,324 parameters of the Ok-Topk paper) are left out.
 
     Args:
-        vocab_size: number of tokens; at least that of the data.
+        vocab_size: number of tokens; at least as many as the data has.
         seq_len: the most tokens of a text.
         dim: the size of an embedding; BERT-base has 768.
         depth: number of layers; BERT-base has 12.

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 class PopSGDSampler(DistributedSampler[int]):
     """Draws the indices of one rank.
 
-    Lightning leaves a DistributedSampler as it is, and tells it when a new epoch begins.
+    Lightning leaves a DistributedSampler in its place, and tells the sampler of every new epoch.
 
     With an odd number of ranks there are as many parts as ranks, half as large, and rank r holds
     the parts r and r + 1: so every sample is still held by two ranks.  What is left over when the
@@ -31,7 +31,7 @@ class PopSGDSampler(DistributedSampler[int]):
         world_size: number of ranks.
         rank: the rank whose indices are drawn.
         mult: passes over its part that a rank makes in an epoch.
-        seed: of the shuffling, the same on all ranks.
+        seed: the seed of the shuffling, the same on all ranks.
     """
 
     def __init__(

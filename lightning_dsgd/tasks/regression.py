@@ -18,7 +18,7 @@ from lightning_dsgd.tasks.base import Batch, Classifier, SplitData, Task
 
 YEAR_FEATURES = 90
 YEAR_TRAIN = 463_715
-"""Rows of YearPredictionMSD.txt to train on, those after it are to test; so its authors say."""
+"""The rows of YearPredictionMSD.txt to train on; its authors say that the others are to test."""
 GISETTE_FEATURES = 5000
 
 

@@ -17,7 +17,7 @@ from torchmetrics.text import WordErrorRate
 from lightning_dsgd.tasks.base import SplitData, Task
 
 LETTERS = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
-"""What a transcript is made of; the first one is CTC's blank."""
+"""The letters of a transcript; the first one is CTC's blank."""
 SAMPLE_RATE = 16_000
 WINDOW, STRIDE = 320, 160
 """Samples of a spectrogram's window (20 ms), and from one window to the next (10 ms)."""

@@ -87,7 +87,7 @@ def read_corpus(path: str | None, max_chars: int | None) -> str:
     if root.is_file():
         files: Iterable[Path] = [root]
     elif root.is_dir():
-        # Of the standard library no subfolders: they hold its tests, and installed packages.
+        # The standard library's subfolders, with its tests and installed packages, are left out.
         found = root.iterdir() if path is None else root.rglob("*")
         files = sorted(file for file in found if file.suffix in (".txt", ".md", ".rst", ".py"))
     else:

@@ -62,8 +62,8 @@ class TranslationData(SplitData):
     Args:
         path: folder with the files train.SOURCE, train.TARGET, val.SOURCE, val.TARGET, test.SOURCE
             and test.TARGET, one sentence a line; None for text that is generated.
-        languages: what these files end in.
-        vocab_size: of the tokenizer that both languages share.
+        languages: the endings of these files.
+        vocab_size: number of tokens; both languages share the tokenizer.
         max_len: tokens of a sentence; longer sentences are left out of the training.
         num_generated: sentences to train on that are generated.
         batch_size: sentences a rank and step.
@@ -167,7 +167,7 @@ class TranslationModel(Task):
     Source, target and output share one embedding.
 
     Args:
-        vocab_size: number of tokens; at least that of the data.
+        vocab_size: number of tokens; at least as many as the data has.
         dim: the size of an embedding; the base model has 512.
         depth: layers of the encoder, and of the decoder; the base model has 6.
         num_heads: the number of attention heads; the base model has 8.

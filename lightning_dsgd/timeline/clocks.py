@@ -17,7 +17,7 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.transport import Transport
 
 _ASK: Final = 8
-"""How often a rank asks."""
+"""The number of times that a rank asks."""
 
 
 def boot_id() -> str:

@@ -37,16 +37,16 @@ from typing import Any, Final
 
 FORMAT: Final = "lightning_dsgd step trace 1"
 ALL: Final = -1
-"""Stands for a rank where a wait was for all of them."""
+"""Stands for a rank where a wait was for all ranks."""
 SHORTEST_S: Final = 20e-6
 """Waits shorter than this are added up in `left_out`."""
 MOST_SPANS: Final = 64
-"""So many waits, and services, of a step are listed; the rest is added up."""
+"""The most waits, and services, of a step that are listed; the rest is added up."""
 FLUSH_S: Final = 1.0
 DEFAULT_MB: Final = 8.0
 
 _REMEMBERED: Final = 64
-"""Waits of a lane, for a training thread that waits for it."""
+"""The number of waits of a lane that are kept, for a training thread that waits for the lane."""
 
 Span = tuple[float, float, int]
 

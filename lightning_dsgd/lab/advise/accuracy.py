@@ -20,9 +20,9 @@ from lightning_dsgd.lab.simulate.recorded import Recorded
 
 FILE: Final = "accuracy.json"
 _SLOW_LINK: Final = 1.0
-"""An all-reduce takes as long as so many steps, or longer."""
+"""A link is slow if an all-reduce takes as long as so many steps, or longer."""
 _HEAVY_TAIL: Final = 3.0
-"""The longest of 200 steps, over the median."""
+"""The tail is heavy if the longest of 200 steps takes so many times the median."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.recorded import Recorded
 
 CLOSE: Final = 0.03
-"""Predictions that differ by less are taken for equal, and measured quality decides."""
+"""Predictions that differ by less are taken as equal, and measured quality decides."""
 _SPARSE_WORK: Final = 8000
-"""Of a sparse strategy so many steps times ranks times ranks are simulated."""
+"""The most steps times ranks times ranks that are simulated of a sparse strategy."""
 _LEAST_STEPS: Final = 6
 _BYTES: Final = 4
 
@@ -124,7 +124,7 @@ def rank(
         except ValueError as error:
             refused[candidate.spec] = str(error)
             continue
-        # Of fewer steps: what share of the bound of just these.
+        # With fewer steps, the share is taken from the bound of just these.
         share = float(done.compute_s.sum(1).max() / done.done_s[:, -1].max())
         if candidate.spec == BOUND:
             bound = done.slowest_steps_per_s

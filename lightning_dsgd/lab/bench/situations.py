@@ -48,4 +48,4 @@ SITUATIONS: Final = {
         "4 of 16 random ranks are 80% of a step late in every step", ranks=16, late=4
     ),
 }
-"""By name."""
+"""The situations by name."""

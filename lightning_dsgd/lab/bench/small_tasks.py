@@ -205,4 +205,4 @@ TASKS: Final = {
     "language": Task(_language_model, _text, _adamw, warmup=0.1, higher_is_better=False),
     "translation": Task(_translator, _translations, _adamw, warmup=0.1, ignored=PAD),
 }
-"""By name: a two-layer network, a residual network with BatchNorm, two Transformers."""
+"""The tasks by name: a two-layer network, a ResNet with BatchNorm, two Transformers."""

@@ -66,9 +66,9 @@ DEFAULTS: Final[dict[str, tuple[int, str]]] = {
     "language": (200, "0.005,0.01,0.02"),
     "translation": (100, "0.01,0.02,0.04"),
 }
-"""By task: the steps, and the grid of learning rates."""
+"""The steps, and the grid of learning rates, of each task."""
 SHARES: Final = (0.99, 1.0)
-"""Of all-reduce's final quality."""
+"""The shares of all-reduce's final quality that are targets."""
 
 Row = dict[str, Any]
 

@@ -30,7 +30,7 @@ from lightning_dsgd.lab.bench.target_cell import Training, bandwidth_bytes_s
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 LEAST_BYTES_S: Final = 5e6
-"""Of a link: slower ones are made up for by more weights."""
+"""The least rate of a link; slower links are made up for by more weights."""
 
 
 def run(cell: Cell, settings: dict[str, Any]) -> Cell:

@@ -21,7 +21,7 @@ T = TypeVar("T", int, float)
 
 FORMATS: Final = {"html": ".html", "svg": ".svg", "perfetto": ".json"}
 _MOST_SPANS: Final = {"html": 400_000, "svg": 20_000, "perfetto": 2_000_000}
-"""What a browser still draws at once; of a file for Perfetto, which reads on, what a disk holds."""
+"""The most spans that a browser draws at once; Perfetto reads on, so a disk sets its limit."""
 
 
 def main(argv: list[str] | None = None) -> None:

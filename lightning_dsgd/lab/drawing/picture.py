@@ -11,8 +11,8 @@ from typing import Final
 from lightning_dsgd.lab.drawing.spans import NOBODY, Lane, Span, lanes, union
 from lightning_dsgd.timeline.trace import Trace, missing_ranks, read_folder
 
-# Of Okabe and Ito's colours, which the colour-blind tell apart; computation is pale, as it is what
-# should be everywhere.
+# Okabe and Ito chose these colours, which the colour-blind tell apart; computation is pale, as
+# computing is what a rank should do.
 COLOURS: Final = {
     "compute": "#a6cee9",
     "late wait": "#d55e00",

@@ -19,7 +19,7 @@ KINDS: Final = ("compute", "fetch", "wait", "exchange", "evaluate", "serve", "la
 """What a rank does; the last two happen beside the others."""
 NOBODY: Final = -1
 _CLOCKS_DIFFER_S: Final = 5e-4
-"""By so much at most, between nodes."""
+"""The most by which clocks differ between nodes."""
 
 
 @dataclass(frozen=True)

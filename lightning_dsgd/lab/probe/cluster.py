@@ -31,19 +31,19 @@ class Processor:
     """Says what one core takes for its part in communication, in seconds.
 
     Args:
-        send_s: for a message, whatever its length, all threads of the process together
-        send_s_per_byte: for each byte of it
-        receive_s: for a message that arrives
-        receive_s_per_byte: for each byte of it
+        send_s: to send a message, whatever its length, all threads of the process together
+        send_s_per_byte: to send each byte of a message
+        receive_s: to receive a message
+        receive_s_per_byte: to receive each byte of a message
         add_s_per_byte: to add what has arrived to a sum, in memory
-        copy_s_per_byte: to copy it
-        topk_s: for an exact top-k, for each element it is taken from
+        copy_s_per_byte: to copy what has arrived
+        topk_s: to take an exact top-k, for each element from which it is taken
         threshold_s: to accumulate and select by a known threshold, for each element
         unpack_s_per_byte: to unpack selected entries, and add them to a sum
-        sparse_s: by the name of a sparse strategy: what its own code takes in a step, besides
+        sparse_s: by the name of a sparse strategy: the time of its own code in a step, besides
             sending and unpacking, whatever the length of the gradient, and for each element of it;
             empty where ranks do not compute on processors
-        dense_s_per_byte: by the name of another strategy: what it does with the numbers that it
+        dense_s_per_byte: by the name of another strategy: the time for the numbers that it
             receives, besides receiving, for each byte of them
     """
 

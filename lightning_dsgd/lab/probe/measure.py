@@ -29,7 +29,7 @@ from lightning_dsgd.timeline.clocks import boot_id
 from lightning_dsgd.transport import Transport
 
 MOST_PAIRS: Final = 6
-"""Of each kind: inside a node, and between nodes."""
+"""The most pairs of each kind: inside a node, and between nodes."""
 _PINGS: Final = 30
 _MESSAGE_S: Final = 0.25
 """How long a large message should take that measures the bandwidth."""
@@ -49,9 +49,9 @@ _DENSE: Final = (
 _LEAST_DENSE: Final = 10_000
 _MOST_DENSE: Final = 1_000_000
 _DENSE_S: Final = 0.05
-"""How long a message of theirs may take."""
+"""How long a message of a dense strategy may take."""
 _STEPS: Final = 8
-"""As many as `local_sgd` makes from one average to the next."""
+"""The number of steps that `local_sgd` makes from one average to the next."""
 _PAUSE_S: Final = 0.05
 _WARM_UP: Final = 3
 

@@ -14,7 +14,7 @@ from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import run
 
 _DDP: Final = "ddp"
-"""Lightning's own, which is predicted by the all-reduce."""
+"""The name of Lightning's own strategy, which is predicted by the all-reduce."""
 
 
 def check(

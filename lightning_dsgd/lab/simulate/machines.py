@@ -126,7 +126,7 @@ def probed(
 
     Args:
         cluster: what was measured
-        num_params: of the model, in fp32
+        num_params: parameters of the model, in fp32
         compute_s: computation of a step
         recorded: step times in place of that
     """
@@ -273,4 +273,4 @@ MACHINES: Final = {
     "emulated-1gbit": EMULATED,
     "emulated-10gbit": replace(EMULATED, bandwidth_bytes_s=10e9 / 8),
 }
-"""What `--profile` takes."""
+"""The machines that `--profile` takes."""

@@ -112,7 +112,7 @@ def run(
         num_steps: the number of steps of each rank
         seed: the seed of the step times and of the stragglers
         trace: a folder for what each rank did, as `StepTrace` records it
-        on_step: is called after each step of each rank, for whoever shows how far it is
+        on_step: is called after each step of each rank, to show how far the run is
 
     Raises:
         ValueError: for names and hyperparameters that cannot work

@@ -17,9 +17,9 @@ from typing import Final
 from lightning_dsgd.timeline.trace import missing_ranks, read_folder
 
 LEAST_STEPS: Final = 5
-"""Of every rank; the first, which warms up, is left out."""
+"""The least steps of every rank; the first, which warms up, is left out."""
 _SLOW: Final = 1.3
-"""A rank's mean step, over the median of the ranks' means."""
+"""A rank is slow if its mean step is so many times the median of the ranks' means."""
 
 
 @dataclass(frozen=True)
