@@ -170,7 +170,7 @@ class FlatParameters:
                 parameter.grad = view
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a tensor laid out like x, one per parameter, with its shape and strides."""
+        """Returns views of a tensor laid out like x, one per parameter, with shape and strides."""
         parts = flat.split_with_sizes(self._split)[::2]
         return [place.view(part) for place, part in zip(self._places, parts, strict=True)]
 
@@ -183,7 +183,7 @@ class FlatParameters:
         return spans
 
     def is_intact(self) -> bool:
-        """Whether all parameters still are views of x: same memory, shape and strides.
+        """Returns whether all parameters still are views of x: same memory, shape and strides.
 
         Takes a microsecond a parameter and never waits for a GPU: cheap enough for every step.
         """
@@ -241,7 +241,7 @@ class Whole:
     """Lays a module's replica out on this rank alone."""
 
     def flatten(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[FlatParameters]:
-        """See `flatten`."""
+        """Moves parameters into flat tensors; see `flatten`."""
         return flatten(named_parameters)
 
     def local(self, tensor: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class Replica:
             part.kept.begin(part.x)
 
     def _untrained(self) -> list[Tensor]:
-        """The parameters that no optimizer trains, without their gradients' history."""
+        """Returns the parameters that no optimizer trains, without their gradients' history."""
         self._layout.reshard()
         inside = {p for part in self.parts for p in part.weights.parameters}
         others = [p for p in self.module.parameters() if p not in inside]

@@ -85,7 +85,7 @@ class ChangingSession(SurvivingSession[TrainingT]):
         self._change_replica(view)
 
     def _change_replica(self, view: View, old: Transport | None = None, giver: int = -1) -> None:
-        """See `SurvivingReplica.change_view`."""
+        """Has the replica go on among a view's ranks; see `SurvivingReplica.change_view`."""
         net = view.sub("replica")
         if self._at_first is None:
             self.replica.change_view(net, old, giver)

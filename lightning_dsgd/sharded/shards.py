@@ -57,7 +57,7 @@ class Shards(Whole):
         self.is_alias = found is not None
 
     def flatten(self, named_parameters: Iterable[tuple[str, Parameter]]) -> list[FlatParameters]:
-        """See `flat.flatten`."""
+        """Moves shards into flat tensors; see `flat.flatten`."""
         groups: dict[Any, dict[Parameter, str]] = {}
         named = {parameter: name for name, parameter in named_parameters}
         check_parameters({local(parameter): name for parameter, name in named.items()})
@@ -69,7 +69,7 @@ class Shards(Whole):
         return [made(list(g.values()), list(g), self._fsdp_params) for g in groups.values()]
 
     def local(self, tensor: Tensor) -> Tensor:
-        """See `local`."""
+        """Returns this rank's share of a tensor; see `local`."""
         return local(tensor)
 
     def reshard(self) -> None:
