@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_dsgd.transport import Transport
 
 _LARGEST: Final = 1 << 40
-"""The tag of the messages of `largest`, which no algorithm uses otherwise."""
+"""The tag of the messages of `largest`, which no algorithm uses."""
 
 
 def average(net: Transport, x: Tensor) -> None:
@@ -21,16 +21,16 @@ def average(net: Transport, x: Tensor) -> None:
 
 
 def num_active(net: Transport, *, active: bool, counts: Tensor | None = None) -> int:
-    """How many ranks are still stepping.
+    """Returns how many ranks are still stepping.
 
     A rank that has stopped keeps calling this in `settle`, so every round of a synchronous
     algorithm begins with it: the ranks that go on learn who does, those that stopped learn whether
     to go on serving.
 
     Args:
-        net: of all ranks
-        active: whether this one is stepping
-        counts: `Conditions.gradient_counts`, summed in place over those that are stepping
+        net: a network of all ranks
+        active: whether this rank is stepping
+        counts: `Conditions.gradient_counts`, summed in place over the ranks that are stepping
     """
     flags = torch.tensor([int(active)])
     if counts is not None:
@@ -42,10 +42,10 @@ def num_active(net: Transport, *, active: bool, counts: Tensor | None = None) ->
 
 
 def largest(net: Transport, *values: int) -> list[int]:
-    """Of each value, the largest that any rank has; log2 P messages a rank.
+    """Returns the largest of each value on any rank; every rank sends log2 P messages.
 
-    By dissemination, as in a barrier, which it also is: after step s each rank knows the largest of
-    2^s ranks before it, itself included.
+    Values spread by dissemination, as in a barrier; the call is also a barrier.  After step s each
+    rank knows the largest of 2^s ranks before it, itself included.
     """
     most, distance = torch.tensor(values, dtype=torch.int64), 1
     while distance < net.world_size:
@@ -57,10 +57,10 @@ def largest(net: Transport, *values: int) -> list[int]:
 
 
 def take_over_newest(net: Transport, x: Tensor, step: int) -> int:
-    """Gives every rank the weights of the one that has made the most steps, and tells how many.
+    """Gives every rank the weights of the rank with the most steps; returns their number.
 
-    Where all ranks hold the same weights as long as they step, this brings those along that stopped
-    before the others.
+    For strategies whose ranks hold the same weights as long as they step: ranks that stopped
+    before the others get the weights of these.
     """
     newest, most, fewest = _newest(net, step)
     if most != fewest:
@@ -69,25 +69,25 @@ def take_over_newest(net: Transport, x: Tensor, step: int) -> int:
 
 
 def give_newest(net: Transport, x: Tensor, step: int) -> None:
-    """The same, but also where all have made as many."""
+    """Does what `take_over_newest` does, but also where all have made as many steps."""
     net.broadcast(x, _newest(net, step)[0]).wait()
 
 
 def _newest(net: Transport, step: int) -> tuple[int, int, int]:
-    """The first rank of those that have made the most steps, how many, and the fewest of any."""
+    """Returns the first rank with the most steps, how many it has made, and the fewest of any."""
     size = net.world_size
     first, minus_fewest = largest(net, step * size + size - 1 - net.rank, -step)
     return size - 1 - first % size, first // size, -minus_fewest
 
 
 def everyones(net: Transport, text: str) -> list[str]:
-    """The texts of all ranks."""
+    """Returns the texts of all ranks, in the order of the ranks."""
     mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
     return [bytes(theirs.tolist()).decode() for theirs in net.all_gather(mine).wait()]
 
 
 def by_rank(values: Sequence[str]) -> str:
-    """Which ranks have what: "this on ranks 0 and 2, that on rank 1"."""
+    """Says which ranks have what: "this on ranks 0 and 2, that on rank 1"."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -101,7 +101,7 @@ def refuse_unless_alike(net: Transport, mine: str, must: str, way_out: str) -> N
     """Raises `ValueError`, on every rank, unless `mine` is the same text on all.
 
     Args:
-        net: of all ranks
+        net: a network of all ranks
         mine: what this rank has
         must: what has to be the same
         way_out: what to do about it

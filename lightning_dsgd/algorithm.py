@@ -32,7 +32,7 @@ class Profile:
         with_whom: with which ranks
         sends: bytes that a rank sends per step
         memory: memory that a rank needs in addition to plain training
-        suits: which situation it is for
+        suits: the situation that it is for
     """
 
     when: str
@@ -64,17 +64,17 @@ PLAIN: Final = Conditions()
 
 
 class Algorithm:
-    """One rank's part in the training of one flat tensor.
+    """What one rank does to train one flat tensor together with the other ranks.
 
     Subclasses are dataclasses whose fields are the hyperparameters; all other state is made in
     `start`.  A step may change x and g in place.
     """
 
     name: ClassVar[str]
-    """What `Trainer(strategy=...)` calls it."""
+    """The name that `Trainer(strategy=...)` takes."""
 
     profile: ClassVar[Profile | None] = None
-    """For the table of strategies."""
+    """The algorithm's row in the table of strategies."""
 
     uses_gradient: ClassVar[bool] = False
     """Whether `before_update` needs g; if not, no gradient is gathered, and g is empty."""
@@ -83,8 +83,8 @@ class Algorithm:
     """Whether every rank waits for every other in every step."""
 
     counts_gradients: ClassVar[bool] = False
-    """Whether it hands `Conditions.gradient_counts` to `num_active` in every round, so that ranks
-    in lockstep agree on which parameters the optimizer steps.
+    """Whether the algorithm hands `Conditions.gradient_counts` to `num_active` in every round, so
+    that ranks in lockstep agree on which parameters the optimizer steps.
     """
 
     keeps_updates: ClassVar[bool] = True
@@ -95,8 +95,8 @@ class Algorithm:
     """
 
     holds_back: ClassVar[bool] = False
-    """Whether it keeps what is to be applied later, which a resume with another number of ranks is
-    to `carry_over`.
+    """Whether the algorithm keeps what it will apply later, which a resume with another number of
+    ranks has to `carry_over`.
     """
 
     follows_time: ClassVar[bool] = True
@@ -111,7 +111,7 @@ class Algorithm:
     def team_size(self) -> int:
         """How many consecutive ranks make their steps together, with the mean of their gradients.
 
-        One that has run out of data takes over the steps of the others.
+        A rank that has run out of data takes over the steps of the others.
         """
         return self.net.world_size if self.lockstep and self.uses_gradient else 1
 
@@ -122,18 +122,18 @@ class Algorithm:
 
     @property
     def scales_steps(self) -> bool:
-        """Whether who drives it scales the optimizer's steps: see `primitives.step_scaling`."""
+        """Whether the optimizer's steps are to be scaled: see `primitives.step_scaling`."""
         return bool(getattr(self, "scale_steps", False))
 
     def hyperparameters(self) -> dict[str, Any]:
-        """The fields of the dataclass."""
+        """Returns the names and the values of the dataclass's fields."""
         return {name: getattr(self, name) for name in hyperparameters.names(self)}
 
     def check_hyperparameters(self) -> None:
         """Raises `ValueError` for hyperparameters that can work with no number of ranks.
 
-        A strategy asks for it when it is made, before there are ranks.  Here each field's own rule;
-        algorithms add what concerns several.
+        A strategy calls this when it is made, before there are ranks.  Each field has its own rule;
+        algorithms add rules for several fields.
         """
         hyperparameters.check(self)
         if self.scales_steps and self.uses_gradient:
@@ -146,7 +146,7 @@ class Algorithm:
     def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
         """Raises `ValueError` for hyperparameters that cannot work with so many ranks.
 
-        Before the first message.
+        `start` calls this before the first message.
         """
         self.check_hyperparameters()
 
@@ -157,29 +157,29 @@ class Algorithm:
         self.conditions = conditions
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        """Gradients are ready, the optimizer has not stepped yet."""
+        """Is called when gradients are ready and the optimizer has not stepped yet."""
 
     def after_update(self, x: Tensor) -> None:
-        """The optimizer has stepped."""
+        """Is called when the optimizer has stepped."""
 
     def settle(self, x: Tensor) -> None:
-        """Takes part in what the others still do until every rank has come here.
+        """Takes part in what the other ranks still do until every rank has come here.
 
-        Ranks stop to step at different times, to evaluate, to save or because they ran out of data.
+        Ranks stop stepping at different times: to evaluate, to save, or because data ran out.
         After this call nothing is in flight and every rank stands at the same point.
         """
 
     def consensus(self, x: Tensor) -> Tensor:
-        """The weights to evaluate and to save, the same on all ranks; every rank has settled."""
+        """Returns the weights to evaluate and save, the same on all ranks, which have settled."""
         mean = x.clone()
         average(self.net, mean)
         return mean
 
     def held_back(self) -> Tensor | None:
-        """All gradients that have not been applied, for the optimizer; None: there are none.
+        """Returns all gradients that have not been applied yet; None: there are none.
 
-        Of all ranks, the same on each; at the end of training, before `finish`.  Changes nothing,
-        so it may be called again after a loss.
+        The optimizer applies them at the end of training, before `finish`.  They are those of all
+        ranks, and the same on each.  The call changes nothing, so it may be repeated after a loss.
         """
         return None
 
@@ -189,34 +189,34 @@ class Algorithm:
         self.stop()
 
     def stop(self) -> None:
-        """Ends lanes; also called when training failed.  Never waits for another rank."""
+        """Ends all lanes, also when training failed.  Never waits for another rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that an exact resume needs besides x: tensors and plain values."""
+        """Returns all that an exact resume needs besides x: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave, after `start`."""
+        """Takes over what `state_dict` has returned, after `start`."""
 
     def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
-        """Takes over what `state_dict` gave and does not depend on the ranks.
+        """Takes over all of a state that does not depend on which ranks there are.
 
-        After `start`, among other ranks than before: where one is lost or joins, this rank's own
-        state; where it `holds_back`, and training goes on from a checkpoint of another number of
-        ranks, the states of none, one or several of these.
+        It is called after `start`, among other ranks than before.  Where a rank is lost or joins,
+        `state` is this rank's own.  Where the algorithm `holds_back`, and training goes on from a
+        checkpoint of another number of ranks, a rank takes over the states of none, one or several.
 
         Args:
-            state: of one rank
-            num_ranks: of how many ranks states are carried over, here and elsewhere: the mean over
-                these of what they have held back is to be the mean over all ranks
+            state: what `state_dict` has returned on one rank
+            num_ranks: how many ranks' states are carried over, here and elsewhere: the mean of what
+                these have held back is to be the mean over all ranks
         """
 
     def measure_kept(self) -> None:
-        """Measures, on all ranks together at a consensus, what `metrics` has as `updates_kept`.
+        """Measures the `updates_kept` of `metrics`, on all ranks together at a consensus.
 
-        For algorithms of which gradients are to be counted, and not the updates made of them.
+        An algorithm has one if its gradients are to be counted, and not the updates made of them.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the algorithm itself, to be logged as `dsgd/...`."""
+        """Returns figures of the algorithm itself, to be logged as `dsgd/...`."""
         return {}

@@ -1,4 +1,4 @@
-"""Has a module imported once a package is, whoever imports that.
+"""Imports a module right after a package has been imported, whoever imports the package.
 
 `import lightning_dsgd` loads neither of Lightning's packages: each takes seconds.  The strategies'
 names are registered right after a script, or another library, has imported one of them.
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def when_imported(package: str, module: str) -> None:
-    """Imports a module once this package has been imported: now, if it has been already."""
+    """Imports `module` once `package` has been imported: now, if it has been already."""
     if package in sys.modules:
         importlib.import_module(module)
     else:
@@ -24,7 +24,7 @@ def when_imported(package: str, module: str) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Waits in `sys.meta_path` until its package is looked for, then leaves."""
+    """A finder that waits in `sys.meta_path` until its package is looked for, then leaves."""
 
     def __init__(self, package: str, module: str) -> None:
         self._package = package
@@ -41,7 +41,7 @@ class _Watch(MetaPathFinder):
 
 
 class _ThenImport(Loader):
-    """Loads as another loader does, gives the module back to that one; imports ours after it."""
+    """A loader that loads a package as another loader does, and then imports our module."""
 
     def __init__(self, loader: Loader, module: str) -> None:
         self._loader = loader

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 _SMALLEST_BYTES: Final = 1 << 22
-"""Less than that the allocator keeps."""
-_STEP: Final = 1 << 20  # pieces are of multiples of it
+"""The allocator keeps smaller pieces itself."""
+_STEP: Final = 1 << 20  # the size of a piece is a multiple of it
 
 _lock: Final = threading.RLock()
 _pieces: Final[list[mmap.mmap]] = []
@@ -35,7 +35,7 @@ os.register_at_fork(
 
 
 def buffer(numel: int, dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU, of any contents."""
+    """Returns a tensor on the CPU, of any contents."""
     nbytes = numel * dtype.itemsize
     if nbytes < _SMALLEST_BYTES:
         return torch.empty(numel, dtype=dtype)
@@ -43,14 +43,14 @@ def buffer(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def copy_of(x: Tensor) -> Tensor:
-    """A copy of a tensor on the CPU."""
+    """Returns a copy of `x` on the CPU."""
     return buffer(len(x), x.dtype).copy_(x)
 
 
 def _piece(nbytes: int) -> mmap.mmap:
-    """One that is free and not much too large, else a new one; then the free ones go.
+    """Returns a free piece that is not much too large, or else a new one, and drops the free ones.
 
-    Otherwise pieces of sizes that nobody asks for any more would stay for ever.
+    If they were kept, pieces of sizes that nobody asks for any more would stay for ever.
     """
     with _lock:
         free = [i for i in range(len(_pieces)) if sys.getrefcount(_pieces[i]) == 2]

@@ -1,6 +1,6 @@
 """The table of strategies, for the command line and the documents: one row per algorithm.
 
-What it does is the first line of the algorithm's docstring; the rest comes from its `Profile`.
+The first line of an algorithm's docstring says what it does; the other cells are its `Profile`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LEGEND: Final = (
     "rank, in addition to plain training."
 )
 _NOT_SAID: Final = Profile("-", "-", "-", "-", "-")
-"""For an algorithm of another package that has no profile."""
+"""The profile of an algorithm of another package that has none."""
 _SHARES: Final = (0, 26, 17, 17, 18, 17, 25)
-"""Share of each column in the width that the names leave."""
+"""Each column's share of the width that the names leave."""
 
 
 def row(algorithm: type[Algorithm]) -> tuple[str, ...]:
-    """The cells of one algorithm, in the order of `COLUMNS`."""
+    """Returns the cells of one algorithm, in the order of `COLUMNS`."""
     profile, text = algorithm.profile or _NOT_SAID, inspect.getdoc(algorithm) or ""
     what = " ".join(text.partition("\n\n")[0].split()).rstrip(".")
     return (
@@ -48,7 +48,7 @@ def row(algorithm: type[Algorithm]) -> tuple[str, ...]:
 
 
 def table() -> str:
-    """The table for a terminal, as wide as the terminal."""
+    """Returns the table for a terminal, as wide as the terminal."""
     rows = [row(algorithm) for algorithm in ALGORITHMS.values()]
     name_width = max(len(name) for name, *_ in rows)
     spare = max(shutil.get_terminal_size((150, 24)).columns, 100) - name_width - 2 * len(COLUMNS)
@@ -70,11 +70,11 @@ def table() -> str:
 
 
 def markdown(pages: str, columns: tuple[str, ...] = COLUMNS) -> str:
-    """The table for a document.
+    """Returns the table for a document.
 
     Args:
         pages: the folder with the algorithms' pages, for the links
-        columns: which of `COLUMNS` it has
+        columns: which of `COLUMNS` the table has
     """
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for algorithm in ALGORITHMS.values():
@@ -87,7 +87,7 @@ def markdown(pages: str, columns: tuple[str, ...] = COLUMNS) -> str:
 
 
 def describe(name: str) -> str:
-    """One strategy: how to create it, its hyperparameters, and its module's docstring."""
+    """Describes a strategy: how to create it, its hyperparameters, its module's docstring."""
     algorithm = hyperparameters.strategy_called(name, ALGORITHMS)
     arguments = hyperparameters.arguments(algorithm)
     defaults = (f"{f.name}={f.default!r}" for f in fields(algorithm))  # type: ignore[arg-type]

@@ -2,8 +2,8 @@
 
 A `Port` is what threads and messages need of one device:
 
-    enter                  this thread works on the device: its first call to it, as any other
-                           call would go to, and make a context on, the device of index 0
+    enter                  this thread works on the device; without it, a call of the thread goes
+                           to the device of index 0, and makes a context there
     current, new, using    streams: what this thread queues goes onto its current one
     mark                   a point in the current stream, which passes once all before it is done
     pinned, copy           host memory that copies run to and from beside everything else
@@ -43,22 +43,22 @@ _SHORTEST_PAUSE_S: Final = 20e-6
 _LONGEST_PAUSE_S: Final = 1e-3
 
 COLLECTIVES: Final = {"cuda": "nccl", "xpu": "xccl"}
-"""What sums tensors of all ranks, for each type of device that has such a library."""
+"""The library that sums tensors of all ranks, for each type of device that has one."""
 
 T = TypeVar("T")
 _TIMED_CYCLES: Final = 100_000_000
-"""About 50 ms."""
+"""The kernel that spins takes about 50 ms for so many."""
 
 
 class Mark(Protocol):
-    """A point in a stream."""
+    """A point in a stream of work on a device."""
 
     def has_passed(self) -> bool:
-        """Whether all that was queued before it is done; never blocks."""
+        """Returns whether all that was queued before the mark is done; never blocks."""
         ...
 
     def hold(self) -> None:
-        """What this thread queues from now on runs after it; never blocks."""
+        """Has all that this thread queues from now on run after the mark; never blocks."""
         ...
 
 
@@ -79,53 +79,56 @@ class Port(Protocol):
     device: torch.device
 
     def enter(self) -> None:
-        """This thread works on the device from now on."""
+        """Has this thread work on the device from now on."""
         ...
 
     def current(self) -> Any:
-        """The stream that this thread queues onto."""
+        """Returns the stream that this thread queues onto."""
         ...
 
     def new(self) -> Any:
-        """Another stream."""
+        """Returns a new stream."""
         ...
 
     def side(self) -> Any:
-        """This thread's stream for copies beside what it computes."""
+        """Returns this thread's stream for copies beside what the thread computes."""
         ...
 
     def using(self, stream: Any) -> AbstractContextManager[None]:
-        """What this thread queues within goes onto that stream."""
+        """Has this thread queue onto that stream within the block."""
         ...
 
     def mark(self) -> Mark:
-        """Where the current stream is now."""
+        """Returns a mark at the present end of the current stream."""
         ...
 
     def keep(self, x: Tensor) -> None:
-        """Its memory, of another stream, is not used again before what is queued here is done."""
+        """Keeps the memory of `x`, made on another stream, until what is queued here is done."""
         ...
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory of any contents."""
+        """Returns a tensor in pinned memory of the host, of any contents."""
         ...
 
     def is_pinned(self, x: Tensor) -> bool:
-        """Whether a tensor in the host's memory is in such memory."""
+        """Returns whether a tensor in the host's memory lies in pinned memory."""
         ...
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Queues a copy from or to pinned memory; both must stay as they are until it is done."""
+        """Queues a copy from or to pinned memory; neither tensor may change until it is done."""
         ...
 
     def finish(self) -> None:
-        """Waits, without a limit, until all that was queued is done: for who measures time."""
+        """Waits, without a limit, until all queued work is done: for whoever measures time."""
         ...
 
     def spin(self, seconds: float) -> None:
-        """Queues a kernel that takes so long and computes nothing; raises `ValueError` without one.
+        """Queues a kernel that runs for `seconds` and computes nothing.
 
         The first call may wait for the device, to find out how fast it is.
+
+        Raises:
+            ValueError: if the device has no such kernel
         """
         ...
 
@@ -143,41 +146,41 @@ class Host:
     device = torch.device("cpu")
 
     def enter(self) -> None:
-        """There is one."""
+        """Does nothing: every thread works on the CPU."""
 
     def current(self) -> None:
-        """There are no streams."""
+        """Returns None: the CPU has no streams."""
 
     new = side = current
 
     def using(self, stream: Any) -> AbstractContextManager[None]:
-        """As always."""
+        """Returns a context that changes nothing."""
         return contextlib.nullcontext()
 
     def mark(self) -> Mark:
-        """One that has passed."""
+        """Returns a mark that has passed."""
         return PASSED
 
     def keep(self, x: Tensor) -> None:
-        """It is."""
+        """Does nothing: work on the CPU is done before its memory is freed."""
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Of the pool."""
+        """Returns a tensor from the pool of `buffers`."""
         return buffer(numel, dtype)
 
     def is_pinned(self, x: Tensor) -> bool:
-        """Nothing needs to be."""
+        """Returns True: the CPU copies from any of its memory."""
         return True
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """At once."""
+        """Copies at once."""
         into.copy_(source)
 
     def finish(self) -> None:
-        """It is."""
+        """Does nothing: all queued work is done."""
 
     def spin(self, seconds: float) -> None:
-        """There are no kernels."""
+        """Raises `ValueError`: the CPU runs no kernels."""
         raise ValueError(_no_spin(self.device))
 
 
@@ -185,7 +188,7 @@ HOST: Final[Port] = Host()
 
 
 class _Event:
-    """A mark; its stream's port."""
+    """A mark that is an event in the current stream of a port."""
 
     def __init__(self, port: Accelerator) -> None:
         self._port = port
@@ -215,22 +218,22 @@ class Accelerator:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self._of_thread = threading.local()
-        self._cycles_per_s = 0.0  # of a kernel that spins; 0: not measured yet
+        self._cycles_per_s = 0.0  # cycles of a kernel that spins; 0: not measured yet
 
     def enter(self) -> None:
-        """Selects it."""
+        """Selects the device for this thread."""
         torch.accelerator.set_device_index(self.device.index)
 
     def current(self) -> torch.Stream:
-        """By default the one that all threads share."""
+        """Returns this thread's stream; by default all threads share one."""
         return torch.accelerator.current_stream(self.device)
 
     def new(self) -> torch.Stream:
-        """Of torch's pool."""
+        """Returns a stream from torch's pool."""
         return torch.Stream(self.device)
 
     def side(self) -> torch.Stream:
-        """Made when it is first asked for."""
+        """Returns this thread's side stream, which the first call makes."""
         if not hasattr(self._of_thread, "side"):
             self._of_thread.side = self.new()
         side: torch.Stream = self._of_thread.side
@@ -238,7 +241,7 @@ class Accelerator:
 
     @contextlib.contextmanager
     def using(self, stream: torch.Stream) -> Iterator[None]:
-        """As `torch.Stream` does."""
+        """Makes the stream the current one within the block."""
         before = self.current()
         torch.accelerator.set_stream(stream)
         try:
@@ -247,31 +250,31 @@ class Accelerator:
             torch.accelerator.set_stream(before)
 
     def mark(self) -> Mark:
-        """An event."""
+        """Returns a mark that is an event."""
         return _Event(self)
 
     def keep(self, x: Tensor) -> None:
-        """Tells torch's allocator."""
+        """Tells torch's allocator that the current stream uses the tensor."""
         x.record_stream(self.current())
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Of torch's pool of it."""
+        """Returns a tensor from torch's pool of pinned memory."""
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def is_pinned(self, x: Tensor) -> bool:
-        """Asks the driver."""
+        """Asks the driver whether the tensor's memory is pinned."""
         return x.is_pinned()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Does not wait for it."""
+        """Queues the copy, and does not wait for it."""
         into.copy_(source, non_blocking=True)
 
     def finish(self) -> None:
-        """Of all streams."""
+        """Waits until all streams of the device are done."""
         torch.accelerator.synchronize(self.device)
 
     def spin(self, seconds: float) -> None:
-        """By torch's kernel that counts cycles: 100 million of them are timed at the first call."""
+        """Queues torch's kernel that counts cycles; the first call times 100 million of them."""
         if self.device.type != "cuda":
             raise ValueError(_no_spin(self.device))
         if not self._cycles_per_s:
@@ -294,12 +297,12 @@ _ports: Final[dict[torch.device, Port]] = {}
 
 
 def register(device_type: str, factory: Callable[[torch.device], Port]) -> None:
-    """Has `port_of` make the ports of this type of device so."""
+    """Has `port_of` call `factory` to make the port of a device of this type."""
     _factories[device_type] = factory
 
 
 def port_of(device: torch.device) -> Port:
-    """The port of a device; one for the whole process."""
+    """Returns the port of a device; the whole process has one for each device."""
     if device not in _ports:
         port = _factories.get(device.type, Accelerator)(device)
         _ports[device] = _ports.setdefault(port.device, port)
@@ -307,29 +310,29 @@ def port_of(device: torch.device) -> Port:
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Whether its memory is the CPU's."""
+    """Returns whether the memory of `x` is the CPU's."""
     return x.device.type == "cpu"
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether Triton has kernels for where it lies, and is there."""
+    """Returns whether Triton is installed and has kernels for the device of `x`."""
     return x.device.type in COLLECTIVES and importlib.util.find_spec("triton") is not None
 
 
 def has_doubles(device: torch.device) -> bool:
-    """Whether it surely computes with 64 bits: not all of Intel's do."""
+    """Returns whether the device surely computes with 64 bits: not all of Intel's do."""
     return device.type not in ("mps", "xpu")
 
 
 @contextlib.contextmanager
 def selected(device: torch.device) -> Iterator[None]:
-    """This thread works on the device within."""
+    """Has this thread work on the device within the block."""
     with torch.accelerator.device_index(device.index):
         yield
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
-    """A tensor of a few integers of 64 bits; unlike `torch.tensor`, it waits for no device."""
+    """Returns a few integers of 64 bits; unlike `torch.tensor`, waits for no device."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.int64)
     x = torch.empty(len(values), dtype=torch.int64, device=device)
@@ -344,10 +347,11 @@ def integers(values: Sequence[int], device: torch.device) -> Tensor:
 class StreamLock:
     """A lock for tensors that threads with streams of their own change in turn.
 
-    Who takes it has its stream wait for what its last holder has queued; the host does not.
+    The stream of the thread that takes the lock waits for what the last holder has queued; the
+    host does not wait.
 
     Args:
-        x: on the device
+        x: a tensor on the device
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -370,10 +374,10 @@ class StreamLock:
 
 
 def until(condition: Callable[[], bool], limit_s: float, check: Callable[[], None]) -> bool:
-    """Waits until it holds, for so long at most; whether it does.
+    """Waits until `condition` holds, for `limit_s` at most; returns whether it holds.
 
     Args:
-        condition: asked again and again, more seldom the longer it takes
+        condition: is asked again and again, more seldom the longer it takes
         limit_s: may be infinite
         check: raises what else ends the wait
     """
@@ -391,17 +395,17 @@ def until(condition: Callable[[], bool], limit_s: float, check: Callable[[], Non
 
 
 def backend_for(device: torch.device) -> str:
-    """The library that sums tensors of all ranks there."""
+    """Returns the name of the library that sums tensors of all ranks on that device."""
     return COLLECTIVES.get(device.type, "gloo")
 
 
 def name_of(device: torch.device) -> str:
-    """The product's name, where torch tells it; the type of device elsewhere."""
+    """Returns the product's name, where torch tells it; the type of device elsewhere."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def why_no_devices(device_type: str, count: int) -> str:
-    """Why so many ranks cannot have a device each; empty if they can."""
+    """Returns why so many ranks cannot have a device each; an empty text if they can."""
     found = torch.cuda.device_count() if device_type == "cuda" else count
     if found >= count:
         return ""
@@ -411,7 +415,7 @@ def why_no_devices(device_type: str, count: int) -> str:
 
 
 def seen() -> dict[str, Any]:
-    """The devices that this torch finds, and what it was built for."""
+    """Returns the devices that this torch finds, and what it was built for."""
     count = torch.cuda.device_count()
     return {
         "built_for": torch.version.cuda,
@@ -420,16 +424,16 @@ def seen() -> dict[str, Any]:
 
 
 def nccl_version() -> str:
-    """Of the NCCL that this torch is built with."""
+    """Returns the version of NCCL that this torch is built with."""
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def random_states() -> dict[str, list[Tensor]]:
-    """The states of the devices' generators."""
+    """Returns the states of the devices' random generators."""
     return {"cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Sets them."""
+    """Sets the random generators to what `random_states` has returned."""
     if states["cuda"]:
         torch.cuda.set_rng_state_all(states["cuda"])

@@ -33,10 +33,10 @@ _KINDS: Final[dict[str, tuple[type, str]]] = {
 
 _METADATA: Final = "lightning_dsgd"
 _ALIKE: Final = 0.4
-"""How much of a text must be that of a choice for it to be meant, as `difflib` counts it."""
+"""How like a choice a text must be to be taken for it, as `difflib` counts likeness."""
 
 NAMES_ALIKE: Final = 0.7
-"""The same for names, of which there are more."""
+"""The same for names, of which more are known than choices of a field."""
 
 _PYTHONS: Final = {"True": True, "False": False, "None": None}
 """The words of Python that JSON spells differently."""
@@ -53,31 +53,31 @@ class _Setting:
 
 
 def setting(*, default: Any, doc: str) -> Any:
-    """Any value of the field's type."""
+    """Declares a field that takes any value of its type."""
     return _made(default, _Setting(doc))
 
 
 def at_least(least: float, *, default: Any, doc: str, below: float | None = None) -> Any:
-    """A number that is not smaller; with `below`, smaller than that."""
+    """Declares a number of at least `least` and, if `below` is given, smaller than `below`."""
     words = f" of at least {least}" + ("" if below is None else f" and below {below}")
     in_range = _Setting(doc, words, lambda v: v >= least and (below is None or v < below))
     return _made(default, in_range)
 
 
 def above(limit: float, *, default: Any, doc: str, at_most: float | None = None) -> Any:
-    """A number that is larger; with `at_most`, not larger than that."""
+    """Declares a number above `limit` and, if `at_most` is given, at most that."""
     words = f" above {limit}" + ("" if at_most is None else f" and at most {at_most}")
     in_range = _Setting(doc, words, lambda v: v > limit and (at_most is None or v <= at_most))
     return _made(default, in_range)
 
 
 def one_of(*choices: str, default: Any, doc: str) -> Any:
-    """One of some texts."""
+    """Declares a text that must be one of `choices`."""
     return _made(default, _Setting(doc, "", lambda value: value in choices, choices))
 
 
 def with_default(owner: Any, name: str, default: Any) -> Any:
-    """The field of a base class, with its rule and its text, but another default."""
+    """Declares a field of the base class again, with its rule and text, but another default."""
     [of_base] = (each for each in _own(owner) if each.name == name)
     return _made(default, _setting(of_base))
 
@@ -85,7 +85,7 @@ def with_default(owner: Any, name: str, default: Any) -> Any:
 def check(owner: Any) -> None:
     """Raises `ValueError` for the first field whose value breaks its rule.
 
-    Or is of another type: a command line may have passed text, and "False" is true.
+    A value of another type breaks it too: a command line may pass text, and "False" is true.
     """
     for each in _own(owner):
         value = getattr(owner, each.name)
@@ -97,12 +97,12 @@ def check(owner: Any) -> None:
 
 
 def names(owner: Any) -> list[str]:
-    """Of all fields, in their order."""
+    """Returns the names of all fields, in their order."""
     return [each.name for each in _own(owner)]
 
 
 def arguments(owner: Any) -> str:
-    """The fields as the part "Args:" of a docstring lists them; empty without fields."""
+    """Returns the fields as "Args:" of a docstring lists them; an empty text without fields."""
     lines = []
     for each in _own(owner):
         text = f"{each.name}: {_setting(each).doc}"
@@ -111,9 +111,9 @@ def arguments(owner: Any) -> str:
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """`wagma:overlap=true:grace_s=0.02` as a name and its options.
+    """Splits `wagma:overlap=true:grace_s=0.02` into a name and its options.
 
-    A value is read as JSON or one of Python's words, or is a text where it is none.
+    A value is read as JSON or as one of Python's words; anything else is a text.
     """
     name, *options = text.split(":")
     pairs = (option.partition("=") for option in options)
@@ -121,14 +121,14 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the known one that it is most like, if any."""
+    """Returns the end of an error about an unknown name: the most similar known one, if any."""
     return "".join(
         f"; did you mean {near}?" for near in get_close_matches(name, known, 1, NAMES_ALIKE)
     )
 
 
 def strategy_called(name: str, known: Mapping[str, T]) -> T:
-    """What the name stands for; raises `ValueError` where it is unknown."""
+    """Returns what the name stands for; raises `ValueError` for an unknown name."""
     if name not in known:
         raise ValueError(
             f"the strategy must be one of {', '.join(known)}, got {name!r}"
@@ -160,7 +160,7 @@ def _setting(each: Field[Any]) -> _Setting:
 
 
 def _kinds(each: Field[Any]) -> list[str]:
-    """The names in the annotation: ["int", "None"] of "int | None"."""
+    """Returns the names in the annotation: ["int", "None"] of "int | None"."""
     return getattr(each.type, "__name__", str(each.type)).split(" | ")
 
 
@@ -178,7 +178,7 @@ def _is_allowed(each: Field[Any], value: Any) -> bool:
 
 
 def _meant(each: Field[Any], value: Any) -> Any:
-    """What a text says, or is most like; the default where that cannot be told."""
+    """Returns what a text says, or is most like; the default where that cannot be told."""
     if not isinstance(value, str):
         return each.default
     said = _value(value.lower())

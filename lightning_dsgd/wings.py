@@ -22,7 +22,7 @@ COMMANDS: Final = {
     "advise": "lab.advise.command",
     "timeline": "lab.drawing.command",
 }
-"""The commands of `lightning-dsgd` that a wing carries out, each by the `main` of a module."""
+"""The commands of `lightning-dsgd` that a wing carries out, and the module whose `main` does."""
 
 
 class WingMissing(ImportError):
@@ -30,11 +30,11 @@ class WingMissing(ImportError):
 
 
 def load(module: str, asked_for: str) -> ModuleType:
-    """A module of a wing, or of the core.
+    """Imports and returns a module of a wing, or of the core.
 
     Args:
-        module: its name within the package
-        asked_for: what the user wants of it, for the error
+        module: the module's name within the package
+        asked_for: what the user has asked for, as an error says it
     """
     try:
         return importlib.import_module(f"lightning_dsgd.{module}")
