@@ -52,7 +52,7 @@ from typing import Any
 from lightning_dsgd.transport.contract import Deadlock, LaneStopped, Timeout, TransportError
 
 STACK_BYTES = 1 << 20
-"""Of each thread: as little as torch needs, for 1,024 ranks and their lanes."""
+"""The stack of a thread: as little as torch needs, for 1,024 ranks and their lanes."""
 
 LONGEST_LIST = 40
 """How many lines of a table an error shows."""
@@ -63,7 +63,7 @@ class Killed(BaseException):
 
 
 class Awaited:
-    """What a thread can wait for.
+    """Something that a thread can wait for.
 
     `at_s` is when it is there, infinite as long as nobody knows.
     """
@@ -74,14 +74,14 @@ class Awaited:
     """Whether the loss of a rank ends the wait."""
 
     def in_words(self) -> str:
-        """What it is, for errors."""
+        """Says in words, for errors, what is waited for."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises if it may not be waited for any longer, as a rank is lost."""
+        """Raises if a thread may wait no longer, as a rank is lost."""
 
     def why_never(self) -> BaseException | None:
-        """Once nothing is under way any more: why it will not come, if that is known."""
+        """Returns why it will not come, if that is known once nothing is under way any more."""
         return None
 
 
@@ -114,23 +114,24 @@ class Thread(Awaited):
         self.python_thread: threading.Thread
 
     def in_words(self) -> str:
-        """For whoever joins it."""
+        """Says in words what a thread waits for that joins this one."""
         return f"the end of its lane {self.name}"
 
     def who(self) -> str:
-        """For a table of threads."""
+        """Names the thread, for a table of threads."""
         return f"rank {self.rank}" + (f", lane {self.name}," if self.age else "")
 
     def what_of(self) -> str:
-        """What it does."""
+        """Says in words what the thread does."""
         if self.waits_for is None:
             return "is running"
         return f"waits since {self.since:.9g} s for {self.waits_for.in_words()}"
 
 
 _Entry = tuple[float, int, int, int, Any]
-"""Of an agenda: when, then what decides between equals.  A thread: its rank, age, turn, itself.
-Anything else: -1, a running number, 0, a function.  So messages precede who looks for them."""
+"""An entry of an agenda: when, then what decides between equals.  For a thread: its rank, age and
+turn, and itself.  For anything else: -1, a running number, 0, and a function.  So a message
+precedes the thread that looks for it."""
 
 
 class Baton:
@@ -146,7 +147,7 @@ class Baton:
     def __init__(self, num_ranks: int) -> None:
         self.time = 0.0
         self.threads: list[list[Thread]] = [[] for _ in range(num_ranks)]
-        """Of each rank: the training thread, then its lanes, by age."""
+        """For each rank: the training thread, then its lanes, by age."""
         self._numbers = count()
         self._agenda: list[_Entry] = []
         self._idle_agenda: list[_Entry] = []
@@ -158,7 +159,7 @@ class Baton:
     # ---- by the thread that calls `run` ----
 
     def run(self, launch_all: Callable[[], None]) -> None:
-        """Runs the threads that `launch_all` launches, and theirs, until all have ended."""
+        """Runs the threads that `launch_all` launches, and those they launch, until all end."""
         begun = False
         try:
             launch_all()
@@ -186,9 +187,9 @@ class Baton:
     def launch(
         self, rank: int, path: str, body: Callable[[Thread], None], at_s: float = 0.0
     ) -> Thread:
-        """A thread that runs `body`, which must not raise, as soon as the baton comes to it.
+        """Launches a thread that runs `body`, which must not raise, once it has the baton.
 
-        The first of a rank begins at `at_s`; its others begin at the time of who launches them.
+        A rank's first thread begins at `at_s`; its others begin at the time of their launch.
         """
         siblings = self.threads[rank]
         thread = Thread(rank, path, len(siblings), self.running.clock if siblings else at_s)
@@ -205,17 +206,17 @@ class Baton:
         return thread
 
     def end(self, thread: Thread) -> None:
-        """It is about to return from its body: wakes who waits for that."""
+        """Notes that a thread is about to return from its body: wakes whoever waits for that."""
         thread.ended = True
         thread.turn += 1
         self.ready(thread, thread.clock)
 
     def all_threads(self) -> Iterator[Thread]:
-        """Of all ranks."""
+        """Returns the threads of all ranks."""
         return (thread for threads in self.threads for thread in threads)
 
     def sleep(self, seconds: float) -> None:
-        """Moves the running thread's clock."""
+        """Moves the running thread's clock on by so many seconds."""
         me = self.running
         self._schedule(me, me.clock + seconds)
         self._pass_baton(me)
@@ -225,8 +226,8 @@ class Baton:
 
         Args:
             what: to wait for
-            timeout_s: for how long at most; it keeps the world going
-            default_s: the same where `timeout_s` is None, but does not keep it going
+            timeout_s: for how long at most; a time-out keeps the world going
+            default_s: the same where `timeout_s` is None, but does not keep the world going
         """
         me = self.running
         agenda = self._idle_agenda if timeout_s is None else self._agenda
@@ -257,22 +258,22 @@ class Baton:
             what.waiter, me.waits_for = None, None
 
     def ready(self, what: Awaited, at_s: float) -> None:
-        """It is known when `what` is there."""
+        """Notes when `what` is there, and wakes its waiter then."""
         what.at_s = at_s
         waiter = what.waiter
         if waiter is not None and at_s <= waiter.deadline:
             self._schedule(waiter, max(waiter.clock, at_s))
 
     def plan(self, at_s: float, action: Callable[[], None]) -> None:
-        """Has something happen at that time, and keeps the world going until then."""
+        """Calls `action` at that time, and keeps the world going until then."""
         self._put(self._agenda, at_s, action)
 
     def plan_idle(self, at_s: float, action: Callable[[], None]) -> None:
-        """Has something happen at that time, if the world goes on until then."""
+        """Calls `action` at that time, if the world goes on until then."""
         self._put(self._idle_agenda, at_s, action)
 
     def stop(self, lane: Thread) -> None:
-        """Lets the lane's next wait, or the one that it is in, raise `LaneStopped`."""
+        """Makes the lane's next wait, or the one that it is in, raise `LaneStopped`."""
         if not lane.ended and lane.doom is None:
             lane.doom = LaneStopped(f"lane {lane.name} of rank {lane.rank}")
             if lane.waits_for is not None and lane is not self.running:
@@ -286,7 +287,7 @@ class Baton:
                 self._schedule(thread, self.time)
 
     def delay(self, rank: int, seconds: float) -> None:
-        """The clocks of the rank's threads jump by so much."""
+        """Moves the clocks of the rank's threads on by so many seconds."""
         for thread in self.threads[rank]:
             thread.clock = max(thread.clock, self.time) + seconds
             thread.held_until = max(thread.held_until, self.time) + seconds
@@ -311,7 +312,7 @@ class Baton:
         self._hand_over()
 
     def _pass_baton(self, me: Thread) -> None:
-        """Lets others run until it is this thread's turn again."""
+        """Lets other threads run until it is this thread's turn again."""
         following = self._next()
         assert following is not None, "this thread is on the agenda, or waits"
         if following is not me:
@@ -325,7 +326,7 @@ class Baton:
             raise error
 
     def _hand_over(self) -> None:
-        """Like `_pass_baton`, for a thread that will not run again."""
+        """Passes the baton on, for a thread that will not run again."""
         following = self._next()
         if following is None:
             self._finished.release()
@@ -334,7 +335,7 @@ class Baton:
             following.gate.release()
 
     def _next(self) -> Thread | None:
-        """Whose turn it is, after all that happens before; None when all threads have ended."""
+        """Returns whose turn it is, after all that happens before; None when all have ended."""
         agenda, idle_agenda = self._agenda, self._idle_agenda
         while True:
             if self._interrupted:
@@ -359,7 +360,7 @@ class Baton:
                 heappush(agenda, (what.clock, rank, age, turn, what))  # delayed meanwhile
 
     def _resolve_standstill(self) -> bool:
-        """Every thread waits, and nothing is under way: raises what must be raised in them."""
+        """Raises what must be raised in threads that all wait while nothing is under way."""
         blocked = [thread for thread in self.all_threads() if thread.waits_for is not None]
         for thread in blocked:
             error = thread.waits_for.why_never() if thread.waits_for is not None else None
@@ -376,6 +377,6 @@ class Baton:
 
 
 def shortened(lines: list[str]) -> str:
-    """A table that is not longer than an error should be."""
+    """Returns a table that is not longer than an error should be."""
     rest = [f"... and {len(lines) - LONGEST_LIST} more"] if len(lines) > LONGEST_LIST else []
     return "\n".join(f"  {line}" for line in lines[:LONGEST_LIST] + rest)

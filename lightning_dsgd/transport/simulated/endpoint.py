@@ -1,7 +1,7 @@
 """A simulated rank's transport, its receives and its lanes.
 
-An endpoint is used by its own thread, and by other threads of its rank to send on.  Whichever it
-is, it holds the baton, so nothing here needs a lock.
+An endpoint is used by its own thread, and by other threads of its rank to send on.  Whichever
+thread uses it holds the baton, so nothing here needs a lock.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from lightning_dsgd.transport.simulated.simulation import Simulation
 from lightning_dsgd.transport.works import Done
 
 POLL_S = 1e-6
-"""What a look at an unfinished receive costs, so that loops that poll move on in virtual time."""
+"""The time of a look at an unfinished receive, so that loops that poll move on in virtual time."""
 
 
 class SimulatedTransport(Endpoint):
     """One rank's end of a simulated network.
 
     Attributes:
-        is_newcomer: whether this rank comes to others that are there; it must `join` them
+        is_newcomer: whether this rank comes to others that are there, which it must `join`
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class SimulatedTransport(Endpoint):
         self._simulation = simulation
 
     def compute(self, seconds: float) -> None:
-        """Takes so much of this thread's time."""
+        """Lets so many seconds pass for this thread."""
         if seconds < 0:
             raise ValueError(f"time does not run backwards, got seconds={seconds}")
         self._simulation.baton.sleep(seconds)
 
     def work(self, seconds: float) -> None:
-        """Takes so much of a processor, which the ranks of a machine may share."""
+        """Takes so many seconds of a processor, which the ranks of a machine may share."""
         self._simulation.processors.work(self.rank, seconds)
 
     def now(self) -> float:
@@ -94,7 +94,7 @@ class SimulatedTransport(Endpoint):
             raise
 
     def fail(self, reason: str) -> None:
-        """Takes `detect_s`, after which all know."""
+        """Tells all that this rank has failed, which takes `detect_s`, and closes."""
         baton, faults = self._simulation.baton, self._simulation.faults
         if not faults.has_lost(self.rank):
             faults.lose(self.rank, reason, baton.running.clock + faults.detect_s)
@@ -102,7 +102,7 @@ class SimulatedTransport(Endpoint):
         self.close()
 
     def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        """The world must have been made with `goes_on` and the same `min_ranks` and `groups`."""
+        """Checks that the world has `goes_on` and the same `min_ranks` and `groups`."""
         views = self._simulation.faults.views
         if views is None:
             super().survive(min_ranks, groups)
@@ -124,7 +124,7 @@ class SimulatedTransport(Endpoint):
         return views.next_view(self.rank, lost)
 
     def join(self, within_s: float) -> None:
-        """Asks the others to let this newcomer in; `next_view` gives its first view."""
+        """Asks the other ranks to let this newcomer in; `next_view` gives its first view."""
         views = self._simulation.faults.views
         assert views is not None, "a world with newcomers goes on"
         views.join(self.rank, within_s)
@@ -186,7 +186,7 @@ class SimulatedTransport(Endpoint):
         return _Receipt(self, self._simulation, like, src, channel, tag, kind, into)
 
     def wait_for(self, what: Awaited, timeout_s: float | None) -> None:
-        """Blocks the running thread until `what` is there; counts that if it is the training's."""
+        """Blocks the running thread until `what` is there; counts the training thread's waits."""
         baton = self._simulation.baton
         me = baton.running
         begin = me.clock
@@ -203,7 +203,7 @@ class SimulatedTransport(Endpoint):
 
 
 class _Verdict(Awaited):
-    """That a rank is lost."""
+    """The knowledge that a rank is lost, for a thread that waits for it."""
 
     def __init__(self, faults: Faults, rank: int) -> None:
         self._faults, self._rank = faults, rank
@@ -216,7 +216,7 @@ class _Verdict(Awaited):
 
 
 class _Receipt(Expected):
-    """A receive under way."""
+    """A receive under way on a simulated network."""
 
     source: int
 
@@ -320,7 +320,7 @@ class _Receipt(Expected):
 
 
 class _Lane:
-    """A thread beside the training thread, with a clock of its own."""
+    """A lane of a simulated rank, with a clock of its own."""
 
     def __init__(
         self,

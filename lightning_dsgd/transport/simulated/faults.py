@@ -1,7 +1,7 @@
 """Who is lost, and by what: scripted faults, failures, and ranks that have left.
 
-All of it belongs to the holder of the baton.  The first loss is the one that counts; but where the
-ranks go on after a loss, they agree on a view without that rank: see `views`.
+All of this belongs to the holder of the baton.  The first loss is the one that counts; but where
+the ranks go on after a loss, they agree on a view without that rank: see `views`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class _Loss:
 
 
 class Faults:
-    """What goes wrong in one run.
+    """All that goes wrong in one run: scripted faults, failures, and ranks that leave.
 
     Args:
-        baton: of the run
+        baton: the run's baton
         detect_s: how long after a rank's end the others know of it
         heartbeat_timeout_s: how long after a rank's last sign of life the others give it up
     """
@@ -51,12 +51,12 @@ class Faults:
         min_ranks: int | None,
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
-        """A view follows each loss.
+        """Has a view follow each loss.
 
         Args:
             num_first: how many ranks there are at the start
-            latency_s: of the messages of an agreement
-            min_ranks: of a view; None: more than half of the last one
+            latency_s: the latency of an agreement's messages
+            min_ranks: how many ranks a view must have; None: more than half of the last view's
             groups: ranks none of which can go on without the others of their group
         """
         self.views = Views(
@@ -74,7 +74,7 @@ class Faults:
     # ---- scripted ----
 
     def kill(self, rank: int) -> None:
-        """All of the rank's threads end; the others know `detect_s` later."""
+        """Ends all of the rank's threads; the others know `detect_s` later."""
         baton = self._baton
         if not baton.threads[rank][0].ended:
             self._killed_at[rank] = baton.time
@@ -85,33 +85,33 @@ class Faults:
             self.lose(rank, reason, baton.time + self.detect_s)
 
     def delay(self, rank: int, seconds: float) -> None:
-        """The rank's clocks jump by so much."""
+        """Moves the rank's clocks on by so many seconds."""
         self._baton.delay(rank, seconds)
 
     def drop(self, rank: int) -> None:
-        """What is on its way to and from the rank vanishes, now and later."""
+        """Lets all messages to and from the rank vanish, those on their way and later ones."""
         self._dropped.add(rank)
         after_s = self.heartbeat_timeout_s
         reason = f"stopped answering: not heard of for {after_s:g} s"
         self._plan(_Loss(rank, reason, None, died=False), self._baton.time + after_s)
 
     def doubt(self, rank: int, other: int) -> None:
-        """The rank alone takes another for lost, which lives."""
+        """Makes one rank alone take another for lost, which lives."""
         if self.views is not None:
             self.views.doubt(rank, other)
 
     # ---- what the ranks do ----
 
     def close(self, rank: int) -> None:
-        """The rank says that nobody needs it any more."""
+        """Notes that a rank closes its network, as nobody needs it any more."""
         self._closed_at.setdefault(rank, self._baton.running.clock)
 
     def lose(self, rank: int, reason: str, at_s: float, cause: BaseException | None = None) -> None:
-        """From then on all know that the rank is lost, if no other is lost before."""
+        """Lets all know from then on that the rank is lost, if no other is lost before."""
         self._plan(_Loss(rank, reason, cause), at_s)
 
     def end(self, rank: int, failure: BaseException | None) -> None:
-        """Its training thread has ended: where the others go on, they do without it."""
+        """Notes that a rank's training thread has ended, so that the others go on without it."""
         views = self.views
         if views is None:
             return
@@ -131,7 +131,7 @@ class Faults:
     # ---- what is known ----
 
     def has_lost(self, rank: int) -> bool:
-        """Whether this rank has lost another, and is not in a view that followed."""
+        """Returns whether this rank has lost another, and is not in a view that followed."""
         if self.views is not None:
             return self.views.failure(rank) is not None
         return self._loss is not None
@@ -146,7 +146,7 @@ class Faults:
             raise self._lost_to(rank, self._loss, waited_for) from self._loss.cause
 
     def why_left(self, rank: int) -> str:
-        """How the rank has left, if it has; empty if it has not."""
+        """Returns how the rank has left; an empty text if it has not."""
         training = self._baton.threads[rank][0]
         if training.ended:
             return f"has left (it returned at {training.clock:.9g} s)"
@@ -155,7 +155,7 @@ class Faults:
         return ""
 
     def takes_away(self, src: int, dst: int, start_s: float) -> bool:
-        """Whether a message that left then does not arrive."""
+        """Returns whether a message that leaves then does not arrive."""
         return self._is_cut(src, dst) or start_s > self._killed_at.get(src, math.inf)
 
     def _is_cut(self, rank: int, other: int) -> bool:
@@ -178,7 +178,7 @@ class Faults:
         self._rouse(self._baton.all_threads())
 
     def _on_change(self, rank: int, lost: PeerLost) -> None:
-        """The waits of one rank end, as the members change."""
+        """Ends the waits of one rank, as the members change."""
         if rank in self._callbacks and lost.rank != rank:
             self._callbacks[rank](lost)
         self._rouse(self._baton.threads[rank])

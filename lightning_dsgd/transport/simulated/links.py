@@ -14,7 +14,7 @@ node's downlink, which the ranks of a node share: each carries one message at a 
 its own.  Sending takes none of the sender's time but what `processors` says: its Work is done at
 once, and the tensor is copied even where the caller would leave it alone.
 
-All of it belongs to the holder of the baton.
+All of this belongs to the holder of the baton.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Nodes:
     """Which ranks are on one node, and what is different there.
 
     Args:
-        size: so many ranks, one after the other, are on each node
-        latency_s: inside a node
-        bandwidth_bytes_s: of each rank's link inside a node, in each direction
-        uplink_bytes_s: of what all ranks of a node send to other nodes, and of what they receive
+        size: how many ranks, one after the other, are on each node
+        latency_s: the latency inside a node
+        bandwidth_bytes_s: the bandwidth of each rank's link inside a node, in each direction
+        uplink_bytes_s: the bandwidth of a node to all other nodes, and from them
     """
 
     size: int
@@ -73,7 +73,7 @@ class Message:
 
 
 class Expected(Awaited):
-    """A receive that waits for its message, bound to it as soon as that reaches this rank."""
+    """A receive, bound to its message as soon as the message reaches this rank."""
 
     def __init__(self, rank: int, src: int, channel: int, tag: int) -> None:
         self.src = src
@@ -86,10 +86,10 @@ class Links:
     """The links of all ranks, and what is on them.
 
     Args:
-        baton: of the run
-        faults: which take messages away
+        baton: the run's baton
+        faults: tell which messages are taken away
         latency_s: from the end of a message's departure to its arrival
-        bandwidth_bytes_s: of each link, in each direction
+        bandwidth_bytes_s: the bandwidth of each link, in each direction
         shared_link: all ranks share one link, in place of one each
         message_bytes: gives the bytes of each message
         nodes: which ranks share a node; None: each has its own
@@ -120,7 +120,7 @@ class Links:
         self._expected: dict[tuple[_Box, int], deque[Expected]] = {}
 
     def send(self, message: Message) -> int:
-        """Puts it on its way; how many bytes count for it."""
+        """Puts a message on its way; returns how many bytes count for it."""
         clock = self._baton.running.clock
         message.number, message.start_s = next(self._numbers), clock
         self._under_way[message.number] = message
@@ -142,7 +142,7 @@ class Links:
             self._up_free[node] = start_s + num_bytes / nodes.uplink_bytes_s
         message.start_s = start_s
         self._egress_free[link] = free_s = start_s + transfer_s
-        # From what the next one starts at: another order of additions lets it overtake this one.
+        # Added as the next message's start is: another order lets that message overtake this one.
         there_s = (free_s if self._shared_link else start_s) + latency_s
         if there_s <= clock:
             self._deliver(clock, message)
@@ -151,7 +151,7 @@ class Links:
         return num_bytes
 
     def bytes_of(self, x: Tensor) -> int:
-        """How many bytes count for a message."""
+        """Returns how many bytes count for a message."""
         return round(self._message_bytes(x))
 
     def _is_inside(self, message: Message) -> bool:
@@ -159,7 +159,7 @@ class Links:
         return nodes is None or message.src // nodes.size == message.dst // nodes.size
 
     def _deliver(self, there_s: float, message: Message) -> None:
-        """The message reaches the receiver's link, which takes one at a time."""
+        """Takes the message to the receiver's link, which takes one at a time."""
         dst = message.dst
         if self._faults.takes_away(message.src, dst, message.start_s):
             del self._under_way[message.number]
@@ -193,7 +193,7 @@ class Links:
         queue.insert(0 if first else len(queue), message)
 
     def expect(self, expected: Expected) -> None:
-        """Binds the receive to the first message that matches, or to the next."""
+        """Binds the receive to the first message that matches, or to the next that comes."""
         box, src = expected.box, expected.src
         senders = self._arrived.get(box, {})
         if src == ANY and senders:
@@ -210,11 +210,11 @@ class Links:
                 del self._arrived[box]
 
     def withdraw(self, expected: Expected) -> None:
-        """Undoes `expect`."""
+        """Takes back a receive that was given to `expect`."""
         message, expected.message, expected.at_s = expected.message, None, math.inf
         if message is None:
             self._forget(expected)
-        else:  # it would come too late
+        else:  # the message would come too late
             self._offer(message, first=True)
 
     def _forget(self, expected: Expected) -> None:
@@ -224,11 +224,11 @@ class Links:
             del self._expected[expected.box, expected.src]
 
     def take(self, message: Message) -> None:
-        """Its receiver has it."""
+        """Notes that the receiver has the message."""
         del self._under_way[message.number]
 
     def undelivered(self) -> list[str]:
-        """The messages that nobody has taken, in words."""
+        """Returns the messages that nobody has taken, in words."""
         return [
             f"rank {m.dst} never took {describe(m.path, m.src, m.tag, m.kind)}, {len(m.payload)} "
             f"elements of {m.payload.dtype}, sent at {m.start_s:.9g} s"

@@ -1,12 +1,12 @@
 """What communication takes of the processors, which the ranks of a machine share.
 
 A thread that sends, adds or selects needs a core of its machine for so long.  Each core does one
-piece of work at a time, in the order in which the threads come; who finds no core free waits for
-the first.  A message leaves while its sender works on it, and has been worked on while it arrived,
-if a core was free then: so processors add nothing to what a link is measured to take, unless they
-are busy.  Computation of a step takes none: its time is given.
+piece of work at a time, in the order in which the threads come; a thread that finds no core free
+waits for the first.  A message leaves while its sender works on it, and has been worked on while it
+arrived, if a core was free then: so processors add nothing to what a link is measured to take,
+unless they are busy.  Computation of a step takes none: its time is given.
 
-All of it belongs to the holder of the baton.
+All of this belongs to the holder of the baton.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from lightning_dsgd.transport.simulated.baton import Baton
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a core.
+    """What communication takes, in seconds of a core.
 
     Args:
-        cores: of each machine
-        ranks: that share a machine
+        cores: how many cores each machine has
+        ranks: how many ranks share a machine
         send_s: for a message that leaves
         send_s_per_byte: for each byte of it
         receive_s: for a message that is taken
@@ -48,15 +48,15 @@ class Costs:
     placed_s_per_byte: float = 0.0
 
     def to_send(self, num_bytes: float) -> float:
-        """What a message takes that leaves."""
+        """Returns the seconds that a message takes as it leaves."""
         return self.send_s + num_bytes * self.send_s_per_byte
 
     def to_receive(self, num_bytes: float) -> float:
-        """What a message takes while it arrives."""
+        """Returns the seconds that a message takes while it arrives."""
         return self.receive_s + num_bytes * self.receive_s_per_byte
 
     def to_take(self, x: Tensor, num_bytes: float, *, is_placed: bool) -> float:
-        """What is done with a message that has arrived."""
+        """Returns the seconds that a message takes once it has arrived."""
         if x.dtype == torch.uint8:
             return num_bytes * self.unpack_s_per_byte
         if x.is_floating_point():
@@ -65,10 +65,10 @@ class Costs:
 
 
 class Processors:
-    """The cores of all machines.
+    """The cores of all machines, and from when on each is free.
 
     Args:
-        baton: of the run
+        baton: the run's baton
         costs: what communication takes; None: nothing
     """
 
@@ -79,12 +79,12 @@ class Processors:
         self._free = [[0.0] * (costs.cores if costs else 0) for _ in range(machines)]
 
     def begin(self, rank: int, seconds: float, since_s: float | None = None) -> float:
-        """Takes a core for so long, once one is free; gives when that will be.
+        """Takes a core for so long, once one is free; returns when that is.
 
         Args:
-            rank: on whose machine
-            seconds: of the core
-            since_s: from when on the core may have worked, which may be past; by default now
+            rank: a rank, on whose machine the core is
+            seconds: how long the core is taken
+            since_s: when the core may have begun, which may be past; by default now
         """
         clock = self._baton.running.clock if since_s is None else since_s
         if self.costs is None:
@@ -100,7 +100,7 @@ class Processors:
             self.sleep_until(self.begin(rank, seconds, since_s) + seconds)
 
     def sleep_until(self, at_s: float) -> None:
-        """Moves the running thread's clock on, if it is not there."""
+        """Moves the running thread's clock on to that time, unless it is later already."""
         clock = self._baton.running.clock
         if at_s > clock:
             self._baton.sleep(at_s - clock)

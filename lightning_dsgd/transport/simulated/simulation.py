@@ -1,6 +1,6 @@
 """One run of a simulated world: its threads' beginning and end, and what became of each.
 
-All of it belongs to the holder of the baton, but for `run` and what gives the outcomes, which the
+All of this belongs to the holder of the baton, but for `run` and what gives the outcomes, which the
 caller of the world uses before the first thread runs and after the last has ended.
 """
 
@@ -23,10 +23,10 @@ class Simulation:
     """What all endpoints of one run share.
 
     Args:
-        baton: which thread runs
-        faults: who is lost
-        links: what carries messages
-        processors: what communication takes of them
+        baton: tells which thread runs
+        faults: tell which rank is lost
+        links: carry messages
+        processors: tell what communication takes of them
         arrivals: when each newcomer comes; they are the last ranks
     """
 
@@ -43,14 +43,14 @@ class Simulation:
         self.links = links
         self.processors = processors
         self.failures: list[tuple[int, float, BaseException]] = []
-        """Rank, time and exception of each thread that failed, in this order."""
+        """The rank, the time and the exception of each thread that failed, as they were noticed."""
         self._num_training = len(baton.threads)
         self._arrivals = arrivals
         self.num_first = len(baton.threads) - len(arrivals)
         """How many ranks there are at the start."""
 
     def run(self, faults: list[tuple[float, Fault]], fns: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What `fns[rank]()` returned on each rank, or its exception."""
+        """Runs `fns[rank]()` on each rank; returns what each returned, or its exception."""
         for at_s, fault in faults:
             self.baton.plan_idle(at_s, partial(fault, self.faults))
 
@@ -63,7 +63,7 @@ class Simulation:
         return [self._outcome(rank) for rank in range(len(fns))]
 
     def launch(self, rank: int, path: str, fn: Callable[[], Any], at_s: float = 0.0) -> Thread:
-        """A thread that runs `fn` as soon as the baton comes to it; of a rank, from then on."""
+        """Launches a thread of a rank that runs `fn` as soon as the baton comes to it."""
         return self.baton.launch(rank, path, partial(self._run_thread, fn), at_s)
 
     def _run_thread(self, fn: Callable[[], Any], thread: Thread) -> None:

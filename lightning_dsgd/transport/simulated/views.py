@@ -10,7 +10,7 @@ an agreement, and newcomers come to whatever there is.
     a rank doubts another          it alone suspects that one
     a rank has returned            it takes part in no agreement any more
 
-All of it belongs to the holder of the baton.
+All of this belongs to the holder of the baton.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_dsgd.transport.simulated.baton import Awaited, Baton
 
 
 class _NextView(Awaited):
-    """That a rank is in a view, or in none any more."""
+    """The event that a rank is in a view, or in none any more."""
 
     needs_others = False
 
@@ -36,16 +36,16 @@ class _NextView(Awaited):
 
 @dataclass
 class _Member:
-    """What one rank knows.
+    """What one rank knows of the views.
 
     Attributes:
-        membership: its part in the agreements
+        membership: the rank's end of the agreements
         agreed: the number and the members of the newest view
         entered: the number of the view that its threads are in
         failure: why its waits raise; None: they do not
-        noted: whom it has been told to suspect
-        left: who has returned, and is not needed as long as nothing changes
-        diverged: with which rank all end, as what they train is not finite
+        noted: the ranks that it has been told to suspect
+        left: the ranks that have returned, and are not needed as long as nothing changes
+        diverged: the loss with which all end, as what they train is not finite
         awaited: what its training thread waits for
         tick_at: when its membership is looked at next
     """
@@ -62,16 +62,16 @@ class _Member:
 
 
 class Views:
-    """The memberships of all ranks.
+    """The memberships of all ranks of a simulated world.
 
     Args:
-        baton: of the run
+        baton: the run's baton
         num_first: how many ranks there are at the start; the others come later
         patience_s: how long an agreement waits for an answer
-        latency_s: of its messages
-        min_ranks: of a view; None: more than half of the last one
-        takes_away: whether a message from one rank to another, sent then, does not arrive
-        is_cut: whether nothing passes between two ranks, not even that one has ended
+        latency_s: the latency of its messages
+        min_ranks: how many ranks a view must have; None: more than half of the last view's
+        takes_away: tells whether a message from one rank to another, sent then, does not arrive
+        is_cut: tells whether nothing passes between two ranks, not even that one has ended
         on_change: is called with a rank whose waits end
         groups: ranks none of which can go on without the others of their group
     """
@@ -107,14 +107,14 @@ class Views:
     # ---- by a rank's threads ----
 
     def failure(self, rank: int) -> PeerLost | None:
-        """Why waits of this rank raise."""
+        """Returns why waits of this rank raise; None if they do not."""
         return self._members[rank].failure if rank in self._members else None
 
     def next_view(self, rank: int, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        """See `Endpoint.next_view`; the training thread's."""
+        """Returns the next view, to the training thread: see `Endpoint.next_view`."""
         me = self._members[rank]
         if me.failure is None and me.agreed[0] == me.entered:
-            raise lost  # which is no loss: a rank has left in order
+            raise lost  # no rank is lost: one has left in order
         if me.agreed[0] == me.entered and not (me.membership.ended or me.diverged):
             me.awaited = _NextView()
             try:
@@ -133,7 +133,7 @@ class Views:
         return me.agreed
 
     def renew(self, rank: int) -> None:
-        """See `Endpoint.renew`."""
+        """Has the ranks agree on the next view: see `Endpoint.renew`."""
         me = self._members[rank]
         if me.agreed[0] > me.entered:
             return
@@ -142,17 +142,17 @@ class Views:
             self._do(rank, lambda membership, now: membership.renew(now))
 
     def is_outside(self, rank: int) -> bool:
-        """See `Endpoint.is_outside`."""
+        """Returns whether no next view will hold this rank: see `Endpoint.is_outside`."""
         membership = self._members[rank].membership
         diverged = self._members[rank].diverged
         return membership.missing >= 0 or bool(membership.ended or diverged)
 
     def newcomers(self, rank: int) -> tuple[int, ...]:
-        """Who has asked this rank to be let in, and waits."""
+        """Returns the newcomers that have asked this rank to be let in, and wait."""
         return tuple(sorted(self._members[rank].membership.waiting))
 
     def admit(self, rank: int, newcomers: Sequence[int]) -> bool:
-        """See `Endpoint.admit`."""
+        """Has the ranks agree on a view with these newcomers: see `Endpoint.admit`."""
         me = self._members[rank]
         new = [n for n in newcomers if n not in me.agreed[1] and n not in me.noted]
         if not new:
@@ -164,7 +164,7 @@ class Views:
         return True
 
     def part(self, rank: int, leavers: Sequence[int]) -> bool:
-        """See `Endpoint.part`."""
+        """Has the ranks agree on a view without these ranks: see `Endpoint.part`."""
         me = self._members[rank]
         going = [n for n in leavers if n in me.agreed[1] and n not in me.noted]
         if not going:
@@ -175,7 +175,7 @@ class Views:
         return True
 
     def join(self, rank: int, within_s: float) -> None:
-        """A newcomer asks all that are there to let it in; `next_view` gives its first view."""
+        """Has a newcomer ask all that are there to let it in; `next_view` gives its first view."""
         now = self._baton.time
         there = [r for r in self._members if r not in self._gone]
         contacts = [r for r in there if not self._is_cut(rank, r)]
@@ -199,15 +199,15 @@ class Views:
     # ---- by the baton, at its time ----
 
     def all_arrive_at(self, sent_at_s: float) -> float:
-        """When what was sent by then is there: the end of a connection comes behind that."""
+        """Returns when all that was sent by then is there; a connection's end comes behind that."""
         return sent_at_s + self._latency_s
 
     def end(self, rank: int) -> None:
-        """Nothing of it is there any more; the others learn of that by `lose` or `leave`."""
+        """Notes that nothing of a rank is there any more; the others learn that by other calls."""
         self._gone.add(rank)
 
     def lose(self, rank: int, reason: str, *, died: bool) -> None:
-        """All others suspect it, that see it end if it died; and it all others, if it may live."""
+        """Has all others suspect a rank, and the rank suspect them if it may live."""
         self._reasons.setdefault(rank, reason)
         for other in list(self._members):
             if other != rank and not (died and self._is_cut(rank, other)):
@@ -216,12 +216,12 @@ class Views:
                     self._suspect(rank, other, died=False)
 
     def doubt(self, rank: int, other: int) -> None:
-        """A rank takes another for lost, which lives."""
+        """Has a rank take another for lost, which lives."""
         self._reasons.setdefault(other, f"has not answered rank {rank}")
         self._suspect(rank, other, died=False)
 
     def leave(self, rank: int) -> None:
-        """It has returned: its part is over."""
+        """Notes that a rank has returned, and takes part in no agreement any more."""
         for other, member in list(self._members.items()):
             if other != rank and not self._is_cut(rank, other):
                 member.left.add(rank)
@@ -239,7 +239,7 @@ class Views:
             self._do(rank, lambda membership, now: membership.suspect(now, lost, died=died))
 
     def _do(self, rank: int, action: Callable[[Membership, float], None]) -> None:
-        """Has one membership act, unless its rank is gone, and does what comes of it."""
+        """Has one membership act, unless its rank is gone, and carries out what comes of that."""
         if rank in self._gone:
             return
         me, now = self._members[rank], self._baton.time
@@ -261,7 +261,7 @@ class Views:
             self._baton.plan(next_at, partial(self._tick, rank))
 
     def _take_over(self, rank: int, me: _Member) -> None:
-        """What the rank's threads see of its membership."""
+        """Shows the rank's threads what its membership has come to."""
         membership = me.membership
         is_new = membership.number > me.agreed[0]
         if not (is_new or membership.is_changing or membership.ended):
@@ -275,7 +275,7 @@ class Views:
             self._baton.ready(me.awaited, self._baton.time)
 
     def _break(self, rank: int, lost: PeerLost) -> None:
-        """The waits of this rank end."""
+        """Ends the waits of this rank."""
         me = self._members[rank]
         if me.failure is None and rank not in self._gone:
             me.failure = lost

@@ -33,7 +33,7 @@ class RankFailed(RuntimeError):
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """Only one rank runs at a time, and the baton passes faster within one core."""
+    """Keeps this process on one core: one rank runs at a time, and the baton passes faster."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -55,20 +55,20 @@ class SimulatedWorld:
     Args:
         world_size: P
         latency_s: from the end of a message's departure to its arrival
-        bandwidth_bytes_s: of each link, in each direction
+        bandwidth_bytes_s: the bandwidth of each link, in each direction
         shared_link: all ranks share one link, in place of one each
         timeout_s: how long a wait may take, in virtual time
         size_scale: multiplies the bytes of each message, in its cost and where bytes are counted,
             so that small tensors can stand for large ones
-        message_bytes: gives the bytes of each message in place of that, where some messages stand
-            for larger ones and others do not
+        message_bytes: gives the bytes of each message in place of `size_scale`, where some messages
+            stand for larger ones and others do not
         detect_s: how long after a rank's end the others know of it
         heartbeat_timeout_s: how long after a rank's last sign of life the others give it up
         strict: a run that leaves messages that nobody received has failed
         nodes: which ranks share a node and its uplink; by default each has its own
         costs: what communication takes of the processors; by default nothing
-        goes_on: whether a view without it follows the loss of a rank: `Endpoint.next_view`
-        min_ranks: with `goes_on`, of a view; None: more than half of the last one
+        goes_on: whether the loss of a rank is followed by a view without it: `Endpoint.next_view`
+        min_ranks: with `goes_on`, how many ranks a view must have; None: more than half of the last
         groups: with `goes_on`, ranks none of which can go on without the others of their group
     """
 
@@ -122,10 +122,10 @@ class SimulatedWorld:
         self._arrivals: list[float] = []
 
     def join(self, at_s: float) -> int:
-        """A process comes, and runs what all run; gives its number, which no rank has had.
+        """Has a process come and run what all run; returns its number, which no rank has had.
 
-        It finds `net.is_newcomer`, and must call `net.join`.  Its result is behind those of the
-        first ranks.
+        The process finds `net.is_newcomer`, and must call `net.join`.  Its result is behind the
+        results of the first ranks.
         """
         if not self.goes_on or at_s < 0:
             raise ValueError(
@@ -136,33 +136,34 @@ class SimulatedWorld:
         return self.world_size + len(self._arrivals) - 1
 
     def kill(self, rank: int, at_s: float) -> None:
-        """All of the rank's threads end; the others know `detect_s` later."""
+        """Ends all of the rank's threads; the others know `detect_s` later."""
         self._script(rank, at_s, lambda faults: faults.kill(rank))
 
     def delay(self, rank: int, at_s: float, seconds: float) -> None:
-        """The rank's clocks jump by so much."""
+        """Moves the rank's clocks on by so many seconds."""
         if seconds < 0:
             raise ValueError(f"time does not run backwards, got seconds={seconds}")
         self._script(rank, at_s, lambda faults: faults.delay(rank, seconds))
 
     def drop(self, rank: int, at_s: float) -> None:
-        """What is on its way to and from the rank vanishes, now and later.
+        """Lets all messages to and from the rank vanish, those on their way and later ones.
 
         After `heartbeat_timeout_s` the others have lost it, and it has lost the others.
         """
         self._script(rank, at_s, lambda faults: faults.drop(rank))
 
     def doubt(self, rank: int, other: int, at_s: float) -> None:
-        """The rank alone takes another for lost, which lives, in a world with goes_on=True.
+        """Makes one rank alone take another for lost, which lives, where `goes_on` is True.
 
-        As where a message between these two is late, or the link is cut and this end notices first.
+        The same happens where a message between the two is late, or where the link is cut and this
+        end notices first.
         """
         if not self.goes_on:
             raise ValueError("ranks doubt each other in a world with goes_on=True, got False")
         self._script(rank, at_s, lambda faults: faults.doubt(rank, other))
 
     def run(self, fn: Callable[..., R], *args: Any) -> list[R]:
-        """What `fn(net, *args)` returned on each rank; every run starts at 0 s, its faults ahead.
+        """Runs `fn(net, *args)` on each rank from 0 s on; returns what each rank returned.
 
         Raises:
             RankFailed: from the first failure that is not the loss of another rank
@@ -187,7 +188,7 @@ class SimulatedWorld:
         return outcomes
 
     def outcomes(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Like `run`, but gives the exception of each rank that failed in place of its result."""
+        """Does what `run` does, but returns a rank's exception where the rank failed."""
         return self._outcomes(self._simulation(), fn, args)
 
     def _simulation(self) -> Simulation:
