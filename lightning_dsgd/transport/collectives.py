@@ -35,23 +35,23 @@ _PART_ELEMENTS = 1 << 19
 
 
 class Verbs(Protocol):
-    """What a transport provides."""
+    """The two verbs that a transport provides for collectives."""
 
     def post(
         self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
     ) -> Work[None]:
-        """Starts sending `x`; with `copy` it may change at once, else once the Work is done."""
+        """Starts sending `x`; with `copy`, `x` may change at once, else once the Work is done."""
         ...
 
     def collect(
         self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
     ) -> Receipt:
-        """The next message of this channel and tag from `src`, placed into `into` if given."""
+        """Receives the next message of this channel and tag from `src`, into `into` if given."""
         ...
 
 
 class Collective(Generic[T]):
-    """A collective under way: moves on whenever somebody looks at it."""
+    """A collective under way, which moves on whenever a thread looks at it."""
 
     def __init__(self, steps: Steps[T]) -> None:
         self._steps = steps
@@ -67,13 +67,13 @@ class Collective(Generic[T]):
             self._finished, self._pending, self._result = True, None, stop.value
 
     def done(self) -> bool:
-        """Whether it is complete; moves it on as far as it goes."""
+        """Moves the collective on as far as it goes; returns whether it is complete."""
         while self._pending is not None and self._pending.done():
             self._advance(self._pending.wait())
         return self._finished
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """Moves it on to its end; each of its waits may take `timeout_s`."""
+        """Moves the collective on to its end; each of its waits may take `timeout_s`."""
         while self._pending is not None:
             self._advance(self._pending.wait(timeout_s))
         return self._result
@@ -100,13 +100,13 @@ class Call:
         group.calls += 1
 
     def among(self, members: Sequence[int]) -> Self:
-        """The same call, of the group that has these numbers in another network."""
+        """Returns the same call, for the group that has these numbers in another network."""
         twin = copy.copy(self)
         twin.members = tuple(members)
         return twin
 
     def others(self) -> list[int]:
-        """The other members, each starting from a different one, so that no member is overrun."""
+        """Returns the other members, from a different one on each rank, so that none is overrun."""
         return [(self.me + i) % self.size for i in range(1, self.size)]
 
     def send_parts(self, x: Tensor, to: int, *, total: bool = False) -> list[Work[None]]:
@@ -118,7 +118,7 @@ class Call:
         return [self.receive(part, source, part, total=total) for part in _parts(into)]
 
     def send(self, x: Tensor, to: int, *, total: bool = False) -> Work[None]:
-        """Sends one message, which must not change before the Work is done."""
+        """Sends one message; `x` must not change before the Work is done."""
         return self._verbs.post(
             x, self.members[to], self.channel + total, self.number, self._kind, copy=False
         )
@@ -126,17 +126,18 @@ class Call:
     def receive(
         self, like: Tensor, source: int, into: Tensor | None = None, *, total: bool = False
     ) -> Receipt:
-        """Receives one message."""
+        """Receives one message, into `into` if given."""
         return self._verbs.collect(
             like, self.members[source], self.channel + total, self.number, self._kind, into
         )
 
 
 def all_reduce(x: Tensor, call: Call) -> Steps[Tensor]:
-    """Reduce-scatter, then all-gather: 2n(P-1)/P elements sent, the least there is.
+    """Sums by reduce-scatter, then all-gather: sends 2n(P-1)/P elements, the minimum.
 
-    By recursive halving and doubling (2 log2 P exchanges) where P is a power of two, else with
-    every member at once (2(P-1) exchanges).  Sums of bf16 and fp16 are made, and sent, in fp32.
+    Ranks exchange by recursive halving and doubling (2 log2 P exchanges) if P is a power of two,
+    else with every member at once (2(P-1) exchanges).  Sums of bf16 and fp16 are made, and sent, in
+    fp32.
 
     A total comes back only after our own share of it was taken, so it may be received right
     over that share, and is asked for before anything is sent.
@@ -158,7 +159,7 @@ def _all_reduce_halving(x: Tensor, y: Tensor, bounds: list[int], call: Call) -> 
         return tensor[bounds[first] : bounds[last]]
 
     me, distances = call.me, [1 << i for i in range(call.size.bit_length() - 1)]
-    starts = [me & -distance for distance in distances]  # of the totals that we hold by then
+    starts = [me & -distance for distance in distances]  # where the totals begin that we hold
     totals = [
         call.receive_parts(span(x, start ^ d, (start ^ d) + d), me ^ d, total=True)
         for d, start in zip(distances, starts, strict=True)
@@ -199,7 +200,7 @@ def _all_reduce_direct(x: Tensor, y: Tensor, bounds: list[int], call: Call) -> S
 
 
 def all_gather(x: Tensor, call: Call) -> Steps[list[Tensor]]:
-    """In log2 P rounds, each with one other member: so few connections, and P - 1 messages.
+    """Gathers in log2 P rounds, each with one other member: few connections, P - 1 messages.
 
     After the rounds at distances 1 to d, a member has the tensors of the 2d members from itself
     on.  The last round brings those that are missing.
@@ -216,7 +217,7 @@ def all_gather(x: Tensor, call: Call) -> Steps[list[Tensor]]:
 
 
 def broadcast(x: Tensor, call: Call, root: int) -> Steps[Tensor]:
-    """Along a binomial tree."""
+    """Broadcasts along a binomial tree."""
     place = (call.me - root) % call.size
     sent, distance = [], 1
     while distance < call.size:
@@ -231,13 +232,13 @@ def broadcast(x: Tensor, call: Call, root: int) -> Steps[Tensor]:
 
 
 def num_children(place: int, size: int) -> int:
-    """How many members get a broadcast from the one that is so far from its source."""
+    """Returns how many members get a broadcast from the one `place` places after its source."""
     distances = [1 << i for i in range(size.bit_length())]
     return sum(place < distance and place + distance < size for distance in distances)
 
 
 def barrier(call: Call) -> Steps[None]:
-    """By dissemination: after step s each member has heard of 2^s others."""
+    """Spreads by dissemination that all have come: after step s each has heard of 2^s others."""
     empty, distance = torch.empty(0), 1
     while distance < call.size:
         call.send(empty, (call.me + distance) % call.size)
@@ -246,7 +247,7 @@ def barrier(call: Call) -> Steps[None]:
 
 
 def _add(mine: Tensor, share: Tensor, other: int) -> None:
-    if len(share) != len(mine):  # which `+=` may let pass, as it broadcasts
+    if len(share) != len(mine):  # `+=` may let this pass, as it broadcasts
         raise TransportError(
             f"expected {len(mine)} elements from member {other} in all_reduce, got {len(share)}"
         )
@@ -259,5 +260,5 @@ def _each(works: Iterable[Work[Any]]) -> Steps[None]:
 
 
 def _parts(x: Tensor) -> Iterable[Tensor]:
-    """Pieces small enough that adding one overlaps with the arrival of the next."""
+    """Splits `x` into parts so small that adding one overlaps with the arrival of the next."""
     return torch.split(x, _PART_ELEMENTS) if len(x) else ()

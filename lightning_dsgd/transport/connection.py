@@ -35,40 +35,40 @@ _READS_IN_A_ROW: Final = 16
 _CUT: Final = (
     errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN,
 )  # fmt: skip
-"""Why the kernel gives up a connection over which nothing comes through."""
+"""The errors with which the kernel gives up a connection over which nothing comes through."""
 _LONGEST_KEEPALIVE_S: Final = 32767  # the kernel takes no more
 _LONGEST_USER_TIMEOUT_MS: Final = 2**31 - 1
 
 
 class Owner(Life, Protocol):
-    """Whose connections they are: what they tell the mesh, and ask it."""
+    """The mesh, as its connections know it: what they tell it, and what they ask it."""
 
     mailboxes: Mailboxes
     heartbeat_timeout_s: float
     pinned: Pinned
 
     def lose(self, rank: int, reason: str) -> None:
-        """A rank is gone."""
+        """Hears that a rank is lost."""
         ...
 
     def hear(self, rank: int) -> None:
-        """A rank has shown that it is alive."""
+        """Hears that a rank has shown that it is alive."""
         ...
 
     def hear_newcomer(self, rank: int) -> None:
-        """A rank has connected whose address was not known."""
+        """Hears that a rank has connected whose address was not known."""
         ...
 
     def hear_news(self, connection: Connection, kind: int, tag: int, text: bytes) -> None:
-        """News have come."""
+        """Hears news from the other end of a connection."""
         ...
 
     def hear_end(self, connection: Connection) -> None:
-        """The connection has ended."""
+        """Hears that a connection has ended."""
         ...
 
     def takes(self, sender: int, nbytes: int, kind: int, code: int) -> bool:
-        """Whether a header is of a message."""
+        """Returns whether a header announces a message."""
         ...
 
 
@@ -76,12 +76,12 @@ class Connection:
     """A connection whose other end has proved which rank it is.
 
     Any thread may send: `_lock` guards the queue of what is left to send, the socket's writing end
-    and `_failure`.  All else is the mesh's thread's, which alone reads and closes; `is_ending` it
-    alone writes.
+    and `_failure`.  All else belongs to the mesh's thread, which alone reads, closes, and writes
+    `is_ending`.
 
     Args:
-        sock: made ready by `prepare`
-        rank: at the other end
+        sock: a socket that `prepare` has made ready
+        rank: the rank at the other end
         owner: the mesh
         attend: has the mesh's thread look after this connection, which has something left to send
     """
@@ -110,7 +110,7 @@ class Connection:
         self._read = 0
 
     def is_cut(self) -> bool:
-        """Whether it has ended because nothing came through, and not because the peer ended it."""
+        """Returns whether the connection ended as nothing came through, and not by the peer."""
         with self._lock:  # a thread that has just met the error is to write it down first
             return self._failure is not None and self._failure.errno in _CUT
 
@@ -136,13 +136,13 @@ class Connection:
         return Done(None) if copy else sending
 
     def begin(self, header: bytes) -> None:
-        """A message begins that comes chunk by chunk; what is sent meanwhile leaves behind it."""
+        """Begins a message that comes chunk by chunk; what is sent meanwhile leaves behind it."""
         with self._lock:
             self._queue.append((memoryview(header), None))
             self._is_open = True
 
     def add(self, chunk: Tensor, *, is_last: bool) -> Sending:
-        """Its next chunk, which must stay as it is until it is sent."""
+        """Adds the next chunk of that message, which must stay as it is until it is sent."""
         sending = Sending(self._owner, self.rank, chunk)
         with self._lock:
             self._queue.append((bytes_of(chunk), sending))
@@ -155,7 +155,7 @@ class Connection:
         return sending
 
     def flush(self) -> bool:
-        """Sends what the connection takes; True when nothing is left."""
+        """Sends what the connection takes; returns whether nothing is left."""
         with self._lock:
             while self._queue:
                 sent = self._try_send([part for part, _ in list(self._queue)[:16]])
@@ -172,7 +172,7 @@ class Connection:
             return True
 
     def drop_queue(self) -> None:
-        """Nobody will read what is left."""
+        """Drops what is left to send, which nobody will read."""
         with self._lock:
             self._queue.extend(self._behind)
             self._behind.clear()
@@ -187,15 +187,15 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as err:
-            # The reading side finds out that the connection has ended, and says so; why it has
-            # ended the kernel tells only once.
+            # The reading side finds out that the connection has ended, and says so; the kernel
+            # tells only once why it has ended.
             self._failure = err
             return sum(len(part) for part in parts)
 
     # ---- receiving, in the mesh's thread ----
 
     def read(self) -> bool:
-        """Reads what has come and cuts it into messages; False at the end of the stream."""
+        """Reads what has come and cuts it into messages; returns False at the end of the stream."""
         for _ in range(_READS_IN_A_ROW):
             direct = self._header is not None and len(self._target) - self._read >= _STAGING_BYTES
             target = (
@@ -222,7 +222,7 @@ class Connection:
         return True
 
     def _cut(self) -> bool:
-        """Takes headers and payloads out of the staging area."""
+        """Cuts headers and payloads out of what was read; returns False at what is no header."""
         staging, at = memoryview(self._staging), 0
         while True:
             left = self._filled - at
@@ -261,7 +261,7 @@ class Connection:
         self._read = 0
 
     def read_elsewhere(self) -> None:
-        """Reads the rest of a message into memory of its own: its receive has been broken off."""
+        """Reads the rest of a message into other memory: its receive has been broken off."""
         if self._header is not None and not is_news(self._header[3]):
             payload = buffer(self._payload.numel(), self._payload.dtype)
             bytes_of(payload)[: self._read] = self._target[: self._read]
@@ -280,13 +280,13 @@ class Connection:
 
 
 def prepare(sock: socket.socket, within_s: float) -> None:
-    """Has the kernel send at once, and give up once the other end has not answered for so long."""
+    """Has the kernel send at once, and give up once the other end has been silent for so long."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     ask_every_s = min(max(1, int(within_s / 4)), _LONGEST_KEEPALIVE_S)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ask_every_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ask_every_s)
-    # Of what is sent and of the questions; takes the place of a number of questions.
+    # Limits how long data and the kernel's questions stay unanswered, not how many questions.
     milliseconds = min(int(within_s * 1000), _LONGEST_USER_TIMEOUT_MS)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, milliseconds))
     sock.setblocking(False)

@@ -26,7 +26,7 @@ from lightning_dsgd.transport.handshake import MOST_STRANGERS, Secret, Stranger
 
 _SIOCGIFADDR: Final = 0x8915
 _CONNECT_TIMEOUT_S: Final = 30.0
-"""At most `heartbeat_timeout_s`: who cannot be reached for so long is lost."""
+"""A rank that cannot be reached for so long, or for `heartbeat_timeout_s`, is lost."""
 _CONNECT_AGAIN_S: Final = 0.05
 _ACCEPTS_IN_A_ROW: Final = 64
 _ACCEPT_AGAIN_S: Final = 0.1
@@ -34,7 +34,7 @@ _ACCEPT_AGAIN_S: Final = 0.1
 
 
 class Connections:
-    """Connections to and from the other ranks.
+    """The connections to and from the other ranks.
 
     The thread that opens the network calls `listen`, and `open` or `stop_listening`, before the
     mesh's thread starts.  Any thread may ask for a connection `to` a rank: `_connecting` is held
@@ -61,7 +61,7 @@ class Connections:
     # ---- opening ----
 
     def listen(self) -> tuple[str, int]:
-        """Where the other ranks reach this one, from now on."""
+        """Begins to listen; returns where the other ranks reach this one."""
         _allow_open_files(4 * self._world_size + 256)
         host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -70,11 +70,11 @@ class Connections:
         return host, self._listener.getsockname()[1]
 
     def stop_listening(self) -> None:
-        """The network is not opened."""
+        """Closes the listening socket of a network that will not be opened."""
         self._listener.close()
 
     def open(self, addresses: Mapping[int, tuple[str, int]], secret: bytes) -> None:
-        """Begins to connect, to the other ranks' addresses, with the job's secret."""
+        """Makes connections possible, to these addresses, with the job's secret."""
         self._addresses = dict(addresses)
         self._secret = Secret(secret, self._owner.rank, self._world_size)
         self._selector = selectors.DefaultSelector()
@@ -85,17 +85,17 @@ class Connections:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
 
     def let_in_newcomers(self) -> None:
-        """From now on ranks may come that were not there at the start, with higher numbers."""
+        """Lets ranks with higher numbers come that were not there at the start."""
         self._secret.knows_newcomers = True
 
     # ---- from any thread ----
 
     def known(self) -> list[int]:
-        """The other ranks whose address was given."""
+        """Returns the other ranks whose address was given."""
         return [rank for rank in self._addresses if rank != self._owner.rank]
 
     def reaches(self, rank: int) -> bool:
-        """Whether there is a connection to a rank, or one can be made; if not, it is not lost."""
+        """Returns whether a rank can be reached; one that cannot does not count as lost."""
         try:
             with self._connecting:
                 if rank not in self._outgoing:
@@ -105,15 +105,15 @@ class Connections:
         return True
 
     def all(self) -> list[Connection]:
-        """Those whose other end is known."""
+        """Returns the connections whose other end is known."""
         return [*self._outgoing.values(), *self._incoming]
 
     def made_to(self, rank: int) -> Connection | None:
-        """The connection on which this rank sends to another, if there is one yet."""
+        """Returns the connection on which this rank sends to another, if there is one."""
         return self._outgoing.get(rank)
 
     def to(self, rank: int) -> Connection:
-        """The same, made if there is none; the rank is lost if it cannot be reached."""
+        """Returns the connection on which to send to a rank; one out of reach is lost."""
         if rank in self._outgoing:
             return self._outgoing[rank]
         with self._connecting:
@@ -142,7 +142,7 @@ class Connections:
         self._attend(connection)
 
     def _connect(self, rank: int) -> socket.socket:
-        """A socket at whose other end is that rank."""
+        """Returns a socket at whose other end that rank is."""
         limit = min(_CONNECT_TIMEOUT_S, self._owner.heartbeat_timeout_s)
         deadline = time.monotonic() + limit
         while True:
@@ -156,27 +156,27 @@ class Connections:
                 if not isinstance(err, ConnectionError) or time.monotonic() > deadline:
                     raise
             self._owner.check(f"connecting to rank {rank}")
-            time.sleep(_CONNECT_AGAIN_S)  # it was turned away, among too many strangers
+            time.sleep(_CONNECT_AGAIN_S)  # this rank was turned away, among too many strangers
 
     def _attend(self, connection: Connection) -> None:
-        """Has the thread look after a connection that is new or has something left to send."""
+        """Has the mesh's thread serve a connection that is new or has something left to send."""
         self._to_attend.append(connection)
         self.wake()
 
     def wake(self) -> None:
-        """Ends the round that the mesh's thread waits in."""
+        """Ends the round in which the mesh's thread waits."""
         with contextlib.suppress(OSError):  # full: the thread will wake anyway
             self._wake_write.send(b"\0")
 
     def address(self, rank: int) -> str:
-        """Where the rank listens, in words."""
+        """Says in words where the rank listens."""
         host, port = self._addresses.get(rank, ("an address", "that it has not told"))
         return f"{host}:{port}"
 
     # ---- in the mesh's thread ----
 
     def serve(self, until: float) -> None:
-        """One round: waits, until then at most, for something to come or leave, and moves it on."""
+        """Waits, until then at most, for something to come or leave, and moves it on: one round."""
         for key, events in self._selector.select(self._patience(until)):
             if key.fileobj is self._listener:
                 self._accept()
@@ -188,20 +188,20 @@ class Connections:
                 self._serve_connection(key.data, events)
         while self._to_attend:
             self._watch(self._to_attend.popleft())
-        self._look_after_strangers()  # once all that they have said is read
+        self._look_after_strangers()  # once all that strangers have said is read
 
     def _patience(self, until: float) -> float:
-        """For how long there is nothing to do if nothing comes."""
+        """Returns for how long there is nothing to do if nothing comes."""
         first = next(iter(self._strangers)).until if self._strangers else until
         return max(0.0, min(until, first, self._accept_again_at) - time.monotonic())
 
     def flush(self) -> bool:
-        """Sends what the connections take; True when nothing is left."""
+        """Sends what the connections take; returns whether nothing is left."""
         flushed = [connection.flush() for connection in self.all()]
         return all(flushed)
 
     def end(self) -> None:
-        """Closes all; whoever waits for the rest of a message to leave has its answer."""
+        """Closes all connections; every wait for the rest of a message to leave ends."""
         for connection in self.all():
             connection.drop_queue()
         self.close_files()
@@ -227,7 +227,7 @@ class Connections:
             try:
                 prepare(sock, self._owner.heartbeat_timeout_s)
                 stranger = Stranger(sock, self._secret)
-            except OSError:  # it has gone already
+            except OSError:  # the stranger has gone already
                 sock.close()
                 continue
             self._strangers[stranger] = None
@@ -237,7 +237,7 @@ class Connections:
 
     def _serve_stranger(self, stranger: Stranger) -> None:
         if stranger not in self._strangers:
-            return  # it was turned away, in the same round
+            return  # the stranger was turned away, in the same round
         if not stranger.read():
             self._turn_away(stranger)
         elif stranger.rank is not None:
@@ -257,7 +257,7 @@ class Connections:
         stranger.sock.close()
 
     def _look_after_strangers(self) -> None:
-        """Turns away those who have had their time, and listens again once it is time."""
+        """Turns away strangers that have had their time, and listens again once it is time."""
         now = time.monotonic()
         while self._strangers and next(iter(self._strangers)).until <= now:
             self._turn_away(next(iter(self._strangers)))
@@ -266,7 +266,7 @@ class Connections:
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _watch(self, connection: Connection) -> None:
-        """Waits for bytes to read, and for space to write where something is left to send."""
+        """Has a round wait for bytes to read, and for space where something is left to send."""
         events = selectors.EVENT_READ | (0 if connection.flush() else selectors.EVENT_WRITE)
         if connection.sock.fileno() < 0:
             return
@@ -288,10 +288,10 @@ class Connections:
 
 
 def own_address() -> str:
-    """The address at which the other ranks reach this one.
+    """Returns the address at which the other ranks reach this one.
 
-    That of the interface named by GLOO_SOCKET_IFNAME, as for gloo; else the one from which the
-    rendezvous host, MASTER_ADDR, is reached.
+    The interface that GLOO_SOCKET_IFNAME names has this address, as for gloo; without the variable,
+    the interface from which the rendezvous host, MASTER_ADDR, is reached.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:

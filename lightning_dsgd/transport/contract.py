@@ -51,10 +51,10 @@ from torch import Tensor
 from lightning_dsgd.transport.watch import Watch
 
 ANY: Final = -1
-"""As `src` of a receive: from whichever rank sends first."""
+"""The `src` of a receive that takes a message from whichever rank sends first."""
 
 LEAST_LIMIT: Final = 1 << 30
-"""So many bytes a message may always have: texts, and what users gather, are of any length."""
+"""A message may always have so many bytes: texts, and what users gather, are of any length."""
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -91,7 +91,7 @@ class PeerLost(TransportError):
 
 
 def failed(error: BaseException) -> str:
-    """What became of a rank that met this error: a reason of `PeerLost`."""
+    """Returns what became of a rank that met this error: a reason of `PeerLost`."""
     return f"failed: {type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -100,39 +100,39 @@ class Deadlock(TransportError):
 
 
 class LaneStopped(BaseException):
-    """Raised inside a lane, out of whatever it waits for, when the lane is told to stop."""
+    """Is raised inside a lane, out of whatever it waits for, when the lane is told to stop."""
 
 
 @dataclass
 class Counters:
-    """What this rank has sent and how long it waited; one for all lanes of a rank."""
+    """What this rank has sent and how long it has waited; its lanes share one object."""
 
     bytes_sent: int = 0
     messages_sent: int = 0
     wait_s: float = 0.0
     comm_s: float = 0.0
     watch: Watch | None = None
-    """Is told of every wait, of lanes too."""
+    """Who is told of every wait, those of lanes included."""
 
 
 class Work(Protocol[T_co]):
-    """Something under way."""
+    """An operation that is under way."""
 
     def wait(self, timeout_s: float | None = None) -> T_co:
-        """The result, once it is there; `Timeout` after `timeout_s` (default: the transport's).
+        """Waits for the result, and returns it; raises `Timeout` after `timeout_s`.
 
-        With `math.inf`, for lanes that serve, only the loss of a rank or the end of the lane ends
-        it.
+        By default `timeout_s` is the transport's.  With `math.inf`, for lanes that serve, only the
+        loss of a rank or the end of the lane ends the wait.
         """
         ...
 
     def done(self) -> bool:
-        """Whether `wait` would return at once.  Never blocks; moves a collective on."""
+        """Returns whether `wait` would return at once.  Never blocks; moves a collective on."""
         ...
 
 
 class Receipt(Work[Tensor], Protocol):
-    """A receive under way; `source` is known once it is done."""
+    """A receive under way; `source` is known once the receive is done."""
 
     source: int
 
@@ -142,7 +142,7 @@ class Lane(Protocol):
 
     @property
     def net(self) -> Transport:
-        """Its endpoint, on which the other threads of its rank may send too."""
+        """The lane's endpoint, on which the other threads of its rank may send too."""
         ...
 
     def tell(self, x: Tensor, tag: int = 0, over: Transport | None = None) -> None:
@@ -152,27 +152,27 @@ class Lane(Protocol):
 
         Args:
             x: a tensor on the CPU
-            tag: of the message
+            tag: the message's tag
             over: the lane's endpoint in another view; None: `net`
         """
         ...
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Ends the lane, also one that is blocked in a receive, and raises what it failed with."""
+        """Ends the lane, even in the midst of a receive, and raises the lane's failure, if any."""
         ...
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until the lane's function has returned, and raises what it failed with."""
+        """Waits until the lane's function has returned, and raises its failure, if any."""
         ...
 
     def check(self) -> None:
-        """Raises what the lane failed with, if it has."""
+        """Raises the lane's failure, if it has failed."""
         ...
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """One rank's end of the network; `group` is a sequence of ranks, None for all."""
+    """One rank's end of the network; `group` is a sequence of ranks, None means all ranks."""
 
     rank: int
     job_rank: int
@@ -184,7 +184,7 @@ class Transport(Protocol):
     """Whether the launcher ends this process when another rank dies, in the midst of its work."""
 
     def now(self) -> float:
-        """Seconds on this transport's clock, real or virtual."""
+        """Returns the seconds on this transport's clock, real or virtual."""
         ...
 
     def send(self, x: Tensor, dst: int, tag: int = 0, *, copy: bool = True) -> Work[None]:
@@ -192,9 +192,9 @@ class Transport(Protocol):
         ...
 
     def recv(self, like: Tensor, src: int, tag: int = 0) -> Receipt:
-        """The next message from `src` (or ANY) with this tag.
+        """Receives the next message from `src` (or ANY) with this tag.
 
-        A new tensor of any length, of the dtype and on the device of `like`.
+        The Work gives a new tensor of any length, of the dtype and on the device of `like`.
         """
         ...
 
@@ -203,40 +203,41 @@ class Transport(Protocol):
         ...
 
     def all_gather(self, x: Tensor, group: Sequence[int] | None = None) -> Work[list[Tensor]]:
-        """Every member's tensor, in the order of the group; lengths may differ."""
+        """Gathers every member's tensor, in the order of the group; lengths may differ."""
         ...
 
     def broadcast(self, x: Tensor, src: int, group: Sequence[int] | None = None) -> Work[Tensor]:
-        """Overwrites `x` with that of rank `src`."""
+        """Overwrites `x` with the `x` of rank `src`."""
         ...
 
     def barrier(self, group: Sequence[int] | None = None) -> Work[None]:
-        """Done once every member has called it."""
+        """Begins a barrier: the Work is done once every member has begun it."""
         ...
 
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        """Tells that these groups sum and broadcast again and again; nothing else follows of it.
+        """Announces groups that will sum and broadcast again and again; has no other effect.
 
-        All ranks call it together, in the training thread, with the same groups, also those that
-        they are not in; meanwhile no lane uses one of them.  A network may make communicators for
-        them, on which the source of a broadcast waits for the others, too.
+        All ranks call it together, in the training thread, with the same groups, also groups
+        that they are not in; meanwhile no lane uses one of them.  A network may make
+        communicators for them, on which the source of a broadcast waits for the others, too.
         """
         ...
 
     def expect_at_most(self, nbytes: int) -> None:
-        """No message to come has more bytes, or than `LEAST_LIMIT`; a rank that sends more is lost.
+        """Announces that no message to come has more than `nbytes` bytes, or than `LEAST_LIMIT`.
 
-        All ranks call it before any of them sends more than the last call has told; a later call
-        may only raise it.  Before the first one a message may have as many as there is memory.
+        A rank that sends more is lost.  All ranks call this before any of them sends more than the
+        last call allows; a later call may only raise the limit.  Before the first call, a message
+        may have as many bytes as there is memory.
         """
         ...
 
     def sub(self, name: str) -> Transport:
-        """The same network with channels of its own, for the same thread."""
+        """Returns the same network with channels of its own, for the same thread."""
         ...
 
     def spawn_lane(self, fn: Callable[[Transport], None], name: str = "lane") -> Lane:
-        """Runs `fn(lane_transport)` beside this thread."""
+        """Starts a lane, which runs `fn(lane_transport)` beside this thread."""
         ...
 
     def check(self) -> None:
@@ -244,15 +245,15 @@ class Transport(Protocol):
         ...
 
     def on_lost(self, callback: Callable[[PeerLost], None]) -> None:
-        """Has `callback` called when another rank is lost; at once if one is.
+        """Has `callback` called when another rank is lost, or at once if one is lost already.
 
-        It is called from whichever thread notices the loss, and must not wait for the network.
-        There is one callback for a rank; a later call takes its place.
+        Whichever thread notices the loss calls `callback`, which must not wait for the network.
+        A rank has one callback; a later call replaces it.
         """
         ...
 
     def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        """From now on, on all ranks, a loss is followed by a view of those that are left.
+        """Has a view of the ranks that are left follow each loss; all ranks call it.
 
         Args:
             min_ranks: how many must be left; None: more than half of those of the view before
@@ -261,27 +262,27 @@ class Transport(Protocol):
         ...
 
     def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        """Goes on after a loss: the number of the next view, once agreed on, and its members.
+        """Goes on after a loss: returns the next view's number and members, once agreed.
 
-        Until then every wait on this rank raises; from then on those of a `View` with that number
-        do not.  Raises `PeerLost` where this rank cannot go on.
+        Until then every wait on this rank raises; from then on the waits of a `View` with that
+        number work.  Raises `PeerLost` where this rank cannot go on.
         """
         ...
 
     def blaming(self, what: str) -> AbstractContextManager[None]:
-        """Around another library's collective: raises `PeerLost` if it failed for a lost rank.
+        """Surrounds another library's collective: raises `PeerLost` if a lost rank broke it.
 
         Args:
-            what: the collective does, as an error is to say where the loss was noticed
+            what: what the collective does, for an error that says where the loss was noticed
         """
         ...
 
     def fail(self, reason: str) -> None:
-        """Tells every rank that this one is lost, for that reason, and closes."""
+        """Tells every rank that this one is lost, for that reason, and closes the network."""
         ...
 
     def close(self) -> None:
-        """Says farewell and ends; no other rank may still need this one.  May be called again."""
+        """Says farewell and ends, once no other rank needs this one.  May be called again."""
         ...
 
     @property
@@ -290,5 +291,5 @@ class Transport(Protocol):
         ...
 
     def check_process(self) -> None:
-        """Raises `TransportError` in a process that was forked from the one that opened it."""
+        """Raises `TransportError` in a process forked from the one that opened the network."""
         ...

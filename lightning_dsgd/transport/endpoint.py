@@ -58,17 +58,17 @@ class Endpoint(ABC):
     def post(
         self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
     ) -> Work[None]:
-        """Starts sending `x`; with `copy` it may change at once, else once the Work is done."""
+        """Starts sending `x`; with `copy`, `x` may change at once, else once the Work is done."""
 
     @abstractmethod
     def collect(
         self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
     ) -> Receipt:
-        """The next message of this channel and tag from `src`, placed into `into` if given."""
+        """Receives the next message of this channel and tag from `src`, into `into` if given."""
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds on this transport's clock."""
+        """Returns the seconds on this transport's clock."""
 
     @abstractmethod
     def check(self) -> None:
@@ -80,15 +80,15 @@ class Endpoint(ABC):
 
     @abstractmethod
     def blaming(self, what: str) -> AbstractContextManager[None]:
-        """Raises `PeerLost` if an error within is about a lost rank."""
+        """Raises `PeerLost` if an error within the block comes of a lost rank."""
 
     @abstractmethod
     def fail(self, reason: str) -> None:
-        """Tells every rank that this one is lost, and closes."""
+        """Tells every rank that this one is lost, and closes the network."""
 
     @abstractmethod
     def close(self) -> None:
-        """Says farewell and ends."""
+        """Says farewell and closes the network."""
 
     @property
     @abstractmethod
@@ -97,36 +97,30 @@ class Endpoint(ABC):
 
     @abstractmethod
     def check_process(self) -> None:
-        """Raises `TransportError` in a process that was forked from the one that opened it."""
+        """Raises `TransportError` in a process forked from the one that opened the network."""
 
     def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        """From now on a loss is followed by a view of the ranks that are left; of all ranks.
-
-        Args:
-            min_ranks: how many must be left; None: more than half of those of the view before
-            groups: ranks none of which can go on without the others of their group
-        """
         raise TransportError(
             'this network must end with the first rank that is lost, got on_loss="continue"; use '
             'transport="process_group" with tensors on the CPU'
         )
 
     def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        """Goes on after a loss: the number of the next view, once agreed on, and its members.
+        """Goes on after a loss: returns the next view's number and members, once agreed.
 
-        Until then every wait on this rank raises; from then on those on channels of that view, or
-        of a later one, do not.  No thread of this rank may wait on older channels any more.
+        Until then every wait on this rank raises; from then on waits on channels of that view, or
+        of a later one, work.  No thread of this rank may wait on older channels any more.
 
         Raises:
-            PeerLost: where this rank cannot go on; `lost` itself, where no view follows a loss
+            PeerLost: where this rank cannot go on; `lost` itself where no view follows a loss
         """
         raise lost
 
     def renew(self) -> None:
-        """Has the ranks agree on the next view, also where this one knows of no loss.
+        """Has the ranks agree on the next view, also where this rank knows of no loss.
 
-        Waits of this rank end as after a loss, and `next_view` is to be called.  Nothing is done
-        where a view is agreed on already that this rank has not entered.
+        Waits of this rank end as after a loss, and `next_view` is to be called.  The call does
+        nothing where the next view is agreed on already and this rank has not entered it.
         """
         raise TransportError("only a network that goes on after a loss has another view")
 
@@ -136,37 +130,38 @@ class Endpoint(ABC):
         return False
 
     def newcomers(self) -> tuple[int, ...]:
-        """The numbers of processes that have asked to become ranks of the next view."""
+        """Returns the numbers of processes that have asked to become ranks of the next view."""
         return ()
 
     def admit(self, newcomers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view with these newcomers; False if there is none to let in.
+        """Has the ranks agree on a view with these newcomers; False if none can be let in.
 
         If so, waits of this rank end as after a loss, and `next_view` is to be called.
         """
         return False
 
     def part(self, leavers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view without these; False if they are no ranks any more.
+        """Has the ranks agree on a view without these ranks; False if they are no ranks any more.
 
-        As `admit`; all ranks call it, also those that leave, for which no view follows.
+        Waits end as `admit` says.  All ranks call it, also those that leave, for which no view
+        follows.
         """
         return False
 
     def card(self) -> tuple[str, int, str] | None:
-        """The host and port where newcomers reach this rank, and the secret by which they may.
+        """Returns the host and port where newcomers reach this rank, and the secret they need.
 
-        None where nobody can join.
+        Returns None where nobody can join.
         """
         return None
 
     @abstractmethod
     def sub(self, name: str) -> Endpoint:
-        """The same network with channels of its own, for the same thread."""
+        """Returns the same network with channels of its own, for the same thread."""
 
     @abstractmethod
     def start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
-        """Runs `fn` in a thread with an endpoint of the path `name`."""
+        """Starts a lane that runs `fn` with an endpoint of the path `name`."""
 
     def spawn_lane(self, fn: Callable[[Any], None], name: str = "lane") -> Lane:
         self._num_lanes += 1
@@ -204,10 +199,10 @@ class Endpoint(ABC):
         return Collective(collectives.barrier(self._call(group, "barrier")))
 
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:  # noqa: B027
-        """See `Transport`; does nothing where sums are made of messages."""
+        """Does nothing: sums are made of messages here."""
 
     def expect_at_most(self, nbytes: int) -> None:  # noqa: B027
-        """See `Transport`; does nothing where all ranks are in this process."""
+        """Does nothing: all ranks are in this process."""
 
     def begin_natively(
         self, x: Tensor, call: Call, place: int | None = None
@@ -217,7 +212,7 @@ class Endpoint(ABC):
         Args:
             x: the argument, which will hold the result
             call: who takes part, and which call it is
-            place: in the group, of the source of a broadcast; None: a sum
+            place: the place in the group of a broadcast's source; None: a sum
         """
         return None
 
@@ -225,7 +220,7 @@ class Endpoint(ABC):
         return Call(self, self._group(ranks), kind)
 
     def _group(self, ranks: Sequence[int] | None) -> Group:
-        """The group of these ranks; None: of all, the same one as of all by their numbers."""
+        """Returns the group of these ranks; None gives the same group as a list of all ranks."""
         key = None if ranks is None else tuple(ranks)
         if key not in self._groups:
             members = tuple(range(self.world_size)) if key is None else key

@@ -1,7 +1,7 @@
 """A message as bytes: a header, and the payload.
 
     channel, tag     which mailbox               kind     message, which collective, or which news
-    dtype, nbytes    what follows
+    dtype, nbytes    what the payload is
 
 News are the mesh's: heartbeat, farewell (the sender needs nobody any more), the loss of a rank, and
 the agreement on who goes on after one.
@@ -27,31 +27,31 @@ DTYPES: Final = (
 )  # fmt: skip
 CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 FROM_DEVICE: Final = 128
-"""With the code of the dtype: it comes from a device's memory, and most likely goes to another."""
+"""Marks, with the code of the dtype, a message from a device, most likely to another device."""
 _LONGEST_NEWS: Final = 1 << 20
 MEMORY_BYTES: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def from_device(header: bytes) -> bytes:
-    """The header, of a message from a device's memory."""
+    """Returns the header, marked as that of a message from a device's memory."""
     return header[:-1] + bytes([header[-1] | FROM_DEVICE])
 
 
 def is_news(kind: int) -> bool:
-    """Whether it is for the mesh, and not for a mailbox."""
+    """Returns whether a message of this kind is for the mesh, and not for a mailbox."""
     return kind >= _FIRST_NEWS
 
 
 def why_no_message(nbytes: int, kind: int, code: int, most: int) -> str:
-    """Why a header is of no message; empty if it is of one.
+    """Returns why a header announces no message; an empty text if it announces one.
 
-    Before memory is taken for it: the sender may be another version, or its memory damaged.
+    Asked before memory is taken: the sender may be another version, or its memory damaged.
 
     Args:
         nbytes: the length that the header tells
-        kind: of message
-        code: of the dtype
-        most: bytes that a message to this rank may have
+        kind: the message's kind
+        code: the code of its dtype
+        most: how many bytes a message to this rank may have
     """
     is_known = is_news(kind) or (kind < len(KINDS) and code < len(DTYPES))
     itemsize = DTYPES[code].itemsize if is_known and not is_news(kind) else 1
@@ -67,5 +67,5 @@ def why_no_message(nbytes: int, kind: int, code: int, most: int) -> str:
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Returns the memory of a contiguous CPU tensor."""
     return memoryview(x.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

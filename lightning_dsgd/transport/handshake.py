@@ -1,14 +1,15 @@
 """Who may connect: each end of a connection proves that it is a rank of this job.
 
 The ranks share a secret, which rank 0 draws and the process group carries.  After that it travels
-no more: each end proves that it knows it, for numbers that are drawn anew for every connection:
+no more: each end proves that it knows the secret, for numbers drawn anew for every connection:
 
     listener    a random number
     connector   its rank, a random number, HMAC-SHA256(secret, listener's number | both ranks)
     listener    HMAC-SHA256(secret, connector's number | both ranks)
 
-Whoever has not done so after `HELLO_WITHIN_S` is turned away, and so is the one who has waited
-longest where there are more of them than ranks and `MOST_STRANGERS`; a rank tries again.
+A stranger that has proved nothing after `HELLO_WITHIN_S` is turned away.  Where there are more
+strangers than ranks and `MOST_STRANGERS`, the one that has waited longest is turned away.  A rank
+that is turned away tries again.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Secret:
     """What the ranks of this job share, and what they do with it.
 
     Args:
-        secret: the bytes
-        rank: this process's
-        world_size: of all
+        secret: the bytes that all ranks know
+        rank: this process's rank
+        world_size: how many ranks there are at the start
     """
 
     def __init__(self, secret: bytes, rank: int, world_size: int) -> None:
@@ -43,19 +44,19 @@ class Secret:
         """Whether there may be ranks that were not there at the start."""
 
     def proof(self, nonce: bytes, rank: int, to: int) -> bytes:
-        """What only the ranks of this job can answer to a random number."""
+        """Returns what only the ranks of this job can answer to a random number."""
         return hmac.digest(self._secret, nonce + struct.pack("<II", rank, to), "sha256")
 
     def is_proof(self, proof: bytes, nonce: bytes, rank: int, to: int) -> bool:
-        """Whether `proof` is that of a rank of this job."""
+        """Returns whether `proof` is the answer of a rank of this job."""
         expected = self.proof(nonce, rank, to)
         is_rank = rank < self._world_size or self.knows_newcomers
         return is_rank and hmac.compare_digest(proof, expected)
 
     def introduce(self, sock: socket.socket, rank: int) -> None:
-        """Proves to whoever listens that this is a rank, and has it prove that it is that rank.
+        """Proves to a listener that this is a rank, and has the listener prove that it is `rank`.
 
-        In the thread that connects, which waits for the answers.
+        Runs in the thread that connects, which waits for the answers.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
         proof = self.proof(_receive(sock, NONCE_BYTES), self.rank, rank)
@@ -68,23 +69,23 @@ class Stranger:
     """A connection whose other end nobody knows yet; only the mesh's thread touches it.
 
     Args:
-        sock: that does not block
-        secret: of this job
+        sock: a socket that does not block
+        secret: the secret of this job
     """
 
     def __init__(self, sock: socket.socket, secret: Secret) -> None:
         self.sock = sock
         self.until = time.monotonic() + HELLO_WITHIN_S
-        """By then it must have said who it is."""
+        """By then the stranger must have proved which rank it is."""
         self.rank: int | None = None
-        """The rank that it has proved to be."""
+        """The rank that the stranger has proved to be."""
         self._secret = secret
         self._said = b""
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        sock.send(self._nonce)  # so little fits into a new connection
+        sock.send(self._nonce)  # fits into a new connection
 
     def read(self) -> bool:
-        """Reads what has come; False if it is to be turned away."""
+        """Reads what has come; returns False if the stranger is to be turned away."""
         try:
             piece = self.sock.recv(HELLO.size - len(self._said))
         except (BlockingIOError, InterruptedError):
@@ -95,7 +96,7 @@ class Stranger:
         return bool(piece) and (len(self._said) < HELLO.size or self._recognize())
 
     def _recognize(self) -> bool:
-        """Whether the peer is the rank that it says it is; if so, proves to it who this is."""
+        """Returns whether the peer is the rank that it says; if so, proves to it who this is."""
         rank, nonce, proof = HELLO.unpack(self._said)
         me = self._secret.rank
         if not self._secret.is_proof(proof, self._nonce, rank, me):
@@ -109,7 +110,7 @@ class Stranger:
 
 
 def _receive(sock: socket.socket, count: int) -> bytes:
-    """So many bytes and no more, for what follows is the mesh's."""
+    """Receives so many bytes and no more, for what follows is the mesh's."""
     received = b""
     while len(received) < count:
         piece = sock.recv(count - len(received))

@@ -28,7 +28,7 @@ from lightning_dsgd.transport.mesh import Mesh
 
 
 class Lane:
-    """A lane, from when it is started until its function returns.
+    """A thread beside the training thread, from its start until its function returns.
 
     The thread that has started it tells, stops and joins it.  The lane's thread writes `_waiting`
     and `_failure`, the other one `_is_stopping`.  To wait, the lane says what it waits for and then
@@ -37,7 +37,7 @@ class Lane:
     interpreter's lock: it lets no thread run ahead of its own writes.
 
     Args:
-        mesh: which is told if the function fails; its port is the lane's, on a stream of its own
+        mesh: is told if the function fails; the lane uses its port, on a stream of its own
     """
 
     net: Endpoint
@@ -53,7 +53,7 @@ class Lane:
         self._thread: threading.Thread
 
     def start(self, net: Endpoint, fn: Callable[[Any], None]) -> None:
-        """Runs `fn(net)`; `net` is for the lane's thread alone, but for sending."""
+        """Runs `fn(net)` in the lane's thread; other threads may only send on `net`."""
         self.net = net
         self._begun = self._mesh.port.mark()
         self._thread = threading.Thread(
@@ -82,16 +82,16 @@ class Lane:
             self._mesh.lose(self.net.rank, failed(failure))
 
     def begin_waiting(self, expected: Expected) -> None:
-        """It is about to wait; raises `LaneStopped` if it is to stop."""
+        """Notes what the lane is about to wait for; raises `LaneStopped` if it is to stop."""
         self._waiting = expected
         self.check_stop()
 
     def end_waiting(self) -> None:
-        """It waits no more."""
+        """Notes that the lane waits no more."""
         self._waiting = None
 
     def check_stop(self) -> None:
-        """Raises `LaneStopped` if it is to stop."""
+        """Raises `LaneStopped` if the lane is to stop."""
         if self._is_stopping:
             raise LaneStopped
 
@@ -101,7 +101,7 @@ class Lane:
         port = self._mesh.port
         try:
             port.enter()
-            with port.using(port.new()):  # where nothing is queued: what is sent waits for nothing
+            with port.using(port.new()):  # empty: what is sent waits for nothing
                 while (told := self._told.get()) is not None:
                     mark, send = told
                     until(mark.has_passed, math.inf, self.check_stop)
@@ -129,7 +129,7 @@ class Lane:
         self._told.put((mark, lambda: net.send(x, net.rank, tag)))
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Ends the lane, also one that is blocked in a receive, and raises what it failed with."""
+        """Ends the lane, even in the midst of a receive, and raises the lane's failure, if any."""
         if self._mesh.is_forks:
             return
         self._is_stopping = True
@@ -139,7 +139,7 @@ class Lane:
         self.join(timeout_s)
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until the lane's function has returned, and raises what it failed with."""
+        """Waits until the lane's function has returned, and raises its failure, if any."""
         if self._mesh.is_forks:
             return
         limit = self.net.timeout_s if timeout_s is None else timeout_s
@@ -156,6 +156,6 @@ class Lane:
         self.check()
 
     def check(self) -> None:
-        """Raises what the lane failed with, if it has."""
+        """Raises the lane's failure, if it has failed."""
         if self._failure is not None:
             raise self._failure

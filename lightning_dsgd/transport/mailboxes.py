@@ -25,7 +25,7 @@ from lightning_dsgd.devices import PASSED, Mark
 from lightning_dsgd.transport.contract import ANY, PeerLost
 
 Key = tuple[int, int]
-"""Channel and tag."""
+"""The channel and the tag of a mailbox."""
 
 
 class Expected:
@@ -35,7 +35,7 @@ class Expected:
 
     Args:
         src: the rank whose message it takes, or ANY
-        key: of its mailbox
+        key: its mailbox
         into: memory that the message may be read straight into
     """
 
@@ -45,33 +45,33 @@ class Expected:
         self.key = key
         self.into = into
         self.claimed = False
-        """A message for it is being read."""
+        """Whether its message is being read right now."""
         self.arrived = threading.Event()
         self.kind = -1
         self.payload: Tensor | None = None
         self.mark = PASSED
-        """Behind what has made the payload, where that is on a device."""
+        """A mark behind what has made the payload, where the payload is on a device."""
         self.end = 0.0
-        """When its message was there."""
+        """When its message came."""
         self.failure: BaseException | None = None
 
     def fill(self, source: int, kind: int, payload: Tensor, mark: Mark) -> None:
-        """Its message is there."""
+        """Gives the receive its message."""
         self.source, self.kind, self.payload, self.mark = source, kind, payload, mark
         self.end = time.monotonic()
         self.arrived.set()
 
     def missing(self, left: set[int]) -> int | None:
-        """A rank that it needs, among those that have left."""
+        """Returns a rank that the receive needs and that has left, if there is one."""
         return self.wanted if self.wanted in left else None
 
     def break_off(self, failure: BaseException) -> None:
-        """Its message will not come, or is not waited for any more."""
+        """Ends the receive: its message will not come, or is not waited for any more."""
         self.failure = failure
         self.arrived.set()
 
     def raise_failure(self, waited_for: str) -> NoReturn:
-        """Raises what it was broken off with."""
+        """Raises the failure with which the receive was broken off."""
         failure = self.failure
         assert failure is not None
         if isinstance(failure, PeerLost):
@@ -92,7 +92,7 @@ class Mailboxes:
         """The first loss of a rank."""
 
     def collect(self, expected: Expected) -> None:
-        """Fills the receive, or posts it for a message that is to come."""
+        """Fills the receive with a message that is here, or posts it for one that is to come."""
         with self._lock:
             queue = self._arrived.get(expected.key, ())
             for place, (source, kind, payload, mark) in enumerate(queue):
@@ -106,7 +106,7 @@ class Mailboxes:
             self._break_off_if_hopeless(expected)
 
     def claim(self, source: int, key: Key, dtype: torch.dtype, nbytes: int) -> Tensor | None:
-        """The tensor that waits for a message, if one does, to read it straight into."""
+        """Returns the tensor of a receive that waits for this message, to read it straight into."""
         with self._lock:
             for expected in self._posted.get(key, ()):
                 is_open = not expected.claimed and expected.failure is None
@@ -122,14 +122,14 @@ class Mailboxes:
     def deliver(
         self, source: int, key: Key, kind: int, payload: Tensor, mark: Mark = PASSED
     ) -> None:
-        """A message is there: fills the first receive that waits for it, or keeps it.
+        """Gives a message to the first receive that waits for it, or keeps it.
 
         Args:
             source: the rank that has sent it
-            key: of its mailbox
-            kind: of message
-            payload: what came
-            mark: behind what has made the payload
+            key: its mailbox
+            kind: its kind
+            payload: what it holds
+            mark: a mark behind what has made the payload
         """
         with self._lock:
             posted = self._posted.get(key, [])
@@ -154,7 +154,7 @@ class Mailboxes:
             return True
 
     def break_off(self, failure: PeerLost | None = None, left: int | None = None) -> None:
-        """Ends the receives that have become hopeless: all, or those of a rank that has left."""
+        """Ends receives that have become hopeless: all, or those that need a rank that left."""
         with self._lock:
             if failure is not None:
                 self.failure = failure
@@ -165,7 +165,7 @@ class Mailboxes:
                     self._break_off_if_hopeless(expected)
 
     def forget_broken(self) -> None:
-        """No message fills a receive any more that was broken off."""
+        """Forgets the receives that were broken off, so that no message fills them."""
         with self._lock:
             for key, posted in list(self._posted.items()):
                 posted[:] = [expected for expected in posted if expected.failure is None]
@@ -173,7 +173,7 @@ class Mailboxes:
                     del self._posted[key]
 
     def go_on(self, is_old: Callable[[int], bool]) -> None:
-        """Waits work again; what is on old channels is dropped."""
+        """Makes waits work again; drops messages and receives of old channels."""
         with self._lock:
             self.failure = None
             for table in (self._arrived, self._posted):

@@ -82,7 +82,7 @@ WANT, PREPARE, PROMISE, REFUSE, ACCEPT, ACCEPTED, COMMIT, JOIN, GONE = (
     "want", "prepare", "promise", "refuse", "accept", "accepted", "commit", "join", "gone",
 )  # fmt: skip
 _LIMIT: Final = 20
-"""How often its patience a rank has for a view to be agreed on."""
+"""The time that an agreement on a view may take, as a multiple of `patience_s`."""
 
 # Why the waits of a rank end, where nobody is lost.
 JOINS: Final = "joins"
@@ -92,19 +92,19 @@ RENEWS: Final = "goes on with the others of its replica, which know of a loss"
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank says to another.
+    """What a rank says to another in the course of an agreement.
 
     Args:
         kind: see the head of the file
-        number: of the view that is to be agreed on; of COMMIT: that is
-        base: the members of the view before that
-        ballot: that it belongs to; of REFUSE: the higher one
-        members: that are proposed, accepted or committed
-        accepted: of PROMISE: the ballot in which `members` were accepted
-        lost: whom the sender believes lost
-        dead: who has died, or has ended
-        joins: who wants to be a member
-        leaves: who wants to be none any more
+        number: the number of the view to agree on; in COMMIT: of the view that is agreed on
+        base: the members of the view before that view
+        ballot: the ballot that the message belongs to; in REFUSE: the higher one
+        members: the members that are proposed, accepted or committed
+        accepted: in PROMISE: the ballot in which `members` were accepted
+        lost: the ranks that the sender believes lost
+        dead: the ranks that have died, or have ended
+        joins: the newcomers that want to be members
+        leaves: the members that want to leave
     """
 
     kind: str
@@ -128,16 +128,16 @@ class _Lead:
     promises: dict[int, Message] = field(default_factory=dict)
     members: Ranks = ()
     accepts: set[int] = field(default_factory=set)
-    """Who has accepted `members`; none while there are promises to come."""
+    """The ranks that have accepted `members`; none while there are promises to come."""
 
 
 class Membership:
-    """One rank's part in the agreements: messages and time in, messages and views out.
+    """One rank's end of the agreements: messages and time in, messages and views out.
 
     Attributes:
-        number: of the newest view that this rank knows to be committed; -1: none yet
-        members: of that view
-        is_changing: whether the next one is being agreed on
+        number: the number of the newest view that this rank knows to be committed; -1: none yet
+        members: the members of that view
+        is_changing: whether the next view is being agreed on
         ended: why this rank is in no view any more; empty as long as it may be
         outbox: what is to be sent: to whom, and the message
         waiting: newcomers that have asked, and are neither members nor lost
@@ -146,9 +146,9 @@ class Membership:
 
     Args:
         me: this rank
-        members: of view 0; of a newcomer: whom it asks
+        members: the members of view 0; for a newcomer, the ranks that it asks
         patience_s: how long to wait for an answer
-        min_ranks: how many members a view must have; None: more than half of the last one's
+        min_ranks: how many members a view must have; None: more than half of the last view's
         now: the time
         is_newcomer: whether this rank is in no view yet
         limit_s: how long a newcomer asks to be let in; None: as long as an agreement may take
@@ -192,26 +192,26 @@ class Membership:
         self._act_at = now if is_newcomer else math.inf
 
     def _reset(self) -> None:
-        """A new view: nothing has been promised or accepted for the one after it."""
+        """Begins a view: nothing has been promised or accepted for the one after it."""
         self._promised = _NONE
         self._accepted: tuple[Ballot, Ranks] = (_NONE, ())
         self._round = 0
         self._lead: _Lead | None = None
         self._act_at = math.inf
         self._told: set[int] = set()
-        """Whom others believe lost."""
+        """The ranks that others believe lost."""
 
     # ---- what happens to this rank ----
 
     @property
     def next_at(self) -> float:
-        """When `tick` is to be called at the latest."""
+        """The time at which `tick` is to be called at the latest."""
         if self.ended or not self.is_changing:
             return math.inf
         return min(self._ends_at, self._act_at if self._lead is None else self._lead.deadline)
 
     def suspect(self, now: float, rank: int, *, died: bool) -> None:
-        """A rank does not answer; or, if it `died`, it will never do anything again."""
+        """Believes a rank lost, which does not answer; or, if it `died`, will never act again."""
         if self.ended or rank == self.me:
             return
         self._give_up({rank})
@@ -229,13 +229,13 @@ class Membership:
             self._go_on(now)
 
     def _give_up(self, ranks: set[int]) -> None:
-        """Believes them lost from now on."""
+        """Believes ranks lost from now on."""
         self._lost |= ranks
         if self.missing < 0:
             self.missing = min(ranks & self._mine, default=-1)
 
     def admit(self, now: float, newcomer: int) -> None:
-        """A newcomer is to be a member of the next view, if it is not lost by then."""
+        """Proposes a newcomer as a member of the next view, unless it is lost by then."""
         if self.ended or newcomer in self.members:
             return
         if newcomer not in self._lost:
@@ -244,20 +244,20 @@ class Membership:
         self._go_on(now)
 
     def renew(self, now: float) -> None:
-        """This rank wants a next view, whoever is in it."""
+        """Wants a next view, whoever is in it."""
         if not self.ended and self.members:
             self._begin(now)
             self._go_on(now)
 
     def leave(self, now: float) -> None:
-        """This rank wants to be no member any more."""
+        """Wants a next view without this rank."""
         if not self.ended and self.members:
             self._leaves.add(self.me)
             self._begin(now)
             self._go_on(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Does what is due at this time."""
         if self.ended or not self.is_changing:
             return
         if now >= self._ends_at:
@@ -274,7 +274,7 @@ class Membership:
             self._go_on(now)
 
     def hear(self, now: float, sender: int, message: Message) -> None:
-        """A message has come."""
+        """Takes in a message from another rank."""
         if self.ended or sender in self._dead:
             return
         if message.kind == GONE:
@@ -286,7 +286,7 @@ class Membership:
             if message.number > self.number:
                 self._enter(now, message.number, message.members)
         elif self.number < 0 and self.me not in message.base:
-            return  # not yet
+            return  # this rank is no member yet
         elif message.number <= self.number:
             if message.kind in (WANT, PREPARE, ACCEPT):
                 self._tell_view([sender])
@@ -301,7 +301,7 @@ class Membership:
     # ---- as a member ----
 
     def _begin(self, now: float) -> None:
-        """Leaves what the old view was doing; once in each view."""
+        """Leaves what the old view was doing; does nothing if that is left already."""
         if self.is_changing:
             return
         self.is_changing = True
@@ -310,7 +310,7 @@ class Membership:
         self._send(self._others(), self._message(WANT))
 
     def _turn(self, now: float) -> float:
-        """When this rank proposes, if no other does before."""
+        """Returns when this rank proposes, if no other rank does before."""
         alive = [rank for rank in self.members if rank not in self._lost]
         return now + self._patience_s * alive.index(self.me)
 
@@ -327,7 +327,7 @@ class Membership:
                 self._begin(now)
 
     def _take_part(self, now: float, sender: int, message: Message) -> None:
-        """In the agreement on the next view."""
+        """Takes part in the agreement on the next view."""
         self._round = max(self._round, message.ballot[0])
         self._joins |= {*message.joins} - self._lost - {*self.members}
         self._leaves |= {*message.leaves} & {*self.members}
@@ -337,7 +337,7 @@ class Membership:
             if rank not in self._dead:
                 self.suspect(now, rank, died=True)
         if self.ended or message.number != self.number + 1:
-            return  # which may have come of that
+            return  # the lines above may have changed both
         if message.kind in (PREPARE, ACCEPT):
             self._answer(now, sender, message)
         elif message.kind == REFUSE:
@@ -350,7 +350,7 @@ class Membership:
                 self._lead.accepts.add(sender)
 
     def _answer(self, now: float, sender: int, message: Message) -> None:
-        """Promises, accepts, or refuses, as there is a higher ballot."""
+        """Promises, or accepts, or refuses where there is a higher ballot."""
         ballot = message.ballot
         is_known = message.kind == ACCEPT and ballot == self._promised
         if ballot <= self._promised and not is_known:
@@ -370,7 +370,7 @@ class Membership:
         return replace(message, ballot=ballot, accepted=accepted, members=members)
 
     def _step_back(self, now: float, leader: int) -> None:
-        """Another rank leads: gives it the time that it may take, unless it is lost."""
+        """Lets another rank lead, and gives it the time that it may take, unless it is lost."""
         self._lead = None
         time_of_a_ballot = 0.0 if leader in self._dead else 3 * self._patience_s
         self._act_at = self._turn(now) + time_of_a_ballot
@@ -378,7 +378,7 @@ class Membership:
     # ---- as the proposer ----
 
     def _go_on(self, now: float) -> None:
-        """Does what is due."""
+        """Leads the agreement on, as far as a step is due."""
         while not self.ended and self.is_changing:
             if self._lead is None:
                 if now < self._act_at:
@@ -397,7 +397,7 @@ class Membership:
         self._send(self._others(), replace(self._message(PREPARE), ballot=ballot))
 
     def _propose_if_promised(self, now: float) -> bool:
-        """Whether there is more to do now."""
+        """Proposes once the promises are here; returns whether there is more to do now."""
         lead = self._lead
         assert lead is not None
         awaited = set(self._others()) - lead.promises.keys()
@@ -419,7 +419,7 @@ class Membership:
         return True
 
     def _choose(self, promises: dict[int, Message]) -> Ranks:
-        """The members of the next view; none if there cannot be one, which ends this rank."""
+        """Returns the members of the next view; none if there can be none, which ends this rank."""
         opinions = {rank: {*promise.lost} for rank, promise in promises.items()}
         opinions[self.me] = self._lost
         together = _trusting(opinions)
@@ -436,11 +436,11 @@ class Membership:
         return tuple(sorted(members))
 
     def _whole(self, ranks: set[int]) -> set[int]:
-        """Those of them whose group is whole."""
+        """Returns the ranks whose group is whole."""
         return ranks.difference(*(group for group in self._groups if not group <= ranks))
 
     def _commit_if_accepted(self, now: float) -> bool:
-        """Whether there is more to do now."""
+        """Commits once a majority has accepted; returns whether there is more to do now."""
         lead = self._lead
         assert lead is not None
         if self._is_majority(lead.accepts):
@@ -476,7 +476,7 @@ class Membership:
     # ---- views ----
 
     def _enter(self, now: float, number: int, members: Ranks) -> None:
-        """The next view is committed."""
+        """Enters the view that is committed; a rank that is no member of it ends."""
         if self.me not in members:
             if self.number >= 0:
                 self.number, self.members = number, members
@@ -485,14 +485,14 @@ class Membership:
         self.number, self.members = number, members
         self.is_changing, self._ends_at = False, math.inf
         self._reset()
-        self._joins.clear()  # who is not in it asks again
+        self._joins.clear()  # a newcomer that is not in it asks again
         self.waiting -= {*members}
         self._leaves &= {*members}
         if self._lost & {*members} or self._leaves:
             self._begin(now)
 
     def _why_outside(self) -> str:
-        """Why this rank is no member of the view, although it has not left."""
+        """Returns why this rank is no member of the view, although it has not left."""
         if self.missing < 0 and self.me not in self._told:
             self.missing = min(self._told & self._mine, default=-1)
         if self.missing >= 0:
@@ -528,10 +528,10 @@ class Membership:
 
 
 def _trusting(opinions: dict[int, set[int]]) -> list[int]:
-    """Ranks none of which believes another lost: without those in most such pairs.
+    """Returns ranks none of which believes another lost, without those in most quarrels.
 
     Args:
-        opinions: of each rank, whom it believes lost
+        opinions: for each rank, the ranks that it believes lost
     """
     left = sorted(opinions)
     while True:

@@ -49,7 +49,7 @@ from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.survival import Survival
 
 _LONGEST_REASON: Final = 50_000
-"""Characters, of which JSON makes up to twelve bytes each."""
+"""How many characters are sent; JSON makes up to twelve bytes of each."""
 _CLOSE_TIMEOUT_S: Final = 5.0
 _SWITCH_INTERVAL_S: Final = 0.0005
 """How soon the mesh gets the interpreter from a thread that runs Python (by default: 5 ms)."""
@@ -58,18 +58,18 @@ _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Mesh:
-    """Who is alive, and the thread that finds out: it moves all bytes that no caller could move.
+    """Knows who is alive, by a thread that also moves all bytes that no caller could move.
 
     The thread that opens the network opens and closes the mesh.  Any thread may ask who is lost,
     or `lose` a rank: `_losing` makes one loss the first.  `_heard` is the mesh's thread's alone;
     `on_lost`, `_closing_at` and `_thread` are single references that one thread writes.
 
     Args:
-        rank: this process's
+        rank: this process's rank
         world_size: P
         timeout_s: how long a message may take to leave
         heartbeat_timeout_s: after how much silence a rank counts as lost
-        port: of the device that this rank computes on
+        port: the port of the device that this rank computes on
         is_newcomer: whether this process comes to ranks that were there before
     """
 
@@ -97,7 +97,7 @@ class Mesh:
         self._world_size = world_size
         self.has_failed = False
         """Whether this rank itself has said that it is lost."""
-        self._watched: Sequence[int] = ()  # whose silence we notice
+        self._watched: Sequence[int] = ()  # the ranks whose silence we notice
         if not is_newcomer:
             self._watched = range(1, world_size) if rank == 0 else range(1)
         self._survival: Survival | None = None
@@ -120,10 +120,10 @@ class Mesh:
             self.connections.to(peer)
 
     def close(self, *, is_last: bool) -> None:
-        """Says farewell, and ends the thread; nothing if it has not been opened.
+        """Says farewell, and ends the thread; does nothing if the mesh has not been opened.
 
         Args:
-            is_last: the connections bring all that comes from this rank
+            is_last: whether a farewell on the connections is the last that this rank sends
         """
         thread, self._thread = self._thread, None
         if self.is_forks or thread is None:
@@ -142,7 +142,7 @@ class Mesh:
         return self._survival is not None
 
     def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        """From now on it is; connects to every rank, and watches it."""
+        """Has a view follow each loss from now on; connects to every rank, and watches it."""
         others = [rank for rank in range(self._world_size) if rank != self.rank]
         for peer in others:
             self.connections.to(peer)
@@ -151,7 +151,7 @@ class Mesh:
         self._begin_to_survive(min_ranks, groups)
 
     def join(self, min_ranks: int | None, within_s: float) -> None:
-        """Asks the ranks that `open` was given to let this one in; a newcomer's.
+        """Asks the ranks whose addresses `open` was given to let this newcomer in.
 
         Raises:
             TransportError: if none of them can be reached
@@ -161,7 +161,7 @@ class Mesh:
         for rank in self.connections.known():
             if self.connections.reaches(rank):
                 contacts.append(rank)
-                self._watched = tuple(contacts)  # who hears from this one while it tries others
+                self._watched = tuple(contacts)  # they hear from this rank while it tries others
         if not contacts:
             raise TransportError(
                 f"a newcomer must reach a rank that trains, but none of "
@@ -192,34 +192,34 @@ class Mesh:
         )
 
     def _hear_of_own_end(self, lost: PeerLost) -> None:
-        """This rank can go on no more; training may hang in a collective of its replica."""
+        """Tells that this rank cannot go on: its replica's collective may hang in training."""
         if self.on_lost is not None:
             self.on_lost(lost)
 
     def renew(self) -> None:
-        """See `Endpoint.renew`."""
+        """Has the ranks agree on the next view: see `Endpoint.renew`."""
         if self._survival is not None:
             self._survival.renew()
 
     @property
     def is_outside(self) -> bool:
-        """See `Endpoint.is_outside`."""
+        """Whether no next view will hold this rank: see `Endpoint.is_outside`."""
         return self._survival is not None and self._survival.is_outside
 
     def newcomers(self) -> tuple[int, ...]:
-        """Who has asked to be let in, and waits."""
+        """Returns the newcomers that have asked to be let in, and wait."""
         return () if self._survival is None else self._survival.newcomers()
 
     def admit(self, newcomers: Sequence[int]) -> bool:
-        """See `Survival.admit`."""
+        """Has the ranks agree on a view with these newcomers: see `Endpoint.admit`."""
         return self._survival is not None and self._survival.admit(newcomers)
 
     def part(self, leavers: Sequence[int]) -> bool:
-        """See `Survival.part`."""
+        """Has the ranks agree on a view without these ranks: see `Endpoint.part`."""
         return self._survival is not None and self._survival.part(leavers)
 
     def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        """See `Endpoint.next_view`."""
+        """Returns the next view after a loss: see `Endpoint.next_view`."""
         if self._survival is None:
             raise lost
         return self._survival.next_view(lost)
@@ -234,7 +234,7 @@ class Mesh:
 
     @property
     def is_forks(self) -> bool:
-        """Whether this process is a fork of the one whose mesh it is: see `_leave_to_parent`."""
+        """Whether this process is forked from the one that opened the mesh: `_leave_to_parent`."""
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
@@ -254,7 +254,7 @@ class Mesh:
             raise PeerLost(lost.rank, lost.reason, waited_for)
 
     def blame(self, what: str) -> None:
-        """Raises `PeerLost` if another library's error is about a lost rank, once that is known."""
+        """Raises `PeerLost` if another library's error comes of a lost rank; waits to know that."""
         self.check_process()
         if self._survival is not None:
             self._survival.blame(what, self.heartbeat_timeout_s)
@@ -263,10 +263,10 @@ class Mesh:
         self.check(what)
 
     def lose(self, rank: int, reason: str, *, died: bool = False) -> None:
-        """A rank is gone: fails all waits here and tells the others; only the first loss counts.
+        """Takes a rank for lost: ends all waits here, tells the others; only the first loss counts.
 
         Args:
-            rank: which
+            rank: the rank that is lost
             reason: what became of it
             died: whether its process has ended, and not only fallen silent
         """
@@ -291,16 +291,16 @@ class Mesh:
         self._verdict.set()
 
     def expect_at_most(self, nbytes: int) -> None:
-        """See `Transport`."""
+        """Limits the bytes of a message: see `Transport.expect_at_most`."""
         self._most_bytes = max(nbytes, self._most_bytes or LEAST_LIMIT)
 
     @property
     def most_bytes(self) -> int:
-        """How many a message may have."""
+        """The most bytes that a message may have."""
         return MEMORY_BYTES if self._most_bytes is None else min(self._most_bytes, MEMORY_BYTES)
 
     def takes(self, sender: int, nbytes: int, kind: int, code: int) -> bool:
-        """Whether a header is of a message; if not, its sender counts as lost."""
+        """Returns whether a header announces a message; if not, its sender counts as lost."""
         why_not = why_no_message(nbytes, kind, code & ~FROM_DEVICE, self.most_bytes)
         if why_not:
             self.lose(sender, why_not)
@@ -309,9 +309,9 @@ class Mesh:
     # ---- news ----
 
     def _say_farewell(self, is_last: bool) -> None:
-        """On every connection; its tag is 1 where another one may still bring messages of ours."""
+        """Says farewell on every connection; tag 1 means that another still brings messages."""
         lost = self.mailboxes.failure
-        if lost is not None:  # so that whoever has connected since does not take us for the cause
+        if lost is not None:  # a rank that has connected since must not take us for the cause
             self._announce_loss(lost)
         for connection in self.connections.all():
             ours = self.connections.made_to(connection.rank) or connection
@@ -325,17 +325,17 @@ class Mesh:
             connection.send(header, text, copy=True)
 
     def hear_newcomer(self, rank: int) -> None:
-        """In the mesh's thread: a process that was not there at the start has connected."""
+        """Hears, in the mesh's thread, that a process has come that was not there at the start."""
         if rank not in self._watched:
             self._heard[rank] = time.monotonic()
             self._watched = [*self._watched, rank]
 
     def hear(self, rank: int) -> None:
-        """In the mesh's thread: something has come from a rank."""
+        """Hears, in the mesh's thread, that a rank has sent something."""
         self._heard[rank] = time.monotonic()
 
     def hear_news(self, connection: Connection, kind: int, tag: int, text: bytes) -> None:
-        """In the mesh's thread: a farewell, the loss of a rank, or a word of the agreement."""
+        """Hears, in the mesh's thread, a farewell, a loss, or a word of the agreement."""
         if kind == FAREWELL:
             connection.is_ending = True
             if not tag:
@@ -358,7 +358,7 @@ class Mesh:
                 self.lose(connection.rank, "spoke of a view in an unknown form")
 
     def hear_end(self, connection: Connection) -> None:
-        """In the mesh's thread: a connection has ended, after a farewell or without one."""
+        """Hears, in the mesh's thread, that a connection has ended, with a farewell or without."""
         peer = connection.rank
         if connection.is_ending or peer in self.mailboxes.left:
             return
@@ -423,24 +423,25 @@ class Mesh:
 
 
 def encode(value: Any) -> Tensor:
-    """A value as the bytes of its JSON."""
+    """Returns a value's JSON, as bytes in a tensor."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def _leave_to_parent() -> None:
-    """In a process that was forked from this one: the network stays its parent's alone.
+    """Leaves the network to the parent, in a process that was forked from this one.
 
     The child closes its copies of the sockets: a DataLoader's worker that kept them would hide its
     parent's death from the other ranks.
 
-    It has one thread, the one that forked, and copies of locks that others may have held just then,
-    for ever.  It cannot hang in any of ours, for it takes none: whatever sends, receives, waits, or
-    starts a lane begins with `check_process`, which raises; `lose`, `fail`, `close`, what a
-    transport does at exit, and the stop and join of a lane do nothing.  So it comes to no lock of
-    `Mailboxes`, `Connection`, `Connections`, `Mesh` or MPI's wire, to no event of a receipt, a
-    `Sending` or the verdict, and joins no thread.  The locks of a strategy (`AgreedBatch`,
-    `Published`) lie behind its hooks, which begin the same way.  The one lock that no mesh guards,
-    that of `buffers`, is held by the thread that forks, so that it is free in the child.
+    The child has one thread, the one that forked, and copies of locks that others may have held
+    just then, for ever.  It cannot hang in any of ours, for it takes none: whatever sends,
+    receives, waits, or starts a lane begins with `check_process`, which raises; `lose`, `fail`,
+    `close`, what a transport does at exit, and the stop and join of a lane do nothing.  So it comes
+    to no lock of `Mailboxes`, `Connection`, `Connections`, `Mesh` or MPI's wire, to no event of a
+    receipt, a `Sending` or the verdict, and joins no thread.  The locks of a strategy
+    (`AgreedBatch`, `Published`) lie behind its hooks, which begin the same way.  The one lock that
+    no mesh guards, that of `buffers`, is held by the thread that forks, so that it is free in the
+    child.
 
     What other libraries would wait for at the end of the child is left out by whoever trains, who
     ends it as soon as an exception comes out of its step: see `session.ending.end_fork`.

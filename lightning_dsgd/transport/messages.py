@@ -1,7 +1,7 @@
 """What marks a message, on every transport, and whether it is the one that its receiver means.
 
     kind       a message of `send`, or the collective that it is a part of
-    channel    of which endpoint, or of which group of which endpoint: a number made from its name
+    channel    which endpoint, or which group of which endpoint: a number made from its name
     tag        the caller's, or the number of the collective among those of its group
 
 A receive names the channel and tag; the kind that comes tells whether the ranks agree.
@@ -21,14 +21,14 @@ KINDS: Final = ("message", "all_reduce", "all_gather", "broadcast", "barrier")
 
 
 def channel_id(*names: object) -> int:
-    """An even 57-bit number that is the same on every rank for the same names."""
+    """Returns a number of 64 bits that is the same on every rank for the same names."""
     return int.from_bytes(
         blake2b(repr(names).encode(), digest_size=8).digest(), "little", signed=True
     )
 
 
 def describe(path: str, src: int, tag: int, kind: int) -> str:
-    """What a receive waits for, in words, for error messages."""
+    """Says in words, for errors, what a receive waits for."""
     what = f"a message with tag {tag}" if kind == 0 else f"{KINDS[kind]} number {tag}"
     whom = "any rank" if src == ANY else f"rank {src}"
     return f"{what} from {whom}" + (f" [{path.strip('/')}]" if path else "")
@@ -42,7 +42,7 @@ def check_message(
     src: int,
     kinds: tuple[int, int],
 ) -> None:
-    """Whether a message is what the receiver takes it for; `kinds` are (the message's, ours)."""
+    """Raises unless a message is what its receiver expects; `kinds` are (the message's, ours)."""
     if kinds[0] != kinds[1]:
         raise TransportError(
             f"the ranks disagree on what comes next: rank {src} calls {KINDS[kinds[0]]} "

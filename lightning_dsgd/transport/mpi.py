@@ -64,9 +64,9 @@ from lightning_dsgd.transport.works import Done, Sending
 
 _FRAME, _PAYLOAD = 1, 2  # MPI tags
 _FRAME_BYTES: Final = 4096
-"""Below what every MPI library sends eagerly, so that a frame never waits for its receiver."""
+"""Every MPI library sends so little eagerly, so that a frame never waits for its receiver."""
 _PART_BYTES: Final = 1 << 30
-"""Counts of MPI before version 4 end at 2^31 - 1."""
+"""The most bytes of a part: counts of MPI before version 4 end at 2^31 - 1."""
 _POLLS_IN_A_ROW: Final = 20
 _SHORTEST_PAUSE_S: Final = 20e-6
 _CLOSE_TIMEOUT_S: Final = 5.0
@@ -81,9 +81,9 @@ class MPITransport(ProcessGroupTransport):
     Args:
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
-        communicator: mpi4py's, of the ranks that take part; None: MPI_COMM_WORLD
-        device: that this rank computes on
-        native_devices: as of `ProcessGroupTransport`
+        communicator: mpi4py's communicator of the ranks that take part; None: MPI_COMM_WORLD
+        device: the device that this rank computes on
+        native_devices: see `ProcessGroupTransport`
     """
 
     ends_with_peers = True
@@ -119,7 +119,7 @@ class _Arriving:
 
 @dataclass
 class _Leaving:
-    """A message that MPI may still read: keeps its memory."""
+    """A message that MPI may still read, and its memory."""
 
     memory: list[Any]
     num_parts: int
@@ -128,7 +128,7 @@ class _Leaving:
 
 @dataclass
 class _InFlight:
-    """Requests, and what each is a part of; only the thread of the wire may touch them."""
+    """The requests under way, and each one's message; only the wire's thread may touch them."""
 
     requests: list[Any] = field(default_factory=list)
     owners: list[Any] = field(default_factory=list)
@@ -138,7 +138,7 @@ class _InFlight:
         self.owners.append(owner)
 
     def take_done(self) -> list[Any]:
-        """What is complete with the last of its parts."""
+        """Takes out and returns the messages whose last part is complete."""
         if not self.requests:
             return []
         done = load_mpi().Request.Testsome(self.requests)
@@ -156,12 +156,12 @@ class _InFlight:
 
 
 class MPIWire:
-    """Sends for all threads of this process, and receives in one of its own.
+    """Carries messages by MPI: all threads of this process send, a thread of its own receives.
 
     Any thread may send: `_sending` keeps the messages to each rank in order, and what MPI is to
     report of them goes to the wire's thread through `_new`, a deque, whose single operations the
-    interpreter's lock keeps whole.  That thread alone receives, and has all other fields from when
-    it is started; `_closing_at` and `_has_ended` are single references that one thread writes.
+    interpreter's lock keeps whole.  The wire's thread alone receives, and has all other fields from
+    its start on; `_closing_at` and `_has_ended` are single references that one thread writes.
 
     Args:
         world: the communicator of the ranks that take part
@@ -179,8 +179,8 @@ class MPIWire:
         self._frame = bytearray(_FRAME_BYTES)
         self._status = load_mpi().Status()
         self._receiving: tuple[Any, int, int] | None = None  # a frame: request, source, bytes
-        self._ending: set[int] = set()  # who has said farewell, behind all else
-        self._gone: set[int] = set()  # and whose messages are all here
+        self._ending: set[int] = set()  # ranks that have said farewell, behind all else
+        self._gone: set[int] = set()  # ranks among these whose messages are all here
         self._woken = threading.Event()
         self._closing_at = math.inf
         self._has_ended = False
@@ -190,17 +190,17 @@ class MPIWire:
 
     @property
     def name(self) -> str:
-        """What users choose it by, and what MPI says of this rank."""
+        """The name by which users choose this wire, and what MPI says of this rank."""
         return f"mpi as rank {self._world.Get_rank()} of {self._world_size}"
 
     @property
     def carrier(self) -> str:
-        """What carries messages, as users are told once it is open."""
+        """What carries messages, in the words that users are told once the wire is open."""
         takes = ", which reads the memory of devices" if self._takes_device_memory else ""
         return f"MPI{takes}"
 
     def check_names(self, names: list[str]) -> None:
-        """Raises unless MPI's ranks are those of the process group."""
+        """Raises unless MPI's ranks are the ranks of the process group."""
         expected = [f"mpi as rank {rank} of {len(names)}" for rank in range(len(names))]
         if names != expected:
             listed = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(names))
@@ -222,7 +222,7 @@ class MPIWire:
         self._thread.start()
 
     def _duplicate(self) -> Any:
-        """A communicator of our own; collective, but never longer than `timeout_s`."""
+        """Returns our own communicator; all ranks make it together, within `timeout_s`."""
         communicator, request = self._world.Idup()
         deadline = time.monotonic() + self._mesh.timeout_s
         while not request.Test():
@@ -236,7 +236,7 @@ class MPIWire:
         return communicator
 
     def close(self) -> bool:
-        """Says farewell behind the last message, and ends; at once if a rank is lost."""
+        """Says farewell behind the last message and ends, at once if a rank is lost."""
         thread, self._thread = self._thread, None
         if thread is None:
             return False
@@ -254,14 +254,14 @@ class MPIWire:
     # ---- from any thread ----
 
     def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
-        """Hands the message to MPI; the wire's thread sees to its end."""
+        """Hands the message to MPI; the wire's thread sees to the message's end."""
         if self._staging.takes(dst, header, x):
             header = header if is_on_host(x) else from_device(header)
             return self._staging.send(dst, header, x, copy=copy)
         return self.send_now(dst, header, x, copy=copy)
 
     def send_now(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
-        """The same, for what MPI may read at once: host memory, or a device's if it takes that."""
+        """Sends what MPI may read at once: host memory, or a device's if MPI takes that."""
         if is_on_host(x) and HEADER.size + x.nbytes <= _FRAME_BYTES:
             with self._sending[dst]:
                 self._start(b"".join((header, bytes_of(x))), dst, _FRAME, _Leaving([], 1))
@@ -275,7 +275,7 @@ class MPIWire:
             for part in parts:
                 self._start(part, dst, _PAYLOAD, leaving)
         self._woken.set()
-        if self._has_ended:  # since the mesh was asked: nobody else would say so
+        if self._has_ended:  # since the mesh was asked; no thread would end this send
             sending.finish()
         return Done(None) if copy else sending
 
@@ -285,7 +285,7 @@ class MPIWire:
         self._new.append((request, leaving))
 
     def expect(self) -> None:
-        """Has the thread look for messages at once."""
+        """Has the wire's thread look for messages at once."""
         self._woken.set()
 
     # ---- the thread ----
@@ -294,7 +294,7 @@ class MPIWire:
         port = self._mesh.port
         try:
             port.enter()
-            with port.using(port.new()):  # for memory that nothing queued elsewhere reads
+            with port.using(port.new()):  # its memory is read by nothing that is queued elsewhere
                 self._serve_all()
         except Exception as error:
             self._mesh.lose(self._mesh.rank, failed(error))
@@ -326,7 +326,7 @@ class MPIWire:
         return self._is_quiet() or time.monotonic() > self._closing_at
 
     def _is_quiet(self) -> bool:
-        """Whether nothing is in flight, and no rank will send any more."""
+        """Returns whether nothing is in flight, and no rank will send any more."""
         is_empty = not self._new and not self._in_flight.requests
         return is_empty and len(self._gone) == self._world_size - 1
 
@@ -342,7 +342,7 @@ class MPIWire:
                 owner.sending.finish()
 
     def _poll(self) -> bool:
-        """Moves everything on; whether anything has moved."""
+        """Moves everything on; returns whether anything has moved."""
         moved = False
         while self._new:
             self._in_flight.add(*self._new.popleft())
@@ -357,10 +357,10 @@ class MPIWire:
         return moved
 
     def _receive_frame(self) -> bool:
-        """Begins the message of the next frame, if that is here.
+        """Begins the message of the next frame; returns whether a frame was here.
 
-        Not a receive from any source that is always posted: over shared memory and a network
-        together, MPICH 5.0 hung here.
+        A receive from any source that is always posted would do the same; but over shared memory
+        and a network together, MPICH 5.0 hung in one here.
         """
         mpi = load_mpi()
         if self._receiving is None:
@@ -405,14 +405,14 @@ class MPIWire:
             self._in_flight.add(request, arriving)
 
     def _memory_for(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Where a message from a device's memory goes: this thread's stream has used it alone."""
+        """Returns memory for a message from a device; only this thread's stream has used it."""
         port = self._mesh.port
         if self._takes_device_memory and port.device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=port.device)
         return self._mesh.pinned.make(port, numel, dtype)
 
     def _deliver(self) -> None:
-        """Passes on what is here, each mailbox in the order in which its messages were sent."""
+        """Delivers what is here, each mailbox in the order in which its messages were sent."""
         mailboxes = self._mesh.mailboxes
         for (source, key), queue in list(self._arriving.items()):
             while queue and not queue[0].num_parts:
@@ -427,7 +427,7 @@ class MPIWire:
 
 
 class _Outlet:
-    """Where the stager's messages to one rank go: to MPI, whole."""
+    """Hands the stager's messages to one rank to MPI, each message whole."""
 
     def __init__(self, wire: MPIWire, dst: int) -> None:
         self._wire, self._dst = wire, dst
@@ -442,7 +442,7 @@ class _Outlet:
 
 
 def _memory_of(x: Tensor) -> Any:
-    """The memory of a contiguous tensor, as mpi4py takes it."""
+    """Returns the memory of a contiguous tensor, as mpi4py takes it."""
     return bytes_of(x) if is_on_host(x) else x.detach().view(torch.uint8)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from lightning_dsgd.transport.contract import TransportError
 
 LONGEST_PAUSE_S: Final = 2e-3
-"""Between two looks whether MPI has got further; a shorter one takes more of a core."""
+"""The longest pause between two looks at MPI; a shorter one takes more of a core."""
 _END_WITHIN_S: Final = 10.0
 """How long a job may take to end once a rank is lost, before it is aborted."""
 _HEARD_WITHIN_S: Final = 0.5
@@ -21,11 +21,11 @@ _HEARD_WITHIN_S: Final = 0.5
 _SAY_AFTER_S: Final = 60.0
 """How long a rank that has ended well waits for the others in silence."""
 _MPIEXEC: Final = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
-"""Variables that an mpiexec sets, and srun does not: that of Open MPI; those of MPICH's kin."""
+"""Variables that mpiexec sets, and srun does not: Open MPI's, and that of MPICH and its kin."""
 
 
 class Job:
-    """What belongs to the process, as MPI does: its end.
+    """How this process ends in its MPI job: one for the process, as there is one MPI.
 
     The training thread joins it; `end` runs at the exit of the process, when the threads of MPI's
     wires have ended.  A wire's thread adds to `kept`, once, before it ends.
@@ -33,9 +33,9 @@ class Job:
 
     def __init__(self) -> None:
         self.is_broken = False
-        """A rank is lost: not every rank may come to the end."""
+        """Whether a rank is lost, so that not every rank may come to the end."""
         self.kept: list[Any] = []
-        """Memory that MPI may still read and write."""
+        """The memory that MPI may still read and write."""
         self._world: Any = None
 
     def join(self, world: Any) -> None:
@@ -50,9 +50,9 @@ class Job:
         atexit.unregister(self.end)
 
     def end(self) -> None:
-        """Goes to MPI_Finalize, which waits for all ranks, once all go there.
+        """Waits until all ranks go to MPI_Finalize, which waits for all of them.
 
-        Once a rank is lost it may never go there: the job is aborted, which ends every process.
+        A lost rank may never go there: then the job is aborted, which ends every process.
         """
         request = self._world.Ibarrier()
         begin, is_said = time.monotonic(), False
@@ -77,19 +77,19 @@ job: Final = Job()
 
 
 def launched_size() -> int | None:
-    """How many processes an MPI launcher says it has started with this one; None without one."""
+    """Returns how many processes an MPI launcher says it has started; None without one."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return None  # torchrun started this process, whoever started torchrun
-    variables = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]  # of Open MPI's mpiexec; of MPICH's, of srun
+    variables = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]  # Open MPI's mpiexec; MPICH's, and srun
     if "PMIX_RANK" in os.environ:  # srun --mpi=pmix
         variables.append("SLURM_NTASKS")
     return next((int(os.environ[name]) for name in variables if name in os.environ), None)
 
 
 def is_usable(world_size: int) -> bool:
-    """Whether an MPI launcher started this process in a world of that size that mpi4py has joined.
+    """Returns whether an MPI launcher started so many processes, and mpi4py has joined them all.
 
-    Does not touch MPI, whose initialization has side effects, where no launcher of MPI was at work.
+    Does not touch MPI, whose initialization has side effects, where no MPI launcher was at work.
     """
     return launched_size() == world_size and _joined_size() == world_size
 
@@ -98,9 +98,9 @@ def check_launch(environment: Any, num_nodes: int, num_devices: int) -> None:
     """Raises, on every rank, unless the Trainer means the processes that an MPI launcher started.
 
     Args:
-        environment: Lightning's ClusterEnvironment, of which MPIEnvironment asks MPI
-        num_nodes: the Trainer's
-        num_devices: the Trainer's, of one node
+        environment: Lightning's ClusterEnvironment; an MPIEnvironment asks MPI
+        num_nodes: how many nodes the Trainer has
+        num_devices: how many devices of each node the Trainer has
     """
     name, launched = type(environment).__name__, launched_size()
     if name == "SLURMEnvironment" and is_of_mpiexec():
@@ -124,7 +124,7 @@ def check_joined(launched: int, otherwise: str) -> None:
     """Raises, on every rank, unless mpi4py has joined all processes that a launcher has started.
 
     Args:
-        launched: how many there are
+        launched: how many processes the launcher has started
         otherwise: what to do without MPI
     """
     joined = _joined_size()
@@ -144,12 +144,12 @@ def check_joined(launched: int, otherwise: str) -> None:
 
 
 def is_of_mpiexec() -> bool:
-    """Whether mpiexec has started this process, perhaps in a job of SLURM."""
+    """Returns whether mpiexec has started this process, perhaps in a job of SLURM."""
     return any(variable in os.environ for variable in _MPIEXEC)
 
 
 def num_ranks_on_node() -> int:
-    """How many processes of MPI_COMM_WORLD share this node; all must ask."""
+    """Returns how many processes of MPI_COMM_WORLD share this node; all must call it."""
     mpi = load_mpi()
     node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
     size = int(node.Get_size())
@@ -158,7 +158,7 @@ def num_ranks_on_node() -> int:
 
 
 def _check_devices(local_rank: int, num_nodes: int, num_devices: int) -> None:
-    """Raises, on every rank, unless each has a device."""
+    """Raises, on every rank, unless each rank has a device."""
     mpi = load_mpi()
     world_size, most = mpi.COMM_WORLD.Get_size(), array("i", [0])
     mpi.COMM_WORLD.Allreduce(array("i", [local_rank + 1]), most, mpi.MAX)
@@ -172,7 +172,7 @@ def _check_devices(local_rank: int, num_nodes: int, num_devices: int) -> None:
 
 
 def _joined_size() -> int | None:
-    """The size of MPI_COMM_WORLD; None without mpi4py, or with it but without an MPI library."""
+    """Returns the size of MPI_COMM_WORLD; None without mpi4py, or without an MPI library."""
     try:
         return int(load_mpi().COMM_WORLD.Get_size())
     except (ImportError, RuntimeError):
@@ -180,21 +180,21 @@ def _joined_size() -> int | None:
 
 
 def is_cuda_aware() -> bool:
-    """Whether the MPI library says that it takes the addresses of CUDA memory."""
+    """Returns whether the MPI library says that it takes the addresses of CUDA memory."""
     try:
         library = ctypes.CDLL(load_mpi().__file__)
         return bool(library.MPIX_Query_cuda_support())
-    except (OSError, AttributeError):  # it has no such question
+    except (OSError, AttributeError):  # the library has no such question
         return False
 
 
 def library() -> str:
-    """The MPI library that mpi4py has loaded, and where from."""
+    """Returns the name and version of the MPI library that mpi4py has loaded."""
     return str(load_mpi().Get_library_version().splitlines()[0].strip())
 
 
 def world_of_threads() -> Any:
-    """MPI_COMM_WORLD, if its library lets all threads of a process call it."""
+    """Returns MPI_COMM_WORLD, if its library lets all threads of a process call it."""
     try:
         mpi = load_mpi()
     except (ImportError, RuntimeError) as err:
@@ -219,7 +219,7 @@ def world_of_threads() -> Any:
 
 
 def load_mpi() -> Any:
-    """mpi4py's module, whose import initializes MPI."""
+    """Imports and returns mpi4py's module; the import initializes MPI."""
     from mpi4py import MPI
 
     return MPI

@@ -4,14 +4,14 @@
     launcher    once all ranks have asked: calls torch's collective, on a stream of its own
     thread      wait: until that is called, then until the result is on the device
 
-Among all ranks, and in groups that are fixed at the start, such as the nodes of a hierarchical
-strategy; each has a communicator.  `tickets` says in which order collectives are begun, and why
-nobody waits for ever.
+They serve all ranks together, and groups that are fixed at the start, such as the nodes of a
+hierarchical strategy; each group has a communicator.  `tickets` says in which order collectives are
+begun, and why nobody waits for ever.
 
 **On a device.**  The ask is a message to the own rank, so the launcher's stream waits for what has
 made the argument.  Whoever waits for a result asks again and again whether it is there, as for a
 message: the stream that trains never waits for a rank.  So a lost rank, `timeout_s` and the end of
-a lane end that wait, and not torch's watchdog, which would end the process.
+a lane end the wait, and not torch's watchdog, which would end the process.
 
 **After a loss.**  The launcher aborts the communicators, which ends the kernels that wait for the
 lost rank.  No thread can be inside NCCL then, as no other one calls it while collectives are under
@@ -50,22 +50,22 @@ TAKEN: Final = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16}
     | {torch.int64, torch.int32, torch.int8, torch.uint8}
 )
-"""What NCCL and gloo can sum and broadcast."""
+"""The dtypes that NCCL and gloo can sum and broadcast."""
 _HALVES: Final = (torch.bfloat16, torch.float16)
 _CLOSE_TIMEOUT_S: Final = 5.0
 _LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
-"""What ends waits, and that calls return at once."""
+"""We end waits ourselves, and torch's calls return at once."""
 
 
 def make_group(device: torch.device, timeout_s: float, members: Sequence[int] | None = None) -> Any:
-    """A process group for these collectives alone; all ranks call it together.
+    """Makes a process group for these collectives alone; all ranks call this together.
 
-    Its communicator is made at once where the device is known, and not in the first sum.
+    The communicator is made at once where the device is known, and not in the first sum.
 
     Args:
-        device: that this rank computes on
-        timeout_s: after which the waits for a collective end; torch's own limit is longer
-        members: whose group it is; None: of all ranks
+        device: the device that this rank computes on
+        timeout_s: after which waits for a collective end; torch's own limit is longer
+        members: the ranks of the group; None: all ranks
     """
     world = dist.group.WORLD
     assert world is not None
@@ -80,7 +80,7 @@ def make_group(device: torch.device, timeout_s: float, members: Sequence[int] | 
 
 
 def destroy_group(group: Any) -> None:
-    """Ends a group that nothing waits for; torch complains where another has ended it before."""
+    """Ends a group that nothing waits for; torch complains where another rank has ended it."""
     with contextlib.suppress(Exception):
         dist.destroy_process_group(group)
 
@@ -100,11 +100,11 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 class Native:
-    """One rank's collectives by process groups; all ranks make it together.
+    """One rank's end of the collectives by process groups; all ranks make it together.
 
     Args:
         net: the network over which the ranks agree on an order
-        group: of all ranks, from `make_group`
+        group: the group of all ranks, from `make_group`
     """
 
     def __init__(self, net: ProcessTransport, group: Any) -> None:
@@ -138,7 +138,7 @@ class Native:
     # ---- any thread ----
 
     def can_take(self, x: Tensor, members: tuple[int, ...]) -> bool:
-        """Whether there is a communicator for it."""
+        """Returns whether there is a communicator for these members and this tensor."""
         return members in self._numbers and x.dtype in TAKEN and x.device == self._port.device
 
     def begin(
@@ -149,8 +149,8 @@ class Native:
         Args:
             net: the endpoint on which it is called
             x: the argument, which will hold the result
-            call: among the endpoint's collectives of the group
-            place: in the group, of the source of a broadcast; None: a sum
+            call: who takes part, and which of the group's collectives it is
+            place: the place in the group of a broadcast's source; None: a sum
         """
         number = self._numbers[call.members]
         key = number, call.channel, call.number
@@ -170,7 +170,7 @@ class Native:
         return work
 
     def close(self) -> None:
-        """Ends the launcher and the groups; nothing is under way on any rank, but after a loss."""
+        """Ends the launcher and the groups; after a loss, collectives may still be under way."""
         with contextlib.suppress(Exception):  # of which all ranks know
             try:
                 self._tickets.stop(_CLOSE_TIMEOUT_S)
@@ -186,7 +186,7 @@ class Native:
     # ---- the launcher ----
 
     def launch(self, key: Key) -> None:
-        """Calls torch's collective."""
+        """Calls torch's collective, whose ticket has come."""
         self._under_way = [work for work in self._under_way if not work.has_passed()]
         work = self._asked.pop(key)
         with self._net.blaming(work.describe()):
@@ -194,7 +194,7 @@ class Native:
         self._under_way.append(work)
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
-        """Tells its thread."""
+        """Fails a collective in its thread, as ranks have asked for different ones."""
         asked = ", ".join(
             f"rank {rank} has {n} of {DTYPES[code]} "
             + ("to sum" if root == SUM else f"from {root}")
@@ -209,9 +209,9 @@ class Native:
         )
 
     def abandon(self, failure: Exception | None = None) -> None:
-        """Ends the kernels that wait for others; first all are told what this rank failed with.
+        """Ends the kernels that wait for others; first tells all what this rank failed with.
 
-        So who finds that its kernel has ended, as it was aborted, knows of the loss.
+        So a rank that finds that its kernel has ended, as it was aborted, knows of the loss.
         """
         if failure is not None:
             self._net.mesh.lose(self._net.rank, failed(failure))
@@ -224,7 +224,7 @@ class Native:
 
 
 def _abort(groups: Sequence[Any], port: Port) -> None:
-    """Side by side: one waits for its kernels, which may be queued behind those of another."""
+    """Aborts groups side by side, as the kernels of one may be queued behind another's."""
 
     def abort(group: Any) -> None:
         with contextlib.suppress(Exception):  # the job ends all the same
@@ -242,15 +242,15 @@ class NativeCollective(Expected):
     """A collective under way: waits in the mailboxes, as a receive does, until it is launched.
 
     The launcher writes `_work` and `_mark` before it sets `arrived`; whoever has called
-    it reads them after that.  The mesh's thread reads `_is_launching` at any time.
+    the collective reads them after that.  The mesh's thread reads `_is_launching` at any time.
 
     Args:
-        net: the endpoint on which it was called
+        net: the endpoint on which the collective was called
         x: the argument and result
-        key: its group, its channel, and its number there
+        key: its group, its channel, and its number on that channel
         root: the rank whose x all take, or SUM
         members: the ranks of the group
-        tickets: which know who else has called it
+        tickets: tell who else has called it
     """
 
     def __init__(
@@ -272,14 +272,14 @@ class NativeCollective(Expected):
         self._is_launching = self._is_taken = False
 
     def missing(self, left: set[int]) -> int | None:
-        # Of an empty one a rank may have come back, and left, before its ticket is here; of any
-        # other once all have called it, before this rank's launcher goes on.
+        # A rank may leave before the ticket of an empty collective is here; it may leave another
+        # collective once all have called that, before this rank's launcher goes on.
         if not len(self._y) or self._is_launching:
             return None
         return min(left.intersection(self._members), default=None)
 
     def describe(self) -> str:
-        """What it is."""
+        """Says in words which collective this is."""
         group, _, number = self._ticket
         what = "all_reduce" if self._root == SUM else "broadcast"
         whose = "all ranks" if group == ALL else f"ranks {', '.join(map(str, self._members))}"
@@ -288,7 +288,7 @@ class NativeCollective(Expected):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element, as it travels."""
+        """The bytes of an element, as it travels."""
         return self._y.itemsize
 
     # ---- the launcher ----
@@ -307,14 +307,14 @@ class NativeCollective(Expected):
         self.release(None)
 
     def release(self, failure: TransportError | None) -> None:
-        """It is launched, or will not be: its thread goes on."""
+        """Lets the thread that called it go on: it is launched, or will not be."""
         self._net.mesh.mailboxes.withdraw(self)
         if self.failure is None:
             self.failure = failure
         self.arrived.set()
 
     def has_passed(self) -> bool:
-        """Whether the result is there, once it is launched; never blocks."""
+        """Returns whether the result is there, once it is launched; never blocks."""
         work = self._work
         if work is not None and is_on_host(self._x):
             return bool(work.is_completed())

@@ -1,7 +1,7 @@
 """A process that comes to a network whose ranks were there before.
 
-It has a number that no rank has had.  It connects to all whose address it was given, asks them to
-be let in, and is a rank from the first view that has it as a member: see `survival`.
+The process has a number that no rank has had.  It connects to all ranks whose address it was given,
+asks them to be let in, and is a rank from the first view that has it as a member: see `survival`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lightning_dsgd.transport.tcp import TCPWire
 
 
 class NewcomerTransport(ProcessTransport):
-    """A newcomer's end of the network: no wait ends well before `next_view` has given a view.
+    """A newcomer's end of the network: every wait fails before `next_view` has given a view.
 
     Args:
-        number: of this process
+        number: this process's number
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
     """
@@ -29,7 +29,7 @@ class NewcomerTransport(ProcessTransport):
         self._begin(TCPWire(), heartbeat_timeout_s, is_newcomer=True)
 
     def listen(self) -> tuple[str, int]:
-        """Where other newcomers reach this one, once it has asked to be let in."""
+        """Begins to listen; returns where newcomers reach this one, once it has asked to join."""
         self._address = self.mesh.connections.listen()
         return self._address
 
@@ -40,13 +40,13 @@ class NewcomerTransport(ProcessTransport):
         min_ranks: int | None,
         within_s: float,
     ) -> None:
-        """Asks to be let in; it must `listen` before.
+        """Asks the ranks to let this process in, which must `listen` before.
 
-        From then on the others may wait for this rank.
+        From then on the other ranks may wait for this one.
 
         Args:
             contacts: where the ranks listen that this one may reach
-            secret: of the job
+            secret: the job's secret
             min_ranks: how many a view must have
             within_s: how long it asks
         """

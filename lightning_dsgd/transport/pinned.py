@@ -20,17 +20,17 @@ from torch import Tensor
 from lightning_dsgd.devices import Port
 
 _NUM_KEPT: Final = 16
-"""Pieces that are free; more go back to torch's own pool."""
+"""How many free pieces are kept; the others go back to torch's own pool."""
 
 
 class Pinned:
-    """The pieces of one network; their sizes are powers of two, as those of torch's own pool."""
+    """The pieces of one network; their sizes are powers of two, as in torch's own pool."""
 
     def __init__(self) -> None:
         self._free: deque[Tensor] = deque(maxlen=_NUM_KEPT)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A free piece, of any contents; None where there is none of that size.  Never waits."""
+        """Returns a free piece, of any contents; None where none has that size.  Never waits."""
         size = _size(numel, dtype)
         for _ in range(len(self._free)):
             try:
@@ -43,18 +43,18 @@ class Pinned:
         return None
 
     def make(self, port: Port, numel: int, dtype: torch.dtype) -> Tensor:
-        """A piece, free or new."""
+        """Returns a piece of pinned memory, a free or a new one."""
         found = self.take(numel, dtype)
         if found is not None:
             return found
         return port.pinned(_size(numel, dtype), torch.uint8)[: numel * dtype.itemsize].view(dtype)
 
     def give(self, x: Tensor) -> None:
-        """Nobody reads or writes what was taken or made here any more."""
+        """Frees a piece that was taken or made here, once nobody reads or writes it any more."""
         piece = torch.empty(0, dtype=torch.uint8)
         self._free.append(piece.set_(x.untyped_storage()))
 
 
 def _size(numel: int, dtype: torch.dtype) -> int:
-    """In bytes."""
+    """Returns the bytes of the piece that holds so many elements."""
     return 1 << max(0, numel * dtype.itemsize - 1).bit_length()

@@ -1,11 +1,10 @@
 """The network of messages over any wire, by default TCP, and of torch's collectives on CUDA.
 
 Messages travel on the wire, over TCP on the mesh's connections (`tcp`); the process group is where
-ranks find each other's addresses.  On CUDA other ones sum and broadcast the tensors of all ranks,
-and of groups that are fixed at the start: NCCL (`native`).  So it is where the process group's
-backend for the device is NCCL, whatever has started the ranks.  Groups that change, such as those
-of `wagma`, are served by messages there too: a communicator for each would take memory on the
-device.
+ranks find each other's addresses.  On CUDA, NCCL sums and broadcasts the tensors of all ranks, and
+of groups that are fixed at the start (`native`), if it is the process group's backend for the
+device, whatever has started the ranks.  Groups that change, such as the groups of `wagma`, are
+served by messages there too: a communicator for each would take memory on the device.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class ProcessGroupTransport(ProcessTransport):
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
         native_devices: device types on which torch's own collectives sum and broadcast, if the
-            default process group has them
+            default process group has such collectives
         wire: what carries messages; None: TCP
-        device: that this rank computes on
+        device: the device that this rank computes on
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class ProcessGroupTransport(ProcessTransport):
         self._has, self._wants = libraries().get(device.type, "none"), backend_for(device)
         is_native = device.type in native_devices and self._has == self._wants
         is_native &= dist.get_world_size() > 1
-        # Made before anything can use it, and on all ranks alike.
+        # The group is made before anything can use it, and on all ranks alike.
         group = make_group(device, timeout_s) if is_native else None
         try:
             super().__init__(wire or TCPWire(), timeout_s, heartbeat_timeout_s, device)
@@ -61,7 +60,7 @@ class ProcessGroupTransport(ProcessTransport):
             self._native = Native(self, group)
 
     def engines(self) -> str:
-        """What carries messages, and what makes sums, in one line."""
+        """Says in one line what carries messages, and what makes sums."""
         messages, kind = f"Messages travel over {self.wire.carrier}", self.mesh.port.device.type
         if self._native is not None:
             sums = f"{self._wants.upper()} makes the sums of all ranks and of fixed groups"

@@ -61,7 +61,7 @@ class ProcessTransport(Endpoint):
         wire: what carries messages
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
-        device: that this rank computes on
+        device: the device that this rank computes on
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ProcessTransport(Endpoint):
         )
         self._address = ("", 0)
         self.lane: Lane | None = None
-        """Whose endpoint this is; None for the training thread's."""
+        """The lane whose endpoint this is; None for the training thread's."""
 
     def _open(self) -> None:
         host, port = self.mesh.connections.listen()
@@ -159,12 +159,12 @@ class ProcessTransport(Endpoint):
     def await_device(
         self, has_passed: Callable[[], bool], limit: float, left: float, what: str
     ) -> None:
-        """Waits for something on a device; raises `Timeout`, or if a rank is lost.
+        """Waits for work on a device; raises `Timeout`, or `PeerLost` if a rank is lost.
 
         Args:
-            has_passed: whether it is there
+            has_passed: tells whether the work is done
             limit: how long a wait may take
-            left: how much of that is left
+            left: how much of `limit` is left
             what: what is waited for
         """
 
@@ -214,7 +214,7 @@ class ProcessTransport(Endpoint):
         self.mesh.close(is_last=not has_carried_messages)
 
     def end(self) -> None:
-        """The process ends; its other threads live on while it waits for child processes."""
+        """Ends the network with the process; other threads live while it waits for children."""
         self.mesh.lose(self.rank, "ended before it had closed its network")
         self.close()
 
@@ -246,9 +246,9 @@ class ProcessTransport(Endpoint):
     ) -> Work[None]:
         self.mesh.check(f"sending to rank {dst}")
         if dst == self.rank:
-            self.mesh.port.enter()  # whoever sends may have made no call to the device before
+            self.mesh.port.enter()  # this thread may have made no call to the device before
             x = x.detach().clone()
-            mark = self.mesh.port.mark()  # of a CPU tensor too: it tells of what this thread did
+            mark = self.mesh.port.mark()  # also for a CPU tensor: it tells of what this thread did
             self.mesh.mailboxes.deliver(dst, (channel, tag), kind, x, mark)
             return Done(None)
         if x.nbytes > self.mesh.most_bytes:
@@ -294,7 +294,7 @@ class _Receipt(Expected):
         net.mesh.mailboxes.collect(self)
 
     def describe(self) -> str:
-        """What it waits for."""
+        """Says in words what the receive waits for."""
         return describe(self._net.path, self.wanted, self.key[1], self._kind)
 
     def done(self) -> bool:
@@ -306,7 +306,7 @@ class _Receipt(Expected):
         net = self._net
         net.check_process()
         limit = min(net.timeout_s if timeout_s is None else timeout_s, threading.TIMEOUT_MAX)
-        if not self._is_posted:  # it was given up before
+        if not self._is_posted:  # an earlier wait gave it up
             self._is_posted = True
             net.mesh.mailboxes.collect(self)
         if not self.arrived.is_set() and not self._arrives_within(limit):
@@ -323,7 +323,7 @@ class _Receipt(Expected):
         return self._take()
 
     def _has_landed(self) -> bool:
-        """Whether the message is where `like` is; never blocks."""
+        """Returns whether the message is where `like` is; never blocks."""
         payload = self.payload
         assert payload is not None
         if self._landing is None and (is_on_host(self._like) or not is_on_host(payload)):
@@ -337,7 +337,7 @@ class _Receipt(Expected):
         return self._landing.has_landed()
 
     def _arrives_within(self, limit: float) -> bool:
-        """Waits, and counts that if it is the training thread that is held up."""
+        """Waits for the message, and counts the time if the training thread is held up."""
         net, lane, begin = self._net, self._net.lane, time.monotonic()
         if lane is not None:
             lane.begin_waiting(self)
@@ -353,7 +353,7 @@ class _Receipt(Expected):
         return in_time
 
     def _take(self) -> Tensor:
-        """The message, checked and where it belongs."""
+        """Returns the message, checked and where it belongs."""
         payload = self.payload
         assert payload is not None
         if not self._is_taken:
@@ -372,13 +372,13 @@ class _Receipt(Expected):
         return payload if self._into is None else self._into
 
     def _check(self, payload: Tensor) -> None:
-        """Raises unless it is what was asked for."""
+        """Raises unless the message is what was asked for."""
         size, kinds = payload.numel(), (self.kind, self._kind)
         check_message(self._like, self._into, payload.dtype, size, self.source, kinds)
 
 
 def _gather_json(value: Any) -> list[Any]:
-    """Every rank's value, through the process group."""
+    """Returns every rank's value, through the process group."""
     text = encode(value)
     card = torch.zeros(_CARD_BYTES, dtype=torch.uint8, device=_card_device())
     card[: len(text)] = text
@@ -388,12 +388,12 @@ def _gather_json(value: Any) -> list[Any]:
 
 
 def _card_device() -> str:
-    """A type of device whose tensors the default process group moves: the CPU, if it can."""
+    """Returns a device type whose tensors the default process group moves: the CPU, if it can."""
     found = libraries()
     return "cpu" if "cpu" in found else next(iter(found))
 
 
 def libraries() -> dict[str, str]:
-    """What moves the tensors of each type of device in the default process group."""
+    """Returns what moves each device type's tensors in the default process group."""
     config = dist.BackendConfig(dist.Backend(dist.get_backend_config()))
     return {kind: str(name) for kind, name in config.get_device_backend_map().items()}

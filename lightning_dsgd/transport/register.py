@@ -6,7 +6,7 @@
                  its machine
     secret       by which the ranks know each other
     card/3       the host and port where rank 3 listens
-    next         the number of the process that came last
+    next         how many numbers newcomers have been given
     size         how many nodes there are at the start, and how many ranks each of them has
     started      how many ranks were started besides these
     supervisors  how many supervisors have started them
@@ -41,27 +41,27 @@ GOES_ON: Final = (JOINABLE, ALONE)
 
 
 def outlives_ranks() -> bool:
-    """Whether the store where the ranks meet is kept by their launcher, not by rank 0."""
+    """Returns whether the ranks' launcher keeps the store where they meet, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def num_restarts() -> str:
-    """How often torchrun has started the ranks again."""
+    """Returns how often torchrun has started the ranks again."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _own_rank() -> str:
-    """What this process was started as."""
+    """Returns the rank that this process was started as."""
     return os.environ.get("RANK", "")
 
 
 class Trained(NamedTuple):
-    """For how long the process of a rank has trained.
+    """When the process of a rank began and ended its training.
 
     Args:
         since: when it began; None if it has not begun
         until: when it ended; None if it goes on
-        why: it ended, if it has said so
+        why: why it ended, if it has said so
     """
 
     since: float | None = None
@@ -70,25 +70,25 @@ class Trained(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Whether it trains."""
+        """Whether the process trains now."""
         return self.since is not None and self.until is None
 
     @property
     def seconds(self) -> float:
-        """For how long; it has ended, or ends now, on this machine."""
+        """How long the process has trained; if it still trains, on this machine, until now."""
         if self.since is None:
             return 0.0
         return (time.monotonic() if self.until is None else self.until) - self.since
 
 
 class Register:
-    """What this process reads and writes there.
+    """What this process reads and writes at the rendezvous.
 
     Args:
-        host: of the store
-        port: of the store
-        timeout_s: how long it may take to reach it; an answer may take 20 s
-        serves: whether this process keeps it; then the port may be 0, for any that is free
+        host: the store's host
+        port: the store's port
+        timeout_s: how long it may take to reach the store; an answer may take 20 s
+        serves: whether this process keeps the store; then the port may be 0, for any free one
     """
 
     def __init__(self, host: str, port: int, timeout_s: float, *, serves: bool = False) -> None:
@@ -114,19 +114,19 @@ class Register:
 
     @property
     def port(self) -> int:
-        """Of the store."""
+        """The store's port."""
         return int(self._store.port)
 
     def say(self, key: str, text: str = "yes") -> None:
-        """Writes it; raises `TransportError` if the store has ended."""
+        """Writes a text under a key; raises `TransportError` if the store has ended."""
         self._ask(lambda: self._store.set(self._prefix + key, text))
 
     def wait(self, keys: Sequence[str], within_s: float, is_over: Callable[[], bool]) -> bool:
-        """Waits until all are written; whether they are.
+        """Waits until all keys are written; returns whether they are.
 
         Args:
-            keys: what is to be written
-            within_s: for how long it waits at most
+            keys: the keys that are to be written
+            within_s: for how long to wait at most
             is_over: whether to wait no longer; asked ten times a second
         """
         names, end = [self._prefix + key for key in keys], time.monotonic() + within_s
@@ -137,7 +137,7 @@ class Register:
         return True
 
     def read(self, key: str) -> str:
-        """What is written there; empty if nothing is.
+        """Returns what is written under a key; an empty text if nothing is.
 
         Raises:
             TransportError: if the store has ended
@@ -157,42 +157,42 @@ class Register:
     # ---- how training stands ----
 
     def training(self) -> str:
-        """How it stands: see the head of the file; empty if none has begun that survives a loss."""
+        """Returns how a training stands that survives a loss; an empty text if none has begun."""
         return self.read("training")
 
     def survives(self) -> bool:
-        """Whether training has begun, and not ended yet, and goes on where a rank is lost."""
+        """Returns whether a training has begun, and not ended, that goes on after a loss."""
         return self.training() in GOES_ON
 
     def await_training(self, within_s: float, is_over: Callable[[], bool]) -> bool:
-        """Waits until training begins; whether it goes on."""
+        """Waits until a training begins; returns whether it goes on."""
         return self.wait(["training"], within_s, is_over) and self.survives()
 
     def can_be_joined(self) -> bool:
-        """Whether a rank that is started again can join that training."""
+        """Returns whether a rank that is started again can join that training."""
         return self.training() == JOINABLE
 
     def say_survives(self, *, can_be_joined: bool) -> None:
-        """Training has begun, and goes on where a rank is lost."""
+        """Says that a training has begun that goes on where a rank is lost."""
         self.say("training", JOINABLE if can_be_joined else ALONE)
 
     def say_over(self) -> None:
-        """Training has come to its end; comes back once the store knows."""
+        """Says that training has come to its end; returns once the store knows."""
         self.say("training", OVER)
         self.training()
 
     def say_stopped(self) -> None:
-        """All have stopped before its end: who came later would find nobody."""
+        """Says that all have stopped before the end: who came later would find nobody."""
         self.say("training", STOPPED)
 
     # ---- who trains ----
 
     def say_trains(self) -> None:
-        """This process trains from now on; comes back once the store knows."""
+        """Says that this process trains from now on; returns once the store knows."""
         self._say_trained(Trained(time.monotonic()))
 
     def say_trains_no_more(self, why: str) -> None:
-        """This process will not go on, for that reason."""
+        """Says that this process will not go on, and why."""
         rank = _own_rank()
         self._say_trained(self.trained(rank)._replace(until=time.monotonic(), why=why))
 
@@ -202,39 +202,39 @@ class Register:
         self.read(f"trains/{rank}")
 
     def trained(self, rank: str | int) -> Trained:
-        """For how long the newest process of a rank has trained."""
+        """Returns when the newest process of a rank has trained."""
         text = self.read(f"trains/{rank}")
         return Trained(*json.loads(text)) if text else Trained()
 
     def forget_training_of(self, rank: int) -> None:
-        """The process of that rank has ended."""
+        """Forgets when a rank has trained, as its process has ended."""
         self.say(f"trains/{rank}", "")
 
     def everyones_training(self) -> list[Trained]:
-        """What `trained` gives for every rank that was started."""
+        """Returns what `trained` gives for every rank that was started."""
         nodes, size = self.size()
         return [self.trained(rank) for rank in range(nodes * size + self._count("started"))]
 
     # ---- who has left, and where all have ended ----
 
     def say_left(self, *, has_left: bool = True) -> None:
-        """This process has left, as it was told to; or stands in for one that has."""
+        """Says that this process has left, as it was told to; or stands in for one that has."""
         self.say(f"left/{_own_rank()}", "yes" if has_left else "")
         if has_left:
             self.say_trains_no_more("has left")
 
     def has_left(self, rank: int) -> bool:
-        """Whether the newest process of that rank has said so."""
+        """Returns whether the newest process of a rank has said that it left."""
         return bool(self.read(f"left/{rank}"))
 
     def say_ended(self, node: int) -> None:
-        """The ranks of this node have ended."""
+        """Says that the ranks of this node have ended."""
         self.say(f"ended/{node}")
 
     def await_ended(
         self, nodes: Sequence[int], within_s: float, is_over: Callable[[], bool]
     ) -> bool:
-        """Waits until the ranks of these nodes have ended; whether they have."""
+        """Waits until the ranks of these nodes have ended; returns whether they have."""
         return self.wait([f"ended/{node}" for node in nodes], within_s, is_over)
 
     # ---- who is there ----
@@ -246,32 +246,32 @@ class Register:
         self.say(f"card/{number}", json.dumps([host, port]))
 
     def secret(self) -> str:
-        """By which the ranks know each other."""
+        """Returns the secret by which the ranks know each other."""
         return self.read("secret")
 
     def forget(self, number: int) -> None:
-        """Nobody is to look for this rank any more."""
+        """Withdraws the card of a rank that nobody is to look for any more."""
         self.say(f"card/{number}", "")
 
     def new_number(self, first_size: int) -> int:
-        """One that no rank has had."""
+        """Returns a number that no rank has had."""
         return first_size - 1 + self._count("next", 1)
 
     def _count(self, key: str, more: int = 0) -> int:
-        """What is counted there, with so many more."""
+        """Adds to a counter, and returns what it has counted."""
         return int(self._ask(lambda: self._store.add(self._prefix + key, more)))
 
     # ---- who was started besides the first ----
 
     def write_size(self, nodes: int, ranks: int) -> None:
-        """How many nodes there are at the start, and how many ranks each of them has."""
+        """Writes how many nodes there are at the start, and how many ranks each of them has."""
         self.say("size", json.dumps([nodes, ranks]))
 
     def size(self) -> tuple[int, int]:
-        """What `write_size` was given.
+        """Returns the numbers that `write_size` was given.
 
         Raises:
-            TransportError: if nobody has called that
+            TransportError: if nobody has called `write_size`
         """
         text = self.read("size")
         if not text:
@@ -283,18 +283,19 @@ class Register:
         return int(nodes), int(ranks)
 
     def more_ranks(self, count: int, first_size: int) -> range:
-        """What so many ranks are started as that nobody else is."""
+        """Returns numbers for ranks that are started besides the first; no other rank has them."""
         end = first_size + self._count("started", count)
         return range(end - count, end)
 
     def more_supervisors(self, count: int) -> int:
-        """How many there are besides those of the first nodes, with so many more."""
+        """Adds supervisors to those of the first nodes; returns how many were added so far."""
         return self._count("supervisors", count)
 
     def cards(self, number: int, first_size: int) -> dict[int, tuple[str, int]]:
-        """Where all others listen, as far as they have said so.
+        """Returns where all other ranks listen, as far as they have said so.
 
-        A newcomer says it before it asks this: so of any two, one knows where the other listens.
+        A newcomer writes its card before it reads the others: so of any two newcomers, one knows
+        where the other listens.
         """
         others = range(first_size + self._count("next"))
         texts = {other: self.read(f"card/{other}") for other in others if other != number}

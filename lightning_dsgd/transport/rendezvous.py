@@ -15,8 +15,8 @@ address that the launcher has chosen, or torchrun's agent there.  Every rank wri
 
 A rank that waits for torch to connect the process group, or for the first exchange over it, lets
 another thread wait, and looks for `trouble` meanwhile.  So a rank that is alive has ended, or says
-"told" soon after the first rank met an error; **who says neither has died or is stopped**.  Blamed
-is a rank with a cause, else one that says nothing, else one with a symptom.
+"told" soon after the first rank met an error; **who says neither has died or is stopped**.  The
+rank to blame is one with a cause, else one that says nothing, else one with a symptom.
 
 **Why nobody waits for ever.**  For the store, and then for all ranks to come, a rank waits for
 `timeout_s`, and names those who have not come.  For the process group, and then for the transport,
@@ -60,10 +60,10 @@ class Rendezvous:
     only the store, which has a lock of its own.
 
     Args:
-        rank: this process's
-        world_size: of all
-        host: of the store
-        port: of the store
+        rank: this process's rank
+        world_size: how many ranks there are
+        host: the store's host
+        port: the store's port
         timeout_s: how long to wait for the others, at each stage
     """
 
@@ -77,10 +77,10 @@ class Rendezvous:
         self._store: Any = None
 
     def join(self) -> Any:
-        """Waits until all ranks have come; gives the store of the process group.
+        """Waits until all ranks have come; returns the store of the process group.
 
         Raises:
-            Timeout: naming those who have not
+            Timeout: with the ranks that have not come
         """
         deadline = time.monotonic() + self._timeout_s
         store = self._reach()
@@ -97,11 +97,11 @@ class Rendezvous:
         return dist.PrefixStore(f"default_pg/{num_restarts()}", store)  # type: ignore[attr-defined]
 
     def watch(self, work: Callable[[], T], what: str, timeout_s: float | None = None) -> T:
-        """What `work` gives, which needs all ranks; raises `PeerLost` if one of them fails.
+        """Returns what `work` gives, which needs all ranks; raises `PeerLost` if one fails.
 
         Args:
             work: is called in another thread, which is left behind if `work` does not return
-            what: it does
+            what: what `work` does, for errors
             timeout_s: how long it may take; None: as long as the start of all ranks
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
@@ -121,7 +121,7 @@ class Rendezvous:
             raise blamed from error
 
     def end(self) -> None:
-        """This rank has come through: its transport is watched now; a later call begins anew."""
+        """Says that this rank has come through, and is watched; the next call begins anew."""
         with contextlib.suppress(TransportError):  # which the transport notices, too
             self._write("ended", "opened")
         self._session += 1
@@ -151,7 +151,7 @@ class Rendezvous:
         return store
 
     def _open_stores(self) -> tuple[Any, Any]:
-        """Ours, and the process group's, as one that waits keeps others from asking."""
+        """Opens our store and the process group's: one that waits keeps others from asking."""
         keeps = self._rank == 0 and not self._is_agents
         return self._open_store(keeps), self._open_store(keeps)
 
@@ -168,7 +168,7 @@ class Rendezvous:
         )
 
     def _find_missing(self, deadline: float) -> list[int]:
-        """Who has not come, once it is too late or another rank has given up."""
+        """Returns who has not come, once it is too late or another rank has given up."""
         # The more ranks there are, the less often each may ask the one store.
         pause_s = max(_ASK_EVERY_S, _ASK_EVERY_S / 100 * self._world_size)
         for rank in range(self._world_size):
@@ -179,7 +179,7 @@ class Rendezvous:
         return []
 
     def _key(self, name: str) -> str:
-        """A key of this session; an agent keeps its store when it starts the ranks again."""
+        """Returns a key of this session; an agent's store stays when it starts the ranks anew."""
         return f"lightning_dsgd/{num_restarts()}/{self._session}/{name}"
 
     def _has(self, key: str) -> bool:
@@ -189,11 +189,11 @@ class Rendezvous:
         return self._ask(lambda: self._has(key))
 
     def _read(self, key: str) -> str:
-        """What is written there; empty if nothing is."""
+        """Returns what is written under a key; an empty text if nothing is."""
         return str(self._store.get(self._key(key)).decode()) if self._has(key) else ""
 
     def _write(self, key: str, text: str) -> None:
-        """Writes about this rank."""
+        """Writes a text about this rank."""
         self._set(f"{key}/{self._rank}", text)
 
     def _say(self, key: str) -> None:
@@ -203,7 +203,7 @@ class Rendezvous:
         self._ask(lambda: self._store.set(self._key(key), text))
 
     def _ask(self, question: Callable[[], T], patience_s: float = 0.0) -> T:
-        """The store's answer, which may take `patience_s` and what an answer takes."""
+        """Returns the store's answer, which may come `patience_s` later than any answer."""
         limit = patience_s + _ANSWER_WITHIN_S
         try:
             return _within(limit, question)
@@ -224,7 +224,7 @@ class Rendezvous:
     # ---- failure ----
 
     def _blamed(self, error: BaseException, what: str) -> BaseException:
-        """Tells the others of the error, and finds out which rank is to blame for it."""
+        """Tells the others of the error; returns an error that names the rank to blame for it."""
         is_symptom = isinstance(error, RuntimeError) and type(error) is not TransportError
         is_clear = isinstance(error, PeerLost) or not is_symptom
         kind = "symptom" if is_symptom else "cause"
@@ -243,11 +243,11 @@ class Rendezvous:
         return error
 
     def _give_up(self, end: str, missing: Sequence[int] = ()) -> list[str]:
-        """Says how this rank has ended; how every rank has, which all can read before any leaves.
+        """Says how this rank has ended; returns how all have, once all can read that.
 
         Args:
-            end: of this rank
-            missing: who has not come, and will say nothing
+            end: how this rank has ended
+            missing: the ranks that have not come, and will say nothing
         """
         self._write("ended", end)
         self._set("trouble", "yes")
@@ -258,7 +258,7 @@ class Rendezvous:
         return ends
 
     def _await_ends(self, missing: Sequence[int]) -> list[str]:
-        """What became of every rank, as far as they say it in time."""
+        """Returns what became of every rank, as far as the ranks say it in time."""
         deadline = time.monotonic() + _VERDICT_WITHIN_S
         ends = [""] * self._world_size
         awaited = set(range(self._world_size)).difference(missing)
@@ -270,7 +270,7 @@ class Rendezvous:
         return ends
 
     def _await_readers(self, ends: Sequence[str]) -> None:
-        """Waits until those have left who give up as well."""
+        """Waits until all ranks have left that give up as well."""
         deadline = time.monotonic() + _VERDICT_WITHIN_S
         readers = [rank for rank, end in enumerate(ends) if end not in ("", "opened")]
         while time.monotonic() < deadline and not all(self._has(f"left/{r}") for r in readers):
@@ -278,11 +278,11 @@ class Rendezvous:
 
 
 class _Told(RuntimeError):
-    """Another rank has failed."""
+    """The rendezvous has told this rank that another rank has failed."""
 
 
 class _Task(Generic[T]):
-    """Something that is done in another thread.
+    """Work that is done in another thread.
 
     That thread writes the result, or the failure, and then sets `_ended`; only after that are they
     read.
@@ -304,18 +304,18 @@ class _Task(Generic[T]):
             self._ended.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it is done within that time."""
+        """Waits, for so long at most; returns whether the work is done."""
         return self._ended.wait(seconds)
 
     def result(self) -> T:
-        """What it has given; raises what it has raised."""
+        """Returns what the work has given; raises what it has raised."""
         if self._failure is not None:
             raise self._failure
         return self._results[0]
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """What `work` gives; `Timeout` if it takes longer, and its thread is left behind."""
+    """Returns what `work` gives; raises `Timeout` if it takes longer, leaving its thread behind."""
     task = _Task(work)
     if not task.wait(seconds):
         raise Timeout(f"no answer within {seconds:g} s")

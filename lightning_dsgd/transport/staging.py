@@ -49,26 +49,26 @@ _CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Outlet(Protocol):
-    """Where the messages to one rank go; the stager's thread calls it."""
+    """A way out for the messages to one rank; the stager's thread calls it."""
 
     def begin(self, header: bytes) -> None:
-        """A message begins; no other one leaves before it has ended."""
+        """Begins a message; no other one leaves before this one has ended."""
         ...
 
     def add(self, chunk: Tensor, *, is_last: bool) -> Work[None]:
-        """Its next bytes, in host memory, which stay as they are until the Work is done."""
+        """Adds the message's next bytes, in host memory, which stay until the Work is done."""
         ...
 
 
 @dataclass
 class _Job:
-    """A message on its way."""
+    """A message on its way, and how far it has come."""
 
     key: tuple[int, bytes]
-    """To which rank, on which channel and with which tag."""
+    """The rank that it goes to, and the header's bytes of its channel and tag."""
     header: bytes
     x: Tensor | None
-    """As bytes; None once nobody reads it any more."""
+    """The tensor as bytes; None once nobody reads it any more."""
     port: Port
     mark: Mark
     sending: Sending
@@ -96,10 +96,10 @@ class Staging:
     """Takes messages from devices to the wire.
 
     Args:
-        mesh: whether all that it takes is alive
-        outlet_to: makes the outlet to a rank; raises where that cannot be reached
+        mesh: tells whether the other ranks are alive
+        outlet_to: makes the outlet to a rank; raises where the rank cannot be reached
         whole: whether outlets take each message as one chunk
-        direct: whether they take it from the device's memory
+        direct: whether outlets read the device's memory
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Staging:
     # ---- from any thread ----
 
     def takes(self, dst: int, header: bytes, x: Tensor) -> bool:
-        """Whether a message goes this way: from a device, or behind one that does."""
+        """Returns whether a message goes this way: from a device, or behind one that does."""
         if self._pending and self._pending[dst, header[:16]]:
             return True
         return not is_on_host(x)
@@ -163,7 +163,7 @@ class Staging:
         return Done(None) if copy else sending
 
     def close(self) -> None:
-        """Sends what is left, for 5 seconds at most; what has not begun is dropped after a loss."""
+        """Sends what is left, for 5 seconds at most; drops what has not begun after a loss."""
         with self._changed:
             self._closing_at = time.monotonic() + _CLOSE_TIMEOUT_S
             self._changed.notify()
@@ -189,7 +189,7 @@ class Staging:
             self._end()
 
     def _goes_on(self) -> bool:
-        """Whether there may be anything to do; waits while there is nothing."""
+        """Returns whether there may be anything to do; waits while there is nothing."""
         with self._changed:
             is_closing = self._closing_at is not None
             while not (self._new or self._jobs or self._is_leaving() or is_closing):
@@ -210,7 +210,7 @@ class Staging:
         return any(way.leaving for way in self._ways.values())
 
     def _finish_all(self) -> None:
-        """Nobody waits for the wire any more: all sends are done."""
+        """Ends all sends, as nobody waits for the wire any more."""
         for job in self._jobs:
             job.sending.finish()
         for way in self._ways.values():
@@ -219,7 +219,7 @@ class Staging:
                     sending.finish()
 
     def _advance(self) -> bool:
-        """Moves every message on; whether anything has moved."""
+        """Moves every message on; returns whether anything has moved."""
         moved = False
         seen: set[tuple[int, bytes]] = set()
         for job in list(self._jobs):
@@ -264,7 +264,7 @@ class Staging:
         return self._ways[dst]
 
     def _copy(self, job: _Job, way: _Way) -> bool:
-        """Queues copies into pinned memory, as far as there is room; whether there was any."""
+        """Queues copies into pinned memory, as far as there is room; returns whether there was."""
         moved = False
         while job.x is not None and job.read < job.nbytes:
             at_once = self._whole or not job.is_from_device
@@ -302,11 +302,11 @@ class Staging:
         )
 
     def _lends(self, job: _Job) -> bool:
-        """Whether the wire reads the sender's memory, and not pinned memory."""
+        """Returns whether the wire reads the sender's memory, and not pinned memory."""
         return self._direct or not job.is_from_device
 
     def _end_job(self, job: _Job) -> None:
-        """The wire has all of it, or it is dropped."""
+        """Ends a message: the wire has all of it, or it is dropped."""
         job.x = None
         if not (self._lends(job) and job.has_begun):
             job.sending.finish()
@@ -324,7 +324,7 @@ class Staging:
             self._end_job(job)
 
     def _end(self) -> None:
-        """Whoever waits for a message to leave has its answer."""
+        """Drops all messages, so that every wait for a message to leave ends."""
         with self._changed:
             self._closing_at = self._closing_at or time.monotonic()
             self._jobs.extend(self._new)
@@ -334,7 +334,7 @@ class Staging:
 
 
 def _slot(port: Port, way: _Way, count: int, *, is_kept: bool) -> Tensor | None:
-    """Pinned memory for a chunk; None where all of it is in use."""
+    """Returns pinned memory for a chunk; None where all of it is in use."""
     if not is_kept:
         return port.pinned(count, torch.uint8)
     if way.free:
@@ -346,7 +346,7 @@ def _slot(port: Port, way: _Way, count: int, *, is_kept: bool) -> Tensor | None:
 
 
 def _take_back(way: _Way) -> bool:
-    """Pinned memory that has left may be written again; whether there was any."""
+    """Frees pinned memory whose chunk has left; returns whether there was any."""
     still = []
     for work, slot, sending in way.leaving:
         if not work.done():
@@ -365,11 +365,11 @@ class Landing:
     """A message on its way up to the device, moved on by the thread that waits for it.
 
     Args:
-        port: of the device
+        port: the device's port
         payload: the message, in host memory
-        into: where it goes; None: into new memory
-        mark: after which `into` may be written
-        pool: of pinned memory
+        into: where the message goes; None: into new memory
+        mark: the mark after which `into` may be written
+        pool: the pool of pinned memory
     """
 
     def __init__(
@@ -382,7 +382,7 @@ class Landing:
         self._has_landed = False
 
     def has_landed(self) -> bool:
-        """Whether it is on the device; never blocks."""
+        """Returns whether the message is on the device; never blocks."""
         if self._copied is None and self._mark.has_passed():
             if not self._port.is_pinned(self._payload):
                 pinned = self._pool.make(self._port, len(self._payload), self._payload.dtype)
@@ -399,7 +399,7 @@ class Landing:
         return self._has_landed
 
     def take(self) -> Tensor:
-        """The message, once it has landed."""
+        """Returns the message, once it has landed."""
         assert self._into is not None
         if self._is_new:
             self._port.keep(self._into)

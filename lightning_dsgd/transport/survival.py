@@ -1,16 +1,16 @@
-"""A mesh that goes on after a loss: `membership` over its connections.
+"""A mesh that goes on after a loss: `membership` over the mesh's connections.
 
     a connection ends, silence, a rank says that it fails    suspected; waits of this view end
     news of kind AGREEMENT                                   messages of the agreement, both ways
     a view is committed                                      `next_view` returns, waits work again
 
 Every rank is connected to every other and watches it, so that no loss needs another rank to be
-noticed and none is in the midst of all news.  Until a rank calls `survive`, a loss ends it as it
-does without: a job that cannot start is better ended.
+noticed and none is in the midst of all news.  Until a rank calls `survive`, a loss ends the
+rank: a job that cannot start is better ended.
 
-**What has died.**  A connection that ends (FIN or RST) is that of a process that has ended: this
-package closes none while it lives, but after it has said farewell.  One that the kernel gives up
-for want of answers, and silence, are a link that may be cut.
+**What has died.**  Where a connection ends (FIN or RST), the process at its other end has ended:
+this package closes none while it lives, but after it has said farewell.  One that the kernel gives
+up for want of answers, and silence, are a link that may be cut.
 
 **Old messages.**  From the first sign of a change until `next_view` every wait on this rank raises.
 What still arrives for older views is dropped when the next one is entered; and what is just being
@@ -54,17 +54,17 @@ _HALF: Final = 1 << 14
 
 
 class Survival:
-    """One rank's part in it, see the head of the file.
+    """One rank's end of the agreement on who goes on: see the head of the file.
 
     Args:
-        rank: this one
-        world_size: how many there are at the start
-        connections: to all others
-        mailboxes: whose waits end
+        rank: this rank
+        world_size: how many ranks there are at the start
+        connections: the connections to all other ranks
+        mailboxes: the mailboxes, in which waits end
         patience_s: how long an agreement waits for an answer
-        min_ranks: of a view; None: more than half of the last one
+        min_ranks: how many ranks a view must have; None: more than half of the last view's
         send: sends news of the agreement to a rank
-        contacts: of a newcomer: whom it asks to be let in; None: this is a member of view 0
+        contacts: the ranks that a newcomer asks to be let in; None: this is a member of view 0
         join_within_s: how long a newcomer asks
         groups: ranks none of which can go on without the others of their group
         on_end: is told that this rank can go on no more: its group, or the training, has failed
@@ -105,14 +105,14 @@ class Survival:
         self._notes: deque[tuple[int, str, bool]] = deque()
         self._changed = threading.Condition()
         self._admits: deque[tuple[int, int]] = deque()
-        """In which view whom to let in."""
+        """Newcomers to let in, each with the number of the view that is to end for it."""
         self._renewals: deque[int] = deque()
-        """Which views are to end."""
+        """The numbers of the views that are to end."""
         self._agreed = self._membership.number, self._membership.members
         self._departs = False
         self._ended = ""
         self._diverged: PeerLost | None = None
-        """The rank that all end with, as what they train is not finite."""
+        """The loss with which all ranks end, as what they train is not finite."""
         self._entered = self._agreed[0]
         self._left: set[int] = set()
         self._noted: set[int] = set()
@@ -122,11 +122,11 @@ class Survival:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Those of the last view that was agreed on."""
+        """The members of the last view that was agreed on."""
         return self._agreed[1]
 
     def lose(self, rank: int, reason: str, *, died: bool) -> None:
-        """A rank is gone: ends the waits of this view, and has the ranks agree on the next."""
+        """Takes a rank for lost: ends the waits of this view, has the ranks agree on the next."""
         lost = PeerLost(rank, reason)
         with self._changed:
             if lost.ends_all and self._diverged is None:
@@ -145,10 +145,10 @@ class Survival:
             self._on_end(lost)
 
     def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        """See `Endpoint.next_view`; the training thread's."""
+        """Returns the next view, to the training thread: see `Endpoint.next_view`."""
         with self._changed:
             if self._mailboxes.failure is None and self._agreed[0] == self._entered:
-                raise lost  # which is no loss: a rank has left in order
+                raise lost  # no rank is lost: one has left in order
             while not self._ended and self._agreed[0] == self._entered:
                 self._changed.wait(_LOOK_EVERY_S)  # the agreement has a limit of its own
             if self._ended:
@@ -158,7 +158,7 @@ class Survival:
             return self._entered, members
 
     def _own_end(self, lost: PeerLost) -> PeerLost:
-        """Why this rank is in no view any more, after that loss."""
+        """Returns why this rank is in no view any more, after that loss."""
         if self._diverged is not None:
             return PeerLost(self._diverged.rank, self._diverged.reason, lost.waited_for)
         missing = self._membership.missing
@@ -172,8 +172,8 @@ class Survival:
         """Raises `PeerLost` if a collective of this rank's group has failed for one of its ranks.
 
         Args:
-            what: the collective does
-            within_s: in which time a loss is noticed
+            what: what the collective does
+            within_s: how soon a loss is noticed
         """
         end = time.monotonic() + within_s
         with self._changed:
@@ -183,11 +183,11 @@ class Survival:
                 raise self._own_end(PeerLost(self._rank, "is in no view any more", what))
 
     def _is_changing(self) -> bool:
-        """Whether the next view is being agreed on; that has a limit of its own."""
+        """Returns whether the ranks are agreeing on the next view, which has a limit of its own."""
         return self._mailboxes.failure is not None and self._agreed[0] == self._entered
 
     def renew(self) -> None:
-        """See `Endpoint.renew`."""
+        """Has the ranks agree on the next view: see `Endpoint.renew`."""
         with self._changed:
             if self._agreed[0] > self._entered:
                 return
@@ -198,18 +198,18 @@ class Survival:
 
     @property
     def is_outside(self) -> bool:
-        """See `Endpoint.is_outside`."""
+        """Whether no next view will hold this rank: see `Endpoint.is_outside`."""
         membership = self._membership
         with self._changed:  # the mesh's thread may not have taken the last notes yet
             is_noted = not self._mine.isdisjoint(self._noted)
         return is_noted or membership.missing >= 0 or bool(membership.ended or self._ended)
 
     def newcomers(self) -> tuple[int, ...]:
-        """Who has asked to be let in, and waits."""
+        """Returns the newcomers that have asked to be let in, and wait."""
         return tuple(sorted(self._membership.waiting))
 
     def admit(self, newcomers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view with them; False if there is nobody to let in.
+        """Has the ranks agree on a view with these newcomers; False if none can be let in.
 
         If so, waits of this rank end, and `next_view` is to be called.
         """
@@ -224,7 +224,7 @@ class Survival:
         return True
 
     def part(self, leavers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view without these, of which this one may be one; as `admit`."""
+        """Has the ranks agree on a view without these, perhaps without this rank; see `admit`."""
         with self._changed:
             going = [n for n in leavers if n in self._agreed[1] and n not in self._noted]
             if not going:
@@ -236,11 +236,11 @@ class Survival:
         return True
 
     def leave(self, rank: int) -> None:
-        """A rank has said farewell: its training is over.  It takes part in no agreement."""
+        """Notes that a rank has said farewell, and so takes part in no agreement any more."""
         self._left.add(rank)
 
     def why(self, rank: int) -> str:
-        """Why a rank was lost, as far as this one knows."""
+        """Returns why a rank was lost, as far as this rank knows."""
         return self._reasons.get(rank, "is lost to others")
 
     def _is_old(self, channel: int) -> bool:
@@ -251,11 +251,11 @@ class Survival:
 
     @property
     def next_at(self) -> float:
-        """When `tick` is due."""
+        """The time at which `tick` is due."""
         return self._membership.next_at
 
     def tick(self) -> None:
-        """Takes the notes of other threads; does what is due."""
+        """Takes the notes of other threads, and does what is due."""
         now = time.monotonic()
         while self._notes:
             rank, _, died = self._notes.popleft()
@@ -279,7 +279,7 @@ class Survival:
         self._act()
 
     def hear(self, sender: int, text: bytes) -> None:
-        """News of the agreement; raises `ValueError` or `TypeError` if they are none."""
+        """Hears news of the agreement; raises `ValueError` or `TypeError` if it is no such news."""
         message = Message(**{name: _tuples(value) for name, value in json.loads(text).items()})
         self._membership.hear(time.monotonic(), sender, message)
         for rank in (*message.dead, *message.lost):
@@ -309,7 +309,7 @@ class Survival:
                 self._changed.notify_all()
 
     def _tell_end(self) -> None:
-        """That this rank can go on no more, once."""
+        """Tells, once, that this rank can go on no more."""
         if self._membership.ended and self._has_groups and not self._has_told_end:
             self._has_told_end = True
             self._on_end(self._own_end(self._some_loss()))

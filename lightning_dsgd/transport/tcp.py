@@ -1,6 +1,6 @@
 """The wire of TCP: messages travel on the mesh's connections, between the news.
 
-So one stream brings all that comes from a rank, its farewell last.
+So one stream brings all that a rank sends, its farewell last.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from lightning_dsgd.transport.staging import Staging
 
 
 class TCPWire:
-    """What carries messages in place of gloo; has no thread but the mesh's and the stager's."""
+    """Carries messages over TCP; has no thread but the mesh's and the stager's."""
 
     name = "process_group"
-    """What users choose it by."""
+    """The name by which users choose this wire."""
     carrier = "TCP"
 
     _connections: Connections
     _staging: Staging | None = None
 
     def check_names(self, names: list[str]) -> None:
-        """All ranks that have one can be joined."""
+        """Accepts all names: ranks that have this wire can be joined."""
 
     def open(self, mesh: Mesh) -> None:
-        """Takes the mesh's connections, which are made when they are first needed."""
+        """Takes the mesh's connections, each of which is made when it is first needed."""
         self._connections = mesh.connections
         self._staging = Staging(mesh, self._connections.to)
 
@@ -43,10 +43,10 @@ class TCPWire:
         )
 
     def expect(self) -> None:
-        """The mesh's thread looks out for messages at all times."""
+        """Does nothing: the mesh's thread looks out for messages at all times."""
 
     def close(self) -> bool:
-        """Sends what comes from a device; the mesh says farewell, and closes the connections."""
+        """Sends what comes from a device; the mesh says farewell and closes the connections."""
         if self._staging is not None:
             self._staging.close()
         return False

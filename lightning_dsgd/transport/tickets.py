@@ -65,7 +65,7 @@ import torch
 from lightning_dsgd.transport.contract import ANY, PeerLost, Transport
 
 Key = tuple[int, int, int]
-"""The number of its group, its channel, and its number there."""
+"""A collective: the number of its group, its channel, and its number on that channel."""
 Form = tuple[int, int, int, int]
 """The root of a broadcast or SUM, the code of a dtype, a number of elements, and who has asked."""
 
@@ -79,18 +79,18 @@ _WORDS: Final = torch.empty(0, dtype=torch.int64)
 
 
 class Backend(Protocol):
-    """What sums and broadcasts, on this rank."""
+    """What sums and broadcasts tensors on this rank."""
 
     def launch(self, key: Key) -> None:
         """Begins a collective that this rank's thread has asked for."""
         ...
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
-        """It will not be made: two ranks have asked for different ones."""
+        """Hears that a collective will not be made: two ranks have asked for different ones."""
         ...
 
     def abandon(self, failure: Exception | None = None) -> None:
-        """None is begun any more, and those under way will not end, as this or a rank failed."""
+        """Gives up all collectives under way and begins none, as this or another rank failed."""
         ...
 
 
@@ -101,12 +101,12 @@ class _Group:
     members: frozenset[int]
     top: int
     children: list[int]
-    """This rank's, with members below."""
+    """This rank's children, as far as there are members below them."""
 
 
 @dataclass
 class _Asked:
-    """What a launcher knows of a collective that not all have asked for who are to tell it."""
+    """What a launcher knows of a collective that some ranks have not asked for yet."""
 
     least: Form
     greatest: Form
@@ -114,7 +114,7 @@ class _Asked:
 
 
 class Tickets:
-    """One rank's part in the agreement; all ranks make it together.
+    """One rank's end of the agreement on an order; all ranks make it together.
 
     Args:
         net: the network, with channels of its own
@@ -127,14 +127,14 @@ class Tickets:
         self._groups: list[_Group] = []
         self._heard: dict[Key, _Asked] = {}
         self._passed_on: set[Key] = set()
-        """What this rank's parent was asked for, and has sent no ticket of."""
+        """The collectives that the parent was asked for, and has sent no ticket of."""
         self.form(range(net.world_size))
         self._lane = net.spawn_lane(self._serve, "launcher")
 
     def form(self, members: Sequence[int]) -> int:
-        """The number of a new group; all ranks form the same in one order, before any asks for it.
+        """Forms a group and returns its number; all ranks form the same groups in one order.
 
-        Whoever asks must know that all others have formed it.
+        Whoever asks for a collective of the group must know that all others have formed the group.
         """
         top, group = min(members), frozenset(members)
         while max(members) not in _below(top, self._world_size):
@@ -147,12 +147,12 @@ class Tickets:
     # ---- any thread ----
 
     def ask(self, key: Key, root: int, code: int, numel: int) -> None:
-        """Asks for a collective of so many elements of a dtype; the backend can be called now."""
+        """Asks for a collective of `numel` elements; the backend may be called from now on."""
         form = (root, code, numel, self._me)
         self._lane.net.send(_message(_ASK, key, form, form), self._me)
 
     def known_callers(self, key: Key) -> list[int]:
-        """The ranks that this one knows to have asked for one for which it has no ticket."""
+        """Returns ranks known to have asked for a collective that has no ticket here yet."""
         sources = {self._me}
         if key in self._passed_on:
             sources.update(_below(self._me, self._world_size))
@@ -162,7 +162,7 @@ class Tickets:
         return sorted(sources & self._groups[key[0]].members)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Ends the launcher, and raises what it failed with."""
+        """Ends the launcher, and raises its failure, if any."""
         self._lane.stop(timeout_s)
 
     # ---- the launcher ----
@@ -177,7 +177,7 @@ class Tickets:
                     self._hear(net, key, least, greatest, receipt.source)
                 else:
                     self._begin(net, key, least, greatest)
-        except PeerLost:  # which the waits of all other threads raise as well
+        except PeerLost:  # the waits of all other threads raise it as well
             self._backend.abandon()
         except Exception as failure:
             self._backend.abandon(failure)
@@ -211,19 +211,19 @@ class Tickets:
 
 
 def parent_of(rank: int) -> int:
-    """Its number without the lowest bit that is set: 0 for 1, 2, 4, 8; 4 for 5 and 6; 6 for 7."""
+    """Returns a rank without its lowest set bit: 0 for 1, 2, 4, 8; 4 for 5 and 6; 6 for 7."""
     return rank & (rank - 1)
 
 
 def children_of(rank: int, world_size: int) -> list[int]:
-    """The ranks whose parent it is, at most log2 P."""
+    """Returns the ranks whose parent a rank is, at most log2 P."""
     bits = range((rank & -rank or world_size).bit_length())
     children = [rank | 1 << bit for bit in bits]
     return [child for child in children if child < world_size and parent_of(child) == rank]
 
 
 def _below(rank: int, world_size: int) -> Sequence[int]:
-    """The rank and all that is below it in the tree."""
+    """Returns a rank and all ranks below it in the tree."""
     return range(rank, min(world_size, rank + (rank & -rank or world_size)))
 
 

@@ -2,17 +2,17 @@
 
     View(net, (0, 2, 3))      rank 2 of `net` is rank 1 of 3 here
 
-Who uses a view sees `rank` and `world_size` of the view alone: messages, collectives, `sub` and
-lanes go by the view's ranks.  Errors name the ranks of the network below, those that the launcher
-has counted; what ends the network below ends the view, and `close` and `fail` do the same here as
-there.  Ranks that are not members need not know of a view.
+Whoever uses a view sees `rank` and `world_size` of the view alone: messages, collectives, `sub` and
+lanes go by the view's ranks.  Errors name the ranks of the network below, as the launcher has
+counted them; what ends the network below ends the view, and `close` and `fail` of a view do the
+same as below.  Ranks that are not members need not know of a view.
 
-**Channels.**  They are made from the path, which has the view's number in it.  So views of
+**Channels.**  Channels are made from the path, which has the view's number in it.  So views of
 different numbers cannot take each other's messages; two views of one number that share ranks need a
 `sub` of the network each.  A channel carries the number itself as well, in its upper bits
 (`number_of`), by which a network tells what is left of views that have ended.
 
-**Threads.**  As for the endpoint below: one thread uses a view, others of its rank may send on it.
+**Threads.**  One thread uses a view, and others of its rank may send on it, as on any endpoint.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _REST: Final = (1 << _REST_BITS) - 1
 
 
 def number_of(channel: int) -> int:
-    """The number of the view whose channel it is, as far as its bits hold it."""
+    """Returns the number of the view that a channel belongs to, as far as its bits hold it."""
     return channel >> _REST_BITS
 
 
 def bits_of(number: int) -> int:
-    """What `number_of` gives for the channels of a view of that number."""
+    """Returns what `number_of` gives for the channels of a view of that number."""
     return number % (1 << _NUMBER_BITS)
 
 
 class View(Endpoint):
-    """One member's end of it.
+    """One member's end of a view.
 
     Args:
         net: the network below, of which this rank is one
-        members: its ranks that are in the view, in their new order
-        number: of the view; all members give the same
+        members: the ranks of `net` that are in the view, in their new order
+        number: the view's number; all members give the same
     """
 
     def __init__(self, net: Endpoint, members: Sequence[int], number: int = 0) -> None:
@@ -69,7 +69,7 @@ class View(Endpoint):
         self.ends_with_peers = below.ends_with_peers
 
     def _over(self, below: Endpoint) -> Self:
-        """The same view over another endpoint of this rank."""
+        """Returns the same view over another endpoint of this rank."""
         twin = object.__new__(type(self))
         twin._take(below, self.members, self.number)
         return twin
@@ -179,7 +179,7 @@ class _Receipt:
 
     @property
     def source(self) -> int:
-        """The rank of the view that has sent it."""
+        """The rank of the view that has sent the message."""
         return self._members.index(self._receipt.source)
 
     @source.setter
@@ -187,11 +187,9 @@ class _Receipt:
         self._receipt.source = self._members[rank]
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
-        """The message."""
         return self._receipt.wait(timeout_s)
 
     def done(self) -> bool:
-        """Whether it has come."""
         return self._receipt.done()
 
 
@@ -203,17 +201,13 @@ class _Lane:
         self.net = net
 
     def tell(self, x: Tensor, tag: int = 0, over: Transport | None = None) -> None:
-        """See `Lane`."""
         self._lane.tell(x, tag, over or self.net)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """See `Lane`."""
         self._lane.stop(timeout_s)
 
     def join(self, timeout_s: float | None = None) -> None:
-        """See `Lane`."""
         self._lane.join(timeout_s)
 
     def check(self) -> None:
-        """See `Lane`."""
         self._lane.check()

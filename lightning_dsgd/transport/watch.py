@@ -15,17 +15,17 @@ class Watch(Protocol):
     """
 
     def waited(self, begin_s: float, end_s: float, src: int, *, in_lane: bool) -> None:
-        """A thread was held up until a message of rank `src` came; -1: of all ranks together."""
+        """Hears that a thread was held up until rank `src` had sent a message; -1: all ranks."""
         ...
 
     def exchanged(self, begin_s: float, end_s: float) -> None:
-        """The algorithm had the training thread, waits included."""
+        """Hears that the algorithm had the training thread, waits included."""
         ...
 
 
 @contextmanager
 def exchanging(watch: Watch | None, now: Callable[[], float]) -> Iterator[None]:
-    """Around what an algorithm does in the training thread."""
+    """Tells the watch how long an algorithm has the training thread."""
     if watch is None:
         yield
         return

@@ -16,7 +16,7 @@ from lightning_dsgd.transport.mesh import Mesh
 class Wire(Protocol):
     """Carries the messages of all threads of this process, and fills its mailboxes.
 
-    It gives up by itself once the mesh has lost a rank.
+    A wire gives up by itself once the mesh has lost a rank.
     """
 
     @property
@@ -26,7 +26,7 @@ class Wire(Protocol):
 
     @property
     def carrier(self) -> str:
-        """What carries messages, as users are told once it is open."""
+        """What carries messages, in the words that users are told once the wire is open."""
         ...
 
     def check_names(self, names: list[str]) -> None:
@@ -34,24 +34,24 @@ class Wire(Protocol):
         ...
 
     def open(self, mesh: Mesh) -> None:
-        """Makes it ready, once the mesh is: all ranks call it together."""
+        """Makes the wire ready, once the mesh is ready: all ranks call it together."""
         ...
 
     def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
-        """Starts sending; messages for one channel and tag arrive in order.
+        """Starts sending a message; messages for one channel and tag arrive in order.
 
         With `copy`, `x` may change at once, else once the Work is done.
         """
         ...
 
     def expect(self) -> None:
-        """Somebody has begun to wait for a message."""
+        """Hears that a thread has begun to wait for a message."""
         ...
 
     def close(self) -> bool:
-        """Ends it, at once if a rank is lost; else it says farewell behind its last message.
+        """Ends the wire, at once if a rank is lost; else says farewell behind its last message.
 
-        Gives whether it has carried messages beside the mesh's connections: then a farewell on
-        these is not the last that comes from this rank.
+        Returns whether the wire has carried messages beside the mesh's connections: then a
+        farewell on these is not the last that comes from this rank.
         """
         ...

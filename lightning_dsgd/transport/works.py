@@ -1,4 +1,4 @@
-"""What a call gives back that works with the message itself: Works that are done, or still leaving.
+"""The Works that `send` returns: of a message that has left, and of one that is still leaving.
 
 **Threads.**  A `Sending` is made and waited for by the thread that sends; the thread that moves the
 bytes of the connection, or of MPI, ends it.
@@ -23,16 +23,16 @@ class Done(Generic[T]):
         self._result = result
 
     def wait(self, timeout_s: float | None = None) -> T:
-        """The result."""
+        """Returns the result."""
         return self._result
 
     def done(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
 
 class Life(Protocol):
-    """Who waits, for how long at most, and whether all that it takes is alive."""
+    """What a wait asks: whose it is, how long it may take, whether the other ranks are alive."""
 
     rank: int
     timeout_s: float
@@ -47,12 +47,12 @@ class Life(Protocol):
 
 
 class Sending:
-    """The rest of a message, on its way; keeps its tensor alive.
+    """The rest of a message that is on its way; keeps the message's tensor alive.
 
     Args:
-        life: of this process
-        dst: the rank that is to take it
-        x: the tensor
+        life: tells whether the other ranks are alive
+        dst: the rank that is to take the message
+        x: the message's tensor
     """
 
     def __init__(self, life: Life, dst: int, x: Tensor) -> None:
@@ -60,15 +60,15 @@ class Sending:
         self._finished = threading.Event()
 
     def finish(self) -> None:
-        """Nobody will read the tensor any more: it is sent, or the connection has ended."""
+        """Notes that nobody will read the tensor: it is sent, or the connection has ended."""
         self._finished.set()
 
     def done(self) -> bool:
-        """Whether the tensor may change."""
+        """Returns whether the tensor may change."""
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until the tensor may change; raises `PeerLost` if a rank was lost meanwhile."""
+        """Waits until the tensor may change; raises `PeerLost` if a rank was lost meanwhile."""
         self._life.check_process()
         what = f"rank {self._dst} to take a message"
         limit = self._life.timeout_s if timeout_s is None else timeout_s
