@@ -92,11 +92,11 @@ def describe(name: str) -> str:
     arguments = hyperparameters.arguments(algorithm)
     defaults = (f"{f.name}={f.default!r}" for f in fields(algorithm))  # type: ignore[arg-type]
     module = inspect.getdoc(inspect.getmodule(algorithm)) or ""
-    parts = [
+    sections = [
         f'Trainer(strategy="{name}"), or lightning_dsgd.{algorithm.__name__}Strategy'
         f"({', '.join(defaults)})",
         (inspect.getdoc(algorithm) or "") + (f"\n\nArgs:\n{arguments}" if arguments else ""),
         *(f"{title}: {cell}" for title, cell in zip(COLUMNS, row(algorithm), strict=True)),
         module,
     ]
-    return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:-1]) + "\n\n" + parts[-1]
+    return "\n\n".join(sections[:2]) + "\n\n" + "\n".join(sections[2:-1]) + "\n\n" + sections[-1]

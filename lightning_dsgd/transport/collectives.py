@@ -31,7 +31,7 @@ from lightning_dsgd.transport.messages import KINDS
 T = TypeVar("T")
 Steps = Generator[Work[Any], Any, T]
 
-_PART_ELEMENTS = 1 << 19
+_CHUNK_ELEMENTS = 1 << 19
 
 
 class Verbs(Protocol):
@@ -109,13 +109,13 @@ class Call:
         """Returns the other members, from a different one on each rank, so that none is overrun."""
         return [(self.me + i) % self.size for i in range(1, self.size)]
 
-    def send_parts(self, x: Tensor, to: int, *, total: bool = False) -> list[Work[None]]:
-        """Sends `x` in parts, none if it is empty: the receiver knows the length."""
-        return [self.send(part, to, total=total) for part in _parts(x)]
+    def send_chunks(self, x: Tensor, to: int, *, total: bool = False) -> list[Work[None]]:
+        """Sends `x` in chunks, none if it is empty: the receiver knows the length."""
+        return [self.send(chunk, to, total=total) for chunk in _chunks(x)]
 
-    def receive_parts(self, into: Tensor, source: int, *, total: bool = False) -> list[Receipt]:
-        """Receives into `into` what `send_parts` sends."""
-        return [self.receive(part, source, part, total=total) for part in _parts(into)]
+    def receive_chunks(self, into: Tensor, source: int, *, total: bool = False) -> list[Receipt]:
+        """Receives into `into` what `send_chunks` sends."""
+        return [self.receive(chunk, source, chunk, total=total) for chunk in _chunks(into)]
 
     def send(self, x: Tensor, to: int, *, total: bool = False) -> Work[None]:
         """Sends one message; `x` must not change before the Work is done."""
@@ -161,28 +161,28 @@ def _all_reduce_halving(x: Tensor, y: Tensor, bounds: list[int], call: Call) -> 
     me, distances = call.me, [1 << i for i in range(call.size.bit_length() - 1)]
     starts = [me & -distance for distance in distances]  # where the totals begin that we hold
     totals = [
-        call.receive_parts(span(x, start ^ d, (start ^ d) + d), me ^ d, total=True)
+        call.receive_chunks(span(x, start ^ d, (start ^ d) + d), me ^ d, total=True)
         for d, start in zip(distances, starts, strict=True)
     ]
     sent = []
     for d in reversed(distances):
         keep, give = me & -d, (me & -d) ^ d
-        sent += call.send_parts(span(y, give, give + d), me ^ d)
-        for mine in _parts(span(y, keep, keep + d)):
+        sent += call.send_chunks(span(y, give, give + d), me ^ d)
+        for mine in _chunks(span(y, keep, keep + d)):
             _add(mine, (yield call.receive(mine, me ^ d)), me ^ d)
     if y is not x:
         span(x, me, me + 1).copy_(span(y, me, me + 1))
     for d, start, works in zip(distances, starts, totals, strict=True):
-        sent += call.send_parts(span(x, start, start + d), me ^ d, total=True)
+        sent += call.send_chunks(span(x, start, start + d), me ^ d, total=True)
         yield from _each(works)
     yield from _each(sent)
 
 
 def _all_reduce_direct(x: Tensor, y: Tensor, bounds: list[int], call: Call) -> Steps[None]:
     spans = [slice(*pair) for pair in pairwise(bounds)]
-    totals = [call.receive_parts(x[spans[other]], other, total=True) for other in call.others()]
-    sent = [work for other in call.others() for work in call.send_parts(y[spans[other]], other)]
-    for mine in _parts(y[spans[call.me]]):
+    totals = [call.receive_chunks(x[spans[other]], other, total=True) for other in call.others()]
+    sent = [work for other in call.others() for work in call.send_chunks(y[spans[other]], other)]
+    for mine in _chunks(y[spans[call.me]]):
         shares = [
             mine.clone() if other == call.me else call.receive(mine, other)
             for other in range(call.size)
@@ -193,7 +193,7 @@ def _all_reduce_direct(x: Tensor, y: Tensor, bounds: list[int], call: Call) -> S
     if y is not x:
         x[spans[call.me]] = y[spans[call.me]]
     for other in call.others():
-        sent += call.send_parts(x[spans[call.me]], other, total=True)
+        sent += call.send_chunks(x[spans[call.me]], other, total=True)
     for works in totals:
         yield from _each(works)
     yield from _each(sent)
@@ -259,6 +259,6 @@ def _each(works: Iterable[Work[Any]]) -> Steps[None]:
         yield work
 
 
-def _parts(x: Tensor) -> Iterable[Tensor]:
-    """Splits `x` into parts so small that adding one overlaps with the arrival of the next."""
-    return torch.split(x, _PART_ELEMENTS) if len(x) else ()
+def _chunks(x: Tensor) -> Iterable[Tensor]:
+    """Splits `x` into chunks so small that adding one overlaps with the arrival of the next."""
+    return torch.split(x, _CHUNK_ELEMENTS) if len(x) else ()

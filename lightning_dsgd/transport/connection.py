@@ -30,7 +30,7 @@ from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.works import Done, Life, Sending
 
 EMPTY: Final = torch.empty(0, dtype=torch.uint8)
-_STAGING_BYTES: Final = 1 << 16
+_UNREAD_BYTES: Final = 1 << 16
 _READS_IN_A_ROW: Final = 16
 _CUT: Final = (
     errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN,
@@ -102,7 +102,7 @@ class Connection:
         self._queue: deque[tuple[memoryview, Sending | None]] = deque()
         self._is_open = False  # a message has begun that comes chunk by chunk
         self._behind: deque[tuple[memoryview, Sending | None]] = deque()  # what leaves after it
-        self._staging = bytearray(_STAGING_BYTES)
+        self._unread = bytearray(_UNREAD_BYTES)
         self._filled = 0
         self._header: tuple[int, int, int, int, int] | None = None
         self._payload = EMPTY
@@ -158,15 +158,15 @@ class Connection:
         """Sends what the connection takes; returns whether nothing is left."""
         with self._lock:
             while self._queue:
-                sent = self._try_send([part for part, _ in list(self._queue)[:16]])
+                sent = self._try_send([piece for piece, _ in list(self._queue)[:16]])
                 while self._queue and sent >= len(self._queue[0][0]):
-                    part, sending = self._queue.popleft()
-                    sent -= len(part)
+                    piece, sending = self._queue.popleft()
+                    sent -= len(piece)
                     if sending is not None:
                         sending.finish()
                 if self._queue:
-                    part, sending = self._queue[0]
-                    self._queue[0] = (part[sent:], sending)
+                    piece, sending = self._queue[0]
+                    self._queue[0] = (piece[sent:], sending)
                     if not sent:
                         return False
             return True
@@ -181,25 +181,25 @@ class Connection:
                 if sending is not None:
                     sending.finish()
 
-    def _try_send(self, parts: list[memoryview]) -> int:
+    def _try_send(self, pieces: list[memoryview]) -> int:
         try:
-            return self.sock.sendmsg(parts)
+            return self.sock.sendmsg(pieces)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as err:
             # The reading side finds out that the connection has ended, and says so; the kernel
             # tells only once why it has ended.
             self._failure = err
-            return sum(len(part) for part in parts)
+            return sum(len(piece) for piece in pieces)
 
     # ---- receiving, in the mesh's thread ----
 
     def read(self) -> bool:
         """Reads what has come and cuts it into messages; returns False at the end of the stream."""
         for _ in range(_READS_IN_A_ROW):
-            direct = self._header is not None and len(self._target) - self._read >= _STAGING_BYTES
+            direct = self._header is not None and len(self._target) - self._read >= _UNREAD_BYTES
             target = (
-                self._target[self._read :] if direct else memoryview(self._staging)[self._filled :]
+                self._target[self._read :] if direct else memoryview(self._unread)[self._filled :]
             )
             try:
                 count = self.sock.recv_into(target)
@@ -223,13 +223,13 @@ class Connection:
 
     def _cut(self) -> bool:
         """Cuts headers and payloads out of what was read; returns False at what is no header."""
-        staging, at = memoryview(self._staging), 0
+        unread, at = memoryview(self._unread), 0
         while True:
             left = self._filled - at
             if self._header is None:
                 if left < HEADER.size:
                     break
-                header = HEADER.unpack_from(staging, at)
+                header = HEADER.unpack_from(unread, at)
                 if not self._owner.takes(self.rank, *header[2:]):
                     return False
                 self._begin_message(header)
@@ -238,11 +238,11 @@ class Connection:
                 count = min(left, len(self._target) - self._read)
                 if not count:
                     break
-                self._target[self._read : self._read + count] = staging[at : at + count]
+                self._target[self._read : self._read + count] = unread[at : at + count]
                 self._read += count
                 at += count
             self._end_message_if_read()
-        self._staging[: self._filled - at] = staging[at : self._filled]
+        self._unread[: self._filled - at] = unread[at : self._filled]
         self._filled -= at
         return True
 

@@ -10,7 +10,7 @@ longer the longer none comes, for a blocking receive would take a core from a tr
 message is a header as on the mesh, and the payload:
 
     up to 4 KiB     header and payload in one MPI message with the tag _FRAME
-    above           a frame with the header alone; the payload, in parts of at most 1 GiB, with the
+    above           a frame with the header alone; the payload, in chunks of at most 1 GiB, with the
                     tag _PAYLOAD, received right where it belongs
 
 MPI keeps the messages of one pair and one tag in order, so payloads come in the order of their
@@ -65,8 +65,8 @@ from lightning_dsgd.transport.works import Done, Sending
 _FRAME, _PAYLOAD = 1, 2  # MPI tags
 _FRAME_BYTES: Final = 4096
 """Every MPI library sends so little eagerly, so that a frame never waits for its receiver."""
-_PART_BYTES: Final = 1 << 30
-"""The most bytes of a part: counts of MPI before version 4 end at 2^31 - 1."""
+_CHUNK_BYTES: Final = 1 << 30
+"""The most bytes of a chunk: counts of MPI before version 4 end at 2^31 - 1."""
 _POLLS_IN_A_ROW: Final = 20
 _SHORTEST_PAUSE_S: Final = 20e-6
 _CLOSE_TIMEOUT_S: Final = 5.0
@@ -114,7 +114,7 @@ class _Arriving:
     kind: int
     payload: Tensor
     is_claimed: bool
-    num_parts: int
+    num_chunks: int
 
 
 @dataclass
@@ -122,7 +122,7 @@ class _Leaving:
     """A message that MPI may still read, and its memory."""
 
     memory: list[Any]
-    num_parts: int
+    num_chunks: int
     sending: Sending | None = None
 
 
@@ -138,7 +138,7 @@ class _InFlight:
         self.owners.append(owner)
 
     def take_done(self) -> list[Any]:
-        """Takes out and returns the messages whose last part is complete."""
+        """Takes out and returns the messages whose last chunk is complete."""
         if not self.requests:
             return []
         done = load_mpi().Request.Testsome(self.requests)
@@ -146,8 +146,8 @@ class _InFlight:
             return []
         finished = []
         for index in done:
-            self.owners[index].num_parts -= 1
-            if not self.owners[index].num_parts:
+            self.owners[index].num_chunks -= 1
+            if not self.owners[index].num_chunks:
                 finished.append(self.owners[index])
         left = sorted(set(range(len(self.requests))).difference(done))
         self.requests = [self.requests[index] for index in left]
@@ -267,13 +267,13 @@ class MPIWire:
                 self._start(b"".join((header, bytes_of(x))), dst, _FRAME, _Leaving([], 1))
             return Done(None)
         x = copy_of(x) if copy else x
-        parts = _parts(_memory_of(x))
+        chunks = _chunks(_memory_of(x))
         sending = Sending(self._mesh, dst, x)
-        leaving = _Leaving([x], 1 + len(parts), sending)
+        leaving = _Leaving([x], 1 + len(chunks), sending)
         with self._sending[dst]:
             self._start(header, dst, _FRAME, leaving)
-            for part in parts:
-                self._start(part, dst, _PAYLOAD, leaving)
+            for chunk in chunks:
+                self._start(chunk, dst, _PAYLOAD, leaving)
         self._woken.set()
         if self._has_ended:  # since the mesh was asked; no thread would end this send
             sending.finish()
@@ -393,15 +393,15 @@ class MPIWire:
         if payload is None:
             is_from_device = bool(code & FROM_DEVICE)
             payload = self._memory_for(numel, dtype) if is_from_device else buffer(numel, dtype)
-        parts = []
+        chunks = []
         if len(frame) > HEADER.size:
             bytes_of(payload)[:] = memoryview(frame)[HEADER.size :]
         else:
-            parts = _parts(_memory_of(payload))
-        arriving = _Arriving(kind, payload, into is not None, len(parts))
+            chunks = _chunks(_memory_of(payload))
+        arriving = _Arriving(kind, payload, into is not None, len(chunks))
         earlier.append(arriving)
-        for part in parts:
-            request = self._communicator.Irecv([part, load_mpi().BYTE], source, _PAYLOAD)
+        for chunk in chunks:
+            request = self._communicator.Irecv([chunk, load_mpi().BYTE], source, _PAYLOAD)
             self._in_flight.add(request, arriving)
 
     def _memory_for(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -415,7 +415,7 @@ class MPIWire:
         """Delivers what is here, each mailbox in the order in which its messages were sent."""
         mailboxes = self._mesh.mailboxes
         for (source, key), queue in list(self._arriving.items()):
-            while queue and not queue[0].num_parts:
+            while queue and not queue[0].num_chunks:
                 arrived = queue.popleft()
                 mailboxes.deliver(source, key, arrived.kind, arrived.payload)
             if not queue:
@@ -446,5 +446,5 @@ def _memory_of(x: Tensor) -> Any:
     return bytes_of(x) if is_on_host(x) else x.detach().view(torch.uint8)
 
 
-def _parts(memory: Any) -> list[Any]:
-    return [memory[at : at + _PART_BYTES] for at in range(0, len(memory), _PART_BYTES)]
+def _chunks(memory: Any) -> list[Any]:
+    return [memory[at : at + _CHUNK_BYTES] for at in range(0, len(memory), _CHUNK_BYTES)]

@@ -269,15 +269,15 @@ class Staging:
         while job.x is not None and job.read < job.nbytes:
             at_once = self._whole or not job.is_from_device
             count = job.nbytes if at_once else min(CHUNK_BYTES, job.nbytes - job.read)
-            part = job.x[job.read : job.read + count]
+            chunk = job.x[job.read : job.read + count]
             if self._lends(job):
-                job.copied.append((part, count, PASSED))
+                job.copied.append((chunk, count, PASSED))
             else:
                 slot = _slot(job.port, way, count, is_kept=not self._whole)
                 if slot is None:
                     return moved
                 with job.port.using(self._stream_of(job.port)):
-                    job.port.copy(slot[:count], part)
+                    job.port.copy(slot[:count], chunk)
                     job.copied.append((slot, count, job.port.mark()))
             job.read += count
             moved = True

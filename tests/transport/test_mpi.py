@@ -116,9 +116,9 @@ def test_ranks_of_another_launcher_are_refused(python: str, mpi_jobs: Jobs) -> N
         assert 'transport="mpi" needs the ranks of MPI_COMM_WORLD, got mpi as rank 3 of 4' in text
 
 
-def messages_in_parts(net: Transport) -> None:
+def messages_in_chunks(net: Transport) -> None:
     """Overtaken by smaller ones, in mailboxes that wait for them and in others."""
-    mpi._PART_BYTES = 1000
+    mpi._CHUNK_BYTES = 1000
     net.barrier().wait()
     try:
         sizes = [0, 1, 4000, 5, 10_000, 100, 20_001]
@@ -128,13 +128,13 @@ def messages_in_parts(net: Transport) -> None:
         assert torch.equal(x, torch.arange(30_000.0) * net.world_size)
         net.barrier().wait()
     finally:
-        mpi._PART_BYTES = 1 << 30
+        mpi._CHUNK_BYTES = 1 << 30
 
 
 @pytest.mark.exhaustive
 @every_mpi
 def test_messages_that_mpi_takes_in_parts_arrive_whole(python: str, mpi_jobs: Jobs) -> None:
-    MPIWorld(job=mpi_jobs(python)).run(SIZE, messages_in_parts)
+    MPIWorld(job=mpi_jobs(python)).run(SIZE, messages_in_chunks)
 
 
 def message_above_2_gib(net: Transport) -> None:

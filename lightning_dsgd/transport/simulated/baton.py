@@ -158,11 +158,11 @@ class Baton:
 
     # ---- by the thread that calls `run` ----
 
-    def run(self, launch_all: Callable[[], None]) -> None:
-        """Runs the threads that `launch_all` launches, and those they launch, until all end."""
+    def run(self, start_all: Callable[[], None]) -> None:
+        """Runs the threads that `start_all` starts, and those they start, until all end."""
         begun = False
         try:
-            launch_all()
+            start_all()
             begun = True
             self._hand_over()
             # A signal that comes just before the thread sleeps does not wake it.
@@ -184,12 +184,12 @@ class Baton:
 
     # ---- by the holder of the baton ----
 
-    def launch(
+    def start(
         self, rank: int, path: str, body: Callable[[Thread], None], at_s: float = 0.0
     ) -> Thread:
-        """Launches a thread that runs `body`, which must not raise, once it has the baton.
+        """Starts a thread that runs `body`, which must not raise, once it has the baton.
 
-        A rank's first thread begins at `at_s`; its others begin at the time of their launch.
+        A rank's first thread begins at `at_s`; its others begin at the time of their start.
         """
         siblings = self.threads[rank]
         thread = Thread(rank, path, len(siblings), self.running.clock if siblings else at_s)

@@ -198,7 +198,7 @@ class SimulatedTransport(Endpoint):
 
     def start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
         net = self._at(name)
-        thread = self._simulation.launch(self.rank, name, partial(fn, net))
+        thread = self._simulation.start(self.rank, name, partial(fn, net))
         return _Lane(net, self, self._simulation, thread)
 
 

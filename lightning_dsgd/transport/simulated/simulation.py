@@ -54,17 +54,17 @@ class Simulation:
         for at_s, fault in faults:
             self.baton.plan_idle(at_s, partial(fault, self.faults))
 
-        def launch_all() -> None:
+        def start_all() -> None:
             begins = [0.0] * self.num_first + [*self._arrivals]
             for rank, (fn, begin_s) in enumerate(zip(fns, begins, strict=True)):
-                self.launch(rank, "", fn, begin_s)
+                self.start(rank, "", fn, begin_s)
 
-        self.baton.run(launch_all)
+        self.baton.run(start_all)
         return [self._outcome(rank) for rank in range(len(fns))]
 
-    def launch(self, rank: int, path: str, fn: Callable[[], Any], at_s: float = 0.0) -> Thread:
-        """Launches a thread of a rank that runs `fn` as soon as the baton comes to it."""
-        return self.baton.launch(rank, path, partial(self._run_thread, fn), at_s)
+    def start(self, rank: int, path: str, fn: Callable[[], Any], at_s: float = 0.0) -> Thread:
+        """Starts a thread of a rank that runs `fn` as soon as the baton comes to it."""
+        return self.baton.start(rank, path, partial(self._run_thread, fn), at_s)
 
     def _run_thread(self, fn: Callable[[], Any], thread: Thread) -> None:
         try:
