@@ -24,7 +24,7 @@ def num_active(net: Transport, *, active: bool, counts: Tensor | None = None) ->
     """Returns how many ranks are still stepping.
 
     A rank that has stopped keeps calling this in `settle`, so every round of a synchronous
-    algorithm begins with it: the ranks that go on learn who does, those that stopped learn whether
+    algorithm begins with it: the ranks that go on learn who does, the stopped ones learn whether
     to go on serving.
 
     Args:

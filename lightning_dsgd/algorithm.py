@@ -178,8 +178,9 @@ class Algorithm:
     def held_back(self) -> Tensor | None:
         """Returns all gradients that have not been applied yet; None: there are none.
 
-        The optimizer applies them at the end of training, before `finish`.  They are those of all
-        ranks, and the same on each.  The call changes nothing, so it may be repeated after a loss.
+        The optimizer applies them at the end of training, before `finish`.  They are the gradients
+        of all ranks, and the same on each.  The call changes nothing, so it may be repeated after a
+        loss.
         """
         return None
 

@@ -17,7 +17,7 @@
                       there about a training that goes on without a rank; `newcomer`: who joins it
     watch             what the network tells who records a training's waits
 
-Whoever uses a transport imports the names below; they are those of the contract.
+Whoever uses a transport imports the names below, which are the contract's.
 """
 
 from lightning_dsgd.transport.contract import (

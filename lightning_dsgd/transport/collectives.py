@@ -203,7 +203,7 @@ def all_gather(x: Tensor, call: Call) -> Steps[list[Tensor]]:
     """Gathers in log2 P rounds, each with one other member: few connections, P - 1 messages.
 
     After the rounds at distances 1 to d, a member has the tensors of the 2d members from itself
-    on.  The last round brings those that are missing.
+    on.  The last round brings the tensors that are missing.
     """
     tensors, sent, distance = [x.clone()], [], 1
     while distance < call.size:

@@ -26,7 +26,7 @@ had nothing to do with it included.  A wait that takes longer than `timeout_s` r
 saying who waited for what.  Nothing waits for ever.  A rank that cannot go on calls `fail`, which
 tells the others why; one whose work is done calls `close`, once no other rank needs it.  The first
 loss is the one that all ranks are told of, whatever follows from it.  A network on which all ranks
-have called `survive` goes on after a loss, in a view of those that are left: `next_view`.  But it
+have called `survive` goes on after a loss, in a view of the ranks left: `next_view`.  But it
 ends on all ranks once one has failed with a `FloatingPointError`: what they train is not finite.
 
 **Processes.**  A transport between processes belongs to the one that opened it.  In a process that
@@ -112,7 +112,7 @@ class Counters:
     wait_s: float = 0.0
     comm_s: float = 0.0
     watch: Watch | None = None
-    """Who is told of every wait, those of lanes included."""
+    """Who is told of every wait, the waits of lanes included."""
 
 
 class Work(Protocol[T_co]):
@@ -176,12 +176,12 @@ class Transport(Protocol):
 
     rank: int
     job_rank: int
-    """This rank as the launcher has counted it; `rank` counts those of this network."""
+    """This rank's number for whatever started the ranks; `rank` is its number in this network."""
     world_size: int
     timeout_s: float
     counters: Counters
     ends_with_peers: bool
-    """Whether the launcher ends this process when another rank dies, in the midst of its work."""
+    """Whether what started the ranks ends this process, at any moment, when another rank dies."""
 
     def now(self) -> float:
         """Returns the seconds on this transport's clock, real or virtual."""
@@ -256,7 +256,7 @@ class Transport(Protocol):
         """Has a view of the ranks that are left follow each loss; all ranks call it.
 
         Args:
-            min_ranks: how many must be left; None: more than half of those of the view before
+            min_ranks: how many must be left; None: more than half of the ranks of the view before
             groups: ranks none of which can go on without the others of their group
         """
         ...

@@ -2,7 +2,7 @@
 
 A transport brings two verbs, `post` and `collect`, on which messages and collectives stand.
 
-**Threads.**  An endpoint belongs to one thread, the training thread or that of a lane, which alone
+**Threads.**  An endpoint belongs to one thread, the training thread or a lane's, which alone
 calls collectives and `recv` on it: so its groups need no lock.  Any thread of the rank may `send`.
 """
 

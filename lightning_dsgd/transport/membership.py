@@ -20,9 +20,10 @@ that leads it, so no two ranks have the same.
    in its turn, `patience_s` after the one before it, if nothing has come of it.  Who hears of a
    higher ballot steps back and gives that one time.  Several proposers do no harm.
 2. **What is proposed.**  If a promise tells of an accepted proposal, the one of the highest ballot:
-   it may have been agreed on.  Else those that have promised and trust each other, and newcomers.
-   The proposer waits for the promises of all whom it does not believe lost, `patience_s` at most.
-   If two of them cannot hear each other, the one goes with whom more cannot; of equals, the higher.
+   it may have been agreed on.  Else the ranks that have promised and trust each other, and
+   newcomers.  The proposer waits for the promises of all whom it does not believe lost,
+   `patience_s` at most.  If two of them cannot hear each other, the one goes with whom more cannot;
+   of equals, the higher.
 3. **Who may go on.**  A proposal needs the promises and then the acceptance of more than half of
    the members, at least as many members must be left, and `min_ranks` in the new view.  A proposer
    that cannot have that ends, and says why.

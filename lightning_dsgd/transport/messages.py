@@ -2,7 +2,7 @@
 
     kind       a message of `send`, or the collective that it is a part of
     channel    which endpoint, or which group of which endpoint: a number made from its name
-    tag        the caller's, or the number of the collective among those of its group
+    tag        the caller's, or the number of the collective among its group's collectives
 
 A receive names the channel and tag; the kind that comes tells whether the ranks agree.
 """

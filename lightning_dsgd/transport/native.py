@@ -20,8 +20,8 @@ waits of the other threads end all the same.
 
 **Threads.**  `begin` is called by any thread, which puts the collective into `_asked`; the launcher
 takes it out.  `fix` is called by the training thread.  All other fields are the launcher's, whose
-methods are `launch`, `refuse` and `abandon`, and once it has ended those of the thread that closes
-the network.
+methods are `launch`, `refuse` and `abandon`; once it has ended they belong to the thread that
+closes the network.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ another thread wait, and looks for `trouble` meanwhile.  So a rank that is alive
 rank to blame is one with a cause, else one that says nothing, else one with a symptom.
 
 **Why nobody waits for ever.**  For the store, and then for all ranks to come, a rank waits for
-`timeout_s`, and names those who have not come.  For the process group, and then for the transport,
-it waits for `timeout_s` at most, and less if a rank that is alive meets an error, as torch's
-connections to a rank that died do at once.  For what became of the others it waits
+`timeout_s`, and names the ranks that have not come.  For the process group, and then for the
+transport, it waits for `timeout_s` at most, and less if a rank that is alive meets an error, as
+torch's connections to a rank that died do at once.  For what became of the others it waits
 `_VERDICT_WITHIN_S`.  Where rank 0 keeps the store, it leaves last, but waits for the others no
 longer than that.  Torch's own time limits do not hold where the host of the store is stopped or cut
 off; so each question to the store is asked in a thread of its own, which is left behind if no

@@ -9,7 +9,7 @@ nothing: each copy is queued once the host has seen that what it reads is there,
 written is used once the host has seen that it is done.
 
 **Order.**  Messages of one channel and tag to one rank leave in the order in which they were sent,
-those of CPU tensors too; others may overtake them until their first chunk has left.
+also messages of CPU tensors; other messages may overtake them until their first chunk has left.
 
 **Done.**  A send is done once nobody reads the caller's memory any more: once all of it is copied
 to pinned memory, or once the wire has read what it takes from where it lies.

@@ -10,7 +10,7 @@ such order: one sums gradients, another averages weights, and on each rank anoth
 
 The launchers form a tree whose root is rank 0 (`parent_of`).  Groups of ranks are known to all
 (`form`); the top of a group is the lowest rank of the tree below which all of its members are, and
-that of all ranks is rank 0.  Messages to and from the parent:
+the top of all ranks is rank 0.  Messages to and from the parent:
 
 1. **Ask.**  Once a rank's own thread, if it is a member, and all its children with members below
    have asked for a collective, it asks its parent.
@@ -23,9 +23,9 @@ that of all ranks is rank 0.  Messages to and from the parent:
    begins it, and all who wait for it learn which two ranks disagree.
 
 **Why there is one order.**  A rank passes on the tickets of its parent in the order in which they
-have come, with those that it gives as a top among them; messages of one path keep their order.  So
+have come, among them the tickets that it gives as a top; messages of one path keep their order.  So
 what comes to a rank is what its parent has passed on, less what does not concern it, with its own
-tickets inserted.  Take the order of rank 0 and insert those of its children, then those of theirs,
+tickets inserted.  Take the order of rank 0 and insert its children's orders, then their children's,
 and so on: tickets of different children concern no common rank, so any order does between them.
 The result is one order that no rank departs from, however the groups overlap.
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Watch(Protocol):
-    """Is told by the transport and by those who drive an algorithm; times are the transport's.
+    """Hears from the transport and from whoever drives an algorithm; times are the transport's.
 
     `waited` is called by whichever thread has waited, lanes included; `exchanged` by the training
     thread.

@@ -3,7 +3,7 @@
 **What is guaranteed.**
 
 1. One thread runs, `Baton.running`, from when it is given the baton until it passes it on; all
-   others stand at their gates, and the thread that called `Baton.run` at that of the end.
+   others stand at their gates, and the thread that called `Baton.run` at the gate of the end.
 2. The next to run is the thread with the smallest clock; ties go by rank, then by age.  What is
    planned for a time happens before any thread of that time runs.  So virtual time never runs
    backwards, and the order depends on nothing but the clocks.
