@@ -242,6 +242,14 @@ def test_no_module_imports_itself_through_others() -> None:
     assert circle("a", {"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
 
 
+def test_scripts_import_modules_that_are_there() -> None:
+    known = {"lightning_dsgd", *(f"lightning_dsgd.{name}" for name in modules())}
+    for script in [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/**/*.py")]:
+        for node in ast.walk(ast.parse(script.read_text())):
+            asked = (isinstance(node, ast.ImportFrom) and node.module) or ""
+            assert not asked.startswith("lightning_dsgd") or asked in known, f"{script}: {asked}"
+
+
 def said_by(code: str) -> str:
     """What a fresh interpreter prints; it must not warn."""
     done = subprocess.run(
