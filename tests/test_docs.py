@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,6 @@ DESKTOP_PX = 1280
 
 def blocks(page: Path, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def test_the_sampler_deals_each_sample_once_in_proportion_to_the_shares() -> None:
-    made: dict[str, Any] = {}
-    exec(next(b for b in blocks(DOCS / "coming_from_ddp.md") if "class Shares" in b), made)
-    samplers = [made["Shares"](100, [2, 2, 2, 1], rank) for rank in range(4)]
-    for epoch in range(2):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        dealt = [list(sampler) for sampler in samplers]
-        assert [len(each) for each in dealt] == [len(s) for s in samplers] == [28, 29, 28, 15]
-        assert sorted(chain(*dealt)) == list(range(100))
 
 
 # ---- tables ----
