@@ -232,11 +232,6 @@ def is_timer(callback: Any) -> bool:
     return is_a("Timer", callback) and callback._duration is not None
 
 
-def is_timer_of_epochs(callback: Any) -> bool:
-    """Returns whether a Timer looks at its clock at the end of an epoch alone."""
-    return getattr(callback, "_interval", "") == "epoch"
-
-
 def is_verbose(timer: Any) -> bool:
     """Returns whether a Timer is to say that the time is up."""
     return bool(getattr(timer, "_verbose", False))
