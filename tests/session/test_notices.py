@@ -65,7 +65,7 @@ def stepped_by(kind: str) -> torch.optim.Optimizer:
         ("popsgd:local_steps=8", "SGD", 400, 7, ["local_steps=8", "try local_steps=1"]),
         ("wagma:sync_period=100", "SGD", 400, 10, []),  # groups average in every step
         ("wagma:group_period=20:sync_period=100", "SGD", 400, 10, ["got group_period=20"]),
-        ("no_sync", "SGD", 400, 10, []),
+        ("no_sync", "AdamW", 400, 10, []),
     ],
 )
 def test_each_silent_loss_has_a_line_with_the_way_out(
