@@ -83,7 +83,7 @@ class CommunicationMonitor(pl.Callback):
         self._logged_s = time.monotonic()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._at_epoch_start = trainer.strategy.communication()
+        self._of_rank = self._at_epoch_start = trainer.strategy.communication()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         if self.per_rank:

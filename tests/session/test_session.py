@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import itertools
 import os
 import re
@@ -23,10 +24,12 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
+from lightning_dsgd import CommunicationMonitor
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.native import Native
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
@@ -266,7 +269,7 @@ def fit_apart(name: str, case: str, folder: str) -> tuple[int, int, int, float, 
     saver = ModelCheckpoint(
         folder, filename=given.pop("filename", None), save_top_k=given.pop("save_top_k")
     )
-    callbacks: list[L.Callback] = [saver]
+    callbacks: list[L.Callback] = [saver, CommunicationMonitor(per_rank=True)]
     if given.pop("stops", False):
         callbacks.append(EarlyStopping("val_loss", patience=0, min_delta=1e9))
     is_stream, num_val = given.pop("is_stream", False), given.pop("num_val")
@@ -277,6 +280,7 @@ def fit_apart(name: str, case: str, folder: str) -> tuple[int, int, int, float, 
         callbacks=callbacks,
         enable_checkpointing=True,
         use_distributed_sampler=False,
+        logger=CSVLogger(folder, name="", version=""),
         **given,
     )
     train: Any = loader(8 * num_batches)
@@ -313,6 +317,9 @@ def test_ranks_with_different_numbers_of_batches_go_through_the_same_epochs(
     if epochs == 4:
         assert ranks[0][3] == 2.0  # rank 2 alone has batches in the last epoch
     assert same([rank[5] for rank in ranks])
+    with (tmp_path / "metrics.csv").open() as file:
+        sent = [row.get("dsgd/rank_00000/bytes_sent") for row in csv.DictReader(file)]
+    assert min(float(each) for each in sent if each) >= 0.0
     num_saved = {"saves by step": 1, "validates within": 6, "accumulates between": 4}
     assert len(ranks[0][4]) == num_saved.get(case, epochs)
 
