@@ -463,8 +463,8 @@ def save_distributed(folder: str) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of_page(begin: str) -> str:
-    """The block of docs/shards.md that begins so."""
-    page = Path(__file__).parents[2] / "docs" / "shards.md"
+    """The block of docs/sharded.md that begins so."""
+    page = Path(__file__).parents[3] / "docs" / "sharded.md"
     found = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     (text,) = (block for block in found if block.startswith(begin))
     return text

@@ -20,8 +20,16 @@ from lightning_dsgd import decentralized
 from lightning_dsgd.session import record
 from lightning_dsgd.sharded import together
 from lightning_dsgd.transport import PeerLost
-from tests.plain.test_sharded import ALGORITHMS, Network, batches, loss_of, make, make_mesh, whole
 from tests.plain.test_survival import Begun, Places
+from tests.sharded.plain.test_sharded import (
+    ALGORITHMS,
+    Network,
+    batches,
+    loss_of,
+    make,
+    make_mesh,
+    whole,
+)
 from tests.support.killed import NUM_RANKS, kill_at_random
 from tests.support.worlds import FitWorld, Outcome
 

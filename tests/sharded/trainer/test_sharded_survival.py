@@ -18,10 +18,10 @@ import lightning_dsgd as dsgd
 from lightning_dsgd import ShardedStrategy
 from lightning_dsgd.session import record
 from lightning_dsgd.sharded import together
+from tests.sharded.trainer.test_sharded import Sharded, whole
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import loader, trainer
 from tests.support.worlds import FitWorld, Outcome
-from tests.trainer.test_sharded import Sharded, whole
 
 exhaustive = pytest.mark.exhaustive
 WORLD = FitWorld(timeout_s=60.0)
