@@ -41,10 +41,7 @@ class Rank:
         self.num_starts += 1
         self.num_counted += 1
         self.status, self.again_at = None, None
-        self.show()  # the rest of the last one
-        if self._shown is not None:
-            self._shown.close()
-            self._shown = None
+        self.show_rest()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -89,6 +86,13 @@ class Rank:
         while piece := self._shown.read(1 << 16):
             sys.stdout.buffer.write(piece)
         sys.stdout.flush()
+
+    def show_rest(self) -> None:
+        """Copies the rest of what a process has written that has ended, and closes its log."""
+        self.show()
+        if self._shown is not None:
+            self._shown.close()
+            self._shown = None
 
 
 def _die_with_parent() -> None:

@@ -6,7 +6,8 @@
                                   after 1 s, then 2 s, 4 s, ..., `max_restarts` times at most;
                                   but for one that has left, as it got SIGTERM, and in a loop of
                                   the user's, which a rank cannot join
-    no rank is left that trains   who is started again could only fail: all end
+    no rank is left that trains   who is started again could only fail: all end; ranks do not count
+                                  whose node's supervisor has died, as with its machine
     SIGTERM or Ctrl-C comes here  every rank gets SIGINT, on which all stop after the same batch;
                                   a second one ends them at once
     the supervisor dies           the kernel sends SIGTERM to its ranks
@@ -38,17 +39,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from lightning_dsgd.launch.place import Place
 from lightning_dsgd.launch.rank import Rank
 from lightning_dsgd.transport import TransportError
-from lightning_dsgd.transport.register import GOES_ON, OVER, STOPPED, Register, Trained
+from lightning_dsgd.transport.register import GOES_ON, OVER, SILENT_S, STOPPED, Register, Trained
 
 T = TypeVar("T")
 
 _LOOK_EVERY_S: Final = 0.05
+_SAY_LIVES_EVERY_S: Final = 2.0
 _FIRST_BACKOFF_S: Final = 1.0
 _LONGEST_BACKOFF_S: Final = 60.0
 _FORGETS_AFTER_S: Final = 600.0
@@ -59,51 +61,6 @@ _OTHER_NODES_S: Final = 60.0
 _SILENTLY_S: Final = 2.0
 """How long the store waits for them without a word."""
 _STORE_S: Final = 300.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Places this node among all nodes.
-
-    Args:
-        ranks: how many ranks each node has
-        nodes: how many nodes there are
-        node: the number of this node
-        host: where the ranks meet
-        port: the port where the ranks meet; 0: any free port, on one node
-        joins: whether its ranks join a training that goes on, whose nodes do not count this node
-    """
-
-    ranks: int
-    nodes: int
-    node: int
-    host: str
-    port: int
-    joins: bool = False
-
-    def __post_init__(self) -> None:
-        for name, least in (("ranks", 1), ("nodes", 1), ("node", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"--{name} must be at least {least}, got {getattr(self, name)}; try "
-                    f"--{name} {least}"
-                )
-        if self.node >= self.nodes:
-            raise ValueError(
-                f"--node must be below --nodes, got --node {self.node} with --nodes {self.nodes}; "
-                "nodes are counted from 0"
-            )
-        if self.joins and (self.nodes > 1 or not self.port):
-            raise ValueError(
-                "ranks that join must be told where the others meet, and no nodes, got "
-                f"--rendezvous {self.host}:{self.port} and --nodes {self.nodes}; give --join the "
-                "--rendezvous of the training, as in --rendezvous node0:29500"
-            )
-        if self.nodes > 1 and not self.port:
-            raise ValueError(
-                "several nodes must know where the ranks meet, got no --rendezvous; give all nodes "
-                "the address of node 0 and a free port there, as in --rendezvous node0:29500"
-            )
 
 
 class Supervisor:
@@ -143,6 +100,8 @@ class Supervisor:
         """The words of the last rank that has said why it does not train any more."""
         self._judge_at = float("inf")
         """When to look whether any rank is left that trains."""
+        self._say_lives_at = 0.0
+        """When to say next that this supervisor lives."""
         self._kill_at: list[tuple[float, int]] = []
         """When which signal is sent to the ranks that have not ended."""
 
@@ -161,7 +120,7 @@ class Supervisor:
                 self._bury()
                 self._say_ended()
             for rank in self._ranks:
-                rank.show()
+                rank.show_rest()
             self._await_nodes()
             return self._status()
 
@@ -204,6 +163,13 @@ class Supervisor:
         assert self._register is not None
         with contextlib.suppress(TransportError):  # of a store that has ended
             self._register.say_ended(self._node)
+
+    def _say_lives(self) -> None:
+        assert self._register is not None
+        try:
+            self._register.say_lives(self._node)
+        except TransportError:
+            self._say_lives_at = float("inf")  # whoever asks the store next says that it has ended
 
     def _await_nodes(self) -> None:
         """Keeps the store until the ranks of all nodes have ended, or a signal comes."""
@@ -261,6 +227,9 @@ class Supervisor:
         if self._signals:
             self._pass_on()
         now = time.monotonic()
+        if self._say_lives_at <= now:
+            self._say_lives_at = now + _SAY_LIVES_EVERY_S
+            self._say_lives()
         if self._judge_at <= now:
             self._judge_at = float("inf")
             self._end_if_nobody_trains()
@@ -343,7 +312,11 @@ class Supervisor:
             return
         none: list[Trained] = []
         everyones = self._asked(Register.everyones_training, default=none)
-        if not self._has_store or any(trained.goes_on for trained in everyones):
+        nodes = {trained.node for trained in everyones if trained.goes_on}
+        living = self._asked(lambda register: register.living(nodes), default=nodes)
+        if living and self._node not in living:
+            self._judge_at = time.monotonic() + SILENT_S  # only then a silent one counts as dead
+        if not self._has_store or living:
             return
         said = [f"rank {number} {each.why}" for number, each in enumerate(everyones) if each.why]
         words = f" ({(said or [self._last_words])[-1]})" if said or self._last_words else ""

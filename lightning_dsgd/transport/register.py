@@ -2,8 +2,8 @@
 
     training     how a training stands that goes on where a rank is lost: "joinable" or "alone", if
                  ranks can join it or cannot, once it has begun; then "over" or "stopped"
-    trains/3     since when rank 3 has trained, until when, and why no longer; times by the clock of
-                 its machine
+    trains/3     since when rank 3 has trained, until when, why no longer, and on which node; times
+                 by the clock of its machine
     secret       by which the ranks know each other
     card/3       the host and port where rank 3 listens
     next         how many numbers newcomers have been given
@@ -12,6 +12,7 @@
     supervisors  how many supervisors have started them
     left/3       rank 3 has left, as it was told to
     ended/1      the ranks of node 1 have ended
+    lives/1      when the supervisor of node 1 said last that it lives, by the clock of its machine
 
 The store is torch's, kept by whoever has started the ranks.  Each question waits for an answer for
 a limited time.
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 _ANSWER_WITHIN_S: Final = 20.0
 _LOOK_EVERY_S: Final = 0.1
+SILENT_S: Final = 20.0
+"""A supervisor counts as dead that has not said for so long that it lives."""
 JOINABLE, ALONE, OVER, STOPPED = "joinable", "alone", "over", "stopped"
 GOES_ON: Final = (JOINABLE, ALONE)
 
@@ -55,6 +58,11 @@ def _own_rank() -> str:
     return os.environ.get("RANK", "")
 
 
+def _own_node() -> int:
+    """Returns the node that this process was started on."""
+    return int(os.environ.get("GROUP_RANK") or 0)
+
+
 class Trained(NamedTuple):
     """When the process of a rank began and ended its training.
 
@@ -62,11 +70,13 @@ class Trained(NamedTuple):
         since: when it began; None if it has not begun
         until: when it ended; None if it goes on
         why: why it ended, if it has said so
+        node: the node of the process
     """
 
     since: float | None = None
     until: float | None = None
     why: str = ""
+    node: int = 0
 
     @property
     def goes_on(self) -> bool:
@@ -111,6 +121,8 @@ class Register:
         self._store.set_timeout(timedelta(seconds=min(timeout_s, _ANSWER_WITHIN_S)))
         # torchrun keeps its store when it starts the ranks again, from a checkpoint.
         self._prefix = f"lightning_dsgd/members/{num_restarts()}/"
+        self._heard: dict[int, tuple[str, float]] = {}
+        """What a node's supervisor has said last, and since when this process knows that."""
 
     @property
     def port(self) -> int:
@@ -189,7 +201,7 @@ class Register:
 
     def say_trains(self) -> None:
         """Says that this process trains from now on; returns once the store knows."""
-        self._say_trained(Trained(time.monotonic()))
+        self._say_trained(Trained(time.monotonic(), node=_own_node()))
 
     def say_trains_no_more(self, why: str) -> None:
         """Says that this process will not go on, and why."""
@@ -214,6 +226,23 @@ class Register:
         """Returns what `trained` gives for every rank that was started."""
         nodes, size = self.size()
         return [self.trained(rank) for rank in range(nodes * size + self._count("started"))]
+
+    def say_lives(self, node: int) -> None:
+        """Says that the supervisor of a node lives, without waiting for an answer."""
+        self.say(f"lives/{node}", str(time.monotonic()))
+
+    def living(self, nodes: set[int]) -> set[int]:
+        """Returns the nodes whose supervisors live.
+
+        A supervisor counts as dead if it has said nothing new for `SILENT_S` since this process
+        asked first, or since it last heard something new.
+        """
+        now = time.monotonic()
+        for node in nodes:
+            text = self.read(f"lives/{node}")
+            if node not in self._heard or self._heard[node][0] != text:
+                self._heard[node] = text, now
+        return {node for node in nodes if now - self._heard[node][1] < SILENT_S}
 
     # ---- who has left, and where all have ended ----
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 
 import pytest
 import torch
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.launch import command
+from lightning_dsgd.launch import command, supervisor
+from lightning_dsgd.launch.place import Place
+from lightning_dsgd.transport import register
 from lightning_dsgd.transport.register import Register
 from tests.support.launched import Launched, await_files, is_alive, until
 from tests.support.mpi import ROOT
+from tests.support.ports import free_port
 
 # Writes a file of its rank, and then does what its rank is told.
 SCRIPT = """
@@ -199,6 +203,44 @@ def test_where_no_rank_trains_any_more_the_job_ends_in_place_of_starting_ranks_a
     ) in said
 
 
+# Rank 0 speaks for node 1 too, whose supervisor dies together with its rank: so nobody says so.
+NODE_LOST = (
+    SCRIPT
+    + """
+while list(Path(sys.argv[1]).glob("began_*")): time.sleep(0.1)
+from lightning_dsgd.transport.register import Register
+register = Register(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60.0)
+register.say_trains()
+register.say_survives(can_be_joined=True)
+os.environ["RANK"] = os.environ["GROUP_RANK"] = "1"
+register.say_lives(1)
+register.say_trains()
+register.say_ended(1)
+os.environ["RANK"] = "0"
+register.say_trains_no_more("must go on with more than half of view 0, got 1")
+tell("began", "")
+sys.exit(1)
+"""
+)
+
+
+def test_a_rank_whose_node_has_died_with_its_supervisor_does_not_train(
+    tmp_path, monkeypatch, capsys
+):
+    for module in (supervisor, register):
+        monkeypatch.setattr(module, "SILENT_S", 0.5)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    file = tmp_path / "script.py"
+    file.write_text(NODE_LOST)
+    ranks = [sys.executable, "-u", str(file), str(tmp_path)]
+    place = Place(1, 2, 0, "127.0.0.1", free_port())
+    assert supervisor.Supervisor(ranks, place, tmp_path / "logs", 0.2, 1000).run() == 1
+    assert (
+        "no rank is left that trains (rank 0 must go on with more than half of view 0, got 1)"
+        in capsys.readouterr().err
+    )
+
+
 def late(address: tuple[str, int]) -> None:
     """A process that is started by hand while the others train."""
     os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "3"})
@@ -217,9 +259,9 @@ def test_a_process_that_is_started_while_others_train_a_loop_is_told(can_be_join
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("MASTER_PORT", "")
-    register = Register("127.0.0.1", 0, 20.0, serves=True)
-    register.say_survives(can_be_joined=can_be_joined)
-    late(("127.0.0.1", register.port))
+    keeper = Register("127.0.0.1", 0, 20.0, serves=True)
+    keeper.say_survives(can_be_joined=can_be_joined)
+    late(("127.0.0.1", keeper.port))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

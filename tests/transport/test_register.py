@@ -66,6 +66,17 @@ def test_a_rank_trains_until_it_says_or_its_launcher_sees_that_it_does_not(monke
     assert keeper.trained(0).seconds == 0.0 < keeper.trained(2).seconds
 
 
+def test_a_supervisor_lives_for_as_long_as_it_says_something_new(monkeypatch) -> None:
+    keeper, other = two_registers()
+    other.say_lives(1)
+    assert keeper.living({1, 2}) == {1, 2}  # nobody is dead who was asked after for the first time
+    monkeypatch.setattr("lightning_dsgd.transport.register.SILENT_S", 0.0)
+    assert keeper.living({1}) == set()
+    monkeypatch.undo()
+    other.say_lives(1)
+    assert keeper.living({1}) == {1}
+
+
 def test_a_store_that_has_ended_is_an_error() -> None:
     keeper, other = two_registers()
     keeper.say_survives(can_be_joined=True)
