@@ -373,21 +373,26 @@ class StreamLock:
         self._lock.release()
 
 
-def until(condition: Callable[[], bool], limit_s: float, check: Callable[[], None]) -> bool:
+def until(
+    condition: Callable[[], bool], limit_s: float, check: Callable[[], None], longest_s: float = 0
+) -> bool:
     """Waits until `condition` holds, for `limit_s` at most; returns whether it holds.
 
     Args:
         condition: is asked again and again, more seldom the longer it takes
         limit_s: may be infinite
         check: raises what else ends the wait
+        longest_s: how long to pause at most between questions, if above 1 ms; yet above that for 2%
+            of the wait so far at most, so that its end is not seen much later
     """
-    deadline, pause = time.monotonic() + limit_s, _SHORTEST_PAUSE_S
+    begin, pause = time.monotonic(), _SHORTEST_PAUSE_S
     while not condition():
         check()
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - begin
+        if waited_s > limit_s:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        pause = min(2 * pause, max(_LONGEST_PAUSE_S, min(longest_s, 0.02 * waited_s)))
     return True
 
 

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import tokenize
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,19 @@ def test_a_wait_ends_when_it_holds_when_it_is_late_and_when_the_check_raises() -
 
     with pytest.raises(RuntimeError, match="a rank is lost"):
         until(holds.is_set, float("inf"), check)
+
+
+def test_a_wait_that_may_asks_more_seldom_and_sees_its_end_at_most_a_fiftieth_later(
+    monkeypatch,
+) -> None:
+    asked = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: asked[-1])
+    monkeypatch.setattr(time, "sleep", lambda seconds: asked.append(asked[-1] + seconds))
+    for longest_s, most in ((0.0, 1010), (5e-3, 330)):
+        asked[:] = [0.0]
+        assert until(lambda: asked[-1] > 1.0, 9.0, lambda: None, longest_s)
+        assert len(asked) < most
+        assert all(b - a <= max(1.001e-3, 0.02 * b) for a, b in pairwise(asked))
 
 
 def test_devices_have_libraries_for_sums() -> None:

@@ -7,7 +7,9 @@
 So the lane serves other ranks while a kernel of its own rank is slow, and what it is told of has
 been done: its stream need not wait for it.  A lane has a courier once it is told of something that
 the device has not done yet, so on the CPU it has none.  Nothing waits for the courier for ever: it
-asks a mark until the lane is stopped, and a mark that fails makes this rank a lost one.
+asks a mark until the lane is stopped, and a mark that fails makes this rank a lost one.  Where
+another rank is lost the courier ends, and what the lane is told after that stays in the queue: the
+change of the view, or the end of the job, stops all lanes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import math
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -25,6 +27,9 @@ from lightning_dsgd.transport.contract import LaneStopped, PeerLost, Timeout, Tr
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import Mesh
+
+_LONGEST_PAUSE_S: Final = 5e-3
+"""How long a courier pauses at most: it asks marks during nearly all of the training."""
 
 
 class Lane:
@@ -104,7 +109,7 @@ class Lane:
             with port.using(port.new()):  # empty: what is sent waits for nothing
                 while (told := self._told.get()) is not None:
                     mark, send = told
-                    until(mark.has_passed, math.inf, self.check_stop)
+                    until(mark.has_passed, math.inf, self.check_stop, _LONGEST_PAUSE_S)
                     send()
         except (LaneStopped, PeerLost):
             pass
@@ -143,17 +148,20 @@ class Lane:
         if self._mesh.is_forks:
             return
         limit = self.net.timeout_s if timeout_s is None else timeout_s
-        self._thread.join(limit)
-        if self._thread.is_alive():
-            raise Timeout(
-                f"rank {self.net.rank} has waited {limit:g} s for its {self._thread.name} to end"
-            )
+        self._await_end(self._thread, limit)
         if self._courier is not None:
             self._is_stopping = True
             self._told.put(None)
-            self._courier.join(limit)
+            self._await_end(self._courier, limit)
         self._ended.hold()
         self.check()
+
+    def _await_end(self, thread: threading.Thread, limit_s: float) -> None:
+        thread.join(limit_s)
+        if thread.is_alive():
+            raise Timeout(
+                f"rank {self.net.rank} has waited {limit_s:g} s for its {thread.name} to end"
+            )
 
     def check(self) -> None:
         """Raises the lane's failure, if it has failed."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.transport import ANY, PeerLost
+from lightning_dsgd.transport import ANY, PeerLost, Timeout
 from tests.support.fake_device import FakeDevice
 from tests.support.worlds import FakeWorld, ProcessWorld
 from tests.transport.helpers import our_threads, until
@@ -129,3 +129,32 @@ def tell_of_slow_kernels(net: Any, fake: FakeDevice) -> None:
 
 def test_a_lane_is_told_once_the_device_has_done_what_was_queued_before() -> None:
     FakeWorld().run(1, tell_of_slow_kernels)
+
+
+class Stuck:
+    """A network on which a message does not leave."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.is_sending, self.may_leave = threading.Event(), threading.Event()
+
+    def send(self, x: torch.Tensor, rank: int, tag: int) -> None:
+        self.is_sending.set()
+        assert self.may_leave.wait(60.0)
+
+
+def join_a_lane_whose_courier_is_stuck(net: Any, fake: FakeDevice) -> None:
+    lane, stuck, done = net.spawn_lane(lambda lane_net: None), Stuck(), threading.Event()
+    fake.spin_until(done)
+    lane.tell(torch.tensor([0]), over=stuck)
+    done.set()
+    assert stuck.is_sending.wait(60.0)
+    with pytest.raises(Timeout, match=r"rank 0 has waited 0.2 s for its dsgd.*-courier to end"):
+        lane.join(0.2)
+    stuck.may_leave.set()
+    lane.join()
+
+
+def test_who_joins_a_lane_waits_for_its_courier_and_says_so_in_vain() -> None:
+    FakeWorld().run(1, join_a_lane_whose_courier_is_stuck)
