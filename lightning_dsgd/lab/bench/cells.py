@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,12 @@ def _bar(total: int, done: int) -> Iterator[Callable[[Cell], None]]:
             bar.update()
 
         yield tell
+
+
+def take_core(num_taken: Any) -> None:
+    """Gives a worker a core of its own; where there are fewer cores, workers share them in turn."""
+    if hasattr(os, "sched_setaffinity"):
+        with num_taken.get_lock():
+            place, num_taken.value = num_taken.value, num_taken.value + 1
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[place % len(cores)]})

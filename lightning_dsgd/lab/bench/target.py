@@ -23,9 +23,10 @@ With --stretch 0.5,1,2 each strategy also trains for half and twice the steps, w
 its learning rate over all of them; what most seeds reach the target with counts, of those the
 soonest, of all-reduce too.  The target stays all-reduce's quality after --steps.
 
-The second table has the final quality above all-reduce's, steps/s (mean of ranks), and the learning
-rate; * marks one at an edge of the grid.  A run that was interrupted continues if the same
-command is given again.  With --jobs 4, four cells are computed at a time; the result is the same.
+The second table has the final quality above all-reduce's, steps/s (mean of ranks), steps/s (slowest
+rank) unless the file is older, and the learning rate; * marks one at an edge of the grid.  A run
+that was interrupted continues if the same command is given again.  With --jobs 4, four cells are
+computed at a time; the result is the same.
 
 With --real-ms 200 each rank is a process and each link is emulated between network namespaces; a
 step takes 200 ms, and is a second of the tables.  Computation is a sleep, so many ranks fit on few
@@ -39,7 +40,6 @@ import contextlib
 import json
 import math
 import multiprocessing
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -49,7 +49,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.lab.bench.cells import Cell, finish, measured
+from lightning_dsgd.lab.bench.cells import Cell, finish, measured, take_core
 from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.network import why_not
 from lightning_dsgd.lab.bench.situations import SITUATIONS
@@ -172,6 +172,7 @@ def summarize(cells: Sequence[Cell], *, higher_is_better: bool) -> tuple[list[Ro
         for spec, stretches in at_best.items():
             mine = stretches[1.0]
             curves += mine
+            slow = [c["slowest_steps_per_s"] for c in mine if "slowest_steps_per_s" in c]
             gains = [cell["value"][-1] - baseline[cell["seed"]]["value"][-1] for cell in mine]
             rows.append(
                 {
@@ -183,6 +184,7 @@ def summarize(cells: Sequence[Cell], *, higher_is_better: bool) -> tuple[list[Ro
                     "value": round(statistics.mean(cell["value"][-1] for cell in mine), 5),
                     "difference": round(statistics.mean(gains), 5),
                     "steps_per_s": round(statistics.mean(c["steps_per_s"] for c in mine), 4),
+                    "slowest_steps_per_s": round(statistics.mean(slow), 4) if slow else None,
                     "seconds": round(statistics.median(c["seconds"][-1] for c in mine), 2),
                     "mb_sent": round(statistics.median(c["mb_sent"][-1] for c in mine), 4),
                     "to_target": {f"{share:g}": by_spec[spec] for share, by_spec in times.items()},
@@ -202,7 +204,10 @@ def tables(result: dict[str, Any]) -> str:
         parts.append(f"Seconds to {words} of all-reduce's final quality, and share of its time:")
         parts.append(time_table(result, f"{share:g}"))
     better = "accuracy in points" if result["higher_is_better"] else "loss"
-    parts.append(f"Final {better} relative to all-reduce; steps/s (mean of ranks); learning rate:")
+    rates = "steps/s (mean of ranks)"
+    if any(row.get("slowest_steps_per_s") for row in result["summary"]):  # not in older files
+        rates += ", steps/s (slowest rank)"
+    parts.append(f"Final {better} relative to all-reduce; {rates}; learning rate:")
     parts.append(quality_table(result))
     return "\n\n".join(parts)
 
@@ -213,7 +218,7 @@ def time_table(result: dict[str, Any], share: str) -> str:
 
 
 def quality_table(result: dict[str, Any]) -> str:
-    """Returns final quality, steps/s (mean of ranks) and learning rate, in Markdown."""
+    """Returns final quality, rates of the mean and the slowest rank, and learning rate."""
     return _table(result, partial(_quality_cell, higher_is_better=result["higher_is_better"]))
 
 
@@ -246,7 +251,9 @@ def _quality_cell(row: Row, *, higher_is_better: bool) -> str:
         value = (
             f"{100 * row['difference']:+.1f}" if higher_is_better else f"{row['difference']:+.3f}"
         )
-    return f"{value}; {row['steps_per_s']:.2f}; {row['lr']:g}{'*' * row['lr_at_edge']}"
+    rates = [row["steps_per_s"], row.get("slowest_steps_per_s")]
+    text = ", ".join(f"{rate:.2f}" for rate in rates if rate is not None)
+    return f"{value}; {text}; {row['lr']:g}{'*' * row['lr_at_edge']}"
 
 
 # ---- the command ----
@@ -340,15 +347,6 @@ def _measure(cells: Sequence[Cell], settings: dict[str, Any], num_jobs: int) -> 
             yield {**cell, **result}
 
 
-def take_core(num_taken: Any) -> None:
-    """Gives a worker a core of its own; where there are fewer cores, workers share them in turn."""
-    if hasattr(os, "sched_setaffinity"):
-        with num_taken.get_lock():
-            place, num_taken.value = num_taken.value, num_taken.value + 1
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[place % len(cores)]})
-
-
 def _measure_real(cells: Sequence[Cell], settings: dict[str, Any]) -> Iterator[Cell]:
     """Starts the ranks once for all cells of a situation that follow one another."""
     from lightning_dsgd.lab.bench import target_rank
@@ -360,7 +358,8 @@ def _measure_real(cells: Sequence[Cell], settings: dict[str, Any]) -> Iterator[C
         for result in job.measure(list(group)):
             ranks = result.pop("ranks")
             rates = [rank["steps_per_s"] for rank in ranks]
-            yield {**result, **ranks[0], "steps_per_s": statistics.mean(rates)}
+            mean = statistics.mean(rates)
+            yield {**result, **ranks[0], "steps_per_s": mean, "slowest_steps_per_s": min(rates)}
 
 
 def main(argv: list[str] | None = None) -> None:

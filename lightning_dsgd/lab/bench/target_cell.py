@@ -32,7 +32,8 @@ def run(cell: Cell, settings: dict[str, Any]) -> Cell:
     world = SimulatedWorld(situation.ranks, LATENCY_S, bandwidth, timeout_s=math.inf)
     with on_one_core():
         rates = world.run(training.run)
-    return {**training.curve, "steps_per_s": sum(rates) / len(rates)}
+    mean = sum(rates) / len(rates)
+    return {**training.curve, "steps_per_s": mean, "slowest_steps_per_s": min(rates)}
 
 
 def bandwidth_bytes_s(x: Tensor, situation: Situation) -> float:

@@ -8,8 +8,9 @@ All ranks are started once; then they run one `Trainer.fit` after another, each 
 round, in an order that changes from round to round.  Computation is a sleep, so that many ranks fit
 on few cores, and the same random ranks are delayed for every strategy of a round.
 
-steps_per_s   steps / (time until the slowest rank has done its last step)
-with_finish   steps / (time until the slowest rank has the final model)
+steps_per_s        steps / (time until the slowest rank has done its last step)
+mean_steps_per_s   the mean of the ranks' steps / (time until that rank has done its last step)
+with_finish        steps / (time until the slowest rank has the final model)
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from lightning_dsgd.lab.results import typed
 from lightning_dsgd.lab.simulate.machines import EMULATED
 
 STATISTICS: Final = (
-    "steps_per_s", "with_finish", "wait_s_per_step", "mb_sent_per_step", "late_share",
+    "steps_per_s", "mean_steps_per_s", "with_finish", "wait_s_per_step", "mb_sent_per_step",
+    "late_share",
 )  # fmt: skip
 LINK_CHECK: Final = "allreduce_bandwidth"
 """The cell that measures the network itself."""
@@ -39,6 +41,7 @@ def flatten(result: Cell, steps: int) -> dict[str, Any]:
         "strategy": result["strategy"],
         "round": result["round"],
         "steps_per_s": steps / max(rank["seconds"] for rank in ranks),
+        "mean_steps_per_s": statistics.mean(steps / rank["seconds"] for rank in ranks),
         "with_finish": steps / max(rank["finished_s"] for rank in ranks),
         "seconds": [rank["seconds"] for rank in ranks],
     }
@@ -71,13 +74,14 @@ def summarize(cells: list[dict[str, Any]], baseline: str) -> list[dict[str, Any]
 def table(rows: list[dict[str, Any]], baseline: str) -> str:
     """Returns the summary in Markdown."""
     lines = [
-        f"| strategy | steps/s (slowest rank) | x {baseline} | of no_sync | waited, ms per step "
-        "| MB sent per step | late |",
-        "|---|---|---|---|---|---|---|",
+        f"| strategy | steps/s (slowest rank) | steps/s (mean of ranks) | x {baseline} "
+        "| of no_sync | waited, ms per step | MB sent per step | late |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         figures = [
             f"{row['steps_per_s']:.2f}",
+            _or_dash(row.get("mean_steps_per_s"), "{:.2f}"),  # older files have no such figure
             _or_dash(row["ratio"], "{:.2f}"),
             _or_dash(row["of_no_sync"], "{:.2f}"),
             _or_dash(row["wait_s_per_step"], "{:.0f}", 1e3),

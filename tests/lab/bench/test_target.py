@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_dsgd.lab.bench import report, target, target_cell
+from lightning_dsgd.lab.bench.cells import take_core
 from lightning_dsgd.lab.bench.network import why_not
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS, Networks
@@ -102,6 +103,11 @@ def test_the_tables_say_how_many_seeds_got_there() -> None:
     assert "| `wagma` | never (1 of 2) |" in text
     assert "| `allreduce` | 80.0%; 0.50; 0.1* |" in text
     assert "| `wagma` | +0.0; 1.00; 0.2* |" in text
+    newer = [each | {"slowest_steps_per_s": 0.4 * each["steps_per_s"]} for each in CELLS]
+    summary, _ = target.summarize(newer, higher_is_better=True)
+    text = target.tables({"summary": summary, "higher_is_better": True})
+    assert "; steps/s (mean of ranks), steps/s (slowest rank); learning rate:" in text
+    assert "| `wagma` | +0.0; 1.00, 0.40; 0.2* |" in text
 
 
 def test_interrupted_run_continues_with_the_cells_that_are_missing(
@@ -140,7 +146,7 @@ def test_workers_have_cores_of_their_own() -> None:
     num_taken, found = multiprocessing.Value("i", 0), []
     try:
         for _ in range(len(before) + 1):
-            target.take_core(num_taken)
+            take_core(num_taken)
             found.append(os.sched_getaffinity(0))
             os.sched_setaffinity(0, before)
     finally:
