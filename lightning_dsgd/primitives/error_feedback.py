@@ -245,7 +245,8 @@ class ErrorFeedback(Algorithm):
 
     def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
         self.steps_before = state.get("steps_before", 0) + state["step"]
-        # In the midst of an exchange of local steps, x and the residual both hold their changes.
+        # Where a loss broke off an exchange after local steps, the residual may have taken in their
+        # changes.  The weights have them too, so with that residual they would count twice.
         if self.local_steps == 1 or state.get("steps_since", 0) < self.local_steps:
             share = self.net.world_size / num_ranks
             self.residual.add_(state["residual"].to(self.residual), alpha=share)
