@@ -23,6 +23,7 @@ _HOMES = {
     "Algorithm": "algorithm",
     "CommunicationMonitor": "trainer.callbacks",
     "DecentralizedStrategy": "trainer.strategy",
+    "Diverged": "transport",
     "FabricStrategy": "fabric.strategy",
     "OfflineWandbLogger": "trainer.loggers",
     "PeerLost": "transport",
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from lightning_dsgd.trainer.named import *  # noqa: F403 - one for each algorithm
     from lightning_dsgd.trainer.step_trace import StepTrace
     from lightning_dsgd.trainer.strategy import DecentralizedStrategy
-    from lightning_dsgd.transport import PeerLost, Timeout, Transport, TransportError
+    from lightning_dsgd.transport import Diverged, PeerLost, Timeout, Transport, TransportError
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,7 @@ from lightning_dsgd.agreement import average, give_newest, num_active, take_over
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least
 from lightning_dsgd.primitives import sparse, step_scaling
-from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport import Diverged, Transport
 
 Selected = tuple[Tensor, Tensor]
 """Values and their ascending indices."""
@@ -297,7 +297,7 @@ class ErrorFeedback(Algorithm):
         if not values.isfinite().all():
             what = "gradients" if self.uses_gradient else "weights"
             step = self.steps_before + self.step + self.uses_gradient  # it is under way
-            raise FloatingPointError(
+            raise Diverged(
                 f"{what} must be finite, got NaN or inf on rank {self.net.job_rank} at step "
                 f"{step}; look at the learning rate and the loss, or set check_finite=True, which "
                 "names the parameter"

@@ -40,7 +40,7 @@ from lightning_dsgd.replica.consensus import (
     give,
 )
 from lightning_dsgd.replica.part import Part, settle_together
-from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport import Diverged, Transport
 from lightning_dsgd.transport.watch import exchanging
 
 _MESSAGE_PER_REPLICA: Final = 8
@@ -256,7 +256,7 @@ class Replica:
             bad = [
                 n for n, v in zip(part.weights.names, views, strict=True) if not v.isfinite().all()
             ]
-            raise FloatingPointError(
+            raise Diverged(
                 f"check_finite: every {what} must be finite, got NaN or inf on rank "
                 f"{self.net.job_rank} at step {step} in {_some(bad)}; look at the learning rate "
                 "and the loss"

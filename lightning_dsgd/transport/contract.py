@@ -27,7 +27,7 @@ saying who waited for what.  Nothing waits for ever.  A rank that cannot go on c
 tells the others why; one whose work is done calls `close`, once no other rank needs it.  The first
 loss is the one that all ranks are told of, whatever follows from it.  A network on which all ranks
 have called `survive` goes on after a loss, in a view of the ranks left: `next_view`.  But it
-ends on all ranks once one has failed with a `FloatingPointError`: what they train is not finite.
+ends on all ranks once one has failed with `Diverged`: what they train is not finite.
 
 **Processes.**  A transport between processes belongs to the one that opened it.  In a process that
 was forked from that one, `is_forks` is true, whatever would use the network raises
@@ -56,11 +56,18 @@ ANY: Final = -1
 LEAST_LIMIT: Final = 1 << 30
 """A message may always have so many bytes: texts, and what users gather, are of any length."""
 
+_ENDS_ALL: Final = "ends all ranks: "
+"""How a reason of `PeerLost` begins after which no rank goes on."""
+
 T_co = TypeVar("T_co", covariant=True)
 
 
 class TransportError(RuntimeError):
     """The network, or the way it was used, is broken."""
+
+
+class Diverged(FloatingPointError):
+    """What all ranks train is not finite: no rank goes on after one has failed with this."""
 
 
 class Timeout(TransportError):
@@ -87,12 +94,17 @@ class PeerLost(TransportError):
     @property
     def ends_all(self) -> bool:
         """Whether the training has failed, and not this rank alone: no view follows."""
-        return failed(FloatingPointError()) in self.reason
+        return self.reason.startswith(_ENDS_ALL)
 
 
 def failed(error: BaseException) -> str:
-    """Returns what became of a rank that met this error: a reason of `PeerLost`."""
-    return f"failed: {type(error).__name__}: {error}".removesuffix(": ")
+    """Returns what became of a rank that met this error: a reason of `PeerLost`.
+
+    What the error says never comes first, so no text can be taken for a divergence.
+    """
+    is_told = isinstance(error, PeerLost) and error.ends_all
+    what = _ENDS_ALL if isinstance(error, Diverged) or is_told else "failed: "
+    return f"{what}{type(error).__name__}: {error}".removesuffix(": ")
 
 
 class Deadlock(TransportError):

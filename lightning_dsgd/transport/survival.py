@@ -21,8 +21,8 @@ memory may be weights.
 asks to be let in; to members that connection serves for both directions.  It waits in `next_view`,
 as after a loss, until a view has it as a member.
 
-**What ends all.**  A rank that fails with a `FloatingPointError` tells that what all train is not
-finite.  Whoever hears of it enters no view any more, and tells the others when it fails itself.
+**What ends all.**  A rank that fails with `Diverged` tells that what all train is not finite.
+Whoever hears of it enters no view any more, and tells the others when it fails itself.
 
 **Groups.**  A rank whose replica has lost another rank stays until the others have agreed on a view
 without it: they may need its vote, which the mesh's thread gives.  Its training thread may be in a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport import Diverged, PeerLost, failed
 from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
 from lightning_dsgd.transport.view import View
 
@@ -100,12 +100,16 @@ def test_a_rank_that_doubts_another_has_the_others_leave_it_or_its_group_out():
         SimulatedWorld(2).doubt(0, 1, 1.0)
 
 
+class Blown(Diverged):
+    """A divergence that a user's own code finds."""
+
+
 @pytest.mark.parametrize("detect_s", [0.0, 0.5])
 def test_all_end_with_a_rank_whose_training_is_not_finite_whoever_was_lost_before(detect_s):
     def fn(net):
         net.compute(1.0 + 0.1 * net.rank)  # rank 0 is killed meanwhile
         if net.rank == 2:
-            raise FloatingPointError("at step 7")
+            raise Blown("at step 7")
         while True:  # in one view after the other
             with pytest.raises(PeerLost) as caught:
                 net.recv(torch.zeros(1), 2).wait()
@@ -114,7 +118,30 @@ def test_all_end_with_a_rank_whose_training_is_not_finite_whoever_was_lost_befor
     world = SimulatedWorld(5, latency_s=0.01, detect_s=detect_s, goes_on=True)
     world.kill(0, 0.9)
     outcomes = world.outcomes(fn)
-    assert isinstance(outcomes[2], FloatingPointError)
+    assert isinstance(outcomes[2], FloatingPointError)  # as users may catch it
     for rank in (1, 3, 4):
-        assert "rank 2 failed: FloatingPointError: at step 7" in str(outcomes[rank])
+        assert "rank 2 ends all ranks: Blown: at step 7" in str(outcomes[rank])
         assert outcomes[rank].ends_all
+        assert PeerLost(rank, failed(outcomes[rank])).ends_all  # it tells the others in its turn
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FloatingPointError("divide by zero encountered"),
+        type("Diverged", (FloatingPointError,), {})("of another library"),
+        ValueError("ends all ranks: Diverged: failed: FloatingPointError"),
+        PeerLost(3, "failed: Diverged: "),
+    ],
+    ids=repr,
+)
+def test_the_others_go_on_whatever_else_a_rank_raises(error):
+    def fn(net):
+        if net.rank == 2:
+            raise error
+        with pytest.raises(PeerLost, match="rank 2 failed: ") as caught:
+            net.recv(torch.zeros(1), 2).wait()
+        return net.next_view(caught.value)[1]
+
+    outcomes = SimulatedWorld(3, latency_s=0.01, goes_on=True).outcomes(fn)
+    assert outcomes == [(0, 1), (0, 1), error]
