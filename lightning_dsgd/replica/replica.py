@@ -39,6 +39,7 @@ from lightning_dsgd.replica.consensus import (
     exchanged,
     give,
 )
+from lightning_dsgd.replica.held_back import apply_held_back
 from lightning_dsgd.replica.part import Part, settle_together
 from lightning_dsgd.transport import Diverged, Transport
 from lightning_dsgd.transport.watch import exchanging
@@ -285,7 +286,7 @@ class Replica:
         """Leaves the consensus in the module, the same on every rank."""
         self.settle()
         for optimizer in self._optimizers:
-            self._apply_held_back(optimizer)
+            apply_held_back(optimizer, self._parts[id(optimizer)])
         for part in self.parts:
             part.algorithm.finish(part.x)
         self._is_finished = True
@@ -293,34 +294,6 @@ class Replica:
             live.copy_(mean)
         self._publish(self.parts)
         self._copy()
-
-    def _apply_held_back(self, optimizer: Optimizer) -> None:
-        """Applies the gradients that the algorithms have held back, if there are any.
-
-        The change is a step's with such a gradient, less a step's with a gradient of zero: momentum
-        and weight decay act no more.  The optimizer's state stays as it is.
-        """
-        parts = self._parts[id(optimizer)]
-        held_back = [part.algorithm.held_back() for part in parts]
-        if all(g is None for g in held_back):
-            return
-        state = copy.deepcopy(optimizer.state_dict())
-        begin = [part.x.clone() for part in parts]
-        ends: list[list[Tensor]] = []
-        for is_zero in (False, True):
-            optimizer.zero_grad()
-            for part, g, x in zip(parts, held_back, begin, strict=True):
-                part.x.copy_(x)
-                if g is not None:
-                    part.weights.g.copy_(g)
-                    part.weights.scatter()
-                    part.weights.g.mul_(not is_zero)
-            optimizer.step(lambda: 0.0)  # some optimizers want a closure
-            ends.append([part.x.clone() for part in parts])
-            optimizer.load_state_dict(copy.deepcopy(state))
-        for part, x, end, end_of_zero in zip(parts, begin, *ends, strict=True):
-            part.x.copy_(x + (end - end_of_zero))
-        optimizer.zero_grad()
 
     def stop(self) -> None:
         """Ends the threads beside the training; never waits for another rank."""
