@@ -14,9 +14,9 @@ and then for computation only.  No stream ever waits for the network: what comes
 the device, as the host has seen, before anything that reads it is queued.
 
 Threads with streams of their own hand tensors over by a message to their own rank, which carries a
-mark, or under a `StreamLock`.  A lane's stream must not wait for a slow kernel of the training, for
-other ranks wait for the lane: it is told of what the device has made (`Lane.tell`), and takes what
-has been made (`primitives/published.py`).
+mark, or under a lock that keeps one (`primitives/stream_lock.py`).  A lane's stream must not wait
+for a slow kernel of the training, for other ranks wait for the lane: it is told of what the device
+has made (`Lane.tell`), and takes what has been made (`primitives/published.py`).
 
 On the CPU every port operation is nothing, or an ordinary copy.  `Accelerator` is written against
 `torch.accelerator`, so that it knows no vendor.  `register` brings in a port for another type of
@@ -31,7 +31,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
@@ -341,36 +340,7 @@ def integers(values: Sequence[int], device: torch.device) -> Tensor:
     return x
 
 
-# ---- handing over, and waiting ----
-
-
-class StreamLock:
-    """A lock for tensors that threads with streams of their own change in turn.
-
-    The stream of the thread that takes the lock waits for what the last holder has queued; the
-    host does not wait.
-
-    Args:
-        x: a tensor on the device
-    """
-
-    def __init__(self, x: Tensor) -> None:
-        self._port = port_of(x.device)
-        self._lock = threading.Lock()
-        self._mark = self._port.mark()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._mark.hold()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._mark = self._port.mark()
-        self._lock.release()
+# ---- waiting ----
 
 
 def until(

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from lightning_dsgd import devices
-from lightning_dsgd.devices import HOST, PASSED, StreamLock, port_of, until
+from lightning_dsgd.devices import HOST, PASSED, port_of, until
+from lightning_dsgd.primitives.stream_lock import StreamLock
 
 PACKAGE = Path(devices.__file__).parent
 TELLING = re.compile(

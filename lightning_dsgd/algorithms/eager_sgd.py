@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
-from lightning_dsgd.devices import StreamLock
 from lightning_dsgd.hyperparameters import at_least, one_of
 from lightning_dsgd.primitives.own_device import await_step
+from lightning_dsgd.primitives.stream_lock import StreamLock
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding
 from lightning_dsgd.transport import Transport
 

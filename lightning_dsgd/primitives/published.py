@@ -38,9 +38,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_dsgd.devices import PASSED, StreamLock, is_on_host, port_of
+from lightning_dsgd.devices import PASSED, is_on_host, port_of
 from lightning_dsgd.primitives import rounding
 from lightning_dsgd.primitives.own_device import await_mark
+from lightning_dsgd.primitives.stream_lock import StreamLock
 from lightning_dsgd.transport import Transport
 
 

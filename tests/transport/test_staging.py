@@ -19,8 +19,9 @@ from torch import distributed as dist
 from torch.cuda import _sanitizer
 
 from lightning_dsgd import devices
-from lightning_dsgd.devices import PASSED, StreamLock, until
+from lightning_dsgd.devices import PASSED, until
 from lightning_dsgd.primitives.published import Published
+from lightning_dsgd.primitives.stream_lock import StreamLock
 from lightning_dsgd.session.meeting import Limits, Meeting
 from lightning_dsgd.transport import PeerLost, Timeout, staging
 from lightning_dsgd.transport.connection import Connection
