@@ -1,6 +1,7 @@
 """Which rank the others wait for, from one meeting of all ranks to the next.
 
-    elapsed_i   from the end of a meeting until rank i has come to the next one
+    elapsed_i   from the end of a meeting until rank i has come to the next one, and its device has
+                made all that is queued by then
     held_up_i   how long rank i's training thread waited for other ranks meanwhile, in its steps
     idle_i  =   max_j elapsed_j - elapsed_i + held_up_i
 

@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 
 from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
@@ -365,6 +366,8 @@ class Session(Generic[TrainingT]):
         if training is None or self.phase in (Phase.IN_BATCH, Phase.STOPPING):
             return False
         lateness, meetings = opened(self._lateness), self.meetings
+        for part in training.replica.parts:  # what the host has queued counts as not made yet
+            await_step(self.net, part.x)
         mine = lateness.figures()
         while True:
             if training.agreed.others_stopped:

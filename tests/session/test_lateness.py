@@ -22,7 +22,9 @@ from lightning_dsgd.session import lateness
 from lightning_dsgd.session.lateness import Lateness
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.support.fake_device import FakeDevice
 from tests.support.fits import Plain, fit, run
+from tests.support.worlds import FakeFitWorld
 
 # ---- who is late: simulated ranks ----
 
@@ -118,6 +120,17 @@ class Heard(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
+    def late(self) -> list[str]:
+        return [line for line in self.lines if "late" in line]
+
+
+def listen(least_s: float) -> Heard:
+    """What this rank says from now on, where so much time is judged together."""
+    lateness.LEAST_S = least_s
+    heard = Heard()
+    logging.getLogger("lightning_dsgd").addHandler(heard)
+    return heard
+
 
 class Slow(Plain):
     def __init__(self, step_s: float) -> None:
@@ -133,9 +146,7 @@ def train(
     face: str, name: str, step_s: tuple[float, ...], folder: str, least_s: float = 0.5
 ) -> list[str]:
     """What this rank says of those that are late."""
-    lateness.LEAST_S = least_s
-    heard = Heard()
-    logging.getLogger("lightning_dsgd").addHandler(heard)
+    heard = listen(least_s)
     seconds = step_s[int(os.environ["RANK"])]
     if face == "Trainer":
         fit(
@@ -152,7 +163,7 @@ def train(
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         face_of = {"plain": train_in_plain_pytorch, "Fabric": train_in_fabric}[face]
         face_of(model, optimizer, name, seconds)
-    return [line for line in heard.lines if "late" in line]
+    return heard.late()
 
 
 def train_in_plain_pytorch(model: Any, optimizer: Any, name: str, seconds: float) -> None:
@@ -207,3 +218,31 @@ def waits_of_epochs(folder: Path) -> list[list[float]]:
 def test_none_is_named_where_real_ranks_are_equal(tmp_path: Path) -> None:
     equal = run(3, train, "Trainer", "no_sync", (0.2, 0.2, 0.2), str(tmp_path), 2.0)
     assert equal == [[], [], []]
+
+
+SELDOM = ["no_sync", "local_sgd:sync_period=20", "hpsgd"]
+"""Strategies whose host waits for no device in the steps of an epoch."""
+
+
+def train_with_slow_kernels(fake: FakeDevice) -> dict[str, list[str]]:
+    """What this rank says with each strategy, where rank 1's device is slow."""
+    said, data = {}, torch.ones(NUM_STEPS, 4, 10).to(fake.device)
+    for name in SELDOM:
+        heard, model = listen(0.3), nn.Linear(10, 1).to(fake.device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with dsgd.decentralized(model, optimizer, make_algorithm(name)) as replica:
+            for x in replica.batches(data):
+                fake.spin(0.1 if replica.rank == 1 else 0.0)
+                model(x).sum().backward()
+                optimizer.step()
+            replica.barrier()
+        said[name] = heard.late()
+    return said
+
+
+def test_a_rank_whose_device_is_slow_is_named() -> None:
+    """Its host comes to the meeting as early as the other's: its kernels are still queued."""
+    said, other = FakeFitWorld().run(2, train_with_slow_kernels)
+    assert other == {name: [] for name in SELDOM}
+    first = {name: [line[:14] for line in lines] for name, lines in said.items()}
+    assert first == {name: ["rank 1 is late"] for name in SELDOM}
