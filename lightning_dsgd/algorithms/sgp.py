@@ -258,7 +258,10 @@ class _Pusher:
         return float(weight)
 
     def _has_come(self, peer: int, x: Tensor) -> bool:
-        """Returns whether a rank's next share is complete, or its message says that it stops."""
+        """Returns whether a rank's next share is complete, or its message says that it stops.
+
+        On a device this thread may copy the share in the host's memory: see `Work.done`.
+        """
         weight = self._receipt(peer)
         return weight.done() and (not len(weight.wait()) or self._share(peer, x).done())
 

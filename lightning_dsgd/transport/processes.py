@@ -323,7 +323,7 @@ class _Receipt(Expected):
         return self._take()
 
     def _has_landed(self) -> bool:
-        """Returns whether the message is where `like` is; never blocks."""
+        """Returns whether the message is where `like` is; copies as `Landing.has_landed` does."""
         payload = self.payload
         assert payload is not None
         if self._landing is None and (is_on_host(self._like) or not is_on_host(payload)):

@@ -382,7 +382,11 @@ class Landing:
         self._has_landed = False
 
     def has_landed(self) -> bool:
-        """Returns whether the message is on the device; never blocks."""
+        """Returns whether the message is on the device; waits for neither device nor network.
+
+        The call that begins the copy to the device first copies a message that is not in pinned
+        memory there, all of it, and pins that memory where none is free.
+        """
         if self._copied is None and self._mark.has_passed():
             if not self._port.is_pinned(self._payload):
                 pinned = self._pool.make(self._port, len(self._payload), self._payload.dtype)
