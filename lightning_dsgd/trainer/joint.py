@@ -28,15 +28,17 @@ The private names of Lightning's loops, and of what they log and save, stand her
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from lightning_dsgd.session.purposes import END_EPOCH, FINISHED, GO_ON, VALIDATE
 from lightning_dsgd.session.session import Session
+from lightning_dsgd.trainer import seams
 
 
 class JointEpochs:
@@ -85,11 +87,14 @@ class JointEpochs:
         self.is_out = batches.current.ready == 0
         if self.is_out:
             self._session.follow()
-            _log_nothing(self._trainer)
         while not self._session.meet(END_EPOCH):
             _save_anyhow(self._trainer)
             _validate(self._trainer)
         _save_anyhow(self._trainer)
+        mine = [] if self.is_out else _logged_over_all(self._trainer)
+        theirs = self._session.texts(json.dumps(mine))
+        if self.is_out:
+            _log_nothing(self._trainer, [each for text in theirs for each in json.loads(text)])
 
     def are_all_finished(self, is_finished: bool) -> bool:
         """Returns whether training ends, on all ranks; asked before each epoch."""
@@ -186,15 +191,57 @@ def _validate(trainer: Any) -> None:
     """Validates as the Trainer does after a batch."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     trainer.validating = True
+    if not seams.is_accumulating(trainer):
+        trainer.lightning_module.on_validation_model_zero_grad()
     type(loop).run(loop)
     trainer.training = True
 
 
-def _log_nothing(trainer: Any) -> None:
-    """Has this rank ask for values that others log over all ranks, to which it adds nothing."""
+_HOW: Final = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch"),
+    *("enable_graph", "add_dataloader_idx", "metric_attribute"),
+)
+"""What a rank that has logged nothing must know to make the same entry, beside the reduction."""
+
+
+def _logged_over_all(trainer: Any) -> list[list[Any]]:
+    """Returns how this rank logs the values of this epoch that it asks all ranks for.
+
+    Each is what Lightning's `log` is told, and the dtype of the value, or "" for a metric.
+    """
+    logged: list[list[Any]] = []
     for entry in trainer.fit_loop.epoch_loop._results.values():
-        if entry.has_reset and (entry.meta.sync.should or not entry.is_tensor):
-            entry.has_reset, entry._update_count = False, 1
+        meta, sync = entry.meta, entry.meta.sync
+        is_asked = (sync.should and not sync.rank_zero_only) if entry.is_tensor else True
+        is_to_come = meta.fx == "on_train_epoch_end"  # known from an epoch before
+        if is_asked and meta.on_epoch and (is_to_come or not entry.has_reset):
+            how = {name: getattr(meta, name) for name in _HOW}
+            dtype = str(entry.value.dtype).removeprefix("torch.") if entry.is_tensor else ""
+            logged.append([how | {"reduce_fx": meta.reduce_fx.__name__}, dtype])
+    return logged
+
+
+def _log_nothing(trainer: Any, logged: list[list[Any]]) -> None:
+    """Has this rank ask for values that others log over all ranks, to which it adds nothing."""
+    results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
+    for how, dtype in logged:
+        key = f"{how['fx']}.{how['name']}"
+        if key not in results:
+            value = (
+                torch.zeros((), device=module.device)
+                if dtype
+                else module.get_submodule(how["metric_attribute"])
+            )
+            # Not yet over all ranks: it would ask them at once for a value of a step.
+            results.log(**how, value=value, batch_size=1, sync_dist_fn=trainer.strategy.reduce)
+            results[key].meta.sync.should = bool(dtype)
+            if dtype:
+                results[key].reset()
+        entry = results[key]
+        if entry.has_reset:
+            entry.has_reset, entry._update_count, entry._computed = False, 1, None
+        if dtype:
+            entry.value = entry.value.to(getattr(torch, dtype))
 
 
 def _save_anyhow(trainer: Any) -> None:

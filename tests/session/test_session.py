@@ -226,20 +226,29 @@ class Stream(IterableDataset[Any]):
 
 
 class Apart(Seeded):
-    """Logs its rank, counts validations, and trains a layer from the fourth epoch on."""
+    """Logs its rank, counts validations, and trains a layer and logs more from epoch 3 on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_metric: bool) -> None:
         super().__init__()
-        self.num_validated = 0
+        self.num_validated = self.num_cleared = 0
+        self.mean = MeanMetric() if has_metric else None
         self.net[3].requires_grad_(requires_grad=False)
 
     def on_train_epoch_start(self) -> None:
         self.net[3].requires_grad_(self.current_epoch >= 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        rank = float(self.global_rank)
-        self.log("rank", rank, on_step=False, on_epoch=True, sync_dist=True, batch_size=8)
+        rank = torch.tensor(float(self.global_rank), dtype=torch.float64)
+        if self.mean is not None:
+            self.mean(rank)
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+        for key in ("rank", "late")[: 1 + (self.current_epoch >= 3)]:
+            self.log(key, rank, on_step=False, on_epoch=True, sync_dist=True, batch_size=8)
         return super().training_step(batch, batch_idx)
+
+    def on_validation_model_zero_grad(self) -> None:
+        super().on_validation_model_zero_grad()
+        self.num_cleared += 1
 
     def on_validation_start(self) -> None:
         self.num_validated += not self.trainer.sanity_checking
@@ -259,11 +268,14 @@ EPOCHS: dict[str, dict[str, Any]] = {
     },
     "looks at the time": {"max_time": {"hours": 1}},
     "stops early": {"num_val": 2, "min_steps": 7, "stops": True},
+    "resumes": {"ckpt": "epoch=1-step=8.ckpt"},
 }
 """Of ranks with 6, 4 and 2 batches; unless said otherwise, with 8 steps: in 2, 2 and 4 epochs."""
 
 
-def fit_apart(name: str, case: str, folder: str) -> tuple[int, int, int, float, list[str], Tensor]:
+def fit_apart(
+    name: str, case: str, folder: str
+) -> tuple[int, int, int, list[float], list[str], Tensor]:
     given = {"max_steps": 8, "max_epochs": -1, "num_val": 0, "save_top_k": -1, **EPOCHS[case]}
     num_batches = (6, 4, 2)[int(os.environ["RANK"])]
     saver = ModelCheckpoint(
@@ -273,8 +285,9 @@ def fit_apart(name: str, case: str, folder: str) -> tuple[int, int, int, float, 
     if given.pop("stops", False):
         callbacks.append(EarlyStopping("val_loss", patience=0, min_delta=1e9))
     is_stream, num_val = given.pop("is_stream", False), given.pop("num_val")
+    ckpt = Path(folder, given.pop("ckpt")) if "ckpt" in given else None
     chosen = strategy(name, timeout_s=20.0, **given.pop("options", {}))
-    model = Apart()
+    model = Apart(has_metric=case != "survives")
     run = trainer(
         *(chosen, 3),
         callbacks=callbacks,
@@ -286,10 +299,11 @@ def fit_apart(name: str, case: str, folder: str) -> tuple[int, int, int, float, 
     train: Any = loader(8 * num_batches)
     if is_stream:
         train = DataLoader(Stream(num_batches), batch_size=None)
-    run.fit(model, train, loader(8 * num_val) if num_val else None)
+    run.fit(model, train, loader(8 * num_val) if num_val else None, ckpt_path=ckpt)
+    assert model.num_cleared == model.num_validated or run.accumulate_grad_batches > 1
     files = sorted(path.name for path in Path(folder).glob("*.ckpt"))
-    rank = float(run.callback_metrics["rank"])
-    return run.global_step, run.current_epoch, model.num_validated, rank, files, weights(model)
+    logged = [float(run.callback_metrics.get(key, 2.0)) for key in ("rank", "mean", "late")]
+    return run.global_step, run.current_epoch, model.num_validated, logged, files, weights(model)
 
 
 @pytest.mark.parametrize(
@@ -305,22 +319,25 @@ def fit_apart(name: str, case: str, folder: str) -> tuple[int, int, int, float, 
         ("wagma", "accumulates between", [4, 2, 2], 2, 4),
         ("no_sync", "looks at the time", [8, 8, 8], 4, 0),
         ("local_sgd", "stops early", [8, 8, 7], 4, 4),
+        ("wagma", "resumes", [8, 8, 8], 4, 0),
     ],
 )
 def test_ranks_with_different_numbers_of_batches_go_through_the_same_epochs(
     *, name: str, case: str, steps: list[int], epochs: int, num_validated: int, tmp_path: Path
 ) -> None:
+    if case == "resumes":
+        run(3, fit_apart, name, "saves", str(tmp_path))
     ranks = run(3, fit_apart, name, case, str(tmp_path))
     assert [rank[0] for rank in ranks] == steps
     assert [rank[1:3] for rank in ranks] == [(epochs, num_validated)] * 3
-    assert len({rank[3] for rank in ranks}) == 1
+    assert ranks[0][3] == ranks[1][3] == ranks[2][3]
     if epochs == 4:
-        assert ranks[0][3] == 2.0  # rank 2 alone has batches in the last epoch
+        assert ranks[0][3] == pytest.approx([2.0] * 3)  # rank 2 alone has batches in the last epoch
     assert same([rank[5] for rank in ranks])
     with (tmp_path / "metrics.csv").open() as file:
         sent = [row.get("dsgd/rank_00000/bytes_sent") for row in csv.DictReader(file)]
     assert min(float(each) for each in sent if each) >= 0.0
-    num_saved = {"saves by step": 1, "validates within": 6, "accumulates between": 4}
+    num_saved = {"saves by step": 1, "validates within": 6, "accumulates between": 4, "resumes": 6}
     assert len(ranks[0][4]) == num_saved.get(case, epochs)
 
 
