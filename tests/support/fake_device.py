@@ -508,6 +508,7 @@ def _tell_torch() -> torch.library.Library:
 
     library.impl("empty.memory_format", empty)
     library.impl("empty_strided", empty_strided)
+    library.impl("arange.start", arange)
     library.impl("arange.start_step", arange)
     library.impl("_copy_from", copy_from)
     return library
