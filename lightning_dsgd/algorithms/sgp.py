@@ -24,7 +24,9 @@ decay acts on z, where the gradient is computed, and not on x (the same if w is 
 paper: `wire_dtype`.  A rank keeps in its own x what it rounds off a share, so the sum of x stays.
 
 Waits for the messages of the step (`overlap=0`), or for those sent `overlap` steps ago, never for
-an answer.  Sends num_peers (|x| + 8 bytes) per step; a `wire_dtype` divides |x| by 2, 3.88 or 7.53.
+an answer.  On a device a message comes once its sender's device has made it: without `overlap` the
+receivers wait for a slow kernel.  Sends num_peers (|x| + 8 bytes) per step; a `wire_dtype` divides
+|x| by 2, 3.88 or 7.53.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.adpsgd import ADPSGD
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
+from lightning_dsgd.algorithms.hpsgd import HPSGD
+from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.devices import until
 from tests.support.fake_device import FakeDevice
@@ -30,7 +32,8 @@ EMPTY = torch.empty(0)
 
 LATER = pytest.mark.exhaustive
 SPECS = [
-    *("wagma", "wagma:overlap=true", "eager_sgd:quorum=solo", "adpsgd", "popsgd", "hpsgd"),
+    *("wagma", "wagma:overlap=true", "eager_sgd:quorum=solo", "eager_sgd:quorum=majority"),
+    *(f"sgp:overlap={STEPS - 1}", "adpsgd", "popsgd", "hpsgd"),
     *(
         pytest.param(spec, marks=LATER)
         for spec in (
@@ -38,22 +41,30 @@ SPECS = [
             *("wagma:hierarchical=true:node_size=2:group_size=2:overlap=true",),
             *("wagma:group_period=2", "wagma:group_period=2:overlap=true", "wagma:wire_dtype=int8"),
             *("adpsgd:wire_dtype=int8", "popsgd:wire_dtype=int8", "popsgd:local_steps=2"),
-            *("hpsgd:wire_dtype=int8",),
+            *("hpsgd:wire_dtype=int8", f"sgp:overlap={STEPS - 1}:wire_dtype=int8"),
         )
     ),
 ]
-"""Not `eager_sgd` with a majority, which waits for one rank that is drawn."""
+WAITING = ["sgp", *(pytest.param(spec, marks=LATER) for spec in ("dpsgd", "popsgd:blocking=true"))]
+"""Those that wait for each other in every step, by design."""
 
 
 def slow_ranks(spec: str) -> set[int]:
-    """One, which with AD-PSGD answers; with nodes, all of one."""
+    """One, which with AD-PSGD answers; with a majority, one that is drawn late; with nodes, two."""
+    if "majority" in spec:
+        return {1}
     return {2, 3} if "node_size=2" in spec else {2}
 
 
-def has_enough(algorithm: Algorithm, step: int, phase: int) -> bool:
-    """Whether a rank that is not slow has made its steps; one that asks, its exchanges too."""
-    if isinstance(algorithm, ADPSGD) and algorithm.asks:
-        return step >= STEPS and algorithm.num_exchanges >= (phase + 1) * STEPS
+def has_enough(algorithm: Algorithm, step: int, exchanges: int, slow: set[int]) -> bool:
+    """Whether a rank that is not slow has made its steps; with AD-PSGD, its exchanges too.
+
+    With a majority, it ends before the first round that a slow rank begins: all wait there.
+    """
+    if isinstance(algorithm, ADPSGD):
+        return step >= STEPS and exchanges >= (STEPS if algorithm.asks else 1)
+    if isinstance(algorithm, EagerSGD) and step > 1:
+        return step == STEPS or algorithm.activator(algorithm.version) in slow
     return step == STEPS
 
 
@@ -61,31 +72,72 @@ def is_served(algorithm: Algorithm) -> bool:
     """Whether its lane has executed the rounds of its steps."""
     if isinstance(algorithm, WAGMA):
         return algorithm.engine.next_version >= algorithm.step // algorithm.group_period
+    if isinstance(algorithm, PopSGD) and algorithm.lane is not None:
+        return algorithm.lane.next_version >= algorithm.version
     return True
 
 
-def train(net: Any, fake: FakeDevice, spec: str) -> dict[str, Any]:
-    """What has become of this rank's updates, and the algorithm's figures."""
+def num_exchanges(algorithm: Algorithm) -> int:
+    """How many exchanges this rank's lane has made, or how many sums HPSGD has begun."""
+    if isinstance(algorithm, PopSGD):
+        return 0 if algorithm.lane is None else algorithm.lane.next_version
+    if isinstance(algorithm, HPSGD):
+        return algorithm.num_syncs
+    return algorithm.num_exchanges if isinstance(algorithm, ADPSGD) else 0
+
+
+def least_and_most(spec: str) -> tuple[int, int]:
+    """How many exchanges each rank makes while the kernel is slow, the slow rank too."""
+    if spec.startswith("popsgd"):  # its lane may be in the last one
+        return (STEPS // 2 if "local_steps=2" in spec else STEPS) - 1, STEPS
+    if spec.startswith("hpsgd"):  # the second sum waits for the slow rank
+        return 1, 2
+    return (1, P * STEPS * PHASES) if spec.startswith("adpsgd") else (0, 0)
+
+
+def train(net: Any, fake: FakeDevice, spec: str, all_wait: bool) -> dict[str, Any]:
+    """What has become of this rank's updates, and the algorithm's figures.
+
+    Where all wait for each other, the kernel ends once the others come to the same step.
+    """
     x = torch.zeros(64, dtype=torch.float64).to(fake.device)
     algorithm, slow = make_algorithm(spec), slow_ranks(spec)
     others = sorted({*range(P)} - slow)
     gates = [threading.Event() for _ in range(PHASES)]
+    before: list[int] = []
+    meanwhile: list[int] = []
 
     def open_gates(lane_net: Any) -> None:
         for gate in gates if net.rank in slow else ():
             for other in others:
                 lane_net.recv(EMPTY, other).wait()
+            meanwhile.append(exchanges())
             gate.set()
+
+    def exchanges() -> int:
+        return num_exchanges(algorithm) - before[-1]
+
+    def come_to_gate() -> None:
+        for rank in slow if net.rank in others else ():
+            lane.net.send(EMPTY, rank)
 
     lane = net.spawn_lane(open_gates, "gates")
     algorithm.start(net.sub("algorithm"), x)
     made, applied = torch.zeros_like(x), torch.zeros_like(x)
-    for phase, gate in enumerate(gates):
+    for gate in gates:
+        before.append(num_exchanges(algorithm))
+        net.barrier().wait()
         for step in itertools.count():
-            if step == SLOW_STEPS if net.rank in slow else has_enough(algorithm, step, phase):
+            if net.rank in slow:
+                is_last = step == SLOW_STEPS
+            else:
+                is_last = has_enough(algorithm, step, exchanges(), slow)
+            if is_last:
                 break
             if net.rank in slow and step == 1:
                 fake.spin_until(gate)
+            if all_wait and step == 1:
+                come_to_gate()
             net.check()
             g = torch.full_like(x, 2.0**net.rank)
             made += g
@@ -93,11 +145,18 @@ def train(net: Any, fake: FakeDevice, spec: str) -> dict[str, Any]:
             applied += g
             x -= g
             algorithm.after_update(x)
-        assert net.rank in slow or until(lambda: is_served(algorithm), 20.0, net.check)
-        for rank in slow if net.rank in others else ():
-            lane.net.send(EMPTY, rank)
+        if net.rank in others:
+            assert until(lambda: is_served(algorithm), 20.0, net.check)
+            meanwhile.append(exchanges())
+        if not all_wait:
+            come_to_gate()
         algorithm.settle(x)
-    found = {"made": made.cpu(), "applied": applied.cpu(), **algorithm.metrics()}
+    found = {
+        "meanwhile": meanwhile,
+        "made": made.cpu(),
+        "applied": applied.cpu(),
+        **algorithm.metrics(),
+    }
     if isinstance(algorithm, EagerSGD):
         found |= {"pending": algorithm.pending.cpu(), "unapplied": algorithm.unapplied.cpu()}
     algorithm.finish(x)
@@ -105,10 +164,14 @@ def train(net: Any, fake: FakeDevice, spec: str) -> dict[str, Any]:
     return found | {"x": x.cpu()}
 
 
-def check(world: FakeWorld, spec: str) -> None:
-    ranks = world.run(P, train, spec)
-    for rank in slow_ranks(spec):
-        assert ranks[rank].get("late_share", 1) > 0.5
+def check(world: FakeWorld, spec: str, *, all_wait: bool = False) -> None:
+    ranks = world.run(P, train, spec, all_wait)
+    if spec.startswith(("wagma", "eager_sgd")):
+        assert all(ranks[rank]["late_share"] > 0.5 for rank in slow_ranks(spec))
+    least, most = (0, 0) if all_wait else least_and_most(spec)
+    for rank in ranks:
+        assert len(rank["meanwhile"]) == PHASES
+        assert all(least <= made <= most for made in rank["meanwhile"]), rank["meanwhile"]
     total: Tensor = sum(rank["made"] for rank in ranks)
     if "eager_sgd" in spec:
         pending = sum(rank["pending"] for rank in ranks)
@@ -121,3 +184,8 @@ def check(world: FakeWorld, spec: str) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_nobody_waits_for_a_slow_kernel_of_another_rank(spec: str) -> None:
     check(FakeWorld(timeout_s=20.0), spec)
+
+
+@pytest.mark.parametrize("spec", WAITING)
+def test_no_update_is_lost_where_all_wait_for_the_slow_kernel(spec: str) -> None:
+    check(FakeWorld(timeout_s=20.0), spec, all_wait=True)
