@@ -146,6 +146,7 @@ OKTOPK = {
 """How often at most in an ordinary exchange: docs/gpus.md lists them."""
 FAR = {("primitives.sparse._distances", "aten::nonzero")}
 ANSWER = ("primitives.wait_avoiding", RESULT)
+BEGINS = ("algorithms.hpsgd._begin", "aten::equal")
 SCALES = ("primitives.step_scaling", RESULT)
 RESULTS = {
     "wagma": {ANSWER},
@@ -154,8 +155,20 @@ RESULTS = {
     "wagma_overlap": set(),
     "wagma_paper": {ANSWER},
     "wagma_int8": {ANSWER},
+    "eager_solo": {ANSWER},
+    "adpsgd": set(),
+    "popsgd": set(),
+    "hpsgd": set(),
+    "hpsgd_bounded": set(),
 }
 """What the host waits for in a step, each once, and nothing else: docs/gpus.md lists it too."""
+SOMETIMES = {
+    "wagma_overlap": {ANSWER},  # a global average, which another step waits for
+    "popsgd": {("algorithms.popsgd", RESULT)},  # the exchange of the step before
+    "hpsgd": {("algorithms.hpsgd", RESULT), BEGINS},  # the sum, once it is there
+    "hpsgd_bounded": {("algorithms.hpsgd", RESULT), BEGINS},
+}
+"""What it waits for in some of the steps."""
 OKTOPK_EXACT = {
     ("algorithms.oktopk.space_repartition", "a copy"),
     ("algorithms.oktopk.th_re_evaluate_global", "a copy"),
@@ -234,15 +247,16 @@ def waits_of_each(
     "names",
     [
         ["wagma", "sgp", "allreduce"],
-        pytest.param(["wagma_overlap", "wagma_paper", "wagma_int8"], marks=LATER),
+        ["eager_solo", "adpsgd", "popsgd", "hpsgd"],
+        pytest.param(["wagma_overlap", "wagma_paper", "wagma_int8", "hpsgd_bounded"], marks=LATER),
     ],
 )
 def test_the_host_waits_for_one_result_a_step_at_most(names: list[str]) -> None:
     cases: list[Any] = [(name, {}) for name in names] + [("wagma", {"scale_steps": True})]
     for of_rank in FakeWorld().run(P, waits_of_each, cases):
         for (name, options), found in zip(cases, of_rank, strict=True):
-            # A global average, which another step waits for, and the norms may be there already.
-            sometimes = {ANSWER} if name == "wagma_overlap" else {SCALES} if options else set()
+            sometimes = SOMETIMES.get(name, set()) | ({SCALES} if options else set())
+            assert all(BEGINS not in waits for waits in found[1:]), (name, found)
             for waits in found:
                 assert RESULTS[name] <= {*waits} <= RESULTS[name] | sometimes, (name, waits)
                 assert all(count == 1 for count in waits.values()), (name, waits)
