@@ -40,6 +40,7 @@ from torch import Tensor
 
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.devices import is_on_host
 from lightning_dsgd.hyperparameters import at_least, one_of
 from lightning_dsgd.primitives import nodes, rounding, step_scaling, topology
 from lightning_dsgd.transport import Receipt, Transport
@@ -265,7 +266,10 @@ class _Pusher:
         On a device this thread may copy the share in the host's memory: see `Work.done`.
         """
         weight = self._receipt(peer)
-        return weight.done() and (not len(weight.wait()) or self._share(peer, x).done())
+        if not weight.done():
+            return False
+        # On the host messages come in order, and the weight behind its share.
+        return is_on_host(x) or not len(weight.wait()) or self._share(peer, x).done()
 
     def _share(self, peer: int, x: Tensor) -> Receipt:
         if peer not in self.next_share:
