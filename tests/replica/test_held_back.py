@@ -112,7 +112,9 @@ def keep_state(net: Any, kind: Any, dtype: torch.dtype) -> tuple[list[Any], list
 
     states, before = kept(), [p.detach().clone() for p in weights]
     [part] = replica.parts
-    rest = part.weights.views(part.algorithm.held_back().clone())
+    held_back = part.algorithm.held_back()
+    assert held_back is not None
+    rest = part.weights.views(held_back)
     replica.finish()
     ways = [p.detach() - x + LR * g for p, x, g in zip(weights, before, rest, strict=True)]
     return states, kept(), torch.stack([way.abs().max() for way in ways])
