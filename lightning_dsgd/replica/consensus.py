@@ -131,3 +131,26 @@ def _is_within(value: Tensor, live: Tensor) -> bool:
     begin = value.storage_offset() - live.storage_offset()
     reach = sum((size - 1) * s for size, s in zip(value.size(), value.stride(), strict=True))
     return value.numel() > 0 and begin >= 0 and begin + reach < live.numel()
+
+
+def averaged(
+    net: Transport, checkpoint: dict[str, Any], table: Sequence[tuple[Tensor, Tensor]]
+) -> dict[str, Any]:
+    """Returns a checkpoint exchanged by a table; the model's other tensors become means."""
+    foreign = {
+        key: value
+        for key, value in checkpoint.get("state_dict", {}).items()
+        if isinstance(value, Tensor) and counterpart(value, table) is None
+    }
+    means = dict(zip(foreign, average(net, list(foreign.values())), strict=True))
+    result = exchanged(checkpoint, table)
+    if means:
+        result["state_dict"].update(means)
+    return result
+
+
+def make_alike(net: Transport, tensors: Sequence[Tensor]) -> None:
+    """Puts the mean over the ranks into those tensors that differ between them."""
+    others = differing(net, tensors)
+    for live, mean in zip(others, average(net, others), strict=True):
+        live.copy_(mean)

@@ -15,6 +15,7 @@ from lightning_dsgd.devices import port_of
 from lightning_dsgd.primitives.step_scaling import Decay, Unscaled
 from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.kept import UpdatesKept
+from lightning_dsgd.transport import Diverged
 
 _SCALING: Final = "step_scaling"
 """The key of the scaling's state in a part's state, beside the algorithm's own keys."""
@@ -59,6 +60,16 @@ class Part:
         self.algorithm.settle(self.x)
         self.scaling.settle()
 
+    def require_finite(self, values: Tensor, what: str, rank: int, step: int) -> None:
+        """Raises `Diverged`, naming parameters, where a tensor laid out like x has NaN or inf."""
+        if not bool(torch.isfinite(values).all()):
+            views = zip(self.weights.names, self.weights.views(values), strict=True)
+            bad = [name for name, view in views if not view.isfinite().all()]
+            raise Diverged(
+                f"check_finite: every {what} must be finite, got NaN or inf on rank {rank} at step "
+                f"{step} in {some(bad)}; look at the learning rate and the loss"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the algorithm, and of the scaling of steps, if there is any."""
         known = self.scaling.state_dict()
@@ -89,6 +100,21 @@ def decays_of(optimizer: Optimizer, weights: FlatParameters) -> list[Decay]:
             stepped = [p for p in group["params"] if p.grad is not None]
             decays.append((weights.spans(stepped), group["lr"] * group["weight_decay"]))
     return decays
+
+
+def mean_figures(parts: Sequence[Part]) -> dict[str, float]:
+    """Returns all figures of the parts' metrics; those that several give are means."""
+    figures: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.metrics().items():
+            figures.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+def some(names: Sequence[str]) -> str:
+    """Returns the first names, and says how many more there are."""
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest or "none"
 
 
 def settle_together(parts: Sequence[Part], *, wait: bool = False) -> None:

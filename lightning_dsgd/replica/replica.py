@@ -33,15 +33,17 @@ from lightning_dsgd.primitives.step_scaling import Unscaled, made_for
 from lightning_dsgd.replica import alike, flat
 from lightning_dsgd.replica.consensus import (
     average,
-    counterpart,
+    averaged,
     differing,
     distance,
     exchanged,
     give,
+    make_alike,
 )
 from lightning_dsgd.replica.held_back import apply_held_back
-from lightning_dsgd.replica.part import Part, settle_together
-from lightning_dsgd.transport import Diverged, Transport
+from lightning_dsgd.replica.part import Part, mean_figures, settle_together
+from lightning_dsgd.replica.saved import Saved
+from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.watch import exchanging
 
 _MESSAGE_PER_REPLICA: Final = 8
@@ -98,7 +100,7 @@ class Replica:
         self.consensus_distance = 0.0
         self._parts: dict[int, list[Part]] = {}
         self._trained: dict[int, list[int]] = {}  # identities of an optimizer's parameters
-        self._to_load: list[tuple[dict[str, Any], Sequence[str], dict[str, Any] | None]] = []
+        self._to_load = Saved()
         self._optimizers = list(optimizers)
         net.expect_at_most(_MESSAGE_PER_REPLICA * alike.num_bytes(module, optimizers))
         flat.check_module(module)
@@ -144,12 +146,12 @@ class Replica:
             self._copy()
             settle_together(self.parts, wait=self.survives)
             for part in self._parts[id(optimizer)]:
-                if self._to_load:
+                if self._to_load.waits:
                     part.algorithm.stop()
                 else:
                     part.algorithm.finish(part.x)
-            if not self._to_load:  # an optimizer may train from now on what a step has changed
-                self._make_alike(self._untrained())
+            if not self._to_load.waits:  # an optimizer may train now what a step has changed
+                make_alike(self.net, self._untrained())
             self._build(optimizer)
         parts = self._parts[id(optimizer)]
         for part in parts:
@@ -205,8 +207,9 @@ class Replica:
     @torch.no_grad()
     def before_update(self, optimizer: Optimizer) -> None:
         """Gathers the gradients where the algorithm wants them, and calls the algorithm."""
-        if self._to_load:
-            self._load_late()
+        if self._to_load.waits:
+            self.follow()
+            self._to_load.give(self.parts)
         with exchanging(self.net.counters.watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
@@ -224,7 +227,7 @@ class Replica:
         if counts is not None:
             counts.copy_(part.weights.num_gradients())
         if self._check_finite and not self._conditions.skips_overflow:
-            self._require_finite(part, g, "gradient", self._num_steps + 1)
+            part.require_finite(g, "gradient", self.net.job_rank, self._num_steps + 1)
         part.algorithm.before_update(part.x, g)
         part.weights.scatter(counts)
 
@@ -240,7 +243,7 @@ class Replica:
                 self._copy()
             for part in parts:
                 if self._check_finite:
-                    self._require_finite(part, part.x, "weight", self._num_steps)
+                    part.require_finite(part.x, "weight", self.net.job_rank, self._num_steps)
                 part.kept.update_ends(part.x)
                 part.algorithm.after_update(part.x)
             self._publish(parts)
@@ -250,18 +253,6 @@ class Replica:
         """Begins anew with the others, without a step, where they train other parameters."""
         for optimizer in self._optimizers:
             self._parts_of(optimizer)
-
-    def _require_finite(self, part: Part, flat_tensor: Tensor, what: str, step: int) -> None:
-        if not bool(torch.isfinite(flat_tensor).all()):
-            views = part.weights.views(flat_tensor)
-            bad = [
-                n for n, v in zip(part.weights.names, views, strict=True) if not v.isfinite().all()
-            ]
-            raise Diverged(
-                f"check_finite: every {what} must be finite, got NaN or inf on rank "
-                f"{self.net.job_rank} at step {step} in {_some(bad)}; look at the learning rate "
-                "and the loss"
-            )
 
     # ---- standing still ----
 
@@ -367,16 +358,7 @@ class Replica:
         else:
             table = [(live, live) for live, _ in self._stash]
         table += [(same, same) for same in self._untrained()]  # last: those that differ come first
-        foreign = {
-            key: value
-            for key, value in checkpoint.get("state_dict", {}).items()
-            if isinstance(value, Tensor) and counterpart(value, table) is None
-        }
-        means = dict(zip(foreign, average(self.net, list(foreign.values())), strict=True))
-        result = exchanged(checkpoint, table)
-        if means:
-            result["state_dict"].update(means)
-        return result
+        return averaged(self.net, checkpoint, table)
 
     def _consensus(self) -> list[tuple[Tensor, Tensor]]:
         """Returns pairs of what the module holds here and what all ranks agree on."""
@@ -396,12 +378,6 @@ class Replica:
         means = average(self._everyone, buffers, floats=self._average_buffers)
         means += average(self.net, others)
         return list(zip(buffers + others, means, strict=True))
-
-    def _make_alike(self, tensors: Sequence[Tensor]) -> None:
-        """Puts the mean over the ranks into those tensors that differ between them."""
-        others = differing(self.net, tensors)
-        for live, mean in zip(others, average(self.net, others), strict=True):
-            live.copy_(mean)
 
     # ---- saving ----
 
@@ -428,34 +404,9 @@ class Replica:
         Where other parameters are trained now, the next step does so: what was not frozen when it
         was saved may be frozen until training goes on.
         """
-        given = [None] * len(states) if updates is None else updates
-        self._to_load = list(zip(states, names, given, strict=True))
-        if self._is_as_saved():
-            self._load()
-
-    def _is_as_saved(self) -> bool:
-        return [list(names) for _, names, _ in self._to_load] == self.names()
-
-    def _load(self) -> None:
-        states, self._to_load = self._to_load, []
-        for part, (state, _, updates) in zip(self.parts, states, strict=True):
-            part.load_state_dict(state)
-            part.kept.load(updates, part.x)
-
-    def _load_late(self) -> None:
-        for optimizer in self._optimizers:
-            self._parts_of(optimizer)
-        if not self._is_as_saved():
-            saved = {name for _, names, _ in self._to_load for name in names}
-            trained = {name for names in self.names() for name in names}
-            raise ValueError(
-                "the parameters that are trained must be those of the checkpoint, got "
-                f"{_some(sorted(trained - saved))} not in it, and not "
-                f"{_some(sorted(saved - trained))}, which are; "
-                "freeze and unfreeze before fit as when it was saved, or remove its folder of "
-                "replicas to go on from the consensus"
-            )
-        self._load()
+        self._to_load = Saved(states, names, updates)
+        if self._to_load.fits(self.parts):
+            self._to_load.give(self.parts)
 
     def carry_over(
         self, states: Sequence[dict[str, Any]], names: Sequence[Sequence[str]], num_ranks: int
@@ -472,18 +423,5 @@ class Replica:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Returns the share of the updates that is kept, and the algorithms' own figures.
-
-        A figure that several parts give is the mean over these parts.
-        """
-        figures: dict[str, list[float]] = {}
-        for part in self.parts:
-            for name, value in part.metrics().items():
-                figures.setdefault(name, []).append(value)
-        return {name: sum(values) / len(values) for name, values in figures.items()}
-
-
-def _some(names: Sequence[str]) -> str:
-    """Returns the first names, and says how many more there are."""
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest or "none"
+        """Returns the share of the updates that is kept, and the algorithms' own figures."""
+        return mean_figures(self.parts)
