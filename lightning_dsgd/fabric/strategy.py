@@ -21,6 +21,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any, Final, Self
 
@@ -100,7 +101,9 @@ class FabricMixin(CollectivesMixin):
         self._meeting = Meeting(transport, limits, rank_zero_info)
         self._processes = Processes()
         self._on_loss, self._min_ranks = on_loss, min_ranks
+        self._clips: dict[int, Callable[[Iterable[Tensor]], Any]] = {}
         self.session = self._new_session()
+        self.session.clip = self._clip
         self._loop = Loop(
             self.session, made, average_buffers=average_buffers, check_finite=check_finite
         )
@@ -210,16 +213,27 @@ class FabricMixin(CollectivesMixin):
         max_norm: float,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
-    ) -> Tensor:
+    ) -> Any:
         self._reduce_gradients(optimizer)
-        parameters = self.precision.main_params(optimizer)
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        self._clips[id(optimizer)] = partial(
+            nn.utils.clip_grad_norm_,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+        return self._clip(optimizer)
 
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
         self._reduce_gradients(optimizer)
-        nn.utils.clip_grad_value_(self.precision.main_params(optimizer), clip_val)
+        self._clips[id(optimizer)] = partial(nn.utils.clip_grad_value_, clip_value=clip_val)
+        self._clip(optimizer)
+
+    def _clip(self, optimizer: Optimizer) -> Any:
+        """Clips an optimizer's gradients as the script has done last."""
+        clip = self._clips.get(id(optimizer))
+        return None if clip is None else clip(self.precision.main_params(optimizer))
 
     def _reduce_gradients(self, optimizer: Optimizer) -> None:
         if self.session.training is None:

@@ -3,6 +3,7 @@
     x + (x after a step with what was held back - x after a step with a gradient of zero)
 
 So momentum and weight decay act no more.  The optimizer's state stays as it is, to the bit.
+What was held back is clipped as the gradients of training are, where the face knows how.
 
 Memory: what `Algorithm.held_back` returns, for one part after the other; after that nothing on the
 device but what the optimizer takes in any step.  2 |x| and the optimizer's state are in the host's
@@ -22,8 +23,16 @@ from torch.optim import Optimizer
 from lightning_dsgd.replica.part import Part
 
 
-def apply_held_back(optimizer: Optimizer, parts: Sequence[Part]) -> None:
-    """Applies the gradients that the algorithms of an optimizer's parts have held back, if any."""
+def apply_held_back(
+    optimizer: Optimizer, parts: Sequence[Part], clip: Callable[[Optimizer], None]
+) -> None:
+    """Applies the gradients that the algorithms of an optimizer's parts have held back, if any.
+
+    Args:
+        optimizer: the optimizer
+        parts: what it trains
+        clip: clips the gradients of an optimizer as training does
+    """
     having = [part for part in parts if _take(part)]
     if not having:
         return
@@ -32,13 +41,13 @@ def apply_held_back(optimizer: Optimizer, parts: Sequence[Part]) -> None:
             parameter.grad = None
     restore = _restorer(optimizer)
     begins = [_on_host(part.x) for part in parts]
-    _step(optimizer, having)
+    _step(optimizer, having, clip)
     ends = [_on_host(part.x) for part in parts]
     restore()
     for part, begin in zip(parts, begins, strict=True):
         part.x.copy_(begin)
         part.weights.g.zero_()
-    _step(optimizer, having)
+    _step(optimizer, having, unclipped)
     restore()
     for part, begin, end in zip(parts, begins, ends, strict=True):
         x, g = part.x, part.weights.g  # where there is room now
@@ -46,6 +55,10 @@ def apply_held_back(optimizer: Optimizer, parts: Sequence[Part]) -> None:
         x += g.copy_(begin)
         g.zero_()
     optimizer.zero_grad()
+
+
+def unclipped(optimizer: Optimizer) -> None:
+    """Leaves an optimizer's gradients as they are."""
 
 
 def _take(part: Part) -> bool:
@@ -56,9 +69,10 @@ def _take(part: Part) -> bool:
     return held_back is not None
 
 
-def _step(optimizer: Optimizer, having: Iterable[Part]) -> None:
+def _step(optimizer: Optimizer, having: Iterable[Part], clip: Callable[[Optimizer], None]) -> None:
     for part in having:
         part.weights.scatter()
+    clip(optimizer)
     optimizer.step(lambda: 0.0)  # some optimizers want a closure
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -40,7 +40,7 @@ from lightning_dsgd.replica.consensus import (
     give,
     make_alike,
 )
-from lightning_dsgd.replica.held_back import apply_held_back
+from lightning_dsgd.replica.held_back import apply_held_back, unclipped
 from lightning_dsgd.replica.part import Part, mean_figures, settle_together
 from lightning_dsgd.replica.saved import Saved
 from lightning_dsgd.transport import Transport
@@ -273,11 +273,11 @@ class Replica:
             self._copy()
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Leaves the consensus in the module, the same on every rank."""
+    def finish(self, clip: Callable[[Optimizer], None] = unclipped) -> None:
+        """Leaves the consensus in the module, on every rank; `clip` clips what was held back."""
         self.settle()
         for optimizer in self._optimizers:
-            apply_held_back(optimizer, self._parts[id(optimizer)])
+            apply_held_back(optimizer, self._parts[id(optimizer)], clip)
         for part in self.parts:
             part.algorithm.finish(part.x)
         self._is_finished = True

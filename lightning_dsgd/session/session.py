@@ -41,6 +41,7 @@ from torch.optim import Optimizer
 from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.primitives.own_device import await_step
+from lightning_dsgd.replica.held_back import unclipped
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
@@ -125,6 +126,7 @@ class Session(Generic[TrainingT]):
         world_size: how many ranks there are, once it is known
         consensus_distance: the ranks' distance from their mean at the last evaluation, relative to
             its norm
+        clip: clips the gradients of an optimizer as training does, where the face knows how
         survives: whether this rank goes on, from now on, where another is lost
         sharding: which ranks hold the same shard, where several hold a replica together; the ranks
             have their numbers in the newest view
@@ -138,6 +140,7 @@ class Session(Generic[TrainingT]):
         self.world_size = 1
         self.training: TrainingT | None = None
         self.consensus_distance: float | None = None
+        self.clip: Callable[[Optimizer], None] = unclipped
         self.survives = False
         self.sharding: Sharding | None = None
         self._net: Transport | None = None
@@ -342,7 +345,7 @@ class Session(Generic[TrainingT]):
         self._enter(Phase.READY)
         if agreed.requested in ENDS:  # since: the others may know, or may not
             self._end_by(agreed.requested, f"rank {self.rank} received")
-        self.training.replica.finish()
+        self.training.replica.finish(self.clip)
 
     # ---- meeting the others ----
 

@@ -97,6 +97,16 @@ def is_accumulating(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
+def clip(trainer: Any, optimizer: Any) -> None:
+    """Clips an optimizer's gradients as in a training step, unless the step itself does."""
+    trainer.precision_plugin._clip_gradients(
+        trainer.lightning_module,
+        optimizer,
+        trainer.gradient_clip_val,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+    )
+
+
 # ---- what a newcomer takes over from another rank ----
 
 

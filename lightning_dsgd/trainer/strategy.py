@@ -260,6 +260,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         joint.take_validation_data(trainer, partial(refusals.check_validation_data, self.session))
         self._signals = Signals(self.session, trainer, takes_sigint=is_fitting)
         if is_fitting:
+            self.session.clip = partial(seams.clip, trainer)
             self.session.training = self._set_up_training(trainer)
             if self._survivors is not None and self._survivors.is_newcomer:
                 state = self._survivors.join()

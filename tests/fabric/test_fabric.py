@@ -179,6 +179,24 @@ def accumulate_and_clip(is_clipped: bool) -> Tensor:
     return weights(model)
 
 
+def clip_what_is_held_back() -> Tensor:
+    model, optimizer = make_plain()
+    fabric = fabric_of(dsgd.OkTopk(density=0.1))
+    before = weights(model)
+    net, optimizer = fabric.setup(model.net, torch.optim.SGD(model.parameters(), 0.02))
+    with fabric.strategy:
+        for x, y in loader_of(fabric.global_rank):
+            fabric.backward((net(x) - y).pow(2).mean())
+            fabric.clip_gradients(net, optimizer, clip_val=1e-9)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model) - before
+
+
+def test_what_was_held_back_is_clipped_too() -> None:
+    assert max(float(change.abs().max()) for change in run(2, clip_what_is_held_back)) < 1e-6
+
+
 def test_clipping_sees_the_reduced_gradient() -> None:
     ranks = run(2, accumulate_and_clip, True)
     assert same(ranks)

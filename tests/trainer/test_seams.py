@@ -38,6 +38,7 @@ def owners(package: str) -> list[Any]:
     trainer = trainer_of(package)
     return [
         trainer,
+        trainer.precision_plugin,
         trainer._signal_connector,
         trainer._checkpoint_connector,
         trainer.fit_loop,

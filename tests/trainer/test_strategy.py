@@ -113,6 +113,11 @@ def test_clipping_clips_the_reduced_gradient(algorithm: str) -> None:
     assert not torch.allclose(ranks[0], oracle_clipped_before(clip), atol=1e-3)
 
 
+def test_what_was_held_back_is_clipped_too() -> None:
+    ends = run(2, fit_weights, "oktopk", {"gradient_clip_val": 1e-9})
+    assert_close(ends[0], weights(Plain()))
+
+
 def oracle_clipped_before(clip: Callable[[list[Tensor]], Any]) -> Tensor:
     """What the strategy must not do: the mean of two ranks' clipped gradients."""
     model = Plain()
