@@ -6,6 +6,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+SEED ?= 0
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -15,7 +16,7 @@ DEMO_INSTALLED := $(VENV)/.installed-demo
 PEFT := $(VENV)/peft
 PEFT_INSTALLED := $(PEFT)/.installed
 
-.PHONY: help test test-all test-peft test-versions lint demo docs clean
+.PHONY: help test test-all test-peft test-stops test-versions lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -25,6 +26,8 @@ help:
 	@echo "make test-all  the test suite, then what takes long: the tests marked exhaustive"
 	@echo "               (TIMES=20 make test-all tries what is random 20 times as often)"
 	@echo "make test-peft  the LoRA example and Hugging Face's Trainer, in a virtual environment with PEFT and transformers"
+	@echo "make test-stops  the test suite, while random processes of it are stopped for up to a second"
+	@echo "               (SEED=3 make test-stops stops others)"
 	@echo "make test-versions  a smoke of all strategies with other versions of torch and Lightning"
 	@echo "make lint      virtual environment, install, ruff and mypy"
 	@echo "make demo      virtual environment, install, how soon wagma is as good as DDP, on digits"
@@ -40,6 +43,9 @@ test-all: test test-peft
 
 test-peft: $(PEFT_INSTALLED)
 	$(PEFT)/bin/python -m tests.suite tests/test_examples.py tests/plain/test_hugging_face.py -k "lora or hugging_face"
+
+test-stops: $(INSTALLED)
+	$(BIN)/python tests/stops.py --seed $(SEED) -- $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"
 
 test-versions: | $(BIN)/python
 	$(BIN)/python tests/versions.py --folder $(VENV)/versions
