@@ -53,11 +53,6 @@ def main(args: Sequence[str] | None = None) -> None:
         if command == "doctor":
             _examine(given[1:])
             return
-        if command == "launch":
-            from lightning_dsgd.launch import command as launch
-
-            launch.main(given[1:])
-            return
         if command in wings.COMMANDS:
             # Lazily: `--help` of another command needs none of it.
             try:

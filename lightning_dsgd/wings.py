@@ -13,6 +13,7 @@ from typing import Final
 WINGS: Final = {
     "lab": "measures, predicts and draws trainings",
     "sharded": "trains replicas that several ranks hold together",
+    "elastic": "lets training go on where ranks are lost, join or leave",
 }
 """Each wing, a folder of the package, and what it does."""
 COMMANDS: Final = {
@@ -21,6 +22,7 @@ COMMANDS: Final = {
     "probe": "lab.probe.command",
     "advise": "lab.advise.command",
     "timeline": "lab.drawing.command",
+    "launch": "elastic.launch.command",
 }
 """The commands of `lightning-dsgd` that a wing carries out, and the module whose `main` does."""
 

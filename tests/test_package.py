@@ -39,7 +39,6 @@ CORE = {
     "replica": "agreement algorithm devices primitives transport",
     "session": "agreement algorithm devices primitives replica transport",
     "timeline": "agreement transport",
-    "launch": "transport",
     "plain": "agreement algorithm devices replica session transport wings",
     "trainer": "agreement algorithm algorithms devices hyperparameters replica session stragglers "
     "timeline transport wings",
@@ -47,7 +46,7 @@ CORE = {
     "pytorch_lightning": "trainer",
     "tasks": "",
     "doctor": "devices wings",
-    "cli": "catalogue doctor launch trainer wings",
+    "cli": "catalogue doctor trainer wings",
     "__main__": "cli",
     PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport wings "
     "sharded",  # a public name, which type checkers alone import there
@@ -56,6 +55,7 @@ WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
     "stragglers tasks timeline trainer transport",
     "sharded": "agreement algorithm replica session trainer transport",
+    "elastic": "agreement algorithm replica session trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (
@@ -69,7 +69,7 @@ BEHIND_THE_CONTRACT = {
     "transport.membership": "replica.calls",
     "transport.watch": "replica.replica lab.simulate.model",
     "transport.mpi_job": "session.meeting plain.launch trainer.strategy fabric.strategy",
-    "transport.newcomer transport.register": "session launch.supervisor trainer",
+    "transport.newcomer transport.register": "session elastic trainer",
     "transport.mpi transport.process_group transport.rendezvous": "session.meeting lab",
     "transport.simulated transport.connections": "lab",
 }

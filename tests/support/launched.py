@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_dsgd.launch import command
+from lightning_dsgd.elastic.launch import command
 from tests.support.mpi import ROOT
 from tests.support.worlds import preloaded
 

@@ -42,8 +42,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from lightning_dsgd.launch.place import Place
-from lightning_dsgd.launch.rank import Rank
+from lightning_dsgd.elastic.launch.place import Place
+from lightning_dsgd.elastic.launch.rank import Rank
 from lightning_dsgd.transport import TransportError
 from lightning_dsgd.transport.register import GOES_ON, OVER, SILENT_S, STOPPED, Register, Trained
 

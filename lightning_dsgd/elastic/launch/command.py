@@ -57,8 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the script")
     args = parser.parse_args(argv)
     # Lazily: a help text needs no torch.
-    from lightning_dsgd.launch.place import Place
-    from lightning_dsgd.launch.supervisor import Supervisor
+    from lightning_dsgd.elastic.launch.place import Place
+    from lightning_dsgd.elastic.launch.supervisor import Supervisor
     from lightning_dsgd.transport import TransportError
 
     try:

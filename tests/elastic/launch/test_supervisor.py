@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.launch import command, supervisor
-from lightning_dsgd.launch.place import Place
+from lightning_dsgd.elastic.launch import command, supervisor
+from lightning_dsgd.elastic.launch.place import Place
 from lightning_dsgd.transport import register
 from lightning_dsgd.transport.register import Register
 from tests.support.launched import Launched, await_files, is_alive, until
