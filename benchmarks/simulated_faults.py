@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.model import stand_in
-from lightning_dsgd.replica.calls import Calls
-from lightning_dsgd.replica.surviving import SurvivingReplica
 from lightning_dsgd.transport import PeerLost, TransportError
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from lightning_dsgd.transport.view import View

@@ -42,7 +42,7 @@ CORE = {
     "plain": "agreement algorithm devices replica session transport wings",
     "trainer": "agreement algorithm algorithms devices hyperparameters replica session stragglers "
     "timeline transport wings",
-    "fabric": "algorithm algorithms plain session trainer transport",
+    "fabric": "algorithm algorithms plain session trainer transport wings",
     "pytorch_lightning": "trainer",
     "tasks": "",
     "doctor": "devices wings",
@@ -64,9 +64,8 @@ LAB_ON_RANKS = (
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
-    "transport.endpoint transport.view": "primitives.nodes replica.calls session trainer fabric "
-    "sharded",
-    "transport.membership": "replica.calls",
+    "transport.endpoint transport.view": "primitives.nodes elastic session trainer fabric sharded",
+    "transport.membership": "elastic.calls",
     "transport.watch": "replica.replica lab.simulate.model",
     "transport.mpi_job": "session.meeting plain.launch trainer.strategy fabric.strategy",
     "transport.newcomer transport.register": "session elastic trainer",
@@ -80,15 +79,15 @@ LIBRARIES = {
     "trainer tasks.language fabric lab",
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
-    f"pytorch_lightning cli tasks {LAB_ON_RANKS}",
+    f"elastic.in_fabric pytorch_lightning cli tasks {LAB_ON_RANKS}",
     "torchmetrics": "trainer tasks",
     "numpy": "primitives session tasks",
     "triton": "primitives.sparse_triton",
     "wandb": "trainer.step_trace trainer.loggers lab",
     "PIL gymnasium sklearn": "tasks lab",
     "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
-    "torch": "agreement algorithm algorithms buffers devices fabric lab plain primitives replica "
-    "session sharded tasks timeline trainer transport",
+    "torch": "agreement algorithm algorithms buffers devices elastic fabric lab plain primitives "
+    "replica session sharded tasks timeline trainer transport",
 }
 
 

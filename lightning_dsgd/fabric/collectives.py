@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
-from lightning_dsgd.session.changes import ChangingSession
 from lightning_dsgd.session.session import Training
-from lightning_dsgd.session.surviving import reduced
 from lightning_dsgd.trainer.training import LaunchedSession, check_of_all
-from lightning_dsgd.transport.view import View
 
 if TYPE_CHECKING:
     _Base = DDPStrategy
@@ -29,14 +26,6 @@ else:
 
 _EACH_STEP: Final = 3
 """The number of reductions, after one step each, after which a user is told what they cost."""
-
-
-class ChangingFabricSession(ChangingSession[Training], LaunchedSession[Training]):
-    """A session that goes on where a rank is lost; its first rank logs."""
-
-    def _begun_anew(self, view: View, lost: list[int]) -> None:
-        if self.is_first:
-            rank_zero_only.rank = 0  # type: ignore[attr-defined]
 
 
 class CollectivesMixin(_Base):
@@ -48,9 +37,9 @@ class CollectivesMixin(_Base):
     _num_reduced_steps = _num_in_a_row = 0
 
     @property
-    def _survivors(self) -> ChangingFabricSession | None:
+    def _survivors(self) -> Any:
         """The session if it goes on where a rank is lost, else None."""
-        return self.session if isinstance(self.session, ChangingFabricSession) else None
+        return self.session if self.session.goes_on else None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -104,7 +93,7 @@ class CollectivesMixin(_Base):
                 return self.session.reduce(tensor, is_mean=op != "sum")
         if self._survivors is not None:
             with failing(self.session):
-                return reduced(self._survivors.all_gather(tensor), op)
+                return self._survivors.reduced(tensor, op)
         with self.session.blaming("a reduction"):
             return super().all_reduce(tensor, group, reduce_op)
 
@@ -112,7 +101,7 @@ class CollectivesMixin(_Base):
         if self._survivors is not None and self.session.is_open:
             self._together("all_reduce")
             with failing(self.session):
-                return self._survivors.decide(decision, is_of_all=all)
+                return bool(self._survivors.decide(decision, is_of_all=all))
         votes = int(self.all_reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 

@@ -31,9 +31,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dsgd import wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
-from lightning_dsgd.fabric.collectives import ChangingFabricSession, CollectivesMixin
+from lightning_dsgd.fabric.collectives import CollectivesMixin
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
@@ -115,7 +116,11 @@ class FabricMixin(CollectivesMixin):
     def _new_session(self) -> LaunchedSession[Training]:
         if self._on_loss == "end":
             return LaunchedSession(self._processes)
-        return ChangingFabricSession(self._meeting, self._min_ranks, self._processes)
+        wing: Any = wings.load("elastic.in_fabric", 'on_loss="continue"')
+        session: LaunchedSession[Training] = wing.ChangingFabricSession(
+            self._meeting, self._min_ranks, self._processes
+        )
+        return session
 
     @property
     def is_global_zero(self) -> bool:

@@ -11,7 +11,7 @@
 What the Trainer is told by its hooks, this face is told by those of torch's optimizers (`steps`).
 All ranks do the same in the same order where they meet: `consensus`, `mean`, `barrier`, `save`,
 `load` and the end of the `with`.  Between those each rank makes as many steps as it has batches.
-With `on_loss="continue"` the others go on where one is lost: `session.surviving`.
+With `on_loss="continue"` the others go on where one is lost: `elastic.members`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
-from lightning_dsgd.session.changes import ChangingSession
 from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
 from lightning_dsgd.session.session import Phase, Session, Training, trained
 from lightning_dsgd.session.sharding import Sharding
@@ -120,7 +119,9 @@ class decentralized(Loop):
     def _new_session(self) -> Session[Training]:
         if self._on_loss == "end":
             return Session()
-        return ChangingSession(self._meeting, self._min_ranks)
+        wing: Any = wings.load("elastic.changes", 'on_loss="continue"')
+        session: Session[Training] = wing.ChangingSession(self._meeting, self._min_ranks)
+        return session
 
     # ---- entering ----
 

@@ -133,6 +133,8 @@ class Session(Generic[TrainingT]):
     """
 
     replica_type: ClassVar[type[Replica]] = Replica
+    goes_on: ClassVar[bool] = False
+    """Whether the other ranks go on where one is lost."""
 
     def __init__(self) -> None:
         self.phase = Phase.OPENING

@@ -12,10 +12,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.replica.calls import Row
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.transport import PeerLost, Transport
 from lightning_dsgd.transport.view import View
+
+
+class Row(Protocol):
+    """Asks the ranks that hold a replica together with this one."""
+
+    def has_lost(self, lost: PeerLost | None) -> bool:
+        """Returns whether any rank of the row has met a loss; all call it and get the same answer.
+
+        Args:
+            lost: the loss that this rank has met
+
+        Raises:
+            PeerLost: if a rank of the row is lost
+        """
+        ...
 
 
 class Sharding(Protocol):

@@ -157,7 +157,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         replica, data = mesh["replica"], mesh["data_parallel"]
         rank = replica.get_local_rank() * data.size() + data.get_local_rank()
         first = {"num_replicas": replica.size() * data.size(), "rank": rank}
-        return first if self._survivors is None else self._survivors.share(first)
+        return first if self._survivors is None else dict(self._survivors.share(first))
 
     def _conditions(self) -> Conditions:
         if self._scaler is not None:

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.replica.surviving import SurvivingReplica
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
 from lightning_dsgd.session.session import Session, trained
@@ -87,7 +86,7 @@ def _gathered_consensus(
     assert session.training is not None
     replica, is_shown = session.training.replica, session.training.replica.shows_consensus
     if not is_shown:
-        adopt = replica.show_as_shared if isinstance(replica, SurvivingReplica) else None
+        adopt = getattr(replica, "show_as_shared", None)
         session.together(replica.show_consensus, adopt)
     # All ranks of this replica are here: none changes the view while another gathers.
     try:

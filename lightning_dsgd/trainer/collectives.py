@@ -16,9 +16,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.session.session import Phase
-from lightning_dsgd.session.surviving import reduced
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.changes import ChangingTrainerSession
 from lightning_dsgd.trainer.training import TrainerSession, check_of_all
 
 if TYPE_CHECKING:
@@ -35,9 +33,9 @@ class CollectivesMixin(_Base):
     _warned_of_local_logs = False
 
     @property
-    def _survivors(self) -> ChangingTrainerSession | None:
+    def _survivors(self) -> Any:
         """The session if it goes on where a rank is lost, else None."""
-        return self.session if isinstance(self.session, ChangingTrainerSession) else None
+        return self.session if self.session.goes_on else None
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._survivors is not None:
@@ -90,7 +88,7 @@ class CollectivesMixin(_Base):
         if op in ("mean", "avg", "sum") and group is None:
             return self.session.reduce(tensor, is_mean=op != "sum")
         if self._survivors is not None:
-            return reduced(self._survivors.all_gather(tensor), op)
+            return self._survivors.reduced(tensor, op)
         self.session.meet()
         with self.session.blaming("a reduction"):
             return super().reduce(tensor, group, reduce_op)
@@ -101,7 +99,7 @@ class CollectivesMixin(_Base):
         if not self.session.can_meet:
             return decision
         if self._survivors is not None:
-            return self._survivors.decide(decision, is_of_all=all)
+            return bool(self._survivors.decide(decision, is_of_all=all))
         votes = int(self.session.reduce(torch.tensor(int(decision)), is_mean=False))
         return votes == self.session.world_size if all else votes > 0
 

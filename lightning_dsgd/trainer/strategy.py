@@ -35,17 +35,16 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_dsgd import wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.replica.surviving import SurvivingReplica
 from lightning_dsgd.session import notices, options, record
 from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
 from lightning_dsgd.session.scaling import agree_on_overflow
 from lightning_dsgd.session.session import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import joint, refusals, seams
-from lightning_dsgd.trainer.changes import ChangingTrainerSession
 from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
@@ -177,7 +176,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
                 "a process that joins a training must call trainer.fit first, got "
                 f"trainer.{self._trainer_state()}; leave that out, or start the job anew"
             )
-        return self._survivors.is_newcomer
+        return bool(self._survivors.is_newcomer)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -188,7 +187,11 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         if self._on_loss == "end":
             return TrainerSession(self._processes)
         counts = self._min_ranks, self._max_ranks
-        return ChangingTrainerSession(self._processes, self._meeting, *counts)
+        wing: Any = wings.load("elastic.joining", 'on_loss="continue"')
+        session: TrainerSession = wing.ChangingTrainerSession(
+            self._processes, self._meeting, *counts
+        )
+        return session
 
     @property
     def is_global_zero(self) -> bool:
@@ -202,7 +205,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         first: dict[str, Any] = super().distributed_sampler_kwargs
-        return first if self._survivors is None else self._survivors.share(first)
+        return first if self._survivors is None else dict(self._survivors.share(first))
 
     def _conditions(self) -> Conditions:
         return Conditions(self.num_processes, skips_overflow=self._scaler is not None)
@@ -290,9 +293,9 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     def _make_replica(
         self, trainer: Any, net: Transport, layout: Whole, everyone: Transport | None
     ) -> Replica:
-        kind: Callable[..., Replica] = Replica
+        kind: Callable[..., Replica] = self.session.replica_type
         if self._survivors is not None:
-            kind = partial(SurvivingReplica, is_newcomer=self._survivors.is_newcomer)
+            kind = partial(kind, is_newcomer=self._survivors.is_newcomer)
         return kind(
             net,
             trainer.lightning_module,

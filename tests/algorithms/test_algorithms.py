@@ -35,9 +35,9 @@ from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.primitives import topology
-from lightning_dsgd.replica.calls import Calls
-from lightning_dsgd.replica.surviving import SurvivingReplica
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from lightning_dsgd.transport.view import View

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dsgd.replica.calls import Calls
+from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.transport import TransportError
 from lightning_dsgd.transport.newcomer import NewcomerTransport
 from lightning_dsgd.transport.process_group import ProcessGroupTransport

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.replica.calls import Calls
+from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.view import View
 from tests.support.worlds import ProcessWorld

@@ -20,7 +20,7 @@ from lightning_dsgd import decentralized
 from lightning_dsgd.session import record
 from lightning_dsgd.sharded import together
 from lightning_dsgd.transport import PeerLost
-from tests.plain.test_survival import Begun, Places
+from tests.elastic.test_plain import Begun, Places
 from tests.sharded.plain.test_sharded import (
     ALGORITHMS,
     Network,

@@ -18,8 +18,7 @@ from lightning.fabric.loggers import CSVLogger
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.session import record
-from tests.fabric.test_fabric import steps
-from tests.plain.test_survival import (
+from tests.elastic.test_plain import (
     LOSS_UNTRAINED,
     NUM_EPOCHS,
     SURVIVES,
@@ -29,6 +28,7 @@ from tests.plain.test_survival import (
     loss_of,
     make_calm,
 )
+from tests.fabric.test_fabric import steps
 from tests.plain.test_training import loader_of, same
 from tests.support.doomed import await_leave
 from tests.support.killed import kill_at_random

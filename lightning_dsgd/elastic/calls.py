@@ -46,33 +46,19 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.session.sharding import Row
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.membership import JOINS, LEAVES
 from lightning_dsgd.transport.view import View
 
 T = TypeVar("T")
-
-
-class Row(Protocol):
-    """Asks the ranks that hold a replica together with this one."""
-
-    def has_lost(self, lost: PeerLost | None) -> bool:
-        """Returns whether any rank of the row has met a loss; all call it and get the same answer.
-
-        Args:
-            lost: the loss that this rank has met
-
-        Raises:
-            PeerLost: if a rank of the row is lost
-        """
-        ...
 
 
 class Alone:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.elastic.joining import ChangingTrainerSession
 from lightning_dsgd.session import record
 from lightning_dsgd.session.meeting import Limits, Meeting
 from lightning_dsgd.trainer import refusals
 from lightning_dsgd.trainer.callbacks import CommunicationMonitor
-from lightning_dsgd.trainer.changes import ChangingTrainerSession
 from lightning_dsgd.trainer.processes import Processes
-from tests.plain.test_survival import LOSS_UNTRAINED, PERIODS
+from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS
 from tests.support.doomed import Doomed, Plan, await_leave
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import loader, trainer

@@ -1,7 +1,7 @@
 """A session that goes on where a rank is lost (`on_loss="continue"`), whatever the face.
 
 Every call of all ranks goes through `Calls.together`, every step of this rank through `Calls.step`
-(`replica/calls.py`): a loss in one of them has the members agree on the next view, and begin anew
+(`elastic/calls.py`): a loss in one of them has the members agree on the next view, and begin anew
 in it: see `changes`.
 
 Where several ranks hold a replica together, a lost rank takes its replica out of the view: the
@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.replica.calls import Calls
+from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.replica.surviving import SurvivingReplica
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.session import Phase, Session, TrainingT, opened
@@ -56,6 +56,7 @@ class SurvivingSession(Session[TrainingT], ABC):
     """
 
     replica_type: ClassVar[type[Replica]] = SurvivingReplica
+    goes_on: ClassVar[bool] = True
     can_be_joined: ClassVar[bool] = False
     """Whether a rank that is started again can join the others."""
 
@@ -317,7 +318,11 @@ class SurvivingSession(Session[TrainingT], ABC):
         The votes alone tell: a rank may take over the votes of a view that had more members.
         """
         votes = self.all_gather(torch.tensor(int(decision)))
-        return bool(reduced(votes, "min" if is_of_all else "max"))
+        return bool(_reduced(votes, "min" if is_of_all else "max"))
+
+    def reduced(self, tensor: Tensor, op: str) -> Tensor:
+        """Reduces all members' tensors as Lightning reduces."""
+        return _reduced(self.all_gather(tensor), op)
 
     def barrier(self) -> None:
         """Waits for all members."""
@@ -371,7 +376,7 @@ class SurvivingSession(Session[TrainingT], ABC):
         self._cancel_last_resort()
 
 
-def reduced(tensors: list[Tensor], op: str) -> Tensor:
+def _reduced(tensors: list[Tensor], op: str) -> Tensor:
     """Reduces all members' tensors as Lightning reduces."""
     stacked = torch.stack(tensors)
     made: dict[str, Callable[[], Tensor]] = {

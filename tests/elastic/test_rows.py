@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.replica.calls import Calls
-from lightning_dsgd.replica.surviving import SurvivingReplica
+from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.transport import PeerLost, Timeout
 from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
 from lightning_dsgd.transport.simulated.baton import Awaited

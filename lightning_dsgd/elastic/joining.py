@@ -1,6 +1,6 @@
 """How the members of the Trainer's training change: besides what every face does, ranks join.
 
-What the Trainer does where the view changes, besides what `session.changes` does:
+What the Trainer does where the view changes, besides what `elastic.changes` does:
 
     the samplers         from the next epoch on that no member has begun, they divide the data
                          among the members
@@ -44,10 +44,11 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.elastic import handover
+from lightning_dsgd.elastic.changes import ChangingSession
 from lightning_dsgd.session import options
-from lightning_dsgd.session.changes import ChangingSession
 from lightning_dsgd.session.meeting import Meeting
-from lightning_dsgd.trainer import handover, seams
+from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.processes import Processes
 from lightning_dsgd.trainer.training import TrainerSession, TrainerTraining
 from lightning_dsgd.transport import Transport, TransportError

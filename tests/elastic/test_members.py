@@ -12,11 +12,11 @@ import torch
 
 from lightning_dsgd import STRATEGIES, FabricStrategy
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.fabric.collectives import ChangingFabricSession
+from lightning_dsgd.elastic.in_fabric import ChangingFabricSession
+from lightning_dsgd.elastic.joining import ChangingTrainerSession
+from lightning_dsgd.elastic.members import SurvivingSession
 from lightning_dsgd.session.meeting import Limits, Meeting
 from lightning_dsgd.session.session import Phase
-from lightning_dsgd.session.surviving import SurvivingSession
-from lightning_dsgd.trainer.changes import ChangingTrainerSession
 from lightning_dsgd.trainer.processes import Processes
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.register import Register

@@ -28,12 +28,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.elastic.members import SurvivingSession
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.lateness import Lateness
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.session import Phase, TrainingT
 from lightning_dsgd.session.stopping import MEET, STOP, AgreedBatch
-from lightning_dsgd.session.surviving import SurvivingSession
 from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View

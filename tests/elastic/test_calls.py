@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.replica.calls import Calls
+from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.transport import PeerLost, TransportError
 from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
 from lightning_dsgd.transport.view import View
