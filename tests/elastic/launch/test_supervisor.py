@@ -85,7 +85,11 @@ def test_a_loop_in_plain_pytorch_trains_under_it(tmp_path):
     assert first == second
 
 
-SURVIVING = PLAIN.replace("timeout_s=60.0", 'timeout_s=60.0, on_loss="continue"').replace(
+SURVIVING = PLAIN.replace("timeout_s=60.0", 'timeout_s=60.0, on_loss="continue"')
+SURVIVING = SURVIVING.replace(
+    "    for", "    replica.barrier()  # from here on all survive a loss\n    for"
+)
+SURVIVING = SURVIVING.replace(
     "        optimizer.step()\n",
     """        optimizer.step()
         pathlib.Path(sys.argv[1], "pid_" + os.environ["RANK"]).write_text(str(os.getpid()))
