@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
 import warnings
@@ -20,23 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_dsgd as dsgd
-from lightning_dsgd import DecentralizedStrategy, FabricStrategy
+from lightning_dsgd import FabricStrategy
 from lightning_dsgd.fabric import twin
 from tests.plain.test_training import (
-    FAST,
-    TIMELESS,
-    Noisy,
     loader_of,
     make,
     make_plain,
     mean_batch,
-    on_one_process,
     same,
 )
-from tests.support.models import Regression, trainer, weights
+from tests.support.models import weights
 from tests.support.mpi import ROOT, environment
 from tests.support.worlds import FitWorld
-from tests.test_frozen import ALGORITHMS
 
 exhaustive = pytest.mark.exhaustive
 PACKAGES = {"lightning.fabric": FabricStrategy, "lightning_fabric": twin.FabricStrategy}
@@ -93,33 +86,6 @@ def test_the_private_names_that_are_overridden_exist(package: str) -> None:
     assert {"_timeout", "_start_method", "_backward_sync_control"} <= vars(ddp()).keys()
 
 
-# ---- the same as the Trainer ----
-
-
-def train_with_both(name: str, package: str) -> tuple[Tensor, Tensor]:
-    make_algorithm = ALGORITHMS[name]
-    model, _ = make()
-    strategy = DecentralizedStrategy(make_algorithm(), timeout_s=20.0)
-    fit = trainer(strategy, 3, max_epochs=2, use_distributed_sampler=False)
-    fit.fit(model, loader_of(dist.get_rank()))
-    twin, optimizer = make()
-    fabric = fabric_of(make_algorithm(), package)
-    net, optimizer = fabric.setup(twin.net, optimizer)
-    with fabric.strategy:
-        for _ in range(2):
-            steps(fabric, net, optimizer, loader_of(fabric.global_rank))
-    return weights(model), weights(twin)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else exhaustive) for n in TIMELESS]
-)
-def test_the_weights_are_those_of_the_trainer_to_the_bit(name: str) -> None:
-    package = "lightning_fabric" if name == "local_sgd" else "lightning.fabric"
-    ranks = run(3, train_with_both, name, package)
-    assert same([x for both in ranks for x in both])
-
-
 # ---- a loop ----
 
 
@@ -164,21 +130,6 @@ def test_ranks_with_uneven_batches_evaluate_the_consensus_and_end_with_it() -> N
         assert len(warned) == (1 if rank == 0 else 0)
 
 
-def accumulate_and_clip(is_clipped: bool) -> Tensor:
-    model, optimizer = make_plain()
-    fabric = fabric_of(dsgd.AllReduce())
-    net, optimizer = fabric.setup(model.net, optimizer)
-    with fabric.strategy:
-        for index, (x, y) in enumerate(loader_of(fabric.global_rank), 1):
-            fabric.backward((net(x) - y).pow(2).mean() / 2)
-            if index % 2 == 0:
-                if is_clipped:
-                    fabric.clip_gradients(net, optimizer, max_norm=0.3)
-                optimizer.step()
-                optimizer.zero_grad()
-    return weights(model)
-
-
 def clip_what_is_held_back() -> Tensor:
     model, optimizer = make_plain()
     fabric = fabric_of(dsgd.OkTopk(density=0.1))
@@ -195,12 +146,6 @@ def clip_what_is_held_back() -> Tensor:
 
 def test_what_was_held_back_is_clipped_too() -> None:
     assert max(float(change.abs().max()) for change in run(2, clip_what_is_held_back)) < 1e-6
-
-
-def test_clipping_sees_the_reduced_gradient() -> None:
-    ranks = run(2, accumulate_and_clip, True)
-    assert same(ranks)
-    torch.testing.assert_close(ranks[0], on_one_process(True))
 
 
 def train_apart_in_bf16() -> tuple[Tensor, set[torch.dtype], float, float]:
@@ -230,57 +175,6 @@ def test_several_models_set_up_apart_train_in_bf16() -> None:
         assert after < before
 
 
-def scale(name: str) -> tuple[list[float], Tensor]:
-    precision = importlib.import_module("lightning.fabric.plugins").MixedPrecision(
-        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0)
-    )
-    model, optimizer = make_plain()
-    fabric = fabric_of(dsgd.AllReduce(), plugins=[precision])
-    net, optimizer = fabric.setup(model.net, optimizer)
-    scales = []
-    with fabric.strategy:
-        for index, (x, y) in enumerate(loader_of(fabric.global_rank, 6)):
-            optimizer.zero_grad()
-            loss = (net(x) - y).pow(2).mean()
-            bad = fabric.global_rank == 1 and index == 2
-            fabric.backward(loss * torch.inf if bad else loss)
-            if index % 2:
-                fabric.clip_gradients(net, optimizer, max_norm=10.0)
-            optimizer.step()
-            scales.append(precision.scaler.get_scale())
-    return scales, weights(model)
-
-
-@exhaustive
-def test_an_overflow_is_skipped_together() -> None:
-    ranks = run(2, scale, "allreduce")
-    assert same([x for _, x in ranks])
-    assert ranks[0][1].isfinite().all()
-    assert [scales for scales, _ in ranks] == [[256.0, 256.0, 128.0, 128.0, 128.0, 128.0]] * 2
-
-
-def clip_as_lightnings_tests_do(precision: str) -> None:
-    """What clipping leaves is within its bound, whatever the precision, and a step follows."""
-    model, optimizer = make_plain()
-    fabric = fabric_of(dsgd.LocalSGD(4), precision=precision)
-    net, optimizer = fabric.setup(torch.compile(model.net, backend="eager"), optimizer)
-    with fabric.strategy:
-        for how in ({"max_norm": 0.05}, {"clip_val": 1e-4}):
-            optimizer.zero_grad()
-            fabric.backward((net(mean_batch(0)[0]) - 100.0).pow(2).mean())
-            fabric.clip_gradients(net, optimizer, **how)
-            grads = torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
-            found = grads.norm() if "max_norm" in how else grads.abs().max()
-            torch.testing.assert_close(found, torch.tensor(*how.values()))
-            optimizer.step()
-
-
-@exhaustive
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_clipping_keeps_to_its_bound_with_a_compiled_model(precision: str) -> None:
-    run(2, clip_as_lightnings_tests_do, precision)
-
-
 # ---- checkpoints ----
 
 
@@ -306,86 +200,7 @@ def test_models_alone_are_saved_and_loaded_as_with_ddp(tmp_path: Path) -> None:
     run(2, save_and_load_models, str(tmp_path))
 
 
-def train_from(folder: str, first: int, last: int, name: str, is_first: bool) -> tuple[Tensor, Any]:
-    torch.manual_seed(dist.get_rank())
-    model = Noisy()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    fabric = fabric_of(ALGORITHMS[name]())
-    net, optimizer = fabric.setup(model.net, optimizer)
-    state = {"model": net, "optimizer": optimizer, "epoch": 0, "rank": fabric.global_rank}
-    rest = None
-    with fabric.strategy:
-        if not is_first:
-            rest = fabric.load(f"{folder}/epoch_{first}.ckpt", state)
-            assert state["epoch"] == first
-        for epoch in range(first, last):
-            for x, y in loader_of(fabric.global_rank, 7):
-                optimizer.zero_grad()
-                fabric.backward((net(x) - y).pow(2).mean() * (0.9 + 0.2 * torch.rand(())))
-                optimizer.step()
-            state["epoch"] = epoch + 1
-            fabric.save(f"{folder}/epoch_{epoch + 1}.ckpt", state)
-    return weights(model), (rest, state["rank"])
-
-
-@pytest.mark.parametrize("name", ["diloco", pytest.param("sgp", marks=exhaustive)])
-def test_a_resumed_training_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    straight = run(3, train_from, str(tmp_path), 0, 2, name, True)
-    resumed = run(3, train_from, str(tmp_path), 1, 2, name, False)
-    assert same([x for x, _ in straight + resumed])
-    assert [said for _, said in resumed] == [({}, rank) for rank in range(3)]
-    saved = torch.load(tmp_path / "epoch_1.ckpt", weights_only=True)
-    assert saved["epoch"] == 1
-    Regression().net.load_state_dict(saved["model"])
-    again = run(2, train_from, str(tmp_path), 1, 2, name, False)  # another number of ranks
-    assert same([x for x, _ in again])
-
-
 # ---- failure, and the end ----
-
-
-def fail_on_rank_1() -> None:
-    model, optimizer = make_plain()
-    fabric = fabric_of(dsgd.LocalSGD(4))
-    net, optimizer = fabric.setup(model.net, optimizer)
-    with fabric.strategy:
-        for index in range(10**6):
-            steps(fabric, net, optimizer, [mean_batch(0)])
-            if index == 20 and fabric.global_rank == 1:
-                raise ArithmeticError("no such luck")
-
-
-def test_an_error_on_one_rank_ends_all() -> None:
-    outcomes = FitWorld().outcomes(3, fail_on_rank_1)
-    assert outcomes[1].error == "ArithmeticError: no such luck"
-    for rank in (0, 2):
-        assert "PeerLost: rank 1 failed: ArithmeticError: no such luck" in outcomes[rank].error
-
-
-def stop(signum: int) -> tuple[str, int]:
-    """Rank 1 gets a signal in the midst of training."""
-    model, optimizer = make_plain()
-    fabric = fabric_of(dsgd.LocalSGD(4))
-    net, optimizer = fabric.setup(model.net, optimizer)
-    num_batches = 0
-    try:
-        with fabric.strategy:
-            for batch in fabric.strategy.batches(itertools.repeat(mean_batch(0))):
-                num_batches += 1
-                if num_batches == 10 and fabric.global_rank == 1:
-                    os.kill(os.getpid(), signum)
-                steps(fabric, net, optimizer, [batch])
-    except SystemExit as error:
-        return str(error), num_batches
-    return "", num_batches
-
-
-@exhaustive
-def test_a_signal_to_one_rank_stops_all_after_the_same_batch() -> None:
-    ranks = run(3, stop, int(signal.SIGTERM))
-    assert len({num_batches for _, num_batches in ranks}) == 1
-    for text, _ in ranks:
-        assert text.startswith("rank 1 received SIGTERM; all ranks stopped, ")
 
 
 def set_up_late() -> None:

@@ -6,32 +6,25 @@ Functions that run on every rank come before the tests that run them, and return
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dsgd as dsgd
-from lightning_dsgd import DecentralizedStrategy, PeerLost, decentralized
+from lightning_dsgd import PeerLost, decentralized
 from lightning_dsgd.plain import launch
 from lightning_dsgd.transport.frames import HEADER
-from tests.support.models import Regression, trainer, weights
+from tests.support.models import Regression, weights
 from tests.support.ports import free_port
 from tests.support.worlds import FitWorld, StartWorld
-from tests.test_frozen import ALGORITHMS
 
 exhaustive = pytest.mark.exhaustive
 
@@ -105,30 +98,6 @@ def train(
     return model, metrics
 
 
-# ---- the same as the Trainer ----
-
-
-def train_with_both(name: str) -> tuple[Tensor, Tensor]:
-    make_algorithm = ALGORITHMS[name]
-    model, _ = make()
-    strategy = DecentralizedStrategy(make_algorithm(), timeout_s=20.0)
-    fit = trainer(strategy, 3, max_epochs=2, use_distributed_sampler=False)
-    fit.fit(model, loader_of(dist.get_rank()))
-    return weights(model), weights(train(make_algorithm(), epochs=2)[0])
-
-
-TIMELESS = [name for name in ALGORITHMS if not name.startswith("hpsgd")]
-FAST = ("allreduce", "local_sgd")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else exhaustive) for n in TIMELESS]
-)
-def test_the_weights_are_those_of_the_trainer_to_the_bit(name: str) -> None:
-    ranks = run(3, train_with_both, name)
-    assert same([x for both in ranks for x in both])
-
-
 # ---- no Lightning ----
 
 
@@ -186,21 +155,6 @@ def test_ranks_with_uneven_batches_evaluate_the_consensus(name: str) -> None:
         assert metrics["consensus_distance"] >= 0
 
 
-@exhaustive
-def test_the_consensus_is_in_the_model_at_the_end() -> None:
-    ranks = run(3, train_alone, "local_sgd")
-    assert same([x for x, _ in ranks])
-    assert all(first > 2 * last for _, (first, last) in ranks)
-
-
-def train_alone(name: str) -> tuple[Tensor, tuple[float, float]]:
-    batch = next(iter(loader_of(7)))
-    model, _ = make()
-    first = model.loss(batch).item()
-    model, _ = train(ALGORITHMS[name](), epochs=10)
-    return weights(model), (first, model.loss(batch).item())
-
-
 def meet_differently() -> None:
     model, optimizer = make()
     with replica_of(model, optimizer, dsgd.LocalSGD()) as replica:
@@ -236,42 +190,6 @@ def make_plain() -> tuple[Plain, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Plain()
     return model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-
-
-def accumulate_and_clip(is_clipped: bool) -> Tensor:
-    model, optimizer = make_plain()
-    with replica_of(model, optimizer, dsgd.AllReduce()) as replica:
-        for index, batch in enumerate(loader_of(replica.rank), 1):
-            (model.loss(batch) / 2).backward()
-            if index % 2 == 0:
-                if is_clipped:
-                    replica.reduce_gradients(optimizer)
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-                optimizer.step()
-                optimizer.zero_grad()
-    return weights(model)
-
-
-def on_one_process(is_clipped: bool) -> Tensor:
-    model, optimizer = make_plain()
-    for index in range(0, 12, 2):
-        for i in (index, index + 1):
-            (model.loss(mean_batch(i)) / 2).backward()
-        if is_clipped:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
-@pytest.mark.parametrize("is_clipped", [True, pytest.param(False, marks=exhaustive)])
-def test_an_optimizer_step_is_a_step_and_clipping_sees_the_reduced_gradient(
-    is_clipped: bool,
-) -> None:
-    ranks = run(2, accumulate_and_clip, is_clipped)
-    assert same(ranks)
-    torch.testing.assert_close(ranks[0], on_one_process(is_clipped))
-    assert not torch.allclose(ranks[0], on_one_process(not is_clipped), atol=1e-3)
 
 
 class Twice(torch.optim.SGD):
@@ -343,36 +261,6 @@ def test_closures_subclasses_and_what_is_compiled_step_as_others_do(kinds: Any) 
     for kind in kinds:
         assert same([first["plain"][0], first[kind][0], second[kind][0]]), kind
         assert first[kind][1]["bytes_sent"] == first["plain"][1]["bytes_sent"], kind
-
-
-def scale_with_an_overflow(name: str) -> tuple[list[float], Tensor]:
-    model, optimizer = make_plain()
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    algorithm: Any = {"allreduce": dsgd.AllReduce(), "local_sgd": dsgd.LocalSGD(4)}[name]
-    scales = []
-    with replica_of(model, optimizer, algorithm, scaler=scaler) as replica:
-        for index, batch in enumerate(loader_of(replica.rank)):
-            optimizer.zero_grad()
-            loss = model.loss(batch)
-            bad = replica.rank == 1 and index == 2
-            scaler.scale(loss * torch.inf if bad else loss).backward()
-            if index % 2:
-                replica.reduce_gradients()
-                nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-    assert scaler.step.__func__ is torch.amp.GradScaler.step  # given back
-    return scales, weights(model)
-
-
-@pytest.mark.parametrize("name", ["allreduce", pytest.param("local_sgd", marks=exhaustive)])
-def test_an_overflow_is_skipped_together_where_gradients_are_exchanged(name: str) -> None:
-    (mine, x), (theirs, their_x) = run(2, scale_with_an_overflow, name)
-    assert theirs == [256.0] * 2 + [128.0] * 10
-    assert mine == (theirs if name == "allreduce" else [256.0] * 12)
-    assert x.isfinite().all()
-    assert torch.equal(x, their_x)
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
@@ -514,74 +402,29 @@ def test_several_optimizers_step_as_often_as_they_do() -> None:
 # ---- checkpoints ----
 
 
-class Noisy(Regression):
-    """Draws random numbers in each batch."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * (0.9 + 0.2 * torch.rand(()))
+OWN = {"a": None}
 
 
-def train_from(
-    folder: str, first: int, last: int, algorithm: str, is_first: bool
-) -> tuple[Tensor, dict[str, Any]]:
-    """These epochs; saves after each."""
-    torch.manual_seed(dist.get_rank())
-    model = Noisy()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    with replica_of(model, optimizer, ALGORITHMS[algorithm]()) as replica:
-        extras = {} if is_first else replica.load(f"{folder}/epoch_{first}.pt")
-        for epoch in range(first, last):
-            steps(model, optimizer, loader_of(replica.rank, 7))
-            replica.save(
-                f"{folder}/epoch_{epoch + 1}.pt", epoch=epoch + 1, own=[replica.rank, {"a": None}]
-            )
-    return weights(model), extras
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n == "diloco" else exhaustive)
-        for n in ("local_sgd", "diloco", "sgp", "oktopk", "wagma, synchronous")
-    ],
-)
-def test_a_resumed_training_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    straight = run(3, train_from, str(tmp_path), 0, 3, name, True)
-    resumed = run(3, train_from, str(tmp_path), 1, 3, name, False)
-    assert same([x for x, _ in straight + resumed])
-    assert [extras for _, extras in resumed] == [
-        {"epoch": 1, "own": [rank, {"a": None}]} for rank in range(3)
-    ]
-    saved = torch.load(tmp_path / "epoch_1.pt", weights_only=True)
-    Regression().load_state_dict(saved["state_dict"])
-    again = run(2, train_from, str(tmp_path), 1, 2, name, False)  # another number of ranks
-    assert same([x for x, _ in again])
-    assert {extras["own"][0] for _, extras in again} == {0}
-
-
-def go_on_from_the_trainers(folder: str) -> tuple[Tensor, Tensor]:
-    """Two epochs with the Trainer; one with it and one without."""
-    path, algorithm = f"{folder}/trainers.ckpt", ALGORITHMS["diloco"]
-
-    class Save(L.Callback):
-        def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(path)
-
-    straight, _ = make()
-    strategy = DecentralizedStrategy(algorithm(), timeout_s=20.0)
-    run = trainer(strategy, 2, max_epochs=2, use_distributed_sampler=False, callbacks=[Save()])
-    run.fit(straight, loader_of(dist.get_rank()))
+def save(folder: str) -> None:
     model, optimizer = make()
-    with replica_of(model, optimizer, algorithm()) as replica:
-        assert replica.load(path) == {}
-        steps(model, optimizer, loader_of(replica.rank))
-    return weights(straight), weights(model)
+    with replica_of(model, optimizer, dsgd.LocalSGD(4)) as replica:
+        steps(model, optimizer, loader_of(replica.rank, 7))
+        replica.save(f"{folder}/epoch_1.pt", epoch=1, own=[replica.rank, OWN])
 
 
-@exhaustive
-def test_a_checkpoint_of_the_trainers_goes_on_to_the_bit(tmp_path: Path) -> None:
-    assert same([x for both in run(2, go_on_from_the_trainers, str(tmp_path)) for x in both])
+def load(folder: str) -> dict[str, Any]:
+    model, optimizer = make()
+    with replica_of(model, optimizer, dsgd.LocalSGD(4)) as replica:
+        extras: dict[str, Any] = replica.load(f"{folder}/epoch_1.pt")
+    return extras
+
+
+def test_what_is_saved_beside_a_model_is_loaded_again(tmp_path: Path) -> None:
+    """With another number of ranks what rank 0 has saved."""
+    run(2, save, str(tmp_path))
+    for world_size, owners in ((2, [0, 1]), (3, [0, 0, 0])):
+        found = run(world_size, load, str(tmp_path))
+        assert found == [{"epoch": 1, "own": [rank, OWN]} for rank in owners]
 
 
 def load_with_two_optimizers(folder: str) -> None:
@@ -607,96 +450,12 @@ def load_with_another(folder: str) -> None:
 def test_bad_checkpoints_are_refused(tmp_path: Path) -> None:
     for error in errors(2, save_what_cannot_be_read, str(tmp_path)):
         assert "got config with a PosixPath; save its state_dict()" in error
-    run(2, train_from, str(tmp_path), 0, 1, "local_sgd", True)
+    run(2, save, str(tmp_path))
     for error in errors(2, load_with_another, str(tmp_path)):
         assert "got strategy='dpsgd'" in error
         assert "saved from 'local_sgd'" in error
     for error in errors(2, load_with_two_optimizers, str(tmp_path)):
         assert "must be of the same optimizers, got 1 in" in error
-
-
-# ---- failure ----
-
-
-def die(how: str) -> float:
-    """Rank 1 ends in the midst of training; how long the others took to notice."""
-    model, optimizer = make()
-    begin = time.monotonic()
-    try:
-        with replica_of(model, optimizer, dsgd.LocalSGD(4)) as replica:
-            for index in range(10**6):
-                begin = time.monotonic()
-                steps(model, optimizer, [mean_batch(0)])
-                if index == 20 and replica.rank == 1:
-                    if how == "raise":
-                        raise ArithmeticError("no such luck")
-                    os.kill(os.getpid(), signal.SIGKILL)
-    except PeerLost:
-        if time.monotonic() - begin > 15.0:
-            raise RuntimeError("noticed too late") from None
-        raise
-    return 0.0
-
-
-@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=exhaustive)])
-def test_a_lost_rank_ends_all_others_which_name_it(how: str) -> None:
-    outcomes = FitWorld().outcomes(3, die, how)
-    reason = "failed: ArithmeticError: no such luck" if how == "raise" else "died"
-    for rank in (0, 2):
-        assert outcomes[rank].error.startswith("PeerLost: rank 1 "), outcomes[rank].error
-        assert reason in outcomes[rank].error or how == "kill"
-        assert outcomes[rank].seconds < 100
-
-
-def stop(signum: int, folder: str) -> tuple[str, int, Tensor]:
-    """Rank 1 gets a signal in the midst of training; all save, and end."""
-    if signum == signal.SIGINT:
-        signal.signal(signum, signal.default_int_handler)
-    model, optimizer = make()
-    num_batches = 0
-    before = signal.getsignal(signum)
-
-    def endless() -> Iterator[Any]:
-        batches = list(loader_of(dist.get_rank()))
-        while True:
-            yield from batches
-
-    caught: BaseException | None = None
-    try:
-        with replica_of(model, optimizer, dsgd.LocalSGD(4)) as replica:
-            try:
-                for batch in replica.batches(endless()):
-                    num_batches += 1
-                    if num_batches == 10 and replica.rank == 1:
-                        os.kill(os.getpid(), signum)
-                    steps(model, optimizer, [batch])
-            except (KeyboardInterrupt, SystemExit):
-                replica.save(f"{folder}/stopped.pt", num_batches=num_batches)
-                raise
-    except (KeyboardInterrupt, SystemExit) as error:
-        caught = error
-    assert signal.getsignal(signum) == before
-    assert not [t for t in threading.enumerate() if t.name.startswith("dsgd")]
-    return f"{type(caught).__name__}: {caught}", num_batches, weights(model)
-
-
-@pytest.mark.parametrize(
-    ("signum", "kind"),
-    [
-        (signal.SIGTERM, "SystemExit"),
-        pytest.param(signal.SIGINT, "KeyboardInterrupt", marks=exhaustive),
-    ],
-)
-def test_a_signal_to_one_rank_stops_all_after_the_same_batch(
-    signum: signal.Signals, kind: str, tmp_path: Path
-) -> None:
-    ranks = run(3, stop, int(signum), str(tmp_path))
-    assert len({num_batches for _, num_batches, _ in ranks}) == 1
-    for rank, (text, num_batches, _) in enumerate(ranks):
-        begin = f"{kind}: rank 1 received {signum.name}; all ranks stopped, "
-        assert text == f"{begin}rank {rank} after {num_batches} batches"
-    saved = torch.load(tmp_path / "stopped.pt", weights_only=True)
-    assert saved["extras"]["num_batches"] == ranks[0][1]
 
 
 # ---- starting ----

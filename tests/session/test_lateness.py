@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
+from torch import Tensor, nn
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import make_algorithm
@@ -22,6 +21,7 @@ from lightning_dsgd.session import lateness
 from lightning_dsgd.session.lateness import Lateness
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.support.faces import FACES, Loop
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import Plain, fit, run
 from tests.support.worlds import FakeFitWorld
@@ -137,9 +137,9 @@ class Slow(Plain):
         super().__init__()
         self.step_s = step_s
 
-    def training_step(self, *args: Any) -> Any:
+    def loss(self, batch: Any) -> Tensor:
         time.sleep(self.step_s)
-        return super().training_step(*args)
+        return super().loss(batch)
 
 
 def train(
@@ -159,35 +159,9 @@ def train(
             callbacks=[dsgd.CommunicationMonitor(per_rank=True)],
         )
     else:
-        model = nn.Linear(10, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        face_of = {"plain": train_in_plain_pytorch, "Fabric": train_in_fabric}[face]
-        face_of(model, optimizer, name, seconds)
+        batches = [(torch.ones(4, 10), torch.ones(4, 1))] * NUM_STEPS
+        FACES[face](Loop(Slow(seconds), make_algorithm(name), batches, epochs=2))
     return heard.late()
-
-
-def train_in_plain_pytorch(model: Any, optimizer: Any, name: str, seconds: float) -> None:
-    with dsgd.decentralized(model, optimizer, make_algorithm(name)) as replica:
-        for _ in range(2):
-            for x in replica.batches(torch.ones(NUM_STEPS, 4, 10)):
-                time.sleep(seconds)
-                model(x).sum().backward()
-                optimizer.step()
-            replica.barrier()
-
-
-def train_in_fabric(model: Any, optimizer: Any, name: str, seconds: float) -> None:
-    strategy = dsgd.FabricStrategy(name)
-    fabric = Fabric(accelerator="cpu", devices=3, strategy=strategy)
-    fabric.launch()
-    model, optimizer = fabric.setup(model, optimizer)
-    with strategy:
-        for _ in range(2):
-            for x in strategy.batches(torch.ones(NUM_STEPS, 4, 10)):
-                time.sleep(seconds)
-                fabric.backward(model(x).sum())
-                optimizer.step()
-            fabric.barrier()
 
 
 ONE_SLOW = (0.02, 0.2, 0.02)

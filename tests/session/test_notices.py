@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.session.notices import Facts, notices
-from tests.support.fits import Plain, fit, run
+from tests.support.faces import FACES, Loop
+from tests.support.fits import Plain, run
 
 MODEL = nn.Linear(10, 1)
 SPARSE_ADAM = "first beta to 0.5, or local_steps=2 with density=0.4 and scale_steps=True"
@@ -86,33 +86,14 @@ class WithAdam(Plain):
 
 
 def train_with_adam(face: str, path: str) -> list[str]:
-    """What this rank warns of."""
+    """What this rank warns of, in a training that goes on from a checkpoint too."""
+    batches = [(torch.ones(4, 10), torch.ones(4, 1))] * 4
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if face == "Trainer":
-            fit("local_sgd", WithAdam, options={"sync_period": 9})
-        else:
-            model = nn.Linear(10, 1)
-            optimizer = torch.optim.AdamW(model.parameters())
-            {"plain": load_in_plain_pytorch, "Fabric": step_in_fabric}[face](model, optimizer, path)
+        FACES[face](Loop(WithAdam(), dsgd.LocalSGD(9), batches, saves=path))
+        caught.clear()
+        FACES[face](Loop(WithAdam(), dsgd.LocalSGD(9), batches, epochs=2, resumes=path))
     return [str(w.message) for w in caught if str(w.message).startswith("got ")]
-
-
-def load_in_plain_pytorch(model: Any, optimizer: Any, path: str) -> None:
-    with dsgd.decentralized(model, optimizer, dsgd.LocalSGD()) as replica:
-        replica.save(path)
-        replica.load(path)
-
-
-def step_in_fabric(model: Any, optimizer: Any, _: str) -> None:
-    strategy = dsgd.FabricStrategy("local_sgd")
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    model, optimizer = fabric.setup(model, optimizer)
-    with strategy:
-        for _ in range(2):
-            fabric.backward(model(torch.ones(4, 10)).sum())
-            optimizer.step()
 
 
 @pytest.mark.parametrize("face", ["Trainer", "plain", "Fabric"])

@@ -6,10 +6,10 @@ Forward, backward and the optimizer are queued there as well, and backward from 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,17 +22,16 @@ from lightning_dsgd import (
     WAGMA,
     DecentralizedStrategy,
     EagerSGD,
-    FabricStrategy,
     PopSGD,
     StragglerInjector,
-    decentralized,
 )
 from lightning_dsgd.devices import PASSED, port_of
 from lightning_dsgd.transport import staging
-from tests.plain.test_training import TIMELESS, loader_of, make
+from tests.session.test_faces import TIMELESS, batches_of
+from tests.support.faces import Loop, by_fabric, by_loop
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import Seeded, accelerator_of, buffers
-from tests.support.models import Regression, loader, trainer, weights
+from tests.support.models import loader, trainer, weights
 from tests.support.worlds import FakeFitWorld, FitWorld
 from tests.test_frozen import ALGORITHMS
 
@@ -164,46 +163,17 @@ def test_stragglers_on_the_device_are_kernels() -> None:
 # ---- the other faces ----
 
 
-def batches_on(device: torch.device, rank: int) -> list[tuple[Tensor, Tensor]]:
-    return [(x.to(device), y.to(device)) for x, y in loader_of(rank, 6)]
-
-
-def make_on(device: torch.device) -> tuple[Regression, torch.optim.Optimizer]:
-    """Moved before there is an optimizer: only the devices that torch knows keep parameters."""
-    model = make()[0].to(device)
-    return model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-
-
-def train_plainly(name: str, device: torch.device) -> Tensor:
-    model, optimizer = make_on(device)
-    with decentralized(model, optimizer, ALL[name](), timeout_s=60.0) as replica:
-        for x, y in replica.batches(batches_on(device, replica.rank)):
-            optimizer.zero_grad()
-            model.loss((x, y)).backward()
-            optimizer.step()
-        with replica.consensus():
-            assert bool(weights(model).isfinite().all())
-    return weights(model).detach().cpu()
-
-
-def train_in_fabric(name: str, device: torch.device) -> Tensor:
-    strategy, world_size = FabricStrategy(ALL[name](), timeout_s=60.0), dist.get_world_size()
-    fabric = L.Fabric(accelerator=accelerator_of(device), devices=world_size, strategy=strategy)
-    fabric.launch()
-    model, optimizer = make_on(device)
-    net, optimizer = fabric.setup(model.net, optimizer)
-    with strategy:
-        for x, y in batches_on(fabric.device, fabric.global_rank):
-            optimizer.zero_grad()
-            fabric.backward(((net(x) - y) ** 2).mean())
-            optimizer.step()
+def train_by(face: Callable[[Loop], None], name: str, device: torch.device) -> Tensor:
+    model = Seeded().to(device)  # before there is an optimizer: torch keeps no fake parameters
+    batches = [(x.to(device), y.to(device)) for x, y in batches_of(dist.get_rank(), 6)]
+    face(Loop(model, ALL[name](), batches))
     return weights(model).detach().cpu()
 
 
 def train_with_both(fake: FakeDevice, name: str) -> list[tuple[Tensor, Tensor]]:
     return [
-        (train(name, fake.device), train(name, torch.device("cpu")))
-        for train in (train_plainly, train_in_fabric)
+        (train_by(face, name, fake.device), train_by(face, name, CPU))
+        for face in (by_loop, by_fabric)
     ]
 
 

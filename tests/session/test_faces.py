@@ -1,0 +1,246 @@
+"""What holds of a loop on every face: real processes, set up as torchrun sets them up.
+
+Functions that run on every rank come before the tests that run them, and return what each rank saw.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.faces import FACES, Loop
+from tests.support.fits import Plain, Seeded, assert_close, same
+from tests.support.models import weights
+from tests.support.worlds import FitWorld
+from tests.test_frozen import ALGORITHMS
+
+exhaustive = pytest.mark.exhaustive
+TIMELESS = [name for name in ALGORITHMS if not name.startswith("hpsgd")]
+FAST = ("allreduce", "local_sgd")
+
+
+def batches_of(rank: int, num_batches: int = 12) -> list[tuple[Tensor, Tensor]]:
+    """This rank's own data, in its order."""
+    x = torch.randn(num_batches, 8, 10, generator=torch.Generator().manual_seed(rank))
+    return list(zip(x, x.sum(2, keepdim=True), strict=True))
+
+
+# ---- to the bit on every face ----
+
+
+class Overflowing(Plain):
+    """The third loss of rank 1 is infinite."""
+
+    num_losses = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        self.num_losses += 1
+        loss = super().loss(batch)
+        return loss * torch.inf if (dist.get_rank(), self.num_losses) == (1, 3) else loss
+
+
+def train_on_each(names: list[str]) -> dict[str, dict[str, Tensor]]:
+    """For each algorithm, the weights that each face ends with."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in names:
+        found[name] = {}
+        for face, train in FACES.items():
+            model = Seeded()
+            train(Loop(model, ALGORITHMS[name](), batches_of(dist.get_rank()), epochs=2))
+            found[name][face] = weights(model)
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FAST, id="fast"),
+        pytest.param([n for n in TIMELESS if n not in FAST], id="others", marks=exhaustive),
+    ],
+)
+def test_the_weights_are_the_same_to_the_bit_on_every_face(names: list[str]) -> None:
+    ranks = FitWorld().run(3, train_on_each, names)
+    for name in names:
+        assert same([x for rank in ranks for x in rank[name].values()]), name
+
+
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "accumulates": ("allreduce", Plain, {"accumulate": 2}),
+    "accumulates and clips": ("allreduce", Plain, {"accumulate": 2, "clip": 0.3}),
+    "overflows": ("allreduce", Overflowing, {"clip": 10.0}),
+    "overflows alone": ("local_sgd", Overflowing, {}),
+}
+
+
+def train_in_cases() -> dict[str, list[tuple[Tensor, float]]]:
+    """For each case, the weights and the scale of the loss that each face ends with."""
+    found: dict[str, list[tuple[Tensor, float]]] = {case: [] for case in CASES}
+    for case, (name, make, options) in CASES.items():
+        for train in FACES.values():
+            model, scaler = make(), None
+            if make is Overflowing:
+                scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            data = batches_of(dist.get_rank())
+            train(Loop(model, ALGORITHMS[name](), data, scaler=scaler, **options))
+            found[case].append((weights(model), scaler.get_scale() if scaler else 1.0))
+    return found
+
+
+def on_one_process(clip: float | None) -> Tensor:
+    """Steps of two batches of two ranks each."""
+    model = Plain()
+    optimizer = model.configure_optimizers()
+    for number, ranks in enumerate(zip(batches_of(0), batches_of(1), strict=True), 1):
+        both = [torch.cat(parts) for parts in zip(*ranks, strict=True)]
+        (model.loss(both) / 2).backward()
+        if number % 2 == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def test_steps_of_several_batches_clipping_and_overflows_are_the_same_on_every_face() -> None:
+    first, second = FitWorld().run(2, train_in_cases)
+    for case, (_, make, _) in CASES.items():
+        for (x, _), (their_x, _) in zip(first[case], second[case], strict=True):
+            assert torch.equal(x, their_x), case
+            assert bool(x.isfinite().all())
+            # In half precision Fabric rounds at another place.
+            assert_close(x, first[case][0][0], 2e-3 if make is Overflowing else 0.0)
+    for case, clip in (("accumulates", None), ("accumulates and clips", 0.3)):
+        torch.testing.assert_close(first[case][0][0], on_one_process(clip))
+    scales = [[scale for _, scale in rank["overflows"]] for rank in (first, second)]
+    assert scales == [[128.0] * 3] * 2
+    alone = [[scale for _, scale in rank["overflows alone"]] for rank in (first, second)]
+    assert alone == [[256.0] * 3, [128.0] * 3]
+
+
+# ---- checkpoints ----
+
+
+class Noisy(Plain):
+    """Draws random numbers in each batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (0.9 + 0.2 * torch.rand(()))
+
+
+WAYS = [("Trainer", "Trainer"), ("plain", "plain"), ("Fabric", "Fabric"), ("plain", "Trainer")]
+"""The faces that train, and that have saved what they go on from."""
+
+
+def go_on(names: list[str], folder: str, resumes: bool) -> dict[Any, tuple[Tensor, Any]]:
+    """The weights, and what was loaded beside them."""
+    found = {}
+    for name in names:
+        for face, saver in WAYS if resumes else WAYS[:3]:
+            path = {"resumes" if resumes else "saves": f"{folder}/{name} {saver}"}
+            model, batches = Noisy(), batches_of(dist.get_rank(), 7)
+            torch.manual_seed(dist.get_rank())
+            loop = Loop(model, ALGORITHMS[name](), batches, epochs=3, **path)
+            FACES[face](loop)
+            found[name, face, saver] = weights(model), loop.extra
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["diloco"], id="fast"),
+        pytest.param(
+            ["local_sgd", "sgp", "oktopk", "wagma, synchronous"], id="others", marks=exhaustive
+        ),
+    ],
+)
+def test_a_resumed_training_ends_with_the_same_bits(names: list[str], tmp_path: Path) -> None:
+    straight, resumed = (FitWorld().run(3, go_on, names, str(tmp_path), r) for r in (False, True))
+    for name in names:
+        for face, saver in WAYS:
+            ends = [rank[name, face, saver] for rank in resumed]
+            assert same([x for x, _ in ends] + [rank[name, saver, saver][0] for rank in straight])
+            extras = [None] * 3 if saver == "Trainer" else [0, 1, 2]
+            assert [extra for _, extra in ends] == extras
+        saved = torch.load(tmp_path / f"{name} plain", weights_only=True)["state_dict"]
+        Plain().load_state_dict(saved)
+    fewer = FitWorld().run(2, go_on, names[:1], str(tmp_path), True)
+    for key, (x, extra) in fewer[1].items():
+        assert torch.equal(x, fewer[0][key][0]), key
+        assert extra == (None if key[2] == "Trainer" else 0)
+
+
+# ---- one rank ends all ----
+
+
+class Acting(Plain):
+    """Does something to rank 1 in its twentieth batch."""
+
+    num_losses = 0
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def loss(self, batch: Any) -> Tensor:
+        self.num_losses += 1
+        if (dist.get_rank(), self.num_losses) == (1, 20):
+            if self.how == "raise":
+                raise ArithmeticError("no such luck")
+            os.kill(os.getpid(), getattr(signal, self.how))
+        return super().loss(batch)
+
+
+def train_until_it_ends(face: str, how: str) -> tuple[str, int, bool]:
+    """What ends the training, after how many batches, and whether handlers are given back."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model, own = Acting(how), [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    batches = batches_of(dist.get_rank())
+    try:
+        FACES[face](Loop(model, ALGORITHMS["local_sgd"](), batches * 1000))
+    except (SystemExit, KeyboardInterrupt) as end:
+        handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+        return f"{type(end).__name__}: {end}", model.num_losses, handlers == own
+    raise AssertionError("nothing has ended it")
+
+
+@pytest.mark.parametrize(
+    ("face", "how", "reason"),
+    [
+        ("plain", "SIGKILL", "died"),
+        ("Fabric", "raise", "failed: ArithmeticError: no such luck"),
+        pytest.param("plain", "raise", "failed: ArithmeticError: no such luck", marks=exhaustive),
+    ],
+)
+def test_a_lost_rank_ends_all_others_which_name_it(face: str, how: str, reason: str) -> None:
+    """Under the Trainer: tests/session/test_ending.py."""
+    outcomes = FitWorld().outcomes(3, train_until_it_ends, face, how)
+    for rank in (0, 2):
+        assert outcomes[rank].error.startswith(f"PeerLost: rank 1 {reason}"), outcomes[rank].error
+        assert outcomes[rank].seconds < 55.0  # before the 60 s for which they would wait
+
+
+@pytest.mark.parametrize(
+    ("face", "how", "kind"),
+    [
+        ("plain", "SIGTERM", "SystemExit"),
+        pytest.param("plain", "SIGINT", "KeyboardInterrupt", marks=exhaustive),
+        pytest.param("Fabric", "SIGTERM", "SystemExit", marks=exhaustive),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_after_the_same_batch(
+    face: str, how: str, kind: str
+) -> None:
+    ranks = FitWorld().run(3, train_until_it_ends, face, how)
+    for rank, (text, num_batches, is_given_back) in enumerate(ranks):
+        stopped = f"all ranks stopped, rank {rank} after {num_batches} batches"
+        assert text == f"{kind}: rank 1 received {how}; {stopped}"
+        assert num_batches == ranks[0][1] >= 20
+        assert is_given_back
