@@ -11,19 +11,17 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_dsgd import (
-    STRATEGIES,
-)
+from lightning_dsgd import STRATEGIES
 from lightning_dsgd.devices import port_of
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("allreduce", "no_sync", "local_sgd", "dpsgd")  # one of each kind
-ASYNCHRONOUS = ("no_sync", "local_sgd", "dpsgd")
 LATER = pytest.mark.exhaustive
 
 
@@ -154,6 +152,10 @@ def oracle(
             optimizer.step()
             optimizer.zero_grad()
     return weights(model)
+
+
+def fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))
 
 
 def assert_close(given: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:

@@ -5,9 +5,11 @@ Functions that run in that process come before the tests that run them.
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
+import sys
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,10 @@ def fit_twice(name: str, method: str, folder: str) -> None:
 
     with pytest.raises(NotImplementedError, match="creating a new Trainer"):
         fitter.fit(model, loader())
+    ignored: list[Any] = []
+    sys.unraisablehook = ignored.append
+    atexit._run_exitfuncs()  # which processes of multiprocessing do not
+    assert not ignored
 
 
 @EVERY_METHOD

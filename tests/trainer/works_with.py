@@ -188,8 +188,8 @@ SECTIONS: Final[dict[str, list[Row]]] = {
         Row("`barebones=True`, `deterministic=True`", WORKS),
         Row("The launchers: a script by itself, torchrun, mpiexec, SLURM", WORKS,
             "test_launchers.py::test_torchrun"),
-        Row('`start_method="spawn"` or `"fork"`', WORKS, "test_refusals.py::test_ranks_may_be"
-            "_spawned"),
+        Row('`start_method="spawn"` or `"fork"`', WORKS, "test_start_methods.py::test_weights_"
+            "of_forked_ranks_come_back_and_are_trained_on"),
         Row("A notebook, Python's prompt", "works; ranks are forked ([notebooks](notebooks.md))",
             "test_notebook.py::test_the_example_runs_in_a_notebook"),
         Row("`LightningCLI`", WORKS, "test_cli.py::test_run_leaves_metrics_config_and_a"
