@@ -31,15 +31,11 @@ MORE = [
     *("sgp:overlap=1", "sgp:hierarchical=true:node_size=2", "popsgd:blocking=true"),
     *("hpsgd:wire_dtype=int8", "local_sgd:sync_period=4:num_fragments=2:overlap_steps=2"),
     *("wagma:scale_steps=true", "sgp:overlap=1:scale_steps=true"),
+    "diloco:sync_period=4:outer_lr=1.0:outer_momentum=0.0",
 ]
 SPARSE = [name for name in ALGORITHMS if issubclass(ALGORITHMS[name], ErrorFeedback)]
 OWN = [*SPARSE, "eager_sgd"]  # which say it of gradients
 KEEPING = [name for name in ALGORITHMS if name not in (*OWN, "diloco")] + MORE
-
-
-def some(specs: list[str], fast: list[str]) -> list[Any]:
-    """The others run in `make test-all` only."""
-    return [s if s in fast else pytest.param(s, marks=pytest.mark.exhaustive) for s in specs]
 
 
 class Run:
@@ -142,7 +138,7 @@ def test_what_loses_no_update_is_seen_to_keep_all(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", some(KEEPING, ["allreduce", "wagma", "sgp:hierarchical=true:node_size=2"])
+    "spec", ["allreduce", "wagma", "hpsgd", "sgp:hierarchical=true:node_size=2"]
 )
 def test_all_are_kept_where_ranks_have_different_numbers_of_batches(spec: str) -> None:
     for situation in SITUATIONS:
@@ -275,11 +271,6 @@ def test_late_gradients_are_told() -> None:
 )
 def test_outer_momentum_multiplies_updates(spec: str) -> None:
     assert shares_in("slow rank", spec)[-1] == pytest.approx(2, abs=0.2)
-
-
-def test_diloco_without_an_outer_optimizer_keeps_all() -> None:
-    plain = "diloco:sync_period=4:outer_lr=1.0:outer_momentum=0.0"
-    assert shares_in("slow link", plain)[-1] == pytest.approx(1, abs=1e-3)
 
 
 def test_nothing_is_said_before_there_is_an_update() -> None:

@@ -140,6 +140,24 @@ def test_a_resume_with_other_parameters_is_refused() -> None:
         SimulatedWorld(2).run(lambda net: resume(net, saved, unfreeze=False))
 
 
+def shorten_the_period(net: Any) -> list[Any]:
+    """At the save more steps had passed since the last average than the new period has."""
+    model, optimizer, replica = make(net, LocalSGD)
+    for number in range(5):
+        step(net, number, optimizer, replica, model)
+    replica.settle()
+    states, names = replica.state_dict(), replica.names()
+    replica = Replica(net.sub("resumed"), model, [optimizer], LocalSGD(sync_period=2))
+    replica.load_state_dict(states, names)
+    step(net, 5, optimizer, replica, model)
+    return [*states, *replica.state_dict()]
+
+
+def test_a_shorter_period_after_a_resume_still_averages() -> None:
+    saved, averaged = {"steps_since_sync": 5}, {"steps_since_sync": 0}
+    assert SimulatedWorld(2).run(shorten_the_period) == [[saved, averaged]] * 2
+
+
 def overflow(net: Any) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
