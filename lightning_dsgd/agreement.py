@@ -41,6 +41,12 @@ def num_active(net: Transport, *, active: bool, counts: Tensor | None = None) ->
     return int(flags[0])
 
 
+def has_overflowed(net: Transport, g: Tensor) -> bool:
+    """Returns whether any rank's gradient has NaN or inf in it."""
+    flag = torch.tensor([int(not g.isfinite().all())])
+    return bool(net.all_reduce(flag).wait())
+
+
 def largest(net: Transport, *values: int) -> list[int]:
     """Returns the largest of each value on any rank; every rank sends log2 P messages.
 

@@ -87,6 +87,11 @@ class Algorithm:
     that ranks in lockstep agree on which parameters the optimizer steps.
     """
 
+    takes_pieces: ClassVar[bool] = False
+    """Whether the algorithm, once started, wants to hear of the gradient during the backward pass:
+    see `gradient_made`.
+    """
+
     keeps_updates: ClassVar[bool] = True
     """Whether every update of every rank reaches the consensus, whoever is late; where gradients
     are averaged, every gradient.  What a rank keeps back for a later step is not lost.  How many
@@ -155,6 +160,13 @@ class Algorithm:
         self.check(net.world_size, conditions)
         self.net = net
         self.conditions = conditions
+
+    def gradient_made(self, g: Tensor, begin: int) -> None:
+        """Is called during the backward pass, once g is there from the element `begin` on.
+
+        Only an algorithm that `takes_pieces` is called.  From then on that part of g is its own,
+        until `before_update` has returned.
+        """
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         """Is called when gradients are ready and the optimizer has not stepped yet."""

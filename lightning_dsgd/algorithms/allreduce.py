@@ -2,25 +2,48 @@
 
     g <- (1/P) sum_i g_i        before every optimizer step
 
-Differs from DistributedDataParallel: the whole gradient is reduced once after backward, and ranks
-may have different numbers of batches.  A rank that has run out contributes nothing, and the mean is
-over the others; it takes their weights once all have stopped.
+Differs from DistributedDataParallel: by default the whole gradient is reduced once after the
+backward pass, and ranks may have different numbers of batches.  A rank that has run out contributes
+nothing, and the mean is over the others; it takes their weights once all have stopped.
 
-Every rank waits for every other in every step.  Sends 2(P-1)/P |g| per step and some integers,
-which count the ranks that have a gradient for each parameter.
+**Rounded sums.**  With a `wire_dtype` the ranks send gradients rounded, and add what was rounded
+off to their next gradient (`primitives/quantised.py`).  At the end of training the optimizer
+applies what is left.
+
+**Overlap.**  With `overlap=True` the gradient is cut into `num_buckets` pieces of equal size.  A
+lane sums a piece once the backward pass has made it, the last weights' first, as DDP does (and the
+DenseOvlp of Li and Hoefler, PPoPP 2022, https://arxiv.org/abs/2201.07598).
+
+**Delay.**  With `delay=1` the optimizer's step t applies the mean of step t - 1's gradients, so
+a sum may travel during a whole step.  The first step's gradient is zero.  The last mean is applied
+in the next step, at the latest at the end of training.  A parameter that has no gradient on any
+rank is stepped with zero.  One rank alone has no delay.
+
+Every rank waits for every other in every step.  Sends 2(P-1)/P |g| per step, with a `wire_dtype`
+fewer, and some integers, which count the ranks that have a gradient for each parameter.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from lightning_dsgd.agreement import num_active, take_over_newest
+from lightning_dsgd import agreement
+from lightning_dsgd.agreement import give_newest, num_active, take_over_newest
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
-from lightning_dsgd.transport import Transport
+from lightning_dsgd.hyperparameters import at_least, setting
+from lightning_dsgd.primitives import quantised, rounding
+from lightning_dsgd.primitives.error_feedback import evenly
+from lightning_dsgd.transport import Receipt, Transport
+
+_WORDS: Final = torch.empty(0, dtype=torch.int64)
+_STANDS_STILL: Final = -1
 
 
 @dataclass
@@ -32,28 +55,96 @@ class AllReduce(Algorithm):
         when="every step",
         with_whom="all ranks",
         sends="2(P-1)/P |g|",
-        memory="|g|",
+        memory="|g|; |g| more with a `wire_dtype`, 3 |g| more with `delay`",
         suits="ranks of equal speed on a fast network; the synchronous baseline",
     )
     uses_gradient: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
     counts_gradients: ClassVar[bool] = True
 
+    wire_dtype: str = rounding.wire_dtype(of="gradient entry")
+    overlap: bool = setting(
+        default=False, doc="whether pieces of the gradient travel during the backward pass"
+    )
+    num_buckets: int = at_least(
+        1, default=8, doc="number of pieces into which `overlap=True` cuts the gradient"
+    )
+    delay: int = at_least(
+        0,
+        below=2,
+        default=0,
+        doc="number of steps after which a mean of gradients is applied; with 1 it travels during "
+        "a whole step",
+    )
+
+    @property
+    def holds_back(self) -> bool:  # type: ignore[override]
+        """Whether gradients, or what was rounded off, are applied later."""
+        return self.wire_dtype != "float32" or self.delay > 0
+
+    @property
+    def takes_pieces(self) -> bool:  # type: ignore[override]
+        """Whether it takes pieces of the gradient during the backward pass."""
+        return self.overlap
+
+    def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
+        super().check(world_size, conditions)
+        if (self.overlap or self.delay) and conditions.skips_overflow:
+            raise ValueError(
+                "overlap and delay need gradients that are never scaled, got "
+                f"overlap={self.overlap} and delay={self.delay} with a loss that is scaled for "
+                'fp16; use precision="bf16-mixed", or leave both out'
+            )
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
         super().start(net, x, conditions)
-        self.step = 0
+        self.step = self.num_own = 0  # of the newest rank, and of this one
+        self.wire = self.wire_dtype if net.world_size > 1 else "float32"
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # What was rounded off, or comes from a training with another number of ranks.
+        self.kept = torch.zeros_like(x, dtype=wide) if self.holds_back else None
+        is_apart = (self.overlap or self.delay > 0) and net.world_size > 1
+        self.background = _Background(net, self, x) if is_apart else None
+
+    # ---- the training thread ----
+
+    def gradient_made(self, g: Tensor, begin: int) -> None:
+        if self.background is not None:
+            self.background.hand_over(g, begin)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        active = num_active(self.net, active=True, counts=self.conditions.gradient_counts)
-        self.net.all_reduce(g).wait()
-        g /= active
+        counts = self.conditions.gradient_counts
+        if self.background is None:
+            active = num_active(self.net, active=True, counts=counts)
+            self.average(self.net, g, slice(0, len(g)), active)
+        else:
+            self.background.hand_over(g, 0)
+            self.background.take_mean(g)
+            self._share(counts)
         self.step += 1
+        self.num_own += 1
+
+    def _share(self, counts: Tensor | None) -> None:
+        """Counts the ranks that have a gradient for each parameter, beside the background."""
+        if counts is not None and self.delay:
+            counts.fill_(1)
+        elif counts is not None:
+            self.net.all_reduce(counts).wait()
+
+    def after_update(self, x: Tensor) -> None:
+        if self.background is not None:
+            self.background.check()
 
     def settle(self, x: Tensor) -> None:
-        zeros = None
-        while num_active(self.net, active=False, counts=self.conditions.gradient_counts):
-            zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
-            self.net.all_reduce(zeros).wait()
+        counts = self.conditions.gradient_counts
+        if self.background is not None:
+            while self.background.serve(x):
+                self._share(None if counts is None else counts.zero_())
+        else:
+            zeros = None
+            while active := num_active(self.net, active=False, counts=counts):
+                zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
+                self.average(self.net, zeros, slice(0, len(x)), active)
         self.step = take_over_newest(self.net, x, self.step)
 
     def consensus(self, x: Tensor) -> Tensor:
@@ -61,8 +152,165 @@ class AllReduce(Algorithm):
         # state.
         return self.net.broadcast(x.clone(), src=0).wait()
 
+    def held_back(self) -> Tensor | None:
+        mean = None
+        if self.kept is not None:
+            mean = self.kept.clone()
+            agreement.average(self.net, mean)
+        if self.background is not None and self.background.has_mean:
+            assert mean is not None, "with a delay there is room for what is carried over"
+            mean += self.background.mean
+        return mean if mean is not None and mean.any() else None
+
+    def finish(self, x: Tensor) -> None:
+        if self.holds_back:
+            give_newest(self.net, x, self.num_own)  # whose optimizer has made all steps
+            self.stop()
+        else:
+            super().finish(x)
+
+    def stop(self) -> None:
+        if self.background is not None:
+            self.background.stop()
+
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
+        state: dict[str, Any] = {"step": self.step}
+        if self.kept is not None:
+            state["kept"] = self.kept.clone()
+        if self.background is not None and self.background.has_mean:
+            state["mean"] = self.background.mean.clone()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
+        if self.kept is not None and "kept" in state:
+            self.kept.copy_(state["kept"])
+        if self.background is not None and "mean" in state:
+            self.background.restore(state["mean"])
+
+    def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
+        if self.kept is not None:
+            for name in ("kept", "mean"):
+                if name in state:
+                    share = self.net.world_size / num_ranks
+                    self.kept.add_(state[name].to(self.kept), alpha=share)
+
+    # ---- the training thread, or the lane where there is one ----
+
+    def average(self, net: Transport, piece: Tensor, span: slice, active: int) -> None:
+        """Puts the mean over the active ranks into a piece of the gradient."""
+        if self.kept is None:
+            net.all_reduce(piece).wait()
+            piece /= active
+            return
+        if self.conditions.skips_overflow and agreement.has_overflowed(net, piece):
+            piece.fill_(torch.nan)
+            return
+        if active < net.world_size:
+            piece *= net.world_size / active
+        quantised.average(net, piece, self.kept[span], self.wire)
+
+
+class _Background:
+    """Makes rounds beside the training thread: one a step, of all pieces, the last one first.
+
+    A round works in g itself; with a delay, in one of two buffers in turn, of which the other one
+    holds the mean that comes next.  The lane owns what it works in, and what was rounded off, from
+    a round's first piece to its answer.
+
+    Attributes:
+        has_mean: whether a mean waits for the next step, while all ranks stand still
+    """
+
+    def __init__(self, net: Transport, owner: AllReduce, x: Tensor) -> None:
+        self.has_mean = False
+        self._owner, self._me = owner, net.rank
+        bounds = evenly(len(x), owner.num_buckets if owner.overlap else 1)
+        self._spans = [slice(*pair) for pair in pairwise(bounds)][::-1]
+        self._buffers = [torch.zeros_like(x) for _ in range(2 * owner.delay)]
+        self._turn = self._num_told = 0
+        self._works: deque[Tensor] = deque()  # what the rounds under way work in
+        self._answers: deque[Receipt] = deque()
+        self._home = net.sub("home")  # where the lane answers the training thread
+        self._lane = net.spawn_lane(self._serve, "averager")
+
+    # ---- the training thread ----
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of the round before, with a delay."""
+        return self._buffers[self._turn]
+
+    def hand_over(self, g: Tensor, begin: int) -> None:
+        """Hands over all pieces of g from an element on that the lane does not have yet."""
+        work = self._buffers[1 - self._turn] if self._buffers else g
+        while self._num_told < len(self._spans) and self._spans[self._num_told].start >= begin:
+            span = self._spans[self._num_told]
+            if self._buffers:
+                work[span] = g[span]
+            self._tell(self._num_told, work)
+
+    def take_mean(self, g: Tensor) -> None:
+        """Waits for the mean that this step applies; all pieces have been handed over."""
+        self._num_told = 0
+        if not self._buffers:
+            self._await()
+            return
+        if len(self._answers) > 1:
+            self._await()
+            self.has_mean = True
+        if self.has_mean:
+            g.copy_(self.mean)
+        else:
+            g.zero_()
+        self.has_mean = False
+        self._turn = 1 - self._turn
+
+    def serve(self, x: Tensor) -> bool:
+        """Takes part in a round with a gradient of zero; returns False once all stand still."""
+        if self._answers:
+            self._await()
+            self.has_mean = True
+        work = self._buffers[1 - self._turn].zero_() if self._buffers else torch.zeros_like(x)
+        self._tell(_STANDS_STILL, work)
+        self._num_told = 0
+        is_made = self._await() > 0
+        if is_made and self._buffers:
+            self._turn = 1 - self._turn
+            self.has_mean = True
+        return is_made
+
+    def restore(self, mean: Tensor) -> None:
+        """Takes the mean over that waits for the next step."""
+        self.mean.copy_(mean)
+        self.has_mean = True
+
+    def check(self) -> None:
+        self._lane.check()
+
+    def stop(self) -> None:
+        self._lane.stop()
+
+    def _tell(self, what: int, work: Tensor) -> None:
+        if not self._num_told:
+            self._works.append(work)
+            self._answers.append(self._home.recv(_WORDS, self._me))
+        self._num_told += 1
+        self._lane.tell(torch.tensor([what]))
+
+    def _await(self) -> int:
+        [active] = self._answers.popleft().wait().tolist()
+        return int(active)
+
+    # ---- the lane ----
+
+    def _serve(self, net: Transport) -> None:
+        while True:
+            [what] = net.recv(_WORDS, self._me).wait(math.inf).tolist()
+            work = self._works.popleft()
+            active = num_active(net, active=what != _STANDS_STILL)
+            for place, span in enumerate(self._spans if active else []):
+                if place and what != _STANDS_STILL:
+                    net.recv(_WORDS, self._me).wait(math.inf)
+                self._owner.average(net, work[span], span, active)
+            self._home.send(torch.tensor([active]), self._me)

@@ -43,7 +43,13 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import devices
-from lightning_dsgd.agreement import average, give_newest, num_active, take_over_newest
+from lightning_dsgd.agreement import (
+    average,
+    give_newest,
+    has_overflowed,
+    num_active,
+    take_over_newest,
+)
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least
 from lightning_dsgd.primitives import sparse, step_scaling
@@ -180,7 +186,7 @@ class ErrorFeedback(Algorithm):
     def exchange(self, g: Tensor) -> None:
         """Makes one round; leaves in g what the optimizer is to apply."""
         skips = self.conditions.skips_overflow and self.uses_gradient  # else each rank by itself
-        if skips and self.has_overflowed(g):
+        if skips and has_overflowed(self.net, g):
             g.fill_(torch.nan)
             return
         if self.uses_gradient:
@@ -272,11 +278,6 @@ class ErrorFeedback(Algorithm):
     def some_of(self, x: Tensor) -> Tensor:
         """Returns a sample of x in the residual's dtype."""
         return x[:: self.every].to(self.residual.dtype, copy=True)
-
-    def has_overflowed(self, g: Tensor) -> bool:
-        """Returns whether any rank's gradient has NaN or inf in it."""
-        flag = torch.tensor([int(not g.isfinite().all())])
-        return bool(self.net.all_reduce(flag).wait())
 
     # ---- what this rank has to send ----
 

@@ -45,11 +45,14 @@ def average(net: Transport, x: Tensor, kept: Tensor | None, wire_dtype: str) -> 
     Args:
         net: the network of all ranks
         x: the tensor to average
-        kept: what was rounded off before, and will be from now on; None with "float32", which
-            rounds nothing
+        kept: what was rounded off before, and will be from now on; may be None with "float32",
+            which rounds nothing
         wire_dtype: "float32", "bfloat16", "int8" or "int4"
     """
-    if kept is None:
+    if wire_dtype == "float32" or kept is None:
+        if kept is not None:
+            x += kept
+            kept.zero_()
         agreement.average(net, x)
     else:
         _average_rounded(net, range(net.world_size), x, kept, wire_dtype)

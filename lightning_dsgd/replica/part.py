@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.primitives.step_scaling import Decay, Unscaled
+from lightning_dsgd.replica.early import EarlyGradients
 from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.kept import UpdatesKept
 from lightning_dsgd.transport import Diverged
@@ -43,11 +44,32 @@ class Part:
         self.scaling = scaling
         self.optimizer = optimizer
         self.kept = UpdatesKept(weights.x)
+        self._early = (
+            EarlyGradients(weights, lambda: self.algorithm) if algorithm.takes_pieces else None
+        )
 
     @property
     def x(self) -> Tensor:
         """The weights as a flat tensor."""
         return self.weights.x
+
+    def gather(self) -> Tensor:
+        """Returns this rank's gradient, but for what the algorithm has taken already."""
+        return self.weights.gather() if self._early is None else self._early.gather()
+
+    def finish(self) -> None:
+        """Leaves the consensus in x; every rank has settled."""
+        self._stop_watching()
+        self.algorithm.finish(self.x)
+
+    def stop(self) -> None:
+        """Ends what runs beside the training; never waits for another rank."""
+        self._stop_watching()
+        self.algorithm.stop()
+
+    def _stop_watching(self) -> None:
+        if self._early is not None:
+            self._early.remove()
 
     def update_begins(self) -> None:
         """Notes the weights; the optimizer is about to step."""

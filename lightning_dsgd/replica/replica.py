@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.primitives.step_scaling import Unscaled, made_for
-from lightning_dsgd.replica import alike, flat
+from lightning_dsgd.replica import alike, early, flat
 from lightning_dsgd.replica.consensus import (
     average,
     averaged,
@@ -105,6 +105,7 @@ class Replica:
         net.expect_at_most(_MESSAGE_PER_REPLICA * alike.num_bytes(module, optimizers))
         flat.check_module(module)
         alike.check_disjoint(module, optimizers)
+        early.check(algorithm, self._layout, check_finite=check_finite)
         self._check_alike()
         for optimizer in optimizers:
             self._build(optimizer)
@@ -147,9 +148,9 @@ class Replica:
             settle_together(self.parts, wait=self.survives)
             for part in self._parts[id(optimizer)]:
                 if self._to_load.waits:
-                    part.algorithm.stop()
+                    part.stop()
                 else:
-                    part.algorithm.finish(part.x)
+                    part.finish()
             if not self._to_load.waits:  # an optimizer may train now what a step has changed
                 make_alike(self.net, self._untrained())
             self._build(optimizer)
@@ -223,7 +224,7 @@ class Replica:
         if not part.algorithm.uses_gradient:
             part.algorithm.before_update(part.x, part.x[:0])
             return
-        g, counts = part.weights.gather(), part.algorithm.conditions.gradient_counts
+        g, counts = part.gather(), part.algorithm.conditions.gradient_counts
         if counts is not None:
             counts.copy_(part.weights.num_gradients())
         if self._check_finite and not self._conditions.skips_overflow:
@@ -279,7 +280,7 @@ class Replica:
         for optimizer in self._optimizers:
             apply_held_back(optimizer, self._parts[id(optimizer)], clip)
         for part in self.parts:
-            part.algorithm.finish(part.x)
+            part.finish()
         self._is_finished = True
         for live, mean in self._consensus_of_the_rest():
             live.copy_(mean)
@@ -289,7 +290,7 @@ class Replica:
     def stop(self) -> None:
         """Ends the threads beside the training; never waits for another rank."""
         for part in self.parts:
-            part.algorithm.stop()
+            part.stop()
 
     @torch.no_grad()
     def show_consensus(self) -> None:

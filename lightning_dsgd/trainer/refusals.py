@@ -137,6 +137,11 @@ def check_trainer(trainer: Any, algorithm: Algorithm) -> None:
                 f'{type(callback).__name__} with strategy="{algorithm.name}", whose ranks have '
                 'weights of their own; use strategy="allreduce", or prune after training'
             )
+    if algorithm.takes_pieces and trainer.accumulate_grad_batches > 1:
+        raise ValueError(
+            "overlap=True sends a gradient during its backward pass, so a step must have one, got "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}; set overlap=False"
+        )
     if seams.validates_by_time(trainer):
         raise ValueError(
             "ranks must evaluate after the same batch, got val_check_interval as a time, which "
@@ -184,6 +189,11 @@ def check_sync_batchnorm(algorithm: Algorithm, device: torch.device) -> None:
         raise ValueError(
             f"sync_batchnorm must be off where ranks do not step together, {got}; {way_out}, "
             'or, on GPUs, use strategy="allreduce"'
+        )
+    if algorithm.takes_pieces:
+        raise ValueError(
+            "sync_batchnorm must be off with overlap=True, as both would sum during the backward "
+            f"pass, in an order that differs between ranks, {got}; {way_out}, or set overlap=False"
         )
     if device.type == "cpu":
         raise ValueError(

@@ -76,6 +76,8 @@ class Row:
     """Whether what is sent is rounded, and what is left of it kept for later."""
     rounding: float = 1e-12
     """How near its sums are to exact ones."""
+    is_delayed: bool = False
+    """Whether a gradient is applied a step later than on one rank alone."""
     accuracy: float = 1e-6
     """How near the constant learning rate comes to a minimum that is another one on every rank."""
 
@@ -145,6 +147,31 @@ TABLE = {
         AllReduce,
         lambda p, size: reduce_bytes(p, size) + flag_bytes(p),
         mixes_weights=False,
+    ),
+    "allreduce_int8": Row(
+        lambda: AllReduce(wire_dtype="int8"),
+        lambda p, size: rounded_bytes(p, size, 8) + flag_bytes(p),
+        mixes_weights=False,
+        is_rounded=True,
+        accuracy=0.01,
+    ),
+    "allreduce_overlap": Row(
+        lambda: AllReduce(overlap=True, num_buckets=3),
+        lambda p, size: reduce_bytes(p, size) + flag_bytes(p),
+        mixes_weights=False,
+    ),
+    "allreduce_delay": Row(
+        lambda: AllReduce(delay=1),
+        lambda p, size: reduce_bytes(p, size) + flag_bytes(p),
+        mixes_weights=False,
+        is_delayed=True,
+    ),
+    "allreduce_delay_overlap_int4": Row(
+        lambda: AllReduce(delay=1, overlap=True, num_buckets=3, wire_dtype="int4"),
+        lambda p, size: rounded_bytes(p, size, 4, 3) + flag_bytes(p),
+        mixes_weights=False,
+        is_rounded=True,
+        accuracy=0.1,
     ),
     "no_sync": Row(NoSync, lambda p, size: 0.0),
     "local_sgd": Row(
@@ -443,7 +470,7 @@ ROUNDED_LATER = rows(later=lambda row: row.is_rounded)
 COUNTED = rows(lambda row: row.bytes_per_step is not None)
 SYNCHRONOUS = rows(lambda row: row.is_synchronous)
 KEEPING = rows(lambda row: row.make().keeps_updates and not row.has_outer_optimizer)
-EXACT = rows(lambda row: not row.is_rounded)
+EXACT = rows(lambda row: not (row.is_rounded or row.is_delayed))
 LOSING = rows(lambda row: not row.make().keeps_updates)
 CONSERVING = rows(lambda row: row.is_synchronous and row.mixes_weights and not row.is_rounded)
 ALONE = rows(lambda row: not row.is_sparse and not row.has_outer_optimizer)
@@ -968,6 +995,43 @@ def test_stragglers_cost_allreduce_the_maximum_and_no_sync_nothing() -> None:
     assert times["no_sync"] == pytest.approx(alone)
     assert times["allreduce"] > 1.5 * alone
     assert alone <= times["local_sgd"] < times["allreduce"]
+
+
+def reduce_in_pieces(net: Any, algorithm: AllReduce) -> tuple[list[Tensor], float]:
+    """The weights after each step; pieces of the gradient come during a step of 1 s."""
+    x, goal = start_at(0, 0.0), target(net.rank)
+    algorithm.start(net, x)
+    xs = [x.clone()]
+    for _ in range(6):
+        g = x - goal
+        for begin in range(N, -1, -N // 8):
+            net.compute(1 / 9)
+            if algorithm.takes_pieces:
+                algorithm.gradient_made(g, begin)
+        step(algorithm, x, g)
+        xs.append(x.clone())
+    seconds = net.now()
+    algorithm.settle(x)
+    algorithm.finish(x)
+    return xs, seconds
+
+
+def test_a_gradient_that_travels_in_pieces_is_the_same_and_sooner_there() -> None:
+    def run(**options: Any) -> tuple[list[Tensor], float]:
+        world = SimulatedWorld(2, latency_s=1e-3, bandwidth_bytes_s=N * 8)
+        return world.run(lambda net: reduce_in_pieces(net, AllReduce(**options)))[0]
+
+    (xs, after), (ys, during), (zs, delayed) = run(), run(overlap=True), run(delay=1)
+    assert all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+    assert after == pytest.approx(6 * 2, rel=0.02)  # a step, and a sum that takes as long
+    assert during == pytest.approx(6 * (1 + 1 / 4), rel=0.05)
+    assert delayed == pytest.approx(6, rel=0.05)
+    goal = torch.stack([target(rank) for rank in range(2)]).mean(0)
+    for k in range(1, 6):  # step k applies the gradient at the weights before step k - 1
+        expected = zs[k] - LR * (zs[k - 1] - goal)
+        torch.testing.assert_close(zs[k + 1], expected, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"need gradients that are never scaled, got overlap=True"):
+        AllReduce(overlap=True).check(2, Conditions(skips_overflow=True))
 
 
 # ---- over real processes ----

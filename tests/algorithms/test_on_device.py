@@ -82,7 +82,8 @@ def check(world: ProcessWorld, names: list[str], world_size: int, *, to_the_bit:
 
 
 def test_algorithms_train_on_a_device() -> None:
-    check(FakeWorld(), ["wagma", "hpsgd", "oktopk"], 3, to_the_bit=True)
+    names = ["wagma", "hpsgd", "oktopk", "allreduce_delay_overlap_int4"]
+    check(FakeWorld(), names, 3, to_the_bit=True)
 
 
 @pytest.mark.gpu

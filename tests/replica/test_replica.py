@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
+from tests.support.worlds import ProcessWorld
 
 
 def make(net: Any, algorithm: Any, **options: Any) -> tuple[nn.Module, Any, Replica]:
@@ -83,12 +85,64 @@ def use_seldom(net: Any, algorithm: Any) -> list[Tensor]:
 
     for number in range(12):
         step(net, number, optimizer, replica, lambda x, number=number: loss(x, number))
+    replica.stop()
     return values(model)  # as they are, without a consensus
 
 
-@pytest.mark.parametrize("algorithm", [AllReduce, lambda: OkTopk(density=0.02)])
+@pytest.mark.parametrize(
+    "algorithm", [AllReduce, lambda: AllReduce(overlap=True), lambda: OkTopk(density=0.02)]
+)
 def test_ranks_in_lockstep_agree_on_who_has_a_gradient(algorithm: Any) -> None:
     assert_same(SimulatedWorld(3).run(use_seldom, algorithm))
+
+
+def train_with(net: Any, algorithm: Any) -> list[Tensor]:
+    model, optimizer, replica = make(net, algorithm, momentum=0.9)
+    for number in range(4):
+        step(net, number, optimizer, replica, model)
+    replica.finish()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    return values(model)
+
+
+def test_gradients_that_leave_during_the_backward_pass_are_the_same() -> None:
+    for world in (SimulatedWorld(2), ProcessWorld()):
+        run = partial(world.run, 2) if isinstance(world, ProcessWorld) else world.run
+        plain, early = (
+            run(train_with, algorithm)
+            for algorithm in (AllReduce, partial(AllReduce, overlap=True, num_buckets=3))
+        )
+        assert_same([*plain, *early])
+
+
+def change_early(net: Any, what: str) -> None:
+    algorithm = partial(AllReduce, overlap=True)
+    model, optimizer, replica = make(net, algorithm)
+    if what == "check_finite":
+        Replica(net.sub("checked"), model, [optimizer], algorithm(), check_finite=True)
+    model(torch.ones(8, 4)).sum().backward()
+    if what == "a second backward pass":
+        model(torch.ones(8, 4)).sum().backward()
+    if what == "a gradient that is kept":
+        replica.before_update(optimizer)
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(8, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    replica.before_update(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("check_finite", "got it with overlap=True"),
+        ("a second backward pass", r"got a second one for parameter '1\.(weight|bias)'"),
+        ("a gradient that is kept", r"call optimizer.zero_grad\(set_to_none=True\)"),
+        ("clipping", "a gradient of parameter '1.(weight|bias)' that was changed since"),
+    ],
+)
+def test_gradients_that_have_left_must_not_change(what: str, message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        SimulatedWorld(2).run(change_early, what)
 
 
 def save_unfrozen(net: Any) -> tuple[list[dict[str, Any]], list[list[str]], list[Tensor]]:

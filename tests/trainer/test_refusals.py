@@ -204,6 +204,16 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], list[str], list[str]]] = 
         ["allreduce"],
         ["sync_batchnorm must be off on CPUs", "got sync_batchnorm=True", "leave it out"],
     ),
+    "SyncBatchNorm with pieces of the gradient": (
+        lambda: {"strategy": make("allreduce", overlap=True), "sync_batchnorm": True},
+        ["allreduce"],
+        ["sync_batchnorm must be off with overlap=True", "or set overlap=False"],
+    ),
+    "accumulation with pieces of the gradient": (
+        lambda: {"strategy": make("allreduce", overlap=True), "accumulate_grad_batches": 2},
+        ["allreduce"],
+        ["a step must have one, got accumulate_grad_batches=2; set overlap=False"],
+    ),
     "a parameter of two optimizers": (
         lambda: {"model": TwoOwners()},
         ["local_sgd"],
@@ -277,8 +287,9 @@ def all_refused() -> dict[str, list[str]]:
     errors: dict[str, list[str]] = {case: [] for case in REFUSED}
     for case, (options, names, _) in REFUSED.items():
         for name in names:
+            strategy = make(name) if name in STRATEGIES else name
             try:
-                fit(make(name) if name in STRATEGIES else name, **options())
+                fit(**{"strategy": strategy, **options()})
             except ValueError as error:
                 errors[case].append(str(error))
     return errors

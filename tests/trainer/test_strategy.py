@@ -57,6 +57,15 @@ def test_accumulated_gradients_equal_one_process_on_the_concatenated_batches() -
     assert_close(ranks[0], oracle(12, 72, accumulate=4))
 
 
+def test_a_gradient_that_travels_during_the_backward_pass_is_the_same() -> None:
+    plain, early = (
+        run(2, fit_weights, "allreduce", {"options": options})
+        for options in ({}, {"overlap": True})
+    )
+    assert torch.equal(plain[0], early[0])
+    assert same([*plain, *early])
+
+
 @dataclass
 class Counting(Algorithm):
     """Writes down when it is called."""

@@ -17,6 +17,7 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.bench.cells import Cell
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import BATCH, TASKS, Networks, Task
+from lightning_dsgd.lab.simulate.model import passes
 from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.transport.simulated import SimulatedWorld, on_one_core
 
@@ -90,8 +91,14 @@ class Training:
             scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
             for k in range(self.num_steps):
                 self.computing[rank] = mine[torch.randint(len(mine), (BATCH,), generator=draw)]
-                self.compute(net, self.situation.step_s(self.seed, k, rank))
-                g.copy_(self.gradient(rank))
+                seconds = self.situation.step_s(self.seed, k, rank)
+                for place, (pass_s, begin) in enumerate(passes(algorithm, len(g), seconds)):
+                    self.compute(net, pass_s)
+                    if not place:
+                        g.copy_(self.gradient(rank))
+                    self.end_pass()
+                    if algorithm.takes_pieces:
+                        algorithm.gradient_made(g, begin)
                 algorithm.before_update(x, g if algorithm.uses_gradient else g[:0])
                 for group in optimizer.param_groups:
                     group["lr"] = self.lr * self.share_of_lr(k)
@@ -111,6 +118,9 @@ class Training:
     def compute(self, net: Any, seconds: float) -> None:
         """Lets the time of a step's computation pass."""
         net.compute(seconds)
+
+    def end_pass(self) -> None:
+        """Waits until that time has passed."""
 
     def now(self, net: Any) -> float:
         """Returns the time since the beginning, where a step takes a second."""

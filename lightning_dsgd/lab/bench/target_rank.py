@@ -89,8 +89,10 @@ class _RealTraining(Training):
         batches = self.inputs[examples], self.targets[examples]
         own = self.x[rank, : self.num_own][None]
         self.g[rank, : self.num_own] = self.networks.gradients(own, [rank], batches)[0]
-        time.sleep(max(0.0, self.ends_s - time.monotonic()))
         return self.g[rank]
+
+    def end_pass(self) -> None:
+        time.sleep(max(0.0, self.ends_s - time.monotonic()))
 
     def now(self, net: Any) -> float:
         return (time.monotonic() - self.begin_s) / self.step_s

@@ -32,11 +32,12 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.primitives import rounding, step_scaling
-from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback, evenly
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.primitives.sparse import HEADER_BYTES
 from lightning_dsgd.timeline.recorder import Recorder
@@ -54,6 +55,10 @@ LEAST_ELEMENTS: Final = 256
 LEAST_SPARSE_ELEMENTS: Final = 1 << 14
 PER_REGION: Final = 4
 """How many selected entries of a sparse stand-in there are for each rank's region."""
+BACKWARD: Final = 2 / 3
+"""The share of the backward pass in a step's computation."""
+PIECES: Final = 8
+"""The number of pieces of the gradient that a backward pass makes, one after the other."""
 MODEL_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 
@@ -176,7 +181,10 @@ def _run_rank(
             g = torch.randn(num_elements, generator=source)
         elif algorithm.uses_gradient:
             g = torch.zeros(num_elements)
-        net.compute(seconds)
+        for pass_s, begin in passes(algorithm, num_elements, seconds):
+            net.compute(pass_s)
+            if algorithm.takes_pieces:
+                algorithm.gradient_made(g, begin)
         with exchanging(recorder, net.now):
             # A gradient is selected before its exchange, and put in its place behind it, where the
             # optimizer works too.
@@ -200,6 +208,21 @@ def _run_rank(
     scaling.settle()
     algorithm.stop()
     return done_s, sent
+
+
+def passes(algorithm: Algorithm, num_elements: int, seconds: float) -> list[tuple[float, int]]:
+    """Returns how a step's computation is divided, for an algorithm that takes pieces.
+
+    The backward pass takes two thirds of the time, and makes equal pieces of the gradient.
+
+    Returns:
+        Seconds, and the element from which on the gradient is there after these.
+    """
+    if not algorithm.takes_pieces:
+        return [(seconds, 0)]
+    piece_s, begins = BACKWARD * seconds / PIECES, evenly(num_elements, PIECES)[-2::-1]
+    first_s = seconds - piece_s * (PIECES - 1)
+    return [(piece_s if place else first_s, begin) for place, begin in enumerate(begins)]
 
 
 def _nodes(machine: Machine) -> Nodes | None:
@@ -253,8 +276,10 @@ def stand_in(algorithm: Algorithm, world_size: int, num_params: int) -> int:
     least, per_region = LEAST_ELEMENTS, PER_REGION
     if getattr(algorithm, "wire_dtype", "float32") in ("int8", "int4"):
         per_region = 8 * rounding.BLOCK  # the last of these is filled up
-        num_fragments = algorithm.num_fragments if isinstance(algorithm, PeriodicAverage) else 1
-        least = max(least, rounding.BLOCK * num_fragments * world_size)
+        num_pieces = algorithm.num_fragments if isinstance(algorithm, PeriodicAverage) else 1
+        if isinstance(algorithm, AllReduce) and algorithm.overlap:
+            num_pieces = algorithm.num_buckets
+        least = max(least, rounding.BLOCK * num_pieces * world_size)
     if isinstance(algorithm, ErrorFeedback):
         per_rank = math.ceil(per_region / algorithm.share)
         least = max(LEAST_SPARSE_ELEMENTS, per_rank * world_size)
