@@ -1,10 +1,11 @@
-"""Training that goes on where ranks are lost, join or leave.
+"""Training that goes on where ranks are lost, join or leave, or are slow.
 
     members    goes on where a rank is lost: every call of all ranks, every step of one
     calls      ends calls although a rank is lost, with the same result everywhere
     surviving  the replica begins anew among the ranks that are left
     changes    ranks are lost, or leave
     joining    ranks join the Trainer's training: `handover` gives them what the others have
+    claimed    ranks claim their batches from the epoch, as many as they can train on
     launch     starts ranks, looks after them, and starts lost ones again: `lightning-dsgd launch`
 
 This folder is a wing.  The core reaches it through `lightning_dsgd.wings` alone.

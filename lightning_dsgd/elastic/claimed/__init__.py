@@ -1,0 +1,1 @@
+"""Batches that ranks claim from the epoch: `data="claimed"`."""

@@ -1,0 +1,118 @@
+"""Claims over a network: lanes deal, ranks are lost, killed dealers included."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.claimed.claims import Epoch
+from lightning_dsgd.elastic.claimed.dealing import Dealing
+from lightning_dsgd.transport import Timeout
+from lightning_dsgd.transport.simulated import Killed, RankFailed, SimulatedWorld
+from lightning_dsgd.transport.view import View
+from tests.support.thorough import times
+
+NUM_UNITS = 24
+
+
+def train(net: Any, seed: int, made: dict[int, list[int]]) -> None:
+    """Two epochs, in which a rank meets the others where it is told that there is none."""
+    chance = random.Random(f"{seed}/{net.rank}")
+    depth, step_s = chance.randrange(3), chance.choice([0.1, 0.1, 0.2, 0.7])
+    mine = made.setdefault(net.rank, [])
+
+    def enter(view: View) -> None:
+        nonlocal dealing
+        dealing = dealing.in_view(view.sub("claims"))
+
+    def do(name: str, *args: Any, **how: Any) -> Any:
+        made = []
+        calls.step(lambda: made.append(getattr(dealing, name)(*args, **how)), again=True)
+        return made[-1]
+
+    def count_left() -> int:
+        return int(calls.view.sub("left").all_reduce(torch.tensor([dealing.num_free()])).wait())
+
+    calls = Calls(net, enter)
+    dealing = Dealing(calls.view.sub("claims"))
+    for number in range(2):
+        do("begin_epoch", Epoch(number, NUM_UNITS, 5))
+        position = 0
+        while True:
+            while do("secure", position, is_urgent=True):
+                for ahead in range(depth):
+                    do("secure", position + ahead, is_urgent=False)
+                if do("begin", position):
+                    net.compute(step_s)
+                    mine.append(NUM_UNITS * number + dealing.unit(position))
+                    dealing.end()
+                position += 1
+            if not calls.together(count_left):
+                break
+    calls.leave()
+    dealing.close()
+
+
+def run(seed: int) -> None:
+    chance = random.Random(seed)
+    size = chance.randrange(1, 6)
+    world = SimulatedWorld(
+        size,
+        latency_s=chance.choice([0.0, 0.001, 0.05]),
+        detect_s=chance.choice([0.003, 0.2]),
+        heartbeat_timeout_s=2.0,
+        timeout_s=60.0,
+        goes_on=True,
+        min_ranks=1,
+        strict=False,
+    )
+    killed = chance.sample(range(size), (size - 1) // 2 - chance.randrange(2) * (size > 4))
+    for rank in killed:
+        world.kill(rank, chance.choice([0.1, 0.35, 0.8, chance.uniform(0.0, 3.0)]))
+    made: dict[int, list[int]] = {}
+    outcomes = world.outcomes(train, seed, made)
+    lost = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, Killed)]
+    assert set(lost) <= set(killed), seed
+    there = [rank for rank in range(size) if rank not in lost]
+    for rank in there:
+        assert outcomes[rank] is None, (seed, rank, outcomes[rank])
+    count = Counter(unit for rank in there for unit in made[rank])
+    by_lost = {unit for rank in lost for unit in made.get(rank, [])}
+    assert set(count) | by_lost == set(range(2 * NUM_UNITS)), seed
+    assert not count or max(count.values()) == 1, seed
+
+
+def test_every_unit_is_trained_on_once_by_those_that_are_left() -> None:
+    for seed in times(30):
+        run(seed)
+
+
+def misled(net: Any) -> None:
+    dealing = Dealing(net.sub("claims"))
+    dealing.begin_epoch(Epoch(0, 5, net.rank))
+    dealing.secure(0, is_urgent=True)
+
+
+def test_a_rank_with_other_batches_ends_with_both_named() -> None:
+    with pytest.raises(RankFailed, match="the checksum 1 on rank 1 and epoch 0 of 5 with the chec"):
+        SimulatedWorld(2, timeout_s=5.0).run(misled)
+
+
+def lonely(net: Any) -> None:
+    if net.rank:
+        dealing = Dealing(net.sub("claims"))
+        dealing.begin_epoch(Epoch(0, 5))
+        dealing.secure(0, is_urgent=True)
+    net.compute(60.0)
+
+
+def test_a_wait_for_a_dealer_that_does_not_deal_ends() -> None:
+    with pytest.raises(RankFailed) as caught:
+        SimulatedWorld(2, timeout_s=5.0, strict=False).run(lonely)
+    assert isinstance(caught.value.__cause__, Timeout)
+    assert "waited 5 s for the first member to deal it a batch" in str(caught.value)
