@@ -1,4 +1,4 @@
-"""Writes the tables of strategies, recipes, examples, features and results into the documents.
+"""Writes the tables of strategies, recipes, examples and results into the documents.
 
 And what `lightning-dsgd advise` knows of accuracy, which comes from a result too, into the package.
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ TABLE = re.compile(r"(<!-- lightning-dsgd strategies --markdown (\S+) -->\n)(?:.
 RECIPES = re.compile(r"(<!-- what (\S+)/\*.yaml say at their beginning -->\n)(?:.+\n)*")
 SHORT = re.compile(r"(<!-- the strategies in short, with pages in (\S+) -->\n)(?:.+\n)*")
 EXAMPLES = re.compile(r"(<!-- what examples/\*.py say at their beginning -->\n)(?:.+\n)*")
-FEATURES = re.compile(r"(<!-- what tests/trainer/works_with.py lists -->\n)(?:.+\n)*")
 
 TIMES = re.compile(r"(<!-- seconds to (99|100)% in (\S+) -->\n)(?:.+\n)*")
 QUALITIES = re.compile(r"(<!-- quality and speed in (\S+) -->\n)(?:.+\n)*")
@@ -52,11 +50,6 @@ def examples() -> str:
             said = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
             lines.append(f"| [{path.stem}](../examples/{path.name}) | {said} |")
     return "\n".join(lines)
-
-
-def features() -> str:
-    """Each with what holds of it, and the test that shows it."""
-    return str(runpy.run_path(str(ROOT / "tests" / "trainer" / "works_with.py"))["markdown"]())
 
 
 def times(percent: str, file: str) -> str:
@@ -122,7 +115,6 @@ def renewed(text: str) -> str:
     text = TABLE.sub(lambda found: f"{found[1]}{markdown(found[2])}\n", text)
     text = SHORT.sub(lambda found: f"{found[1]}{markdown(found[2], BRIEF)}\n", text)
     text = RECIPES.sub(lambda found: f"{found[1]}{recipes(found[2])}\n", text)
-    text = FEATURES.sub(lambda found: f"{found[1]}{features()}\n", text)
     text = TIMES.sub(lambda found: f"{found[1]}{times(found[2], found[3])}\n", text)
     text = QUALITIES.sub(lambda found: f"{found[1]}{qualities(found[2])}\n", text)
     text = SOONEST.sub(lambda found: f"{found[1]}{soonest(*found.groups()[1:])}\n", text)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,6 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
-from lightning_dsgd import (
-    Algorithm,
-)
 from tests.support.fits import (
     NAMES,
     Adversaries,
@@ -32,11 +29,9 @@ from tests.support.fits import (
     Recorder,
     Seeded,
     assert_close,
-    batches_of_all_ranks,
     every_strategy,
     fit,
     fit_weights,
-    fp16,
     oracle,
     run,
     same,
@@ -66,67 +61,23 @@ def test_a_gradient_that_travels_during_the_backward_pass_is_the_same() -> None:
     assert same([*plain, *early])
 
 
-@dataclass
-class Counting(Algorithm):
-    """Writes down when it is called."""
-
-    name = "counting"
-    calls: list[str] = field(default_factory=list)
-
-    def before_update(self, x: Tensor, g: Tensor) -> None:
-        self.calls.append("before")
-
-    def after_update(self, x: Tensor) -> None:
-        self.calls.append("after")
+def clip_values(grads: list[Tensor]) -> None:
+    for grad in grads:
+        grad.clamp_(-0.05, 0.05)
 
 
-CLIPS: dict[str, tuple[float, Callable[[list[Tensor]], Any]]] = {
-    "norm": (0.3, lambda grads: nn.utils.clip_grads_with_norm_(  # type: ignore[attr-defined]
-        [_with_grad(g) for g in grads], 0.3, nn.utils.get_total_norm(grads)
-    )),
-    "value": (0.05, lambda grads: [g.clamp_(-0.05, 0.05) for g in grads]),
-}  # fmt: skip
-
-
-def _with_grad(grad: Tensor) -> Tensor:
-    tensor = torch.zeros_like(grad)
-    tensor.grad = grad
-    return tensor
-
-
-@pytest.mark.parametrize("algorithm", CLIPS)
-def test_clipping_clips_the_reduced_gradient(algorithm: str) -> None:
-    bound, clip = CLIPS[algorithm]
-    kwargs = {"gradient_clip_val": bound, "gradient_clip_algorithm": algorithm}
+def test_clipping_clips_the_reduced_gradient() -> None:
+    """By value; by norm: tests/session/test_faces.py."""
+    kwargs = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
     ranks = run(2, fit_weights, "allreduce", kwargs)
     assert same(ranks)
-    assert_close(ranks[0], oracle(16, clip=clip))
-    # The means of gradients that each rank had clipped would be seen.
-    assert not torch.allclose(oracle(16, clip=clip), oracle(16), atol=1e-3)
-    assert not torch.allclose(ranks[0], oracle_clipped_before(clip), atol=1e-3)
+    assert_close(ranks[0], oracle(16, clip=clip_values))
+    assert not torch.allclose(oracle(16, clip=clip_values), oracle(16), atol=1e-3)
 
 
 def test_what_was_held_back_is_clipped_too() -> None:
     ends = run(2, fit_weights, "oktopk", {"gradient_clip_val": 1e-9})
     assert_close(ends[0], weights(Plain()))
-
-
-def oracle_clipped_before(clip: Callable[[list[Tensor]], Any]) -> Tensor:
-    """What the strategy must not do: the mean of two ranks' clipped gradients."""
-    model = Plain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=model.lr, momentum=model.momentum)
-    for x, y in batches_of_all_ranks(128, 16):
-        halves = []
-        for rank in range(2):
-            grads = torch.autograd.grad(
-                model.loss((x[rank::2], y[rank::2])), list(model.parameters())
-            )
-            clip(list(grads))
-            halves.append(grads)
-        for p, first, second in zip(model.parameters(), *halves, strict=True):
-            p.grad = (first + second) / 2
-        optimizer.step()
-    return weights(model)
 
 
 # ---- precision ----
@@ -152,79 +103,18 @@ def test_bf16_mixed_trains_weights_that_stay_float32(name: str) -> None:
         assert sum(losses[-8:]) < sum(losses[:8]) / 2
 
 
-class Overflowing(Plain):
-    """The loss of rank 1 is infinite in one batch; looks at weights and loss scale after each."""
-
-    bad_batch = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[tuple[Tensor, float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if self.global_rank == 1 and batch_idx == self.bad_batch:
-            loss = loss * torch.inf
-        return loss
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        scaler = self.trainer.precision_plugin.scaler  # type: ignore[attr-defined]
-        self.history.append((weights(self), scaler.get_scale()))
-
-
-def fit_with_overflow(name: str) -> list[tuple[Tensor, float]]:
-    model, _ = fit(name, Overflowing, plugins=[fp16()])
-    assert isinstance(model, Overflowing)
-    return model.history
-
-
-def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step_together() -> None:
-    ranks = run(3, fit_with_overflow, "allreduce")
-    bad = Overflowing.bad_batch
-    for after_batch in zip(*ranks, strict=True):
-        assert same([x for x, _ in after_batch])
-        assert len({scale for _, scale in after_batch}) == 1
-    x, scales = [x for x, _ in ranks[0]], [scale for _, scale in ranks[0]]
-    assert torch.equal(x[bad], x[bad - 1])
-    assert not torch.equal(x[bad - 1], x[bad - 2])
-    assert not torch.equal(x[bad + 1], x[bad])
-    assert (scales[bad - 1], scales[bad]) == (256.0, 128.0)
-    assert x[-1].isfinite().all()
-
-
-def test_where_gradients_stay_local_only_the_rank_that_overflows_skips() -> None:
-    ranks = run(2, fit_with_overflow, "dpsgd")
-    assert [history[-1][1] for history in ranks] == [256.0, 128.0]
-    assert all(x.isfinite().all() for history in ranks for x, _ in history)
-
-
-class Fused(Plain):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, fused=True)
-
-
 # ---- equal to what is known ----
 
 
-def fit_ten_steps(name: str, options: dict[str, Any], momentum: float) -> Tensor:
-    def make() -> L.LightningModule:
-        return Seeded(momentum=momentum)
-
-    kwargs: dict[str, Any] = {"options": options} if options else {}
-    return weights(fit(name, make, max_steps=10, max_epochs=-1, **kwargs)[0])
+def fit_ten_steps() -> tuple[Tensor, Tensor]:
+    kwargs = {"make": Seeded, "max_steps": 10, "max_epochs": -1}
+    return fit_weights("allreduce", kwargs), fit_weights("ddp", kwargs)
 
 
 def test_allreduce_equals_ddp() -> None:
-    ours, ddp = run(2, fit_ten_steps, "allreduce", {}, 0.9), run(2, fit_ten_steps, "ddp", {}, 0.9)
-    assert same(ours)
-    assert_close(ours[0], ddp[0])
-
-
-def test_local_sgd_with_period_one_and_plain_sgd_equals_allreduce() -> None:
-    local = run(3, fit_ten_steps, "local_sgd", {"sync_period": 1}, 0.0)
-    reduced = run(3, fit_ten_steps, "allreduce", {}, 0.0)
-    assert same(local)
-    assert_close(local[0], reduced[0])
+    (ours, ddp), (theirs, _) = run(2, fit_ten_steps)
+    assert torch.equal(ours, theirs)
+    assert_close(ours, ddp)
 
 
 def fit_alone() -> dict[str, Tensor]:
@@ -320,28 +210,24 @@ class Scheduled(Plain):
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"] / self.lr)
 
 
-def fit_scheduled(name: str, kind: str) -> list[float]:
-    def make() -> L.LightningModule:
-        return Scheduled(kind)
+def fit_scheduled() -> dict[str, list[float]]:
+    found = {}
+    for kind in RATES:
+        make = partial(Scheduled, kind)
+        model, _ = fit("local_sgd", make, {"num_samples": 32}, {"num_samples": 16}, max_epochs=3)
+        found[kind] = model.rates
+    return found
 
-    model, _ = fit(name, make, {"num_samples": 32}, {"num_samples": 16}, max_epochs=3)
-    assert isinstance(model, Scheduled)
-    return model.rates
+
+RATES = {
+    "step": [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32],
+    "epoch": [1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4],
+    "plateau": [1, 1, 1, 1, 1 / 2, 1 / 2],
+}
 
 
-@some_now("name", ["allreduce", "local_sgd", "wagma"], now=("local_sgd",))
-@pytest.mark.parametrize(
-    ("kind", "rates"),
-    [
-        ("step", [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32]),
-        ("epoch", [1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4]),
-        ("plateau", [1, 1, 1, 1, 1 / 2, 1 / 2]),
-    ],
-)
-def test_learning_rates_follow_their_schedule_on_every_rank(
-    name: str, kind: str, rates: list[float]
-) -> None:
-    assert run(2, fit_scheduled, name, kind) == [rates, rates]
+def test_learning_rates_follow_their_schedule_on_every_rank() -> None:
+    assert run(2, fit_scheduled) == [RATES] * 2
 
 
 class Adaptive(Plain):
@@ -410,7 +296,7 @@ def fit_scaled(name: str) -> tuple[Tensor, list[float]]:
     return weights(model), scales.values
 
 
-@some_now("name", ["local_sgd", "wagma", "hpsgd", "popsgd", "adpsgd", "sgp"], now=("wagma",))
+@some_now("name", ["wagma", "hpsgd", "sgp"], now=("wagma",))
 def test_steps_of_adam_are_scaled_on_every_rank(name: str) -> None:
     ranks = run(3, fit_scaled, name)
     assert same([x for x, _ in ranks])
@@ -541,38 +427,9 @@ class Shared(Plain):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def fit_shared(name: str) -> tuple[Tensor, bool, Tensor, Tensor, float, int]:
-    model, _ = fit(name, Shared)
-    assert isinstance(model, Shared)
-    return (
-        weights(model),
-        model.first.weight is model.second.weight,
-        model.frozen.detach(),
-        model.never.detach(),
-        float(model.sometimes.detach()),
-        len(list(model.parameters())),
-    )
-
-
-@every_strategy
-def test_tied_frozen_and_unused_parameters_are_treated_as_on_one_device(name: str) -> None:
-    ranks = run(2, fit_shared, name)
-    assert same([rank[0] for rank in ranks])
-    for _, tied, frozen, never, sometimes, count in ranks:
-        assert tied
-        assert count == 8
-        assert torch.equal(frozen, torch.ones(1))
-        assert torch.equal(never, torch.ones(3))  # no gradient anywhere: not even decayed
-        assert sometimes != 0.0
-
-
-def test_a_parameter_that_one_rank_uses_gets_the_mean_gradient_on_all() -> None:
-    # In lockstep the weights of all ranks are the same after every step, not at the end alone.
-    for rank in run(2, fit_shared_in_lockstep):
-        assert rank == [True] * 8
-
-
 class Alike(L.Callback):
+    """Whether the weights are those of rank 0, after each batch."""
+
     def __init__(self) -> None:
         self.values: list[bool] = []
 
@@ -581,10 +438,22 @@ class Alike(L.Callback):
         self.values.append(torch.equal(theirs, weights(pl_module)))
 
 
-def fit_shared_in_lockstep() -> list[bool]:
+def fit_shared(name: str) -> Tensor:
     alike = Alike()
-    fit("allreduce", Shared, callbacks=[alike])
-    return alike.values
+    model, _ = fit(name, Shared, callbacks=[alike] if name == "allreduce" else [])
+    assert model.first.weight is model.second.weight
+    assert len(list(model.parameters())) == 8
+    assert torch.equal(model.frozen.detach(), torch.ones(1))
+    assert torch.equal(model.never.detach(), torch.ones(3))  # not even decayed
+    assert model.sometimes != 0.0
+    if name == "allreduce":  # the mean gradient, also of what one rank uses alone
+        assert alike.values == [True] * 8
+    return weights(model)
+
+
+@every_strategy
+def test_tied_frozen_and_unused_parameters_are_treated_as_on_one_device(name: str) -> None:
+    assert same(run(2, fit_shared, name))
 
 
 class Finetuned(Seeded):
