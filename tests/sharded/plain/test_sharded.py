@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -137,7 +138,10 @@ def train_with(name: str, num_batches: tuple[int, int] = (12, 12)) -> tuple[Any,
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name == "local_sgd" else exhaustive) for name in ALGORITHMS],
+    [
+        "local_sgd",
+        *(pytest.param(n, marks=exhaustive) for n in ("diloco", "sgp, overlap", "hpsgd", "adpsgd")),
+    ],
 )
 def test_replicas_learn_and_agree(name: str) -> None:
     ranks = run(train_with, name)
@@ -150,9 +154,8 @@ def test_replicas_learn_and_agree(name: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["wagma", "adpsgd"])
-def test_replicas_may_have_different_numbers_of_batches(name: str) -> None:
-    ranks = run(train_with, name, (6, 13))
+def test_replicas_may_have_different_numbers_of_batches() -> None:
+    ranks = run(train_with, "wagma", (6, 13))
     for first, _, weights, last, _ in ranks:
         assert torch.equal(weights, ranks[0][2])
         assert last < first
@@ -192,48 +195,6 @@ def test_local_sgd_is_the_same_in_every_run_and_that_of_whole_replicas() -> None
     torch.testing.assert_close(ranks[0][0], weights, rtol=1e-4, atol=1e-5)
 
 
-def losses_in_shards(name: str) -> list[float]:
-    mesh = make_mesh()
-    losses = []
-    for seed in SEEDS:
-        model, optimizer = make(mesh, "sgd")
-        with replica_of(model, optimizer, ALGORITHMS[name](), mesh):
-            train(model, optimizer, 60, seed=seed + dist.get_rank())
-        losses.append(loss_of(model))
-    return losses
-
-
-def losses_of_whole_replicas(name: str) -> list[float]:
-    losses = []
-    for seed in SEEDS:
-        model = Network()
-        optimizer = optimizer_of(model, "sgd")
-        with decentralized(model, optimizer, ALGORITHMS[name](), timeout_s=20.0):
-            shards = (batches(60, seed + 2 * dist.get_rank() + shard) for shard in range(2))
-            for pair in zip(*shards, strict=True):
-                x, y = (torch.cat(parts) for parts in zip(*pair, strict=True))
-                optimizer.zero_grad()
-                ((model(x) - y) ** 2).mean().backward()
-                optimizer.step()
-        losses.append(loss_of(model))
-    return losses
-
-
-SEEDS = range(0, 30, 10)
-
-
-@exhaustive
-# Not adpsgd and popsgd without blocking: how often they average depends on the machine.
-@pytest.mark.parametrize("name", ["local_sgd", "wagma", "hpsgd", "popsgd, blocking", "sgp"])
-def test_the_loss_is_that_of_whole_replicas_within_the_seeds(name: str) -> None:
-    in_shards = torch.tensor(run(losses_in_shards, name)[0])
-    whole_ones = torch.tensor(run(losses_of_whole_replicas, name, world_size=2)[0])
-    # Student's t for the means of twice three losses, which are further apart once in 1,000 times.
-    pooled = ((in_shards.var() + whole_ones.var()) / 2).sqrt().item()
-    spread = max(pooled, 0.02 * whole_ones.mean().item())
-    assert abs(in_shards.mean() - whole_ones.mean()) < 8.61 * spread * (2 / len(SEEDS)) ** 0.5
-
-
 # ---- x and the shards ----
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -244,52 +205,46 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def train_plainly_and_ours(kind: str, policy: str, way: str) -> tuple[Tensor, Tensor, list[bool]]:
-    mesh = make_mesh(1)
+def train_plainly(mesh: Any, kind: str, policy: str) -> Tensor:
     model, optimizer = make(mesh, kind, **POLICIES[policy])
     train(model, optimizer)
-    plain = whole(model)
+    return whole(model)
+
+
+def train_on_x(mesh: Any, kind: str, policy: str) -> tuple[Tensor, set[bool]]:
     model, optimizer = make(mesh, kind, **POLICIES[policy])
-    if way == "copy":
-        shards._is_as_tested = lambda _: False
     with replica_of(model, optimizer, dsgd.NoSync(), mesh) as replica:
         train(model, optimizer)
         [part] = replica._session.training.replica.parts
         x = part.x.untyped_storage().data_ptr()
-        lies_in_x = [
-            shards.local(p).untyped_storage().data_ptr() == x for p in part.weights.parameters
-        ]
-    return plain, whole(model), lies_in_x
+        where = [shards.local(p).untyped_storage().data_ptr() for p in part.weights.parameters]
+    return whole(model), {address == x for address in where}
 
 
-@pytest.mark.parametrize("way", ["alias", "copy"])
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        ("adamw", "default"),
-        pytest.param("sgd", "default", marks=exhaustive),
-        pytest.param("adamw, loop", "kept", marks=exhaustive),
-        pytest.param("sgd", "bfloat16", marks=exhaustive),
-        pytest.param("adamw", "offloaded", marks=exhaustive),
-        ("adamw", "bfloat16"),
-    ],
-)
-def test_training_on_x_is_plain_fsdp_to_the_bit(kind: str, policy: str, way: str) -> None:
-    for plain, ours, lies_in_x in run(train_plainly_and_ours, kind, policy, way, world_size=2):
-        assert torch.equal(plain, ours)
-        assert set(lies_in_x) == {way == "alias" and policy != "offloaded"}
+CASES = [
+    *(("adamw", "default"), ("adamw", "bfloat16"), ("adamw", "offloaded")),
+    *(("adamw, loop", "kept"), ("sgd", "default")),
+]
 
 
-def train_by_copies() -> tuple[Tensor, str]:
-    shards._is_as_tested = lambda _: False
-    return train_twice()[0], shards.Shards(make(make_mesh())[0]).describe()
+def train_in_each_way() -> None:
+    """Where the algorithm works on the shards in place, and where it works on copies of them."""
+    mesh = make_mesh(1)
+    for kind, policy in CASES:
+        plain = train_plainly(mesh, kind, policy)
+        ours, lies_in_x = train_on_x(mesh, kind, policy)
+        assert torch.equal(plain, ours), (kind, policy)
+        assert lies_in_x == {policy != "offloaded"}, (kind, policy)
+        with mock.patch.object(shards, "_is_as_tested", return_value=False):
+            ours, lies_in_x = train_on_x(mesh, kind, policy)
+            said = shards.Shards(make(mesh)[0]).describe()
+        assert torch.equal(plain, ours), (kind, policy)
+        assert lies_in_x == {False}
+    assert "algorithms work on a copy of the shards, four passes over it a step" in said
 
 
-@pytest.mark.exhaustive
-def test_copies_of_the_shards_train_as_the_shards_do() -> None:
-    ranks = run(train_by_copies)
-    assert torch.equal(ranks[0][0], run(train_twice)[0][0])
-    assert "algorithms work on a copy of the shards, four passes over it a step" in ranks[0][1]
+def test_training_on_x_is_plain_fsdp_to_the_bit() -> None:
+    run(train_in_each_way, world_size=2)
 
 
 def say_where_x_is() -> list[str]:
@@ -596,76 +551,72 @@ def test_with_tensor_parallelism_ranks_of_a_replica_hold_the_same(
 # ---- what cannot work ----
 
 
-def refuse_algorithm(name: str) -> None:
+REFUSED: dict[str, str] = {
+    "allreduce": "must exchange weights, got 'allreduce' with",
+    "sgp": "which exchanges gradients, as FSDP does by itself",
+    "wagma": "must not depend on which rank comes first, as they",
+    "uneven": "choose sizes that the number of ranks divides",
+    "whole mesh": 'use replicas=mesh["replica"]',
+    "no mesh": "replicas must be one dimension of a DeviceMesh",
+    "not all": "a dimension of a mesh that holds every rank once, with rank 0",
+    "turned": "with rank 0 in the first replica, got 2,0 on ranks 0 and 2",
+    "shards": "sharded within its replica alone",
+    "no shard mesh": "use fully_shard(module, mesh=mesh",
+    "no replicas": 'replicas=mesh["replica"]',
+}
+
+
+def begin(case: str) -> None:
+    """What one of the cases is refused at."""
     mesh = make_mesh()
+    algorithms = {
+        "allreduce": dsgd.AllReduce(),
+        "sgp": dsgd.SGP(hierarchical=True, node_size=2),
+        "wagma": dsgd.WAGMA(group_size=2),
+    }
+    turned = [2, 0] if dist.get_rank() % 2 == 0 else [3, 1]
+    replicas = {
+        "whole mesh": mesh,
+        "no mesh": [0, 2],
+        "not all": mesh_of([0, 1, 2]),
+        "turned": mesh_of(turned),
+        "shards": mesh["shard"],
+        "no replicas": None,
+    }
     model, optimizer = make(mesh)
-    algorithm = {"allreduce": dsgd.AllReduce(), "sgp": dsgd.SGP(hierarchical=True, node_size=2)}
-    with replica_of(model, optimizer, algorithm[name], mesh):
-        pass
-
-
-def refuse_parallel(what: str) -> None:
-    mesh = make_mesh()
-    algorithm = {"wagma": dsgd.WAGMA(group_size=2), "uneven": dsgd.LocalSGD()}[what]
-    model, optimizer = make_parallel(mesh, 7 if what == "uneven" else 8)
-    with replica_of(model, optimizer, algorithm, mesh):
-        pass
-
-
-def refuse_mesh(what: str) -> None:
-    mesh = make_mesh()
-    model, optimizer = make(mesh)
-    if what == "whole mesh":
-        replicas = mesh
-    elif what == "no mesh":
-        replicas = [0, 2]
-    elif what == "not all":
-        ranks = torch.tensor([0, 1, 2])
-        replicas = type("Mesh", (), {"mesh": ranks, "ndim": 1})()
-    elif what == "shards":
-        replicas = mesh["shard"]
-    elif what == "turned":
-        ranks = torch.tensor([2, 0] if dist.get_rank() % 2 == 0 else [3, 1])
-        replicas = type("Mesh", (), {"mesh": ranks, "ndim": 1})()
-    else:
+    if case in ("wagma", "uneven"):
+        model, optimizer = make_parallel(mesh, 7 if case == "uneven" else 8)
+    if case == "no shard mesh":
         model = Network()
         fully_shard(model)
-        optimizer, replicas = optimizer_of(model, "sgd"), mesh["replica"]
-    with decentralized(model, optimizer, dsgd.LocalSGD(), replicas=replicas, timeout_s=20.0):
+        optimizer = optimizer_of(model, "sgd")
+    with decentralized(
+        *(model, optimizer, algorithms.get(case, dsgd.LocalSGD())),
+        replicas=replicas.get(case, mesh["replica"]),
+        timeout_s=20.0,
+    ):
         pass
 
 
-@pytest.mark.parametrize(
-    ("fn", "arg", "text"),
-    [
-        (refuse_algorithm, "allreduce", "must exchange weights, got 'allreduce' with"),
-        pytest.param(
-            *(refuse_algorithm, "sgp", "which exchanges gradients, as FSDP does by itself"),
-            marks=exhaustive,
-        ),
-        (refuse_parallel, "wagma", "must not depend on which rank comes first, as they"),
-        pytest.param(
-            *(refuse_parallel, "uneven", "choose sizes that the number of ranks divides"),
-            marks=exhaustive,
-        ),
-        (refuse_mesh, "whole mesh", 'use replicas=mesh["replica"]'),
-        pytest.param(
-            *(refuse_mesh, "no mesh", "replicas must be one dimension of a DeviceMesh"),
-            marks=exhaustive,
-        ),
-        pytest.param(
-            *(refuse_mesh, "turned", "with rank 0 in the first replica, got 2,0 on ranks 0 and 2"),
-            marks=exhaustive,
-        ),
-        (refuse_mesh, "not all", "a dimension of a mesh that holds every rank once, with rank 0"),
-        (refuse_mesh, "shards", "sharded within its replica alone"),
-        (refuse_mesh, "no shard mesh", "use fully_shard(module, mesh=mesh"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_every_rank(fn: Any, arg: Any, text: str) -> None:
-    for error in errors(fn, arg):
-        assert error.startswith("ValueError")
-        assert text in error
+def mesh_of(ranks: list[int]) -> Any:
+    return type("Mesh", (), {"mesh": torch.tensor(ranks), "ndim": 1})()
+
+
+def refuse_all() -> dict[str, str]:
+    said = {}
+    for case in REFUSED:
+        try:
+            begin(case)
+        except ValueError as error:
+            said[case] = str(error)
+    return said
+
+
+def test_what_cannot_work_is_refused_on_every_rank() -> None:
+    for said in run(refuse_all):
+        assert said.keys() == REFUSED.keys()
+        for case, text in REFUSED.items():
+            assert text in said[case]
 
 
 def test_a_scaler_is_refused_with_the_way_out() -> None:
@@ -676,34 +627,3 @@ def test_a_scaler_is_refused_with_the_way_out() -> None:
             scaler=torch.amp.GradScaler("cpu"),
             replicas=object(),
         )
-
-
-def shards_without_replicas() -> None:
-    model, optimizer = make(make_mesh())
-    with decentralized(model, optimizer, dsgd.LocalSGD(), timeout_s=20.0):
-        pass
-
-
-def test_shards_without_replicas_are_refused_with_the_way_out() -> None:
-    for error in errors(shards_without_replicas):
-        assert 'replicas=mesh["replica"]' in error
-
-
-# ---- a lost rank ----
-
-
-def lose_one() -> None:
-    mesh = make_mesh()
-    model, optimizer = make(mesh)
-    with replica_of(model, optimizer, dsgd.WAGMA(group_size=2), mesh):
-        train(model, optimizer, 3)
-        if dist.get_rank() == 3:
-            os._exit(7)
-        train(model, optimizer, 1000)
-
-
-def test_a_lost_rank_ends_the_job_and_is_named() -> None:
-    *others, last = FitWorld().outcomes(4, lose_one)
-    assert last.exitcode == 7
-    for outcome in others:
-        assert outcome.error.startswith("PeerLost: rank 3 died")

@@ -147,7 +147,6 @@ def check_left(outcomes: list[Outcome], lost: list[int], folder: Path) -> list[i
         ("local_sgd", 1, "step", 6, "fsdp"),
         pytest.param("wagma", 3, "training", 6, "fsdp", marks=exhaustive),
         pytest.param("local_sgd", 0, "validation", 3, "fsdp", marks=exhaustive),
-        pytest.param("local_sgd", 2, "save", 2, "fsdp", marks=exhaustive),
         pytest.param("local_sgd", 0, "save", 3, "fsdp", marks=exhaustive),
         pytest.param("local_sgd", 1, "gather", 2, "fsdp", marks=exhaustive),
         pytest.param("local_sgd", 0, "training", 10, "tensor", marks=exhaustive),
@@ -183,7 +182,6 @@ def test_a_collective_in_a_hook_of_the_users_fails_and_the_other_replica_goes_on
 
 @exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_any_rank_is_killed_at_any_time(name: str, tmp_path: Path) -> None:
-    for fit in kill_at_random(WORLD, fit_until_killed, name, tmp_path, latest_s=2.0):
+def test_any_rank_is_killed_at_any_time(tmp_path: Path) -> None:
+    for fit in kill_at_random(WORLD, fit_until_killed, "sgp", tmp_path, latest_s=2.0):
         check_left(*fit)
