@@ -9,6 +9,8 @@
 The processes are forked from a server that has torch and Lightning loaded.  `fn` must be a function
 of a module, and its results picklable, as they come home through a pipe of `multiprocessing` (the
 tests' own, not the package's).
+
+In a file of tests, functions that run on every rank come before the tests that run them.
 """
 
 from __future__ import annotations

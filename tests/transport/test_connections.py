@@ -1,7 +1,4 @@
-"""A rank that has no descriptor left for those who connect.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""A rank that has no descriptor left for those who connect."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is no message is noticed.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""What is no message is noticed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Strangers do no harm, and an impostor is found out.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""Strangers do no harm, and an impostor is found out."""
 
 from __future__ import annotations
 
@@ -102,14 +99,8 @@ def flood(net: Any, num_strangers: int, within_s: float) -> tuple[int, int]:
     return most, left
 
 
-@pytest.mark.parametrize(
-    ("num_strangers", "within_s"),
-    [(500, 1.0), pytest.param(5000, 5.0, marks=pytest.mark.exhaustive)],
-)
-def test_silent_strangers_take_few_descriptors_and_not_for_long(
-    num_strangers: int, within_s: float
-) -> None:
-    most, left = ProcessWorld().run(3, flood, num_strangers, within_s)[0]
+def test_silent_strangers_take_few_descriptors_and_not_for_long() -> None:
+    most, left = ProcessWorld().run(3, flood, 500, 1.0)[0]
     assert 0 < most < 80
     assert left <= 1  # the rank that has come through
 

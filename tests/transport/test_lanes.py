@@ -1,7 +1,4 @@
-"""Lanes of real ranks end when they are told to, and with their network.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""Lanes of real ranks end when they are told to, and with their network."""
 
 from __future__ import annotations
 
@@ -53,32 +50,6 @@ def test_a_closed_network_keeps_no_lane_waiting_for_a_message_to_leave() -> None
     world = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=60.0)
     first, _ = world.outcomes(2, close_on_a_queue)
     assert first.result < 20
-
-
-def stop_a_lane(net: Any) -> None:
-    """In a receive from one rank, from any rank, and in a collective that the other never joins."""
-
-    def starts_waiting(lane_net: Any) -> bool:
-        return lane_net.waiting is not None
-
-    for fn in (
-        lambda lane_net: lane_net.recv(EMPTY, 1 - net.rank).wait(),
-        lambda lane_net: lane_net.recv(EMPTY, ANY).wait(timeout_s=float("inf")),
-        lambda lane_net: net.rank or lane_net.all_reduce(torch.ones(100)).wait(),
-    ):
-        before = our_threads()
-        lane = net.spawn_lane(fn)
-        begin = time.monotonic()
-        lane.stop()
-        lane.check()
-        lane.join()
-        assert time.monotonic() - begin < 30.0
-        assert our_threads() == before
-    net.barrier().wait()
-
-
-def test_a_lane_that_is_blocked_is_stopped() -> None:
-    ProcessWorld().run(2, stop_a_lane)
 
 
 def fail_with_lanes_running(net: Any) -> list[str]:

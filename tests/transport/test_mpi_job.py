@@ -1,7 +1,4 @@
-"""What cannot work under an MPI launcher, and what the MPI library is asked.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""What cannot work under an MPI launcher, and what the MPI library is asked."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from lightning.pytorch.plugins.environments import MPIEnvironment
 
 from lightning_dsgd.transport import Transport, TransportError, mpi, mpi_job
 from tests.support.models import trainer
-from tests.support.mpi import SIZE, MPIFitWorld, MPIJob, MPIWorld, environment, every_mpi, mpiexec
+from tests.support.mpi import SIZE, MPIFitWorld, MPIJob, environment, every_mpi, mpiexec
 
 Jobs = Callable[[str], MPIJob]
 
@@ -119,12 +116,6 @@ def test_without_mpi4py_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def ask_whether_cuda_aware(net: Transport) -> bool:
     return mpi_job.is_cuda_aware()
-
-
-@every_mpi
-def test_the_library_is_asked_whether_it_is_cuda_aware(python: str, mpi_jobs: Jobs) -> None:
-    """Those from PyPI are not, and say so."""
-    assert MPIWorld(job=mpi_jobs(python)).run(2, ask_whether_cuda_aware) == [False, False]
 
 
 def test_a_library_that_cannot_be_asked_is_not_cuda_aware(monkeypatch: pytest.MonkeyPatch) -> None:

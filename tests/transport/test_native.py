@@ -1,7 +1,4 @@
-"""Sums by torch's own collectives, over gloo: their order, their errors, and what a loss does.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""Sums by torch's own collectives, over gloo: their order, their errors, and what a loss does."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from tests.transport.contract.test_in_order import run_in_order
 from tests.transport.helpers import died, our_threads, stopped, train_in_nodes
 from tests.transport.test_tickets import carry_out, contribution, draw_groups, draw_plans, reordered
 
-SCHEDULES = tries(12, fast=2)
+SCHEDULES = tries(6, fast=2)
 WORLD = NativeWorld(timeout_s=60.0, heartbeat_timeout_s=60.0)
 
 
@@ -174,12 +171,6 @@ def test_nodes_talk_in_groups_that_are_fixed(name: str) -> None:
         assert counted == pytest.approx(sent, abs=8)  # parts of 11 elements are not equally long
         assert none == 0
         assert some >= 12
-
-
-def test_all_dtypes_are_summed() -> None:
-    for of_rank in WORLD.run(3, sums):
-        for x in of_rank:
-            assert torch.equal(x, torch.arange(1000).remainder(7).to(x.dtype) * 6), x.dtype
 
 
 # ---- order ----
@@ -364,21 +355,3 @@ def test_a_failed_launch_ends_all_and_leaves_nothing() -> None:
     for text, threads in world.run(3, fail_to_launch):
         assert text.startswith("rank 1 failed: RuntimeError: no such luck")
         assert threads == []
-
-
-def stop_a_lane_that_sums(net: Any) -> bool:
-    def serve(end: Any) -> None:
-        end.all_reduce(torch.ones(2)).wait()
-        if net.rank == 0:
-            end.all_reduce(torch.ones(2)).wait()  # which rank 1 does not call
-
-    lane = net.spawn_lane(serve)
-    if net.rank == 1:
-        lane.join()
-    net.barrier().wait()
-    lane.stop()
-    return bool(net.all_reduce(torch.ones(1)).wait() == 2)
-
-
-def test_a_lane_that_waits_for_a_sum_can_be_stopped() -> None:
-    assert WORLD.run(2, stop_a_lane_that_sums) == [True, True]

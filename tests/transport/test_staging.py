@@ -1,7 +1,4 @@
-"""Messages of tensors on a device, on one that is none: `tests/support/fake_device.py`.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""Messages of tensors on a device, on one that is none: `tests/support/fake_device.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.cuda import _sanitizer
 
 from lightning_dsgd import devices
 from lightning_dsgd.devices import PASSED, until
@@ -135,44 +131,6 @@ def send_to_wires_that_are_late(net: Any, fake: FakeDevice) -> None:
 
 def test_a_send_is_done_once_the_wire_has_read_it() -> None:
     FakeWorld().run(1, send_to_wires_that_are_late)
-
-
-def mix_devices(net: Any, fake: FakeDevice) -> None:
-    x, host = torch.ones(4, device=fake.device), torch.ones(4)
-    for work in (
-        lambda: x + host,
-        lambda: torch.cat([x, host]),
-        lambda: x.index_put_((x > 0,), host),
-    ):
-        with pytest.raises(RuntimeError, match="all tensors must be on fake:0, got one on cpu"):
-            work()
-    x.add_(torch.tensor(1.0)).copy_(host)
-    assert x[torch.tensor([0, 1])].tolist() == [1, 1]
-
-
-def test_a_kernel_takes_no_memory_of_the_host() -> None:
-    FakeWorld().run(1, mix_devices)
-
-
-def collect_in_the_midst(net: Any, fake: FakeDevice) -> None:
-    """As the collector does, which runs at any allocation; the sanitizer allocates."""
-    gone = [torch.ones(1, device=fake.device) for _ in range(9)]
-
-    def take_stack(*_: Any, **__: Any) -> list[Any]:
-        if gone:
-            del gone[-1]
-        return []
-
-    x, source = torch.ones(4, device=fake.device), torch.ones(4)
-    with mock.patch.object(_sanitizer.traceback.StackSummary, "extract", take_stack):
-        landing = Landing(fake, source, None, PASSED, net.mesh.pinned)
-        assert until(landing.has_landed, 30, lambda: None)
-        x.add_(landing.take())
-    assert x.cpu().eq(2).all()
-
-
-def test_memory_that_is_gone_in_the_midst_of_a_call_is_no_race() -> None:
-    FakeWorld().run(1, collect_in_the_midst)
 
 
 # ---- what each wait is for ----

@@ -1,7 +1,4 @@
-"""Errors that end the world, and how ranks leave it, on every transport.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""Errors that end the world, and how ranks leave it, on every transport."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Errors that a rank survives, on every transport.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""Errors that a rank survives, on every transport."""
 
 from __future__ import annotations
 

@@ -143,15 +143,6 @@ def test_default_timeout_holds_while_others_go_on():
     assert str(error) == "rank 1 has waited 30 s for a message with tag 0 from rank 0"
 
 
-def test_default_timeout_does_not_delay_a_deadlock():
-    def fn(net):
-        with pytest.raises(Deadlock):
-            net.recv(KB, 1 - net.rank).wait()
-        return net.now()
-
-    assert SimulatedWorld(2, timeout_s=30.0).run(fn) == [0.0, 0.0]
-
-
 def test_threads_end_also_when_the_run_is_interrupted():
     def fn(net):
         if net.rank == 0:

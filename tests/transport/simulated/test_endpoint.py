@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.simulated import POLL_S, SimulatedWorld
 
 KB = torch.zeros(1000, dtype=torch.uint8)  # 1 s at 1,000 bytes a second
@@ -102,16 +101,3 @@ def test_an_error_of_another_library_is_the_ranks_own_if_no_rank_is_lost():
         return net.now()
 
     assert SimulatedWorld(2, heartbeat_timeout_s=5.0).run(fn) == [5.0, 5.0]
-
-
-def test_an_error_of_another_library_waits_for_the_verdict():
-    def fn(net):
-        net.compute(2.0)
-        lost = pytest.raises(PeerLost, match="rank 1 was killed at 2 s; noticed in: a sum")
-        with lost, net.blaming("a sum"):
-            raise RuntimeError("connection closed by peer")
-        return net.now()
-
-    world = SimulatedWorld(2, detect_s=0.5)
-    world.kill(1, 2.0)
-    assert world.outcomes(fn)[0] == 2.5

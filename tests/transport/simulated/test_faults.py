@@ -141,28 +141,3 @@ def test_a_dropped_rank_is_lost_after_the_heartbeat_timeout():
     world.drop(1, 2.5)
     reason = "stopped answering: not heard of for 5 s"
     assert world.outcomes(fn) == [(1, reason, 7.5), (0, reason, 7.5), (1, reason, 7.5)]
-
-
-def test_a_rank_that_left_is_named():
-    def fn(net):
-        if net.rank == 1:
-            net.compute(0.5)
-            return
-        net.recv(KB, 1, tag=3).wait()
-
-    error = SimulatedWorld(2).outcomes(fn)[0]
-    assert isinstance(error, PeerLost)
-    assert str(error) == (
-        "rank 1 has left (it returned at 0.5 s); noticed in: a message with tag 3 from rank 1"
-    )
-
-
-def test_a_message_is_received_after_its_sender_has_left():
-    def fn(net):
-        if net.rank == 1:
-            net.send(KB, 0)
-        else:
-            net.compute(5.0)
-            net.recv(KB, 1).wait()
-
-    SimulatedWorld(2).run(fn)
