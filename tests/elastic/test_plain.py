@@ -1,7 +1,4 @@
-"""A plain loop goes on without a rank that is lost: real processes, killed by SIGKILL.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""A plain loop goes on without a rank that is lost: real processes, killed by SIGKILL."""
 
 from __future__ import annotations
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.models import weights
-from tests.support.mpi import ROOT, environment, every_mpi, mpiexec
-from tests.support.ports import free_port
+from tests.support.mpi import ROOT, every_mpi, mpiexec
 from tests.support.torchrun import run_forked_by_torchrun
 from tests.support.worlds import ParentWorld
+from tests.trainer.test_launchers import run as run_all
 
 PAGE = ROOT / "docs" / "plain_pytorch.md"
 RUN = """
@@ -64,27 +62,9 @@ def test_the_agent_of_torchrun(tmp_path: Path) -> None:
 
 
 def run(folder: Path, *commands: list[str], variables: list[dict[str, str]]) -> None:
-    """Runs all commands at once; all must end well, and without Lightning."""
-    processes = [
-        subprocess.Popen(command, env=environment(**more), cwd=folder, stderr=subprocess.PIPE)
-        for command, more in zip(commands, variables, strict=True)
-    ]
-    try:
-        for process in processes:
-            _, stderr = process.communicate(timeout=280)
-            assert process.returncode == 0, stderr.decode()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    """Runs all commands at once, without Lightning."""
+    run_all(*commands, variables=variables, folder=folder)
     assert not any(torch.load(file)["lightning"] for file in folder.glob("rank_*.pt"))
-
-
-@pytest.mark.exhaustive
-def test_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    run(tmp_path, [*torchrun, "--standalone", script(tmp_path)], variables=[{}])
-    check(tmp_path, 2)
 
 
 @pytest.mark.exhaustive
@@ -93,16 +73,3 @@ def test_mpiexec(python: str, tmp_path: Path) -> None:
     command = [str(mpiexec(python)), "-n", "4", python, "-m", "mpi4py", script(tmp_path)]
     run(tmp_path, command, variables=[{}])
     check(tmp_path, 4)
-
-
-@pytest.mark.exhaustive
-def test_the_variables_of_srun(tmp_path: Path) -> None:
-    """As srun sets them for two nodes with a task each; no SLURM is needed to read them."""
-    step = {
-        "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
-    tasks = [{**step, "SLURM_PROCID": str(rank)} for rank in range(2)]
-    run(tmp_path, *[[sys.executable, script(tmp_path)]] * 2, variables=tasks)
-    check(tmp_path, 2)

@@ -1,7 +1,4 @@
-"""What holds of a loop in plain PyTorch: real processes, set up as torchrun sets them up.
-
-Functions that run on every rank come before the tests that run them, and return what each rank saw.
-"""
+"""What holds of a loop in plain PyTorch: real processes, set up as torchrun sets them up."""
 
 from __future__ import annotations
 

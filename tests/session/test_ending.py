@@ -1,8 +1,4 @@
-"""A rank that raises, dies or is told to stop: the others end soon, know why, and leave nothing.
-
-Functions that run on every rank come before the tests that run them.  Jobs that start their own
-processes are at the end.
-"""
+"""A rank that raises, dies or is told to stop: the others end soon, know why, and leave nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A child that a rank forks is none: it ends without a word to the others, who train on.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""A child that a rank forks is none: it ends without a word to the others, who train on."""
 
 from __future__ import annotations
 
@@ -115,10 +112,7 @@ def check_ends(ranks: list[tuple[Any, int, torch.Tensor]], folder: Path) -> None
     [
         ("wagma", 0),
         ("hpsgd", 1),
-        *(
-            pytest.param(name, 0, marks=pytest.mark.exhaustive)
-            for name in ("adpsgd", "eager_sgd", "allreduce", "popsgd", "sgp")
-        ),
+        *(pytest.param(name, 0, marks=pytest.mark.exhaustive) for name in ("adpsgd", "eager_sgd")),
     ],
 )
 def test_children_end_and_their_ranks_train_on(name: str, num_workers: int, tmp_path: Path) -> None:

@@ -38,14 +38,18 @@ def script(folder: Path, devices: int, num_nodes: int = 1) -> list[str]:
     return [str(ROOT / "tests/support/scripts/fit.py"), str(folder), str(devices), str(num_nodes)]
 
 
-def run(*commands: list[str], variables: list[dict[str, str]] | None = None) -> None:
+def run(
+    *commands: list[str],
+    variables: list[dict[str, str]] | None = None,
+    folder: Path | None = None,
+) -> None:
     """Runs all commands at once; all must end well."""
     given = variables or [{}] * len(commands)
     with contextlib.ExitStack() as stack:
         processes = []
         for command, more in zip(commands, given, strict=True):
             process = subprocess.Popen(
-                command, env=environment(**more), stderr=subprocess.PIPE, text=True
+                command, env=environment(**more), cwd=folder, stderr=subprocess.PIPE, text=True
             )
             processes.append(process)
             stack.callback(process.wait)

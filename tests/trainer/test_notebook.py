@@ -41,7 +41,6 @@ except torch.multiprocessing.ProcessRaisedException as error:
 REFUSED = """
 for cause in (
     lambda: trainer.fit(model, data),
-    lambda: L.Trainer(strategy=lightning_dsgd.WAGMAStrategy(start_method="spawn"), devices=2),
     lambda: L.Trainer(strategy=lightning_dsgd.WAGMAStrategy(start_method="popen"), devices=2),
 ):
     try:
@@ -112,10 +111,9 @@ def test_the_example_runs_in_a_notebook(tmp_path: Path) -> None:
     )
     assert float(validated.split(":")[1].strip(" }]")) == pytest.approx(trained, rel=1e-5)
     assert "raised: ValueError: no such luck" in printed[-3]
-    again, spawned, popened = printed[-2].strip().split("refused: ")[1:]
+    again, popened = printed[-2].strip().split("refused: ")[1:]
     assert "creating a new Trainer" in again
-    for method, text in (("spawn", spawned), ("popen", popened)):
-        assert f"must be forked, got start_method='{method}'; leave it out" in text
+    assert "must be forked, got start_method='popen'; leave it out" in popened
     assert printed[-1] == "left: []\n"
 
 
@@ -155,17 +153,14 @@ def test_an_interrupted_cell_leaves_the_kernel_and_no_rank(kernel: Any) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("is_file", [False, True])
-def test_a_prompt_trains(is_file: bool, tmp_path: Path) -> None:
-    """Python reads statements one after the other, or goes on to them behind a file."""
+def test_a_prompt_trains(tmp_path: Path) -> None:
+    """Python goes on to the statements that are typed behind a file."""
     cells = [cell.source for cell in nbformat.read(EXAMPLE, 4).cells if cell.cell_type == "code"]
     file = tmp_path / "cells.py"
     file.write_text("\n".join(cells))
-    arguments = ["-i", str(file)] if is_file else ["-i"]
-    typed = "" if is_file else f"exec(open({str(file)!r}).read())\n"
     job = subprocess.run(
-        [sys.executable, *arguments],
-        input=f"{typed}{LEFT}\n",
+        [sys.executable, "-i", str(file)],
+        input=f"{LEFT}\n",
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -125,9 +125,9 @@ def test_strategies_fit_on_an_accelerator() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ALL)
-def test_every_strategy_fits_on_a_device(name: str) -> None:
-    check([name], world_size=3, num_steps=12, seed=100 * list(ALL).index(name))
+@pytest.mark.parametrize("part", range(3))
+def test_every_strategy_fits_on_a_device(part: int) -> None:
+    check(list(ALL)[part::3], world_size=3, num_steps=8, seed=100 * part)
 
 
 def train_without_waiting(fake: FakeDevice) -> None:

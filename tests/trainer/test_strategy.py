@@ -1,6 +1,4 @@
 """What holds of `Trainer.fit` under every strategy: real processes, joined by gloo.
-
-Functions that run on every rank come before the tests that run them, and return what each rank saw.
 Where a result can be computed on one process in plain torch, it is: the oracle.
 """
 

@@ -79,18 +79,10 @@ def own_clipping(name: str, folder: Path) -> Any:
     return model
 
 
-def detect_anomaly(name: str, folder: Path) -> Any:
-    return fit(name, detect_anomaly=True)[0]
-
-
 class Checkpointing(Regression):
     def loss(self, batch: Any) -> Tensor:
         hidden: Any = checkpoint(self.net[0], batch[0], use_reentrant=False)
         return ((self.net[1:](hidden) - batch[1]) ** 2).mean()
-
-
-def gradient_checkpointing(name: str, folder: Path) -> Any:
-    return fit(name, Checkpointing())[0]
 
 
 def true_precision(name: str, folder: Path) -> Any:
@@ -107,10 +99,6 @@ class Configured(Regression):
 
     def configure_model(self) -> None:
         self.net = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def configure_model(name: str, folder: Path) -> Any:
-    return fit(name, Configured())[0]
 
 
 def parametrizations(name: str, folder: Path) -> Any:
@@ -203,25 +191,9 @@ def logged(name: str, folder: Path, callback: L.Callback, column: str, **kwargs:
     return model
 
 
-def lr_monitor(name: str, folder: Path) -> Any:
-    return logged(name, folder, LearningRateMonitor("step"), "lr-SGD")
-
-
-def device_stats(name: str, folder: Path) -> Any:
-    return logged(name, folder, DeviceStatsMonitor(), "cpu_percent")
-
-
 def throughput(name: str, folder: Path) -> Any:
     monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
     return logged(name, folder, monitor, "samples_per_sec")
-
-
-def progress_bar(name: str, folder: Path) -> Any:
-    return fit(name, callbacks=[TQDMProgressBar()], enable_progress_bar=True)[0]
-
-
-def model_summary(name: str, folder: Path) -> Any:
-    return fit(name, callbacks=[ModelSummary(2)], enable_model_summary=True)[0]
 
 
 def lambda_callback(name: str, folder: Path) -> Any:
@@ -235,12 +207,6 @@ def lambda_callback(name: str, folder: Path) -> Any:
 def spike_detection(name: str, folder: Path) -> Any:
     spikes = SpikeDetection(exclude_batches_path=str(folder / "spikes.json"), warmup=100)
     return fit(name, callbacks=[spikes])[0]
-
-
-def profilers(name: str, folder: Path) -> Any:
-    for profiler in ("simple", "advanced"):
-        model, _ = fit(name, profiler=profiler)
-    return model
 
 
 def tensorboard(name: str, folder: Path) -> Any:
@@ -260,10 +226,12 @@ def barebones(name: str, folder: Path) -> Any:
 CASES: dict[str, Callable[[str, Path], Any]] = {
     "`GradientAccumulationScheduler`": accumulation_scheduler,
     "`configure_gradient_clipping`": own_clipping,
-    "`detect_anomaly=True`": detect_anomaly,
-    "Gradient checkpointing (`torch.utils.checkpoint`)": gradient_checkpointing,
+    "`detect_anomaly=True`": lambda name, folder: fit(name, detect_anomaly=True)[0],
+    "Gradient checkpointing (`torch.utils.checkpoint`)": lambda name, folder: fit(
+        name, Checkpointing()
+    )[0],
     "`bf16-true`, `64-true`": true_precision,
-    "`configure_model`": configure_model,
+    "`configure_model`": lambda name, folder: fit(name, Configured())[0],
     "Parametrizations (`weight_norm`)": parametrizations,
     "`IterableDataset`": iterable_dataset,
     "Several loaders (`CombinedLoader`)": several_loaders,
@@ -271,14 +239,24 @@ CASES: dict[str, Callable[[str, Path], Any]] = {
     "`limit_train_batches`, `limit_val_batches`, `overfit_batches`": limits,
     "`fast_dev_run`": fast_dev_run,
     "`BasePredictionWriter`": prediction_writer,
-    "`LearningRateMonitor`": lr_monitor,
-    "`DeviceStatsMonitor`": device_stats,
+    "`LearningRateMonitor`": lambda name, folder: logged(
+        name, folder, LearningRateMonitor("step"), "lr-SGD"
+    ),
+    "`DeviceStatsMonitor`": lambda name, folder: logged(
+        name, folder, DeviceStatsMonitor(), "cpu_percent"
+    ),
     "`ThroughputMonitor`": throughput,
-    "`TQDMProgressBar`": progress_bar,
-    "`ModelSummary`": model_summary,
+    "`TQDMProgressBar`": lambda name, folder: fit(
+        name, callbacks=[TQDMProgressBar()], enable_progress_bar=True
+    )[0],
+    "`ModelSummary`": lambda name, folder: fit(
+        name, callbacks=[ModelSummary(2)], enable_model_summary=True
+    )[0],
     "`LambdaCallback`": lambda_callback,
     "`SpikeDetection`": spike_detection,
-    "Profilers (`simple`, `advanced`)": profilers,
+    "Profilers (`simple`, `advanced`)": lambda name, folder: [
+        fit(name, profiler=p)[0] for p in ("simple", "advanced")
+    ][1],
     "`TensorBoardLogger`": tensorboard,
     "`barebones=True`, `deterministic=True`": barebones,
 }

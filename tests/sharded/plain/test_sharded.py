@@ -1,7 +1,4 @@
-"""What holds of a model in shards, in plain PyTorch: 2 replicas x 2 shards in real processes.
-
-Functions that run on every rank come before the tests that run them, and return what each rank saw.
-"""
+"""What holds of a model in shards, in plain PyTorch: 2 replicas x 2 shards in real processes."""
 
 from __future__ import annotations
 

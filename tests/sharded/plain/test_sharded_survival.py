@@ -1,7 +1,4 @@
-"""Replicas in shards go on without one that has lost a rank: real processes, killed by SIGKILL.
-
-Functions that run on every rank come before the tests that run them.
-"""
+"""Replicas in shards go on without one that has lost a rank: real processes, killed by SIGKILL."""
 
 from __future__ import annotations
 

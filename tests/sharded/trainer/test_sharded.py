@@ -1,7 +1,4 @@
-"""What holds of `ShardedStrategy`: 2 replicas x 2 shards under the Trainer, in real processes.
-
-Functions that run on every rank come before the tests that run them, and return what each rank saw.
-"""
+"""What holds of `ShardedStrategy`: 2 replicas x 2 shards under the Trainer, in real processes."""
 
 from __future__ import annotations
 
