@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_dsgd.catalogue import BRIEF, markdown
 from lightning_dsgd.lab.advise import accuracy
-from lightning_dsgd.lab.bench import target
+from lightning_dsgd.lab.bench import target_tables
 from lightning_dsgd.lab.bench.situations import SITUATIONS
 from lightning_dsgd.lab.results import text
 
@@ -54,12 +54,14 @@ def examples() -> str:
 
 def times(percent: str, file: str) -> str:
     """Of a result of `lightning-dsgd bench target`."""
-    return target.time_table(json.loads((ROOT / file).read_text()), f"{int(percent) / 100:g}")
+    return target_tables.time_table(
+        json.loads((ROOT / file).read_text()), f"{int(percent) / 100:g}"
+    )
 
 
 def qualities(file: str) -> str:
     """Of a result of `lightning-dsgd bench target`."""
-    return target.quality_table(json.loads((ROOT / file).read_text()))
+    return target_tables.quality_table(json.loads((ROOT / file).read_text()))
 
 
 def soonest(of: str, percent: str, tasks: str) -> str:
@@ -87,14 +89,14 @@ def soonest(of: str, percent: str, tasks: str) -> str:
 
 def soonest_cell(rows: list[dict[str, Any]], of: str, share: str) -> str:
     """Of these rows; what all seeds reach the target with comes first."""
-    speeds = [row["steps_per_s"] for row in rows if row["strategy"] == target.BASELINE]
+    speeds = [row["steps_per_s"] for row in rows if row["strategy"] == target_tables.BASELINE]
     if not speeds:
         return "not measured"
     found = [
         (figures["reached"] < row["seeds"], figures["share"], row)
         for row in rows
         if (figures := row["to_target"][share])["seconds"] is not None
-        and row["strategy"] != target.BASELINE
+        and row["strategy"] != target_tables.BASELINE
         and of in ("strategy", row["strategy"].partition(":")[0])
     ]
     if not found:

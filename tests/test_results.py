@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ def test_provenance_names_the_command_the_machine_and_the_versions() -> None:
     made = provenance("python some.py")
     assert made["command"] == "python some.py"
     assert made["cores"] > 0
+    assert made["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", made["commit"])
+    assert datetime.fromisoformat(made["made"]).tzinfo is not None
     assert made["versions"].keys() == {"python", "torch", "lightning", "lightning_dsgd"}
 
 

@@ -17,8 +17,10 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +39,8 @@ def provenance(command: str | None = None) -> dict[str, Any]:
     """
     return {
         "command": command or shlex.join(["python", *sys.argv]),
+        "commit": _commit(),
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "versions": {
@@ -46,6 +50,20 @@ def provenance(command: str | None = None) -> dict[str, Any]:
             "lightning_dsgd": __version__,
         },
     }
+
+
+def _commit() -> str | None:
+    """Returns the commit of this package, with + where files have changed; None outside of git."""
+    package = Path(__file__).parents[1]
+    texts = []
+    for question in ("rev-parse HEAD", "status --porcelain --untracked-files=no ."):
+        words = ["git", "-C", str(package), *question.split()]
+        try:
+            asked = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        texts.append(asked.stdout.strip())
+    return texts[0] + "+" * bool(texts[1])
 
 
 def typed(command: str, argv: Sequence[str] | None) -> str:

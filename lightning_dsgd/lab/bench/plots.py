@@ -7,6 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.lab.bench import target_rows
+
 # Okabe and Ito's colours, which the colour-blind tell apart, and markers for prints in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
 _MARKERS = "osD^vP*Xhd"
@@ -110,12 +112,14 @@ def plot_target(result: Result, path: Path) -> None:
     """Plots the quality against seconds, steps and MB sent, one row of plots per situation."""
     curves = result["curves"]
     situations = list(dict.fromkeys(cell["situation"] for cell in curves))
-    specs = list(dict.fromkeys(cell["strategy"] for cell in curves))
+    specs = list(dict.fromkeys(map(target_rows.label, curves)))
     figure, rows = _grid(len(situations), 3)
     labels = {"seconds": "virtual seconds", "step": "steps of a rank", "mb_sent": "MB sent by it"}
     for situation, axes in zip(situations, rows, strict=True):
         for index, spec in enumerate(specs):
-            cells = [c for c in curves if (c["situation"], c["strategy"]) == (situation, spec)]
+            cells = [
+                c for c in curves if (c["situation"], target_rows.label(c)) == (situation, spec)
+            ]
             # A seed's points lie at times of its own: the mean of the first points, of the second.
             for ax, key in zip(axes, labels, strict=True):
                 xs = [statistics.mean(each) for each in zip(*(c[key] for c in cells), strict=False)]

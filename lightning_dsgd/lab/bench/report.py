@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.lab.bench import convergence, plots, target, throughput
+from lightning_dsgd.lab.bench import convergence, plots, target_tables, throughput
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -53,7 +53,7 @@ def _section(path: Path, result: dict[str, Any], folder: Path) -> str:
     if "to_target" in result["summary"][0]:
         image = folder / f"{path.stem}.png"
         plots.plot_target(result, image)
-        parts = [f"## {path.stem}", f"`{result['command']}`", target.tables(result)]
+        parts = [f"## {path.stem}", f"`{result['command']}`", target_tables.tables(result)]
         return "\n\n".join([*parts, f"![Quality over seconds, steps and MB]({image.name})"])
     settings, summary = result["settings"], result["summary"]
     lines = [f"## {path.stem}", f"`{result['command']}`"]

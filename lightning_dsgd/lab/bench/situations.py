@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import random
+import statistics
 from dataclasses import dataclass
 from typing import Final
 
 from lightning_dsgd.stragglers import delayed_ranks
+
+EQUAL: Final = "equal"
+CLAIMED: Final = "claimed"
+"""How an epoch's batches are dealt: to each rank as many, or to each the next one."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,17 @@ class Situation:
         base = self.slow if rank == self.ranks - 1 else 1.0
         is_late = rank in delayed_ranks(seed, step, self.ranks, self.late)
         return base * draw.uniform(0.97, 1.03) + (0.8 if is_late else 0.0)
+
+    def floor_s(self, seed: int, num_steps: int) -> float:
+        """Returns how long so many steps of all ranks take where nobody ever waits.
+
+        Ranks share the steps by their speeds, and messages take no time.
+        """
+        own = [
+            sum(self.step_s(seed, step, rank) for step in range(num_steps))
+            for rank in range(self.ranks)
+        ]
+        return statistics.harmonic_mean(own)
 
 
 SITUATIONS: Final = {

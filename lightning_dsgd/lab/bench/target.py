@@ -1,32 +1,43 @@
 """How soon is a model as good as with all-reduce?
 
-    lightning-dsgd bench target --task digits --strategies allreduce,wagma,hpsgd --seeds 3 \
-        --output FILE.json
+    lightning-dsgd bench target --task digits --strategies allreduce,wagma,popsgd \
+        --epoch-steps 30 --data equal,claimed --output FILE.json
 
 Ranks of the simulated world compute real gradients of a small network; time and network are
 virtual, so the result does not depend on this machine.  A step takes 1 s of virtual time.  Each
 strategy trains in each situation with each learning rate and seed.  Its best learning rate there is
-the one with the best final quality, mean over the seeds; the same rule holds for all-reduce.
+the one with the best final quality, mean over --tuning-seeds, which are not reported; the same rule
+holds for all-reduce.
 
 Situations: slow-link (an all-reduce takes 3 steps), slow-rank (one of 8 ranks takes twice as long),
 heavy-tail (steps of random duration), random (2 of 8 random ranks are 80% of a step late),
 random-16 (4 of 16).
 
-The target is 99% of all-reduce's final quality with the same seed, or all of it.  A loss reaches
-99% of the quality at 1/0.99 of the loss.  The first table has, for each situation:
+By default training is one endless epoch: no rank stands still before the end.  With --epoch-steps
+30 all ranks stand still after every 30 steps, as Lightning does, and validate for a second.  Each
+rank owes as many batches (--data equal), or takes the next one of the epoch while there is one
+(--data claimed, for strategies whose ranks do not step together).
 
-    37 s (0.38)    seconds to the target, median over the seeds; relative to all-reduce's own time
-    2 of 3         how many seeds reached it, if not all did
-    1.5x           how many times the steps of --steps it trained for, if not once
+The target is 99% of all-reduce's final quality with the same seed, or all of it.  A loss reaches
+99% of the quality at 1/0.99 of the loss.  --baseline has another strategy in all-reduce's place.
+The tables have, for each situation:
+
+    37 s (0.38 [0.31, 0.44])   seconds, mean over the seeds; relative to all-reduce's own time,
+                               geometric mean, with 95% of the means of seeds that are drawn again
+    2 of 3                     how many seeds reached the target, if not all did
+    1.5x                       how many times the steps of --steps it trained for, if not once
+
+A target counts when it holds for three looks in a row.  A seed that does not reach it counts as the
+time limit: when the strategy or all-reduce ends, whichever is later.
 
 With --stretch 0.5,1,2 each strategy also trains for half and twice the steps, with the schedule of
-its learning rate over all of them; what most seeds reach the target with counts, of those the
-soonest, of all-reduce too.  The target stays all-reduce's quality after --steps.
+its learning rate over all of them; what most tuning seeds reach the target with counts, of those
+the soonest, of all-reduce too.  The target stays all-reduce's quality after --steps.
 
-The second table has the final quality above all-reduce's, steps/s (mean of ranks), steps/s (slowest
-rank) unless the file is older, and the learning rate; * marks one at an edge of the grid.  A run
-that was interrupted continues if the same command is given again.  With --jobs 4, four cells are
-computed at a time; the result is the same.
+The last table has the final quality above all-reduce's, the steps/s of the job (as many batches as
+there are ranks, on whichever rank), and the learning rate; * marks one at an edge of the grid.  A
+run that was interrupted continues if the same command is given again.  With --jobs 4, four cells
+are computed at a time; the result is the same.
 
 With --real-ms 200 each rank is a process and each link is emulated between network namespaces; a
 step takes 200 ms, and is a second of the tables.  Computation is a sleep, so many ranks fit on few
@@ -41,7 +52,7 @@ import json
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -52,10 +63,11 @@ from typing import Any, Final
 from lightning_dsgd.lab.bench.cells import Cell, finish, measured, take_core
 from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.network import why_not
-from lightning_dsgd.lab.bench.situations import SITUATIONS
+from lightning_dsgd.lab.bench.situations import CLAIMED, EQUAL, SITUATIONS, Situation
+from lightning_dsgd.lab.bench.target_rows import BASELINE, Chosen, curves, label, summarize
+from lightning_dsgd.lab.bench.target_tables import tables
 from lightning_dsgd.lab.results import provenance, typed
 
-BASELINE: Final = "allreduce"
 STRATEGIES: Final = (
     "allreduce,local_sgd,hpsgd,hpsgd:max_local_steps=2,hpsgd:max_local_steps=8,adpsgd,"
     "popsgd,popsgd:blocking=true,sgp,sgp:overlap=1,eager_sgd,wagma,wagma:overlap=true"
@@ -67,209 +79,69 @@ DEFAULTS: Final[dict[str, tuple[int, str]]] = {
     "translation": (100, "0.01,0.02,0.04"),
 }
 """The steps, and the grid of learning rates, of each task."""
-SHARES: Final = (0.99, 1.0)
-"""The shares of all-reduce's final quality that are targets."""
-
-Row = dict[str, Any]
-
-
-# ---- what the cells say ----
-
-
-def best_lr(cells: Sequence[Cell], *, higher_is_better: bool) -> float:
-    """Returns the learning rate with the best mean final value; of equal ones the lowest."""
-    sign = 1 if higher_is_better else -1
-    finals: dict[float, list[float]] = {}
-    for cell in sorted(cells, key=lambda cell: float(cell["lr"])):
-        finals.setdefault(cell["lr"], []).append(sign * cell["value"][-1])
-    return max(finals, key=lambda lr: statistics.mean(finals[lr]))
-
-
-def reached(cell: Cell, target: float, *, higher_is_better: bool) -> int | None:
-    """Returns the place of the first value that is as good; None if there is none."""
-    for place, value in enumerate(cell["value"]):
-        if value >= target if higher_is_better else value <= target:
-            return place
-    return None
-
-
-def to_target(
-    mine: Sequence[Cell], targets: dict[int, float], *, higher_is_better: bool
-) -> dict[str, dict[int, float]]:
-    """Returns each seed's seconds, steps and MB to the target; infinite where it is not reached."""
-    found: dict[str, dict[int, float]] = {"seconds": {}, "step": {}, "mb_sent": {}}
-    for cell in mine:
-        place = reached(cell, targets[cell["seed"]], higher_is_better=higher_is_better)
-        for key, by_seed in found.items():
-            by_seed[cell["seed"]] = math.inf if place is None else cell[key][place]
-    return found
-
-
-def soonest(
-    stretches: Mapping[float, Sequence[Cell]], targets: dict[int, float], *, higher_is_better: bool
-) -> tuple[float, dict[str, dict[int, float]]]:
-    """Returns how many times the steps a strategy trains to be there soonest, and `to_target` then.
-
-    More seeds that reach the target come first, then less time.
-    """
-    found = {
-        stretch: to_target(mine, targets, higher_is_better=higher_is_better)
-        for stretch, mine in stretches.items()
-    }
-
-    def rank(stretch: float) -> tuple[int, float]:
-        seconds = found[stretch]["seconds"].values()
-        return -sum(map(math.isfinite, seconds)), statistics.median(seconds)
-
-    stretch = min(found, key=rank)
-    return stretch, found[stretch]
-
-
-def _time_rows(
-    at_best: dict[str, dict[float, list[Cell]]], share: float, *, higher_is_better: bool
-) -> dict[str, Row]:
-    """Returns each strategy's seconds, steps and MB to this share of the baseline's quality."""
-    finals = {cell["seed"]: cell["value"][-1] for cell in at_best[BASELINE][1.0]}
-    targets = {s: v * share if higher_is_better else v / share for s, v in finals.items()}
-    found = {
-        spec: soonest(stretches, targets, higher_is_better=higher_is_better)
-        for spec, stretches in at_best.items()
-    }
-    base = found[BASELINE][1]["seconds"]
-    assert all(map(math.isfinite, base.values())), "the baseline's last value reaches its target"
-    rows: dict[str, Row] = {}
-    for spec, (stretch, columns) in found.items():
-        columns["share"] = {seed: s / base[seed] for seed, s in columns["seconds"].items()}
-        row: Row = {"reached": sum(map(math.isfinite, columns["seconds"].values()))}
-        if stretch != 1:
-            row["stretch"] = stretch
-        for key, by_seed in columns.items():
-            median = statistics.median(by_seed.values())
-            row[key] = round(median, 4) if math.isfinite(median) else None
-        rows[spec] = row
-    return rows
-
-
-def summarize(cells: Sequence[Cell], *, higher_is_better: bool) -> tuple[list[Row], list[Cell]]:
-    """Returns a row per situation and strategy, and the cells at the best learning rates."""
-    rows, curves = [], []
-    lrs = {cell["lr"] for cell in cells}
-    edges = {min(lrs), max(lrs)} if len(lrs) > 1 else set()
-    for situation in dict.fromkeys(cell["situation"] for cell in cells):
-        here = [cell for cell in cells if cell["situation"] == situation]
-        at_best: dict[str, dict[float, list[Cell]]] = {}
-        for spec in dict.fromkeys(cell["strategy"] for cell in here):
-            own = [cell for cell in here if cell["strategy"] == spec]
-            for stretch in sorted({cell.get("stretch", 1.0) for cell in own}):
-                alike = [cell for cell in own if cell.get("stretch", 1.0) == stretch]
-                lr = best_lr(alike, higher_is_better=higher_is_better)
-                best = [cell for cell in alike if cell["lr"] == lr]
-                at_best.setdefault(spec, {})[stretch] = best
-        times = {
-            share: _time_rows(at_best, share, higher_is_better=higher_is_better) for share in SHARES
-        }
-        baseline = {cell["seed"]: cell for cell in at_best[BASELINE][1.0]}
-        for spec, stretches in at_best.items():
-            mine = stretches[1.0]
-            curves += mine
-            slow = [c["slowest_steps_per_s"] for c in mine if "slowest_steps_per_s" in c]
-            gains = [cell["value"][-1] - baseline[cell["seed"]]["value"][-1] for cell in mine]
-            rows.append(
-                {
-                    "situation": situation,
-                    "strategy": spec,
-                    "lr": mine[0]["lr"],
-                    "lr_at_edge": mine[0]["lr"] in edges,
-                    "seeds": len(mine),
-                    "value": round(statistics.mean(cell["value"][-1] for cell in mine), 5),
-                    "difference": round(statistics.mean(gains), 5),
-                    "steps_per_s": round(statistics.mean(c["steps_per_s"] for c in mine), 4),
-                    "slowest_steps_per_s": round(statistics.mean(slow), 4) if slow else None,
-                    "seconds": round(statistics.median(c["seconds"][-1] for c in mine), 2),
-                    "mb_sent": round(statistics.median(c["mb_sent"][-1] for c in mine), 4),
-                    "to_target": {f"{share:g}": by_spec[spec] for share, by_spec in times.items()},
-                }
-            )
-    return rows, curves
-
-
-# ---- tables ----
-
-
-def tables(result: dict[str, Any]) -> str:
-    """Returns Markdown: seconds to each share of all-reduce's quality, then quality and speed."""
-    parts = []
-    for share in SHARES:
-        words = "all" if share == 1 else f"{share:.0%}"
-        parts.append(f"Seconds to {words} of all-reduce's final quality, and share of its time:")
-        parts.append(time_table(result, f"{share:g}"))
-    better = "accuracy in points" if result["higher_is_better"] else "loss"
-    rates = "steps/s (mean of ranks)"
-    if any(row.get("slowest_steps_per_s") for row in result["summary"]):  # not in older files
-        rates += ", steps/s (slowest rank)"
-    parts.append(f"Final {better} relative to all-reduce; {rates}; learning rate:")
-    parts.append(quality_table(result))
-    return "\n\n".join(parts)
-
-
-def time_table(result: dict[str, Any], share: str) -> str:
-    """Returns seconds to this share of all-reduce's final quality, in Markdown."""
-    return _table(result, partial(_time_cell, share=share))
-
-
-def quality_table(result: dict[str, Any]) -> str:
-    """Returns final quality, rates of the mean and the slowest rank, and learning rate."""
-    return _table(result, partial(_quality_cell, higher_is_better=result["higher_is_better"]))
-
-
-def _table(result: dict[str, Any], text: Callable[[Row], str]) -> str:
-    by_place = {(row["strategy"], row["situation"]): row for row in result["summary"]}
-    situations = list(dict.fromkeys(row["situation"] for row in result["summary"]))
-    lines = ["| | " + " | ".join(situations) + " |", "|---" * (len(situations) + 1) + "|"]
-    for spec in dict.fromkeys(row["strategy"] for row in result["summary"]):
-        found = [by_place.get((spec, situation)) for situation in situations]
-        texts = ["" if row is None else text(row) for row in found]
-        lines.append(f"| `{spec}` | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
-
-
-def _time_cell(row: Row, *, share: str) -> str:
-    figures = row["to_target"][share]
-    count = f"{figures['reached']} of {row['seeds']}"
-    if figures["seconds"] is None:
-        return f"never ({count})" if figures["reached"] else "never"
-    text = f"{figures['seconds']:.0f} s ({figures['share']:.2f})"
-    if "stretch" in figures:
-        text += f", {figures['stretch']:g}x"
-    return text if figures["reached"] == row["seeds"] else f"{text}, {count}"
-
-
-def _quality_cell(row: Row, *, higher_is_better: bool) -> str:
-    if row["strategy"] == BASELINE:
-        value = f"{100 * row['value']:.1f}%" if higher_is_better else f"{row['value']:.3f}"
-    else:
-        value = (
-            f"{100 * row['difference']:+.1f}" if higher_is_better else f"{row['difference']:+.3f}"
-        )
-    rates = [row["steps_per_s"], row.get("slowest_steps_per_s")]
-    text = ", ".join(f"{rate:.2f}" for rate in rates if rate is not None)
-    return f"{value}; {text}; {row['lr']:g}{'*' * row['lr_at_edge']}"
+FIRST_TUNING_SEED: Final = 1000
+VALIDATION_S: Final = 1.0
+"""How long all ranks validate after an epoch."""
 
 
 # ---- the command ----
 
 
-def _cells(args: argparse.Namespace) -> list[Cell]:
+def _cells(
+    args: argparse.Namespace, seeds: Iterable[int], lrs: Callable[[Cell], Iterable[float]]
+) -> list[Cell]:
     """Returns cells seed by seed: an interrupted run has all strategies for its first seeds."""
-    return [
-        {"situation": situation, "strategy": spec, "lr": lr, "seed": seed}
+    places: list[Cell] = [
+        {"situation": situation, "strategy": spec, "seed": seed}
+        | ({} if data == EQUAL else {"data": data})
         | ({} if stretch == 1 else {"stretch": stretch})
-        for seed in range(args.seeds)
+        for seed in seeds
         for situation in args.situations.split(",")
         for spec in args.strategies.split(",")
+        for data in args.data.split(",")
+        if data == EQUAL or not _is_lockstep(spec)
         for stretch in args.stretch
-        for lr in args.lrs
     ]
+    return [place | {"lr": lr} for place in places for lr in lrs(place)]
+
+
+def _is_lockstep(spec: str) -> bool:
+    from lightning_dsgd.algorithms import make_algorithm  # loads torch
+
+    return make_algorithm(spec).lockstep
+
+
+def _measured(
+    args: argparse.Namespace, measure: Callable[[Sequence[Cell]], list[Cell]], tuning: range
+) -> list[Cell]:
+    """Measures the seeds that choose with all rates, then the others with what was chosen."""
+    seeds = range(args.seeds)
+    if not tuning:
+        return measure(_cells(args, seeds, lambda place: args.lrs))
+    first = measure(_cells(args, tuning, lambda place: args.lrs))
+    higher_is_better = _higher_is_better(args.task)
+    chosen = {
+        name: Chosen(
+            [cell for cell in first if cell["situation"] == name],
+            tuning,
+            args.baseline,
+            higher_is_better=higher_is_better,
+        )
+        for name in args.situations.split(",")
+    }
+
+    def lrs(place: Cell) -> list[float]:
+        here = chosen[place["situation"]]
+        best = here.lr(label(place), place.get("stretch", 1.0))
+        return sorted({best, here.lr(args.baseline)})
+
+    return first + measure(_cells(args, seeds, lrs))
+
+
+def _higher_is_better(task: str) -> bool:
+    from lightning_dsgd.lab.bench.small_tasks import TASKS  # loads Lightning
+
+    return TASKS[task].higher_is_better
 
 
 def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -278,11 +150,12 @@ def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     situations = args.situations.split(",")
     specs = args.strategies.split(",")
     try:
-        if args.seeds < 1 or args.steps < 1:
+        if args.seeds < 1 or args.steps < 1 or args.tuning_seeds < 0:
             raise ValueError(
-                "--seeds and --steps must be at least 1, got "
-                f"--seeds {args.seeds} --steps {args.steps}"
+                "--seeds and --steps must be at least 1, and --tuning-seeds at least 0, got "
+                f"--seeds {args.seeds} --steps {args.steps} --tuning-seeds {args.tuning_seeds}"
             )
+        _refuse_data(args)
         if args.jobs < 1 or (args.jobs > 1 and args.real_ms is not None):
             raise ValueError(
                 "--jobs must be at least 1, and 1 with --real-ms, whose ranks are processes "
@@ -300,14 +173,30 @@ def _refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
                 )
         if args.real_ms is not None:
             _refuse_real(args)
-        if BASELINE not in specs:
-            raise ValueError(f"--strategies must have {BASELINE} among them, got {specs}")
+        if args.baseline not in specs:
+            raise ValueError(f"--strategies must have {args.baseline} among them, got {specs}")
         for spec in specs:
             algorithm = make_algorithm(spec)
             for ranks in {SITUATIONS[situation].ranks for situation in situations}:
                 algorithm.check(ranks)
     except ValueError as err:
         parser.error(str(err))
+
+
+def _refuse_data(args: argparse.Namespace) -> None:
+    data = args.data.split(",")
+    if EQUAL not in data or not {*data} <= {EQUAL, CLAIMED}:
+        raise ValueError(
+            f"--data must be {EQUAL} or {EQUAL},{CLAIMED}, as the baseline's ranks step together, "
+            f"got --data {args.data}"
+        )
+    if args.epoch_steps is not None and args.epoch_steps < 1:
+        raise ValueError(f"--epoch-steps must be at least 1, got {args.epoch_steps}; try 30")
+    if CLAIMED in data and (args.epoch_steps is None or args.real_ms is not None):
+        raise ValueError(
+            f"--data {CLAIMED} shares an epoch's batches between simulated ranks; set "
+            "--epoch-steps 30, and leave --real-ms out"
+        )
 
 
 def _refuse_real(args: argparse.Namespace) -> None:
@@ -359,7 +248,17 @@ def _measure_real(cells: Sequence[Cell], settings: dict[str, Any]) -> Iterator[C
             ranks = result.pop("ranks")
             rates = [rank["steps_per_s"] for rank in ranks]
             mean = statistics.mean(rates)
-            yield {**result, **ranks[0], "steps_per_s": mean, "slowest_steps_per_s": min(rates)}
+            rates_of = {"steps_per_s": mean, "slowest_steps_per_s": min(rates)}
+            num_steps = round(settings["steps"] * result.get("stretch", 1.0))
+            job = num_steps / ranks[0]["seconds"][-1]
+            yield {**result, **ranks[0], **rates_of, "job_steps_per_s": job}
+
+
+def _floor_s(args: argparse.Namespace, situation: Situation) -> float:
+    """Returns the least time of training, mean over the reported seeds."""
+    floors = [situation.floor_s(seed, args.steps) for seed in range(args.seeds)]
+    num_epochs = 0 if args.epoch_steps is None else math.ceil(args.steps / args.epoch_steps)
+    return round(statistics.mean(floors) + num_epochs * VALIDATION_S, 2)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -375,8 +274,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--lrs", type=_numbers, help="learning rates to choose from, such as 0.1,0.2"
     )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=10, help="that are reported")
+    parser.add_argument(
+        "--tuning-seeds", type=int, default=5, help="that choose; with 0 the reported ones do"
+    )
     parser.add_argument("--steps", type=int, help="of every rank")
+    parser.add_argument(
+        "--epoch-steps", type=int, help="of an epoch; by default one epoch is endless"
+    )
+    parser.add_argument("--data", default=EQUAL, help=f"{EQUAL}, or {EQUAL},{CLAIMED}")
+    parser.add_argument("--baseline", default=BASELINE, help="what others are compared to")
     parser.add_argument(
         "--stretch", type=_numbers, default=[1.0], help="times the steps; 1 must be among them"
     )
@@ -387,38 +294,38 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("target.json"))
     args = parser.parse_args(argv)
     from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm  # loads torch
-    from lightning_dsgd.lab.bench.small_tasks import TASKS  # loads Lightning
 
     num_steps, lrs = DEFAULTS[args.task]
     args.steps = num_steps if args.steps is None else args.steps
     args.lrs = _numbers(lrs) if args.lrs is None else args.lrs
     _refuse(parser, args)
-    settings = {"task": args.task, "steps": args.steps}
+    settings: dict[str, Any] = {"task": args.task, "steps": args.steps}
+    if args.epoch_steps is not None:
+        settings |= {"epoch_steps": args.epoch_steps, "validation_s": VALIDATION_S}
     if args.real_ms is not None:
         settings["step_s"] = args.real_ms / 1e3
     situations = {name: asdict(SITUATIONS[name]) for name in args.situations.split(",")}
     all_situations = {name: asdict(each) for name, each in SITUATIONS.items()}
     defaults = {name: make_algorithm(name).hyperparameters() for name in ALGORITHMS}
     identity = json.dumps([settings, all_situations, defaults])
+    tuning = range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + args.tuning_seeds)
     measure = partial(_measure, settings=settings, num_jobs=args.jobs)
-    cells = measured(_cells(args), args.output, identity, measure)
-    higher_is_better = TASKS[args.task].higher_is_better
-    summary, curves = summarize(cells, higher_is_better=higher_is_better)
+    cells = _measured(args, lambda some: measured(some, args.output, identity, measure), tuning)
+    higher_is_better = _higher_is_better(args.task)
+    options = {"tuning": tuning, "baseline": args.baseline, "higher_is_better": higher_is_better}
+    best, others = curves(cells, **options)
     choices = {"lrs": args.lrs, "stretch": args.stretch, "seeds": args.seeds}
+    choices |= {"tuning_seeds": list(tuning), "baseline": args.baseline, "data": args.data}
     report = provenance(typed("lightning-dsgd bench target", argv)) | {
         "settings": settings | choices | {"situations": situations},
+        "hyperparameters": {
+            spec: make_algorithm(spec).hyperparameters() for spec in args.strategies.split(",")
+        },
         "higher_is_better": higher_is_better,
-        "summary": summary,
-        "finals": [
-            {
-                key: cell[key]
-                for key in ("situation", "strategy", "lr", "stretch", "seed")
-                if key in cell
-            }
-            | {"value": cell["value"][-1]}
-            for cell in cells
-        ],
-        "curves": curves,
+        "floors": {name: _floor_s(args, SITUATIONS[name]) for name in situations},
+        "summary": summarize(cells, **options),
+        "curves": best,
+        "others": others,
     }
     print("\n" + tables(report))
     finish(report, args.output)

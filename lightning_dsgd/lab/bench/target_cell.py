@@ -2,11 +2,17 @@
 
 Each rank computes real gradients; only time and the network are simulated.  The quality is that of
 the mean of all ranks' weights, as they are at a moment of the virtual time: looking costs nothing.
+
+With epochs all ranks stand still after each, as Lightning does: they settle, make the consensus and
+validate it.  Batches are dealt equally, or claimed: a rank takes the epoch's next batch while there
+is one, so all ranks together train on each batch once, each on as many as it has time for.  The
+learning rate follows what all have claimed.  A claim takes no time, and none is made ahead.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -15,7 +21,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.bench.cells import Cell
-from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
+from lightning_dsgd.lab.bench.situations import CLAIMED, SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import BATCH, TASKS, Networks, Task
 from lightning_dsgd.lab.simulate.model import passes
 from lightning_dsgd.primitives import step_scaling
@@ -33,8 +39,20 @@ def run(cell: Cell, settings: dict[str, Any]) -> Cell:
     world = SimulatedWorld(situation.ranks, LATENCY_S, bandwidth, timeout_s=math.inf)
     with on_one_core():
         rates = world.run(training.run)
-    mean = sum(rates) / len(rates)
-    return {**training.curve, "steps_per_s": mean, "slowest_steps_per_s": min(rates)}
+    return training.curve | figures(training, rates)
+
+
+def figures(training: Training, rates: Sequence[float]) -> dict[str, float]:
+    """Returns the job's steps per second, the mean of the ranks' own, and the slowest rank's.
+
+    The job has made a step once all ranks together have trained on as many batches as there are
+    ranks.
+    """
+    return {
+        "job_steps_per_s": training.num_steps / training.curve["seconds"][-1],
+        "steps_per_s": sum(rates) / len(rates),
+        "slowest_steps_per_s": min(rates),
+    }
 
 
 def bandwidth_bytes_s(x: Tensor, situation: Situation) -> float:
@@ -51,8 +69,10 @@ class Training:
     Args:
         task: what is trained
         situation: what slows the ranks down
-        cell: the strategy, its learning rate, the seed, and for how many times the steps it trains
-        settings: the steps of every rank, with the schedule of the learning rate over them
+        cell: the strategy, its learning rate, the seed, for how many times the steps it trains, and
+            how batches are dealt
+        settings: the steps of every rank, with the schedule of the learning rate over them, and the
+            steps of an epoch with the seconds of a validation, if there are epochs
     """
 
     def __init__(
@@ -64,6 +84,10 @@ class Training:
         self.seed: int = cell["seed"]
         num_steps: int = round(settings["steps"] * cell.get("stretch", 1.0))
         self.num_steps = num_steps
+        self.epoch_steps: int | None = settings.get("epoch_steps")
+        self.validation_s: float = settings.get("validation_s", 0.0)
+        self.is_claimed = cell.get("data") == CLAIMED
+        self.num_claimed = 0
         self.algorithms = [make_algorithm(cell["strategy"]) for _ in range(situation.ranks)]
         torch.manual_seed(self.seed)
         self.networks = Networks(task, situation.ranks)
@@ -83,15 +107,21 @@ class Training:
         weights, g = torch.nn.Parameter(self.x[rank].clone()), torch.zeros_like(self.x[rank])
         x = weights.detach()  # the same memory
         optimizer = self.task.optimizer([weights], self.lr)
-        draw = torch.Generator().manual_seed(1000 * self.seed + rank)
-        mine = torch.arange(rank, len(self.inputs), net.world_size)
+        num_own = 0
         weights.grad = g
         with torch.no_grad():
             algorithm.start(net, x)
             scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
-            for k in range(self.num_steps):
-                self.computing[rank] = mine[torch.randint(len(mine), (BATCH,), generator=draw)]
-                seconds = self.situation.step_s(self.seed, k, rank)
+            for k, batch in self.batches(rank):
+                if batch is None:
+                    algorithm.settle(x)
+                    scaling.settle()
+                    algorithm.consensus(x)
+                    self.compute(net, self.validation_s)
+                    self.end_pass()
+                    continue
+                self.computing[rank] = batch
+                seconds = self.situation.step_s(self.seed, num_own, rank)
                 for place, (pass_s, begin) in enumerate(passes(algorithm, len(g), seconds)):
                     self.compute(net, pass_s)
                     if not place:
@@ -101,19 +131,47 @@ class Training:
                         algorithm.gradient_made(g, begin)
                 algorithm.before_update(x, g if algorithm.uses_gradient else g[:0])
                 for group in optimizer.param_groups:
-                    group["lr"] = self.lr * self.share_of_lr(k)
+                    group["lr"] = self.lr * self.share_of_lr(self.nominal_step(k))
                 scaling.update_begins(x)
                 optimizer.step()
                 scaling.update_ends(x)
                 algorithm.after_update(x)
                 self.end_step(rank, x, self.now(net), net.counters.bytes_sent)
-            steps_per_s = self.num_steps / self.now(net)
+                num_own += 1
+            steps_per_s = num_own / self.now(net)
             algorithm.settle(x)
             scaling.settle()
             settled_s = self.now(net)
             algorithm.finish(x)
             self.end_step(rank, x, settled_s, net.counters.bytes_sent)
         return float(steps_per_s)
+
+    def batches(self, rank: int) -> Iterator[tuple[int, Tensor | None]]:
+        """Returns steps with their batches, and after each epoch None, to stand still."""
+        size = len(self.x)
+        if self.epoch_steps is None:
+            draw = torch.Generator().manual_seed(1000 * self.seed + rank)
+            mine = torch.arange(rank, len(self.inputs), size)
+            for k in range(self.num_steps):
+                yield k, mine[torch.randint(len(mine), (BATCH,), generator=draw)]
+            return
+        for begin in range(0, self.num_steps, self.epoch_steps):
+            end = min(self.num_steps, begin + self.epoch_steps)
+            draw = torch.Generator().manual_seed(1000 * self.seed + begin)
+            epoch = torch.randint(len(self.inputs), (end - begin, size, BATCH), generator=draw)
+            if self.is_claimed:
+                while self.num_claimed < end * size:
+                    step, place = divmod(self.num_claimed, size)
+                    self.num_claimed += 1
+                    yield step, epoch[step - begin, place]
+            else:
+                for step in range(begin, end):
+                    yield step, epoch[step - begin, rank]
+            yield end, None
+
+    def nominal_step(self, step: int) -> int:
+        """Returns the step that the job is at, where a rank is at this one."""
+        return (self.num_claimed - 1) // len(self.x) if self.is_claimed else step
 
     def compute(self, net: Any, seconds: float) -> None:
         """Lets the time of a step's computation pass."""
