@@ -16,7 +16,7 @@ ABSENT = (
     *("lightning", "lightning_fabric", "lightning_utilities", "mpi4py", "numpy"),
     *("pytorch_lightning", "torch", "torchmetrics", "wandb"),
 )
-REFUSALS = Path(__file__).parents[1] / "lightning_dsgd" / "trainer" / "refusals.py"
+ARGUMENTS = Path(__file__).parents[1] / "lightning_dsgd" / "trainer" / "arguments.py"
 
 
 class _Meta(type):
@@ -78,14 +78,9 @@ class _StandIns(MetaPathFinder, Loader):
 
 def install() -> None:
     """From now on an import of what is absent gives a stand-in."""
-    # The one signature of Lightning's that the package reads.
-    [names] = (
-        ast.literal_eval(node.value)
-        for node in ast.parse(REFUSALS.read_text()).body
-        if isinstance(node, ast.AnnAssign)
-        and node.value
-        and ast.unparse(node.target) == "LIGHTNINGS"
-    )
+    # The package reads the signatures of Lightning's strategies for what its tables pass on.
+    nodes = ast.walk(ast.parse(ARGUMENTS.read_text()))
+    names = {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
     parameters = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in names]
     _Anything.__init__.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _StandIns())

@@ -65,14 +65,14 @@ def argument(parameter: Parameter) -> str:
 
 def stub_class(algorithm: type[Algorithm]) -> str:
     """The strategy of one algorithm, with the arguments of both."""
-    from lightning_dsgd import hyperparameters
-    from lightning_dsgd.trainer.named import STRATEGIES, options
-    from lightning_dsgd.trainer.refusals import LIGHTNINGS
+    from lightning_dsgd import hyperparameters, keywords
+    from lightning_dsgd.trainer.arguments import TrainerOptions
+    from lightning_dsgd.trainer.named import STRATEGIES
 
     strategy = STRATEGIES[algorithm.name]
     parameters = inspect.signature(strategy.__init__).parameters
     own = [argument(parameters[name]) for name in hyperparameters.names(algorithm)]
-    every = [argument(p) for p in options(strategy) if p.name not in LIGHTNINGS]
+    every = [argument(parameters[name]) for name in keywords.names(TrainerOptions)]
     arguments = ["self", *own, "*", *every, "**kwargs: Any"]
     doc = inspect.cleandoc(strategy.__doc__ or "")
     body = f'"""{doc}\n"""\n\ndef __init__(\n'

@@ -37,18 +37,23 @@ _HOMES = {
 }
 """Where each public name is defined, but for the algorithms and their strategies."""
 
-if TYPE_CHECKING:
-    from lightning_dsgd.algorithm import Algorithm
+if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exported by name
+    from lightning_dsgd.algorithm import Algorithm as Algorithm
     from lightning_dsgd.algorithms import *  # noqa: F403
-    from lightning_dsgd.fabric.strategy import FabricStrategy
-    from lightning_dsgd.plain.training import decentralized
-    from lightning_dsgd.sharded.strategy import ShardedStrategy
-    from lightning_dsgd.trainer.callbacks import CommunicationMonitor, StragglerInjector
-    from lightning_dsgd.trainer.loggers import OfflineWandbLogger
+    from lightning_dsgd.fabric.strategy import FabricStrategy as FabricStrategy
+    from lightning_dsgd.plain.training import decentralized as decentralized
+    from lightning_dsgd.sharded.strategy import ShardedStrategy as ShardedStrategy
+    from lightning_dsgd.trainer.callbacks import CommunicationMonitor as CommunicationMonitor
+    from lightning_dsgd.trainer.callbacks import StragglerInjector as StragglerInjector
+    from lightning_dsgd.trainer.loggers import OfflineWandbLogger as OfflineWandbLogger
     from lightning_dsgd.trainer.named import *  # noqa: F403 - one for each algorithm
-    from lightning_dsgd.trainer.step_trace import StepTrace
-    from lightning_dsgd.trainer.strategy import DecentralizedStrategy
-    from lightning_dsgd.transport import Diverged, PeerLost, Timeout, Transport, TransportError
+    from lightning_dsgd.trainer.step_trace import StepTrace as StepTrace
+    from lightning_dsgd.trainer.strategy import DecentralizedStrategy as DecentralizedStrategy
+    from lightning_dsgd.transport import Diverged as Diverged
+    from lightning_dsgd.transport import PeerLost as PeerLost
+    from lightning_dsgd.transport import Timeout as Timeout
+    from lightning_dsgd.transport import Transport as Transport
+    from lightning_dsgd.transport import TransportError as TransportError
 
 
 def __getattr__(name: str) -> Any:

@@ -103,11 +103,12 @@ def names(owner: Any) -> list[str]:
 
 def arguments(owner: Any) -> str:
     """Returns the fields as "Args:" of a docstring lists them; an empty text without fields."""
-    lines = []
-    for each in _own(owner):
-        text = f"{each.name}: {_setting(each).doc}"
-        lines += textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="        ")
-    return "\n".join(lines)
+    return "\n".join(argument(each.name, _setting(each).doc) for each in _own(owner))
+
+
+def argument(name: str, text: str) -> str:
+    """Returns an entry of the "Args:" of a docstring."""
+    return textwrap.fill(f"    {name}: {text}", 96, subsequent_indent="        ")
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:

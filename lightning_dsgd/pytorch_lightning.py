@@ -7,10 +7,13 @@ from typing import Final
 
 from pytorch_lightning import strategies
 
+from lightning_dsgd import keywords
+from lightning_dsgd.trainer.arguments import TrainerOptions
 from lightning_dsgd.trainer.named import make_all, register
 from lightning_dsgd.trainer.strategy import DecentralizedMixin
 
 
+@keywords.lists(TrainerOptions)
 class DecentralizedStrategy(DecentralizedMixin, strategies.DDPStrategy):  # noqa: D101
     __doc__ = DecentralizedMixin.__doc__
 

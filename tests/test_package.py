@@ -28,6 +28,7 @@ PACKAGE = ROOT / "lightning_dsgd"
 # further up, never the other way round; the core is all that is not in WINGS, and imports no wing.
 CORE = {
     "arrival": "", "hyperparameters": "", "stragglers": "", "wings": "",
+    "keywords": "hyperparameters",
     "buffers": "",
     "devices": "buffers",
     "transport": "buffers devices",
@@ -37,13 +38,13 @@ CORE = {
     "algorithms": "agreement algorithm devices hyperparameters primitives transport",
     "catalogue": "algorithm algorithms hyperparameters",
     "replica": "agreement algorithm devices primitives transport",
-    "session": "agreement algorithm devices primitives replica transport",
+    "session": "agreement algorithm devices hyperparameters keywords primitives replica transport",
     "timeline": "agreement transport",
-    "plain": "agreement algorithm devices replica session transport wings",
-    "trainer": "agreement algorithm algorithms devices hyperparameters replica session stragglers "
-    "timeline transport wings",
-    "fabric": "algorithm algorithms plain session trainer transport wings",
-    "pytorch_lightning": "trainer",
+    "plain": "agreement algorithm devices keywords replica session transport wings",
+    "trainer": "agreement algorithm algorithms devices hyperparameters keywords replica session "
+    "stragglers timeline transport wings",
+    "fabric": "algorithm algorithms keywords plain session trainer transport wings",
+    "pytorch_lightning": "keywords trainer",
     "tasks": "",
     "doctor": "devices wings",
     "cli": "catalogue doctor trainer wings",
@@ -54,7 +55,7 @@ CORE = {
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
     "stragglers tasks timeline trainer transport",
-    "sharded": "agreement algorithm replica session trainer transport",
+    "sharded": "agreement algorithm keywords replica session trainer transport",
     "elastic": "agreement algorithm replica session trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any, Final, Self
+from typing import Any, Self, Unpack
 
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -31,7 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dsgd import wings
+from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.fabric.collectives import CollectivesMixin
@@ -40,18 +40,13 @@ from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import say
-from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
+from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.session import Phase, Training, trained
-from lightning_dsgd.trainer import names, refusals
+from lightning_dsgd.trainer import arguments, names, refusals
+from lightning_dsgd.trainer.arguments import FabricOptions
 from lightning_dsgd.trainer.processes import Processes, start_method
 from lightning_dsgd.trainer.training import LaunchedSession
 from lightning_dsgd.transport.mpi_job import check_launch
-
-_LIGHTNINGS: Final = (
-    "cluster_environment", "checkpoint_io", "precision", "process_group_backend", "timeout",
-    "start_method",
-)  # fmt: skip
-"""Options of Fabric's own strategies that are taken as they are."""
 
 
 class FabricMixin(CollectivesMixin):
@@ -59,54 +54,29 @@ class FabricMixin(CollectivesMixin):
 
     Args:
         algorithm: how the ranks learn from one another, or its name
-        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
-            has started the ranks as one MPI world that mpi4py can join, else TCP
-        timeout_s: how long a rank waits for another before it gives up
-        heartbeat_timeout_s: after how much silence a rank counts as lost
-        startup_timeout_s: how long a rank waits for all others to start, and then to connect
-        average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's
-            are evaluated and saved
-        check_finite: looks for NaN and inf in gradients and weights before they are sent; one more
-            pass
-        on_loss: "end" ends the job, on all ranks, when one is lost; "continue" goes on without it,
-            on CPUs: see the page "Going on without a rank"
-        min_ranks: with on_loss="continue", how many ranks must be left; None means more than half
-            of those before the loss
-        **kwargs: what Fabric's own strategies take: cluster_environment, checkpoint_io, precision,
-            process_group_backend, timeout, start_method
+        **given: the options in `FabricOptions`
     """
 
-    def __init__(
-        self,
-        algorithm: Algorithm | str,
-        transport: str = "auto",
-        timeout_s: float = 1800.0,
-        heartbeat_timeout_s: float = 20.0,
-        startup_timeout_s: float = 300.0,
-        average_buffers: bool = True,
-        check_finite: bool = False,
-        on_loss: str = "end",
-        min_ranks: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, algorithm: Algorithm | str, **given: Unpack[FabricOptions]) -> None:
         made = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
-        refusals.check_options(type(self).__name__, made, _own_options(), kwargs, _LIGHTNINGS)
-        check_transport(transport)
-        options.check_loss(on_loss, min_ranks, transport)
-        limits = Limits(timeout_s, heartbeat_timeout_s, startup_timeout_s)
+        arguments.check(type(self).__name__, made, FabricOptions, given)
+        chosen = options.choose(type(self).__name__, FabricOptions, given)
         made.check_hyperparameters()
-        super().__init__(**kwargs)
+        super().__init__(**keywords.passed_on(FabricOptions, given))
         self.algorithm = made
-        self._has_start_method = "start_method" in kwargs
+        self._has_start_method = "start_method" in given
         self._backward_sync_control: Any = _NothingToSync()
-        self._meeting = Meeting(transport, limits, rank_zero_info)
+        self._meeting = Meeting(chosen, rank_zero_info)
         self._processes = Processes()
-        self._on_loss, self._min_ranks = on_loss, min_ranks
+        self._on_loss, self._min_ranks = chosen["on_loss"], chosen["min_ranks"]
         self._clips: dict[int, Callable[[Iterable[Tensor]], Any]] = {}
         self.session = self._new_session()
         self.session.clip = self._clip
         self._loop = Loop(
-            self.session, made, average_buffers=average_buffers, check_finite=check_finite
+            self.session,
+            made,
+            average_buffers=chosen["average_buffers"],
+            check_finite=chosen["check_finite"],
         )
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
@@ -394,13 +364,9 @@ class _NothingToSync:
         return contextlib.nullcontext()
 
 
+@keywords.lists(FabricOptions)
 class FabricStrategy(FabricMixin, DDPStrategy):
     __doc__ = FabricMixin.__doc__
-
-
-def _own_options() -> list[str]:
-    taken = inspect.signature(FabricMixin.__init__).parameters
-    return [name for name in taken if name not in ("self", "algorithm", "kwargs")]
 
 
 def register(package: str, strategy: type) -> None:

@@ -2,9 +2,12 @@
 
 from lightning_fabric.strategies.ddp import DDPStrategy
 
+from lightning_dsgd import keywords
 from lightning_dsgd.fabric.strategy import FabricMixin, register
+from lightning_dsgd.trainer.arguments import FabricOptions
 
 
+@keywords.lists(FabricOptions)
 class FabricStrategy(FabricMixin, DDPStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = FabricMixin.__doc__
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +27,21 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dsgd import devices, wings
+from lightning_dsgd import devices, keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.plain.launch import Launch, find_launch
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
-from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
+from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.options import Options
 from lightning_dsgd.session.session import Phase, Session, Training, trained
 from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.transport import PeerLost
 
 
+@keywords.lists(Options)
 class decentralized(Loop):
     """Trains a model with an algorithm, from entering the `with` to leaving it.
 
@@ -52,22 +54,9 @@ class decentralized(Loop):
         algorithm: how the ranks learn from one another
         scaler: torch's GradScaler, if the loss is scaled; all ranks then skip the same steps where
             they exchange gradients
-        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
-            has started the ranks as one MPI world that mpi4py can join, else TCP
-        timeout_s: how long a rank waits for another before it gives up
-        heartbeat_timeout_s: after how much silence a rank counts as lost
-        startup_timeout_s: how long a rank waits for all others to start, and then to connect
-        average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's
-            are evaluated and saved
-        check_finite: looks for NaN and inf in gradients and weights before they are sent; one more
-            pass
         replicas: for a model in shards, the dimension of its DeviceMesh along which its replicas
             lie, as in `mesh["replica"]`; see the page "Sharded models"
-        on_loss: "end" ends the job, on all ranks, when one is lost; "continue" goes on without it,
-            on CPUs, and with shards without its replica: see the page "Going on without a rank"
-        min_ranks: with on_loss="continue", how many ranks must be left; None means more than half
-            of those before the loss. With shards a number counts the ranks in whole replicas, and
-            None all that are left to vote, those of the broken replica included
+        **given: the options in `Options`
 
     Attributes:
         rank: the rank of this process, inside the `with`
@@ -81,28 +70,19 @@ class decentralized(Loop):
         algorithm: Algorithm,
         *,
         scaler: GradScaler | None = None,
-        transport: str = "auto",
-        timeout_s: float = 1800.0,
-        heartbeat_timeout_s: float = 20.0,
-        startup_timeout_s: float = 300.0,
-        average_buffers: bool = True,
-        check_finite: bool = False,
         replicas: Any = None,
-        on_loss: str = "end",
-        min_ranks: int | None = None,
+        **given: Unpack[Options],
     ) -> None:
-        check_transport(transport)
-        options.check_loss(on_loss, min_ranks, transport)
-        limits = Limits(timeout_s, heartbeat_timeout_s, startup_timeout_s)
+        chosen = options.choose("decentralized", Options, given)
         _check_algorithm(algorithm)
         _check_model(model)
-        self._meeting = Meeting(transport, limits, self._announce)
-        self._on_loss, self._min_ranks = on_loss, min_ranks
+        self._meeting = Meeting(chosen, self._announce)
+        self._on_loss, self._min_ranks = chosen["on_loss"], chosen["min_ranks"]
         super().__init__(
             self._new_session(),
             algorithm,
-            average_buffers=average_buffers,
-            check_finite=check_finite,
+            average_buffers=chosen["average_buffers"],
+            check_finite=chosen["check_finite"],
         )
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import torch
 
 from lightning_dsgd.devices import port_of
-from lightning_dsgd.session import options
+from lightning_dsgd.session.options import Options
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.mpi import MPITransport
 from lightning_dsgd.transport.mpi_job import is_usable
@@ -22,55 +21,24 @@ from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.register import ALONE, OVER, STOPPED, Register, outlives_ranks
 from lightning_dsgd.transport.rendezvous import Rendezvous
 
-TRANSPORTS: Final = ("auto", "process_group", "mpi")
-"""The choices that users have for what carries messages."""
-
-
-def check_transport(transport: str) -> None:
-    """Raises unless messages can travel by this choice."""
-    if transport == "nixl":
-        raise ValueError(
-            'transport="nixl" is not supported; use transport="auto", or "mpi" for large '
-            "messages between the ranks of a machine"
-        )
-    options.check_choice("transport", transport, TRANSPORTS)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sets how long a rank waits for others.
-
-    Args:
-        timeout_s: how long a rank waits for what it needs
-        heartbeat_timeout_s: after how much silence a rank counts as lost
-        startup_timeout_s: how long it waits until all have started, then until all are connected
-    """
-
-    timeout_s: float
-    heartbeat_timeout_s: float
-    startup_timeout_s: float
-
-    def __post_init__(self) -> None:
-        options.check_seconds("timeout_s", self.timeout_s, 1800)
-        options.check_seconds("heartbeat_timeout_s", self.heartbeat_timeout_s, 20)
-        options.check_seconds("startup_timeout_s", self.startup_timeout_s, 300)
-
 
 class Meeting:
     """Lets this rank meet the others; a process keeps it from one training to the next.
 
     Args:
-        transport: one of TRANSPORTS
-        limits: how long this rank waits
+        chosen: what carries messages, and how long this rank waits
         announce: tells the user, on rank 0
     """
 
-    def __init__(self, transport: str, limits: Limits, announce: Callable[[str], None]) -> None:
-        self._transport = transport
-        self._limits = limits
+    def __init__(self, chosen: Options, announce: Callable[[str], None]) -> None:
+        self._chosen = chosen
         self._announce = announce
         self._rendezvous: Rendezvous | None = None  # if the ranks have met by themselves
         self._register: Register | None = None
+
+    @property
+    def _limits(self) -> tuple[float, float]:
+        return self._chosen["timeout_s"], self._chosen["heartbeat_timeout_s"]
 
     def join_process_group(
         self,
@@ -84,7 +52,7 @@ class Meeting:
         """Makes the default process group, once all ranks are known to have started."""
         host, port = address
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
-        limit = self._limits.startup_timeout_s
+        limit = self._chosen["startup_timeout_s"]
         self._rendezvous = Rendezvous(rank, world_size, host, port, limit)
         store = self._rendezvous.join()
 
@@ -111,7 +79,7 @@ class Meeting:
         are_known = {"MASTER_ADDR", "MASTER_PORT"} <= {*variables}
         if self._register is None and outlives_ranks() and are_known:
             host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-            self._register = Register(host, port, self._limits.startup_timeout_s)
+            self._register = Register(host, port, self._chosen["startup_timeout_s"])
         return self._register
 
     @property
@@ -130,7 +98,7 @@ class Meeting:
         """
         if not outlives_ranks():
             return None
-        register = Register(*address, self._limits.startup_timeout_s)
+        register = Register(*address, self._chosen["startup_timeout_s"])
         training = register.training()
         if training == ALONE:
             refuse_to_join()
@@ -148,9 +116,8 @@ class Meeting:
 
     def come_later(self, register: Register, world_size: int) -> NewcomerTransport:
         """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
-        limits, number = self._limits, register.new_number(world_size)
-        self._register = register
-        return NewcomerTransport(number, limits.timeout_s, limits.heartbeat_timeout_s)
+        self._register, number = register, register.new_number(world_size)
+        return NewcomerTransport(number, *self._limits)
 
     def ask_to_join(self, net: NewcomerTransport, world_size: int, min_ranks: int | None) -> None:
         """Asks the ranks that train to let this one in."""
@@ -161,7 +128,7 @@ class Meeting:
         register.write_card(net.rank, (host, port, secret))
         register.say_left(has_left=False)  # if it did, it has come back
         cards = register.cards(net.rank, world_size)
-        net.join(cards, bytes.fromhex(secret), min_ranks, self._limits.timeout_s)
+        net.join(cards, bytes.fromhex(secret), min_ranks, self._chosen["timeout_s"])
 
     def make_group_of_one(self) -> None:
         """Makes a process group of this newcomer alone, for code that asks whether there is one."""
@@ -183,7 +150,7 @@ class Meeting:
             return open_transport()
 
         # A later training finds the others in whatever their scripts do in between.
-        limit = self._limits.timeout_s if rendezvous.has_ended else None
+        limit = self._chosen["timeout_s"] if rendezvous.has_ended else None
         net = rendezvous.watch(open_in_thread, "open the network", limit)
         rendezvous.end()
         return self._tell(net)
@@ -194,10 +161,10 @@ class Meeting:
         return net
 
     def _open_transport(self, world_size: int, device: torch.device) -> ProcessGroupTransport:
-        limits = self._limits.timeout_s, self._limits.heartbeat_timeout_s
-        if self._transport == "mpi" or (self._transport == "auto" and is_usable(world_size)):
-            return MPITransport(*limits, device=device)
-        return ProcessGroupTransport(*limits, device=device)
+        transport = self._chosen["transport"]
+        if transport == "mpi" or (transport == "auto" and is_usable(world_size)):
+            return MPITransport(*self._limits, device=device)
+        return ProcessGroupTransport(*self._limits, device=device)
 
 
 def refuse_to_join() -> NoReturn:

@@ -4,49 +4,114 @@ from __future__ import annotations
 
 import re
 import threading
-from numbers import Real
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypedDict
 
 import torch
 from torch.optim import LBFGS
 
+from lightning_dsgd import keywords
 from lightning_dsgd.algorithm import Algorithm, Conditions
+from lightning_dsgd.hyperparameters import above, at_least, one_of, setting
+from lightning_dsgd.keywords import Table
+
+_LONGEST: Final = int(threading.TIMEOUT_MAX)
+"""The longest wait that Python can make, in seconds."""
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises unless an option is one of its choices."""
-    if value not in choices:
-        listed = " or ".join(f'"{choice}"' for choice in choices)
-        raise ValueError(f"{name} must be {listed}, got {name}={value!r}")
+def _seconds(default: float, doc: str) -> Any:
+    return above(0, at_most=_LONGEST, default=default, doc=doc)
 
 
-def check_seconds(name: str, value: Any, example: float) -> None:
-    """Raises unless an option is a number of seconds that a wait can take."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number:
+class Options(TypedDict, total=False):
+    """The options of every face: name, type, rule, default and text."""
+
+    transport: Annotated[
+        str,
+        one_of(
+            *("auto", "process_group", "mpi"),
+            default="auto",
+            doc='"process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun '
+            "has started the ranks as one MPI world that mpi4py can join, else TCP",
+        ),
+    ]
+    timeout_s: Annotated[
+        float, _seconds(1800.0, "how long a rank waits for another before it gives up")
+    ]
+    heartbeat_timeout_s: Annotated[
+        float, _seconds(20.0, "after how much silence a rank counts as lost")
+    ]
+    startup_timeout_s: Annotated[
+        float,
+        _seconds(300.0, "how long a rank waits for all others to start, and then to connect"),
+    ]
+    average_buffers: Annotated[
+        bool,
+        setting(
+            default=True,
+            doc="whether BatchNorm statistics are averaged with the weights; else rank 0's are "
+            "evaluated and saved",
+        ),
+    ]
+    check_finite: Annotated[
+        bool,
+        setting(
+            default=False,
+            doc="looks for NaN and inf in gradients and weights before they are sent; one more "
+            "pass",
+        ),
+    ]
+    on_loss: Annotated[
+        str,
+        one_of(
+            *("end", "continue"),
+            default="end",
+            doc='"end" ends the job, on all ranks, when one is lost; "continue" goes on without '
+            'it, on CPUs, and with shards without its replica: see the page "Going on without a '
+            'rank"',
+        ),
+    ]
+    min_ranks: Annotated[
+        int | None,
+        at_least(
+            1,
+            default=None,
+            doc='with on_loss="continue", how many ranks must be left; None means more than half '
+            "of those before the loss. With shards a number counts the ranks in whole replicas, "
+            "and None all that are left to vote, those of the broken replica included",
+        ),
+    ]
+
+
+def choose(owner: str, table: type[Table], given: Table) -> Table:
+    """Returns a face's options, those left out with their defaults; raises for wrong ones.
+
+    Args:
+        owner: the name of the face
+        table: `Options`, or a table that adds to it
+        given: what the face was given
+    """
+    if given.get("transport") == "nixl":
         raise ValueError(
-            f"{name} must be a number of seconds, got {name}={value!r}; try {name}={example}"
+            'transport="nixl" is not supported; use transport="auto", or "mpi" for large '
+            "messages between the ranks of a machine"
         )
-    if not 0 < value <= threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"{name} must be positive and at most {threading.TIMEOUT_MAX:.0f}, got {name}={value}; "
-            f"try {name}={example}"
-        )
+    chosen = keywords.choose(owner, table, given)
+    _check_loss(chosen)
+    return chosen
 
 
-def check_loss(on_loss: str, min_ranks: Any, transport: str, max_ranks: int | None = None) -> None:
+def _check_loss(chosen: Mapping[str, Any]) -> None:
     """Raises unless the options about lost and joining ranks can be honoured."""
-    check_choice("on_loss", on_loss, ("end", "continue"))
-    for name, value in (("min_ranks", min_ranks), ("max_ranks", max_ranks)):
+    on_loss = chosen["on_loss"]
+    for name in ("min_ranks", "max_ranks"):
+        value = chosen.get(name)
         if value is not None and on_loss != "continue":
             raise ValueError(
                 f'{name} needs on_loss="continue", got {name}={value!r} with '
                 f'on_loss="{on_loss}"; set on_loss="continue", or leave {name} out'
             )
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and (not is_number or value < 1):
-            raise ValueError(f"{name} must be at least 1, got {name}={value!r}; try 2")
-    if on_loss == "continue" and transport == "mpi":
+    if on_loss == "continue" and chosen["transport"] == "mpi":
         raise ValueError(
             'MPI ends all ranks when one is lost, got on_loss="continue" with transport="mpi"; '
             'use transport="process_group"'

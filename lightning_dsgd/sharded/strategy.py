@@ -15,8 +15,7 @@ the strategies whose ranks hold the whole model:
 
 from __future__ import annotations
 
-import inspect
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
@@ -24,6 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from lightning_dsgd import keywords
 from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
@@ -32,10 +32,10 @@ from lightning_dsgd.session.session import Phase
 from lightning_dsgd.sharded.mesh_sharding import MeshSharding, check_algorithm
 from lightning_dsgd.sharded.together import blaming, gathered, lost_behind, save
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.strategy import DecentralizedMixin, own_options
+from lightning_dsgd.trainer.arguments import ShardedOptions
+from lightning_dsgd.trainer.strategy import DecentralizedMixin
 from lightning_dsgd.transport import Transport
 
-_LIGHTNINGS: Final = ("process_group_backend", "timeout")
 _NAMES: Final = ("replica", "data_parallel", "tensor_parallel")
 
 
@@ -77,6 +77,7 @@ class MeshStrategy(ModelParallelStrategy):
         return replicas, int(data), int(tensor)
 
 
+@keywords.lists(ShardedOptions)
 class ShardedStrategy(DecentralizedMixin, MeshStrategy):
     """Trains replicas of a model that several ranks hold together, by an algorithm between them.
 
@@ -89,12 +90,11 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         data_parallel_size: how many ranks of a replica see data of their own; "auto": as many as
             there are, for the other sizes
         tensor_parallel_size: how many ranks compute with the same data
-        **options: the options of every strategy but `max_ranks`, and Lightning's
-            `process_group_backend` and `timeout`; with `on_loss="continue"` a lost rank takes its
+        **given: the options in `ShardedOptions`; with `on_loss="continue"` a lost rank takes its
             replica with it
     """
 
-    _lightnings = _LIGHTNINGS
+    _table = ShardedOptions  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -102,19 +102,20 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         num_replicas: int,
         data_parallel_size: int | str = "auto",
         tensor_parallel_size: int = 1,
-        **options: Any,
+        **given: Unpack[ShardedOptions],
     ) -> None:
         _check_size("num_replicas", num_replicas)
         _check_size("tensor_parallel_size", tensor_parallel_size)
         if data_parallel_size != "auto":
             _check_size("data_parallel_size", data_parallel_size)
-        if options.get("max_ranks") is not None:
+        max_ranks = dict(given).get("max_ranks")
+        if max_ranks is not None:
             raise ValueError(
                 "no rank can join the training of sharded models, as it would hold a part of a "
-                f"replica, got max_ranks={options['max_ranks']!r}; leave it out"
+                f"replica, got max_ranks={max_ranks!r}; leave it out"
             )
         check_algorithm(algorithm)
-        super().__init__(algorithm, **options)
+        super().__init__(algorithm, **given)
         self._start_method = "popen"
         self._num_replicas = num_replicas
         self._data_parallel_size = data_parallel_size  # type: ignore[assignment]
@@ -287,23 +288,6 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
             training.replica.synchronize()
         else:
             self._restore(own)
-
-
-def _signature() -> inspect.Signature:
-    """Returns the signature of `ShardedStrategy`, with the options by name, for command lines."""
-    own = inspect.signature(ShardedStrategy.__init__, eval_str=True).parameters
-    theirs = inspect.signature(ModelParallelStrategy.__init__).parameters
-    options = [p for p in own_options() if p.name != "max_ranks"]
-    options += [theirs[name] for name in _LIGHTNINGS]
-    return inspect.Signature(
-        [
-            *(p for p in own.values() if p.kind is not inspect.Parameter.VAR_KEYWORD),
-            *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in options),
-        ]
-    )
-
-
-ShardedStrategy.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _check_size(name: str, value: Any) -> None:

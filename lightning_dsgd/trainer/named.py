@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from inspect import Parameter
 from typing import Any, Final, get_type_hints
 
-from lightning_dsgd import hyperparameters
+from lightning_dsgd import hyperparameters, keywords
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import ALGORITHMS, warn_of_one_left_out
 from lightning_dsgd.trainer import names
-from lightning_dsgd.trainer.refusals import LIGHTNINGS
-from lightning_dsgd.trainer.strategy import DecentralizedMixin, DecentralizedStrategy, own_options
+from lightning_dsgd.trainer.arguments import TrainerOptions
+from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
 
 def named(algorithm: type[Algorithm], base: type, module: str) -> type:
@@ -47,12 +47,7 @@ def named(algorithm: type[Algorithm], base: type, module: str) -> type:
 
 def options(base: type) -> list[Parameter]:
     """Returns, by name, what every strategy takes besides its algorithm's hyperparameters."""
-    [ddp] = [b for b in base.__mro__ if b.__name__ == "DDPStrategy"]
-    theirs = inspect.signature(ddp.__init__).parameters  # type: ignore[misc]
-    return [
-        *(own.replace(kind=Parameter.KEYWORD_ONLY) for own in own_options()),
-        *(theirs[name].replace(kind=Parameter.KEYWORD_ONLY) for name in LIGHTNINGS),
-    ]
+    return keywords.parameters(TrainerOptions, base)
 
 
 def _own(algorithm: type[Algorithm]) -> list[Parameter]:
@@ -68,9 +63,13 @@ def _docstring(algorithm: type[Algorithm]) -> str:
             "Memory per rank in addition to plain training (|x|: the weights, |g|: the gradient): "
         )
         what += "\n\n" + textwrap.fill(f"{memory}{algorithm.profile.memory}.", 96)
-    every = inspect.getdoc(DecentralizedMixin) or ""
-    every = every[every.index("    transport:") :]
-    return "\n".join(filter(None, [what, "\nArgs:", hyperparameters.arguments(algorithm), every]))
+    theirs = ", ".join(keywords.names_of_others(TrainerOptions))
+    arguments = [
+        hyperparameters.arguments(algorithm),
+        keywords.texts(TrainerOptions),
+        hyperparameters.argument("**kwargs", f"what Lightning's own strategies take: {theirs}"),
+    ]
+    return "\n".join(filter(None, [what, "\nArgs:", *arguments]))
 
 
 def make_all(base: type, module: str) -> dict[str, type]:

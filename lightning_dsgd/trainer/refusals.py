@@ -2,85 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from typing import Any, Final
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.hyperparameters import did_you_mean
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.training import TrainerSession
-
-LIGHTNINGS: Final = (
-    "cluster_environment", "checkpoint_io", "precision_plugin", "process_group_backend", "timeout",
-    "start_method",
-)  # fmt: skip
-"""Options of Lightning's own strategies that are taken as they are."""
-_THE_TRAINERS: Final = ("accelerator", "parallel_devices")
-"""The options that the Trainer sets by itself."""
-
-_NOT_OURS: Final = {
-    "find_unused_parameters": "unused parameters need no search here: leave the option out",
-    "static_graph": "there is no DDP wrapper to tell: leave the option out",
-    "gradient_as_bucket_view": "there are no buckets: leave the option out",
-    "bucket_cap_mb": "there are no buckets: leave the option out",
-    "broadcast_buffers": 'use average_buffers, or strategy="ddp"',
-    "ddp_comm_state": 'communication hooks belong to strategy="ddp"',
-    "ddp_comm_hook": 'communication hooks belong to strategy="ddp"',
-    "ddp_comm_wrapper": 'communication hooks belong to strategy="ddp"',
-    "model_averaging_period": 'use strategy="local_sgd" with sync_period',
-    "sharding_strategy": 'weights are replicated here: use strategy="fsdp" to shard them',
-    "auto_wrap_policy": 'weights are replicated here: use strategy="fsdp" to shard them',
-    "cpu_offload": 'weights stay on their device here: use strategy="fsdp" to offload them',
-    "state_dict_type": 'this is an option of strategy="fsdp"',
-    "stage": 'weights are replicated here: use strategy="deepspeed" to shard them',
-    "zero_optimization": 'weights are replicated here: use strategy="deepspeed" to shard them',
-    "offload_optimizer": 'this is an option of strategy="deepspeed"',
-    "config": 'this is an option of strategy="deepspeed"',
-}
-"""Options of other strategies, and the way out."""
-
-# ---- when a strategy is made ----
-
-
-def check_options(
-    strategy: str,
-    algorithm: Algorithm,
-    ours: list[str],
-    kwargs: dict[str, Any],
-    lightnings: tuple[str, ...] = LIGHTNINGS,
-) -> None:
-    """Raises for options that are not ours or Lightning's; drops those that say nothing.
-
-    Args:
-        strategy: the name of its class
-        algorithm: the algorithm that it trains with
-        ours: the options that every strategy has
-        kwargs: the other options that it was given
-        lightnings: the options of Lightning's own strategies that are taken as they are
-    """
-    defaults = inspect.signature(DistributedDataParallel).parameters
-    for name, value in list(kwargs.items()):
-        says_nothing = value is None or (name in defaults and value == defaults[name].default)
-        if says_nothing and (name in _NOT_OURS or name in defaults):
-            del kwargs[name]  # a command line passes the defaults of the base classes
-        elif name in _NOT_OURS:
-            raise ValueError(
-                f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
-            )
-        elif name not in (*lightnings, *_THE_TRAINERS):
-            own = [*algorithm.hyperparameters(), *ours]
-            raise ValueError(
-                f"{strategy} has no option {name}, got {name}={value!r}; it takes "
-                f"{', '.join(own)}, and of Lightning's {', '.join(lightnings)}"
-                f"{did_you_mean(name, [*own, *lightnings])}"
-            )
-
 
 # ---- when the ranks have met ----
 

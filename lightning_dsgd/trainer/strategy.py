@@ -24,10 +24,9 @@ samplers and devices are Lightning's.  What it takes away, and why:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
@@ -35,16 +34,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_dsgd import wings
+from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import notices, options, record
-from lightning_dsgd.session.meeting import Limits, Meeting, check_transport
+from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.scaling import agree_on_overflow
 from lightning_dsgd.session.session import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
-from lightning_dsgd.trainer import joint, refusals, seams
+from lightning_dsgd.trainer import arguments, joint, refusals, seams
+from lightning_dsgd.trainer.arguments import TrainerOptions
 from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
@@ -63,63 +63,23 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     Args:
         algorithm: how the ranks learn from one another
-        transport: "process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun
-            has started the ranks as one MPI world that mpi4py can join, else TCP
-        timeout_s: how long a rank waits for another before it gives up
-        heartbeat_timeout_s: after how much silence a rank counts as lost
-        startup_timeout_s: how long a rank waits for all others to start, and then to connect
-        evaluate: "consensus" validates, tests and monitors the weights that all ranks agree on;
-            "local" each rank's own
-        average_buffers: whether BatchNorm statistics are averaged with the weights; else rank 0's
-            are evaluated and saved
-        check_finite: looks for NaN and inf in gradients and weights before they are sent; one more
-            pass
-        on_loss: "end" ends the job, on all ranks, when one is lost; "continue" goes on without it,
-            on CPUs: see the page "Going on without a rank"
-        min_ranks: with on_loss="continue", how many ranks must be left; None means more than half
-            of those before the loss. With shards a number counts the ranks in whole replicas, and
-            None all that are left to vote, those of the broken replica included
-        max_ranks: with on_loss="continue", how many ranks there may be, where others join; None
-            means as many as at the start
-        **kwargs: what Lightning's own strategies take: cluster_environment, checkpoint_io,
-            precision_plugin, process_group_backend, timeout, start_method (left out, an interactive
-            session forks its ranks)
+        **given: the options in `TrainerOptions`
     """
 
-    _lightnings: tuple[str, ...] = refusals.LIGHTNINGS
-    """Options of Lightning's that are taken as they are."""
+    _table: type[TrainerOptions] = TrainerOptions
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        transport: str = "auto",
-        timeout_s: float = 1800.0,
-        heartbeat_timeout_s: float = 20.0,
-        startup_timeout_s: float = 300.0,
-        evaluate: str = "consensus",
-        average_buffers: bool = True,
-        check_finite: bool = False,
-        on_loss: str = "end",
-        min_ranks: int | None = None,
-        max_ranks: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        ours = [option.name for option in own_options()]
-        refusals.check_options(type(self).__name__, algorithm, ours, kwargs, self._lightnings)
-        check_transport(transport)
-        options.check_choice("evaluate", evaluate, ("consensus", "local"))
-        options.check_loss(on_loss, min_ranks, transport, max_ranks)
-        limits = Limits(timeout_s, heartbeat_timeout_s, startup_timeout_s)
+    def __init__(self, algorithm: Algorithm, **given: Unpack[TrainerOptions]) -> None:
+        name, table = type(self).__name__, self._table
+        arguments.check(name, algorithm, table, given)
+        chosen = options.choose(name, table, given)
         algorithm.check_hyperparameters()
-        super().__init__(**kwargs)
+        super().__init__(**keywords.passed_on(table, given))
         self.algorithm = algorithm
-        self._evaluate = evaluate
-        self._average_buffers = average_buffers
-        self._check_finite = check_finite
-        self._has_start_method = "start_method" in kwargs
-        self._meeting = Meeting(transport, limits, rank_zero_info)
+        self._chosen = chosen
+        self._has_start_method = "start_method" in given
+        self._meeting = Meeting(chosen, rank_zero_info)
         self._processes = Processes()
-        self._on_loss, self._min_ranks, self._max_ranks = on_loss, min_ranks, max_ranks
+        self._min_ranks, self._max_ranks = chosen["min_ranks"], chosen.get("max_ranks")
         self.session = self._new_session()
         self._trainer: Any = None
         self._hooks = Hooks(self)
@@ -152,7 +112,9 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
                 num_shards=self.world_size // self.num_replicas,
             )
         self.session.open(self._open_network())
-        self.session.check_options(self.algorithm, self._evaluate, self._average_buffers)
+        self.session.check_options(
+            self.algorithm, self._chosen["evaluate"], self._chosen["average_buffers"]
+        )
         if self.lightning_module is not None:
             refusals.check_searches(self.lightning_module.trainer, self.algorithm)
 
@@ -184,7 +146,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return self._trains_already is not None or super().restore_checkpoint_after_setup
 
     def _new_session(self) -> TrainerSession:
-        if self._on_loss == "end":
+        if self._chosen["on_loss"] == "end":
             return TrainerSession(self._processes)
         counts = self._min_ranks, self._max_ranks
         wing: Any = wings.load("elastic.joining", 'on_loss="continue"')
@@ -221,7 +183,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self._start_method = start_method(
             self.cluster_environment, self._start_method, is_chosen=self._has_start_method
         )
-        if self._on_loss == "continue":
+        if self._chosen["on_loss"] == "continue":
             refusals.check_start_method(self._start_method)
         super()._configure_launcher()
         self._processes.take_over(self._launcher, self._start_method, self.fail)
@@ -302,8 +264,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             self.optimizers,
             self.algorithm,
             self._conditions(),
-            average_buffers=self._average_buffers,
-            check_finite=self._check_finite or seams.detects_anomalies(trainer),
+            average_buffers=self._chosen["average_buffers"],
+            check_finite=self._chosen["check_finite"] or seams.detects_anomalies(trainer),
             layout=layout,
             everyone=everyone,
         )
@@ -348,7 +310,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._evaluate == "consensus":
+        if self._chosen["evaluate"] == "consensus":
             self.session.show_consensus()
 
     def on_validation_end(self) -> None:
@@ -414,11 +376,6 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return self.session.gather_figures(figures)
 
 
+@keywords.lists(TrainerOptions)
 class DecentralizedStrategy(DecentralizedMixin, DDPStrategy):
     __doc__ = DecentralizedMixin.__doc__
-
-
-def own_options() -> list[inspect.Parameter]:
-    """Returns every strategy's options, without its algorithm and what is Lightning's."""
-    taken = inspect.signature(DecentralizedMixin.__init__, eval_str=True).parameters
-    return [p for name, p in taken.items() if name not in ("self", "algorithm", "kwargs")]

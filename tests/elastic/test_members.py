@@ -15,7 +15,8 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.in_fabric import ChangingFabricSession
 from lightning_dsgd.elastic.joining import ChangingTrainerSession
 from lightning_dsgd.elastic.members import SurvivingSession
-from lightning_dsgd.session.meeting import Limits, Meeting
+from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.session.session import Phase
 from lightning_dsgd.trainer.processes import Processes
 from lightning_dsgd.transport import PeerLost
@@ -23,7 +24,7 @@ from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
 from lightning_dsgd.transport.view import View
 
-LIMITS = Limits(10.0, 10.0, 10.0)
+CHOSEN = choose("a test", Options, {"timeout_s": 10.0, "heartbeat_timeout_s": 10.0})
 
 
 class Untrained(SurvivingSession[Any]):
@@ -65,7 +66,7 @@ class Members(Untrained):
     can_be_joined = True
 
     def __init__(self, net: Any, meeting: Meeting | None = None) -> None:
-        super().__init__(meeting or Meeting("auto", LIMITS, print), None)
+        super().__init__(meeting or Meeting(CHOSEN, print), None)
         self.enter(net)
 
 
@@ -84,7 +85,7 @@ def test_a_launcher_learns_of_a_training_whose_process_group_the_script_has_made
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(keeper.port))
-    SimulatedWorld(2, goes_on=True).run(train_with, Meeting("auto", LIMITS, print))
+    SimulatedWorld(2, goes_on=True).run(train_with, Meeting(CHOSEN, print))
     assert keeper.survives()
     assert not keeper.can_be_joined()  # it would wait in that process group
 
@@ -274,7 +275,7 @@ def timers(monkeypatch) -> Timers:
 
 
 def hanging() -> Hanging:
-    session = Hanging(Meeting("auto", LIMITS, print), None)
+    session = Hanging(Meeting(CHOSEN, print), None)
     session._net = SimpleNamespace(ends_with_peers=False)
     session.training = SimpleNamespace(stop_lanes=lambda: ())
     return session

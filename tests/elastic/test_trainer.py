@@ -18,7 +18,8 @@ from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.joining import ChangingTrainerSession
 from lightning_dsgd.session import record
-from lightning_dsgd.session.meeting import Limits, Meeting
+from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.trainer import refusals
 from lightning_dsgd.trainer.callbacks import CommunicationMonitor
 from lightning_dsgd.trainer.processes import Processes
@@ -218,7 +219,7 @@ def test_what_cannot_be_honoured_is_refused():
 
 
 def changing_session(max_ranks: int | None) -> ChangingTrainerSession:
-    meeting = Meeting("auto", Limits(1, 1, 1), print)
+    meeting = Meeting(choose("a test", Options, {}), print)
     return ChangingTrainerSession(Processes(), meeting, None, max_ranks)
 
 
@@ -228,7 +229,7 @@ def changing_session(max_ranks: int | None) -> ChangingTrainerSession:
 )
 def test_as_many_are_invited_as_there_is_room_for(most, num_members, invited):
     session = ChangingTrainerSession(
-        Processes(), Meeting("auto", Limits(1, 1, 1), print), None, most
+        Processes(), Meeting(choose("a test", Options, {}), print), None, most
     )
     session._num_ranks = 2
     session._calls = SimpleNamespace(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
+import lightning_dsgd as dsgd
+from lightning_dsgd import keywords
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.session.options import check_loss, check_survival
+from lightning_dsgd.session.options import Options, check_survival, choose
+from lightning_dsgd.trainer.arguments import FabricOptions, ShardedOptions, TrainerOptions
 
 
 @pytest.mark.parametrize(
@@ -17,16 +21,42 @@ from lightning_dsgd.session.options import check_loss, check_survival
         ({"on_loss": "stop"}, 'on_loss must be "end" or "continue"'),
         ({"on_loss": "end", "min_ranks": 2}, 'min_ranks needs on_loss="continue"'),
         ({"on_loss": "end", "max_ranks": 2}, 'max_ranks needs on_loss="continue"'),
-        ({"min_ranks": 0}, "min_ranks must be at least 1"),
-        ({"max_ranks": 2.5}, "max_ranks must be at least 1"),
+        ({"min_ranks": 0}, "min_ranks must be None or a whole number of at least 1"),
+        ({"max_ranks": 2.5}, "max_ranks must be None or a whole number of at least 1"),
         ({"transport": "mpi"}, "MPI ends all ranks"),
     ],
 )
 def test_options_about_lost_ranks_must_suit_each_other(changed: dict[str, Any], match: str) -> None:
-    options = {"on_loss": "continue", "min_ranks": None, "transport": "auto", "max_ranks": None}
-    check_loss(**options)
+    given: Any = {"on_loss": "continue", "min_ranks": None, "max_ranks": None}
+    assert choose("It", TrainerOptions, given)["transport"] == "auto"
     with pytest.raises(ValueError, match=match):
-        check_loss(**options | changed)
+        choose("It", TrainerOptions, given | changed)
+
+
+@pytest.mark.parametrize(
+    ("face", "table"),
+    [
+        (dsgd.DecentralizedStrategy, TrainerOptions),
+        (dsgd.FabricStrategy, FabricOptions),
+        (dsgd.ShardedStrategy, ShardedOptions),
+        (dsgd.decentralized, Options),
+    ],
+)
+def test_a_face_lists_its_options(face: type, table: type) -> None:
+    signature, text = inspect.signature(face).parameters, str(face.__doc__)
+    assert "given" not in signature
+    assert {*keywords.names(Options)} <= {*keywords.names(table)}
+    for each in keywords.parameters(table, face):
+        assert signature[each.name] == each
+    assert keywords.texts(table) in text
+    assert "given" not in text
+
+
+def test_a_loop_refuses_an_option_that_it_does_not_have() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(TypeError, match=r"no option transprot.*; did you mean transport\?"):
+        dsgd.decentralized(model, optimizer, dsgd.LocalSGD(), transprot="mpi")
 
 
 def test_hyperparameters_must_suit_the_ranks_that_may_be_left() -> None:

@@ -120,6 +120,7 @@ def test_a_strategy_takes_what_its_algorithm_does(name: str) -> None:
             assert signature[field].default == getattr(algorithm(), field)
             assert f"\n    {field}: " in str(strategy.__doc__)
         assert signature["timeout_s"].default == 1800.0
+        assert "\n    timeout_s: how long" in str(strategy.__doc__)
         assert algorithm.profile is not None
         assert algorithm.profile.memory in " ".join(str(strategy.__doc__).split())
 
@@ -146,20 +147,35 @@ def test_editors_see_the_strategies_that_there_are() -> None:
 
 SCRIPT = """
 import lightning as L
-import lightning_dsgd
+import lightning_dsgd as dsgd
+from torch import nn, optim
 
-strategy = lightning_dsgd.WAGMAStrategy(group_size=4, timeout_s=60.0)
+strategy = dsgd.WAGMAStrategy(group_size=4, timeout_s=60.0)
 trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=4)
+dsgd.DecentralizedStrategy(dsgd.WAGMA(), max_ranks=4, start_method="popen")
+L.Fabric(strategy=dsgd.FabricStrategy("wagma", check_finite=True), devices=4)
+model = nn.Linear(1, 1)
+dsgd.decentralized(model, optim.SGD(model.parameters()), dsgd.WAGMA(), min_ranks=2)
+dsgd.ShardedStrategy(dsgd.LocalSGD(), num_replicas=2, evaluate="local")
 """
+MISTAKES = {
+    "group_size=4": 'group_size="4"',
+    "max_ranks=4": 'max_ranks="4"',
+    "check_finite": "check_finit",
+    "min_ranks=2": 'min_ranks="2"',
+    'evaluate="local"': "evaluate=False",
+}
 
 
 @pytest.mark.exhaustive
 def test_a_users_script_is_checked_by_mypy(tmp_path: Path) -> None:
-    scripts = {"right.py": SCRIPT, "wrong.py": SCRIPT.replace("group_size=4", 'group_size="4"')}
+    scripts = {"right.py": SCRIPT, "wrong.py": SCRIPT}
+    for right, wrong in MISTAKES.items():
+        scripts["wrong.py"] = scripts["wrong.py"].replace(right, wrong)
     for name, text in scripts.items():
         (tmp_path / name).write_text(text)
     mypy = [sys.executable, "-m", "mypy", "--strict", "--config-file=", *scripts]
     done = subprocess.run(mypy, capture_output=True, text=True, cwd=tmp_path)
     *errors, _ = done.stdout.splitlines()
-    assert errors, done.stdout + done.stderr
-    assert all(line.startswith("wrong.py:5:") for line in errors), done.stdout
+    found = [line.split(": error: ")[0] for line in errors if ": error: " in line]
+    assert found == [f"wrong.py:{line}" for line in (6, 8, 9, 11, 12)], done.stdout + done.stderr

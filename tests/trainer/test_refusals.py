@@ -40,7 +40,7 @@ def make(name: str, **options: Any) -> Any:
 
 # ---- the arguments of a strategy ----
 
-SECONDS = "must be a number of seconds, got"
+SECONDS = "must be a number above 0 and at most"
 ARGUMENTS: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"sync_periode": 4},
@@ -49,13 +49,17 @@ ARGUMENTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"topology": "ring"}, ["has no option topology, got topology='ring'", "takes sync_period"]),
     ({"transport": "smoke"}, ["transport must be ", "got transport='smoke'", '"process_group"']),
     ({"evaluate": "best"}, ['evaluate must be "consensus" or "local"', "got evaluate='best'"]),
-    ({"timeout_s": 0}, ["timeout_s must be positive and at most", "got timeout_s=0; try"]),
-    ({"timeout_s": float("nan")}, ["timeout_s must be positive and", "got timeout_s=nan; try"]),
+    (
+        {"average_buffers": "no"},
+        ["average_buffers must be True or False, got average_buffers='no'; try"],
+    ),
+    ({"timeout_s": 0}, [f"timeout_s {SECONDS}", "got timeout_s=0; try"]),
+    ({"timeout_s": float("nan")}, [f"timeout_s {SECONDS}", "got timeout_s=nan; try"]),
     ({"timeout_s": float("inf")}, ["at most", "got timeout_s=inf; try timeout_s=1800"]),
-    ({"timeout_s": "10m"}, [f"timeout_s {SECONDS} timeout_s='10m'; try timeout_s=1800"]),
-    ({"heartbeat_timeout_s": True}, [f"heartbeat_timeout_s {SECONDS} heartbeat_timeout_s=True"]),
-    ({"heartbeat_timeout_s": -1.0}, ["must be positive and", "got heartbeat_timeout_s=-1.0; try"]),
-    ({"startup_timeout_s": 0.0}, ["must be positive and", "got startup_timeout_s=0.0; try"]),
+    ({"timeout_s": "10m"}, [f"timeout_s {SECONDS}", "got timeout_s='10m'; try timeout_s=1800"]),
+    ({"heartbeat_timeout_s": True}, [f"heartbeat_timeout_s {SECONDS}", "timeout_s=True; try"]),
+    ({"heartbeat_timeout_s": -1.0}, [f"heartbeat_timeout_s {SECONDS}", "timeout_s=-1.0; try"]),
+    ({"startup_timeout_s": 0.0}, [f"startup_timeout_s {SECONDS}", "timeout_s=0.0; try"]),
     (
         {"find_unused_parameters": True},
         ["cannot honour find_unused_parameters, got find_unused_parameters=True", "leave the"],

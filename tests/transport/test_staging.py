@@ -18,7 +18,8 @@ from lightning_dsgd import devices
 from lightning_dsgd.devices import PASSED, until
 from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.primitives.stream_lock import StreamLock
-from lightning_dsgd.session.meeting import Limits, Meeting
+from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.transport import PeerLost, Timeout, staging
 from lightning_dsgd.transport.connection import Connection
 from lightning_dsgd.transport.lanes import Lane
@@ -429,7 +430,7 @@ def use_a_device_that_nobody_has_entered() -> None:
         fake.mark()
     lines: list[str] = []
     with mock.patch.dict(devices.COLLECTIVES, {"fake": "nccl"}):
-        meeting = Meeting("process_group", Limits(60, 20, 60), lines.append)
+        meeting = Meeting(choose("a test", Options, {"timeout_s": 60.0}), lines.append)
         net = meeting.open_network(2, fake.device)
     assert lines == [
         "Messages travel over TCP; sums are made of messages too, as the process group's backend "

@@ -1,0 +1,114 @@
+"""What strategies for Lightning take beside the options of every face, and what they refuse."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any, Final, TypedDict
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dsgd import keywords
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.hyperparameters import at_least, one_of
+from lightning_dsgd.session.options import Options
+
+
+class Lightnings(TypedDict, total=False):
+    """Options of Lightning's own strategies that are taken as they are."""
+
+    cluster_environment: Any
+    checkpoint_io: Any
+    process_group_backend: str | None
+    timeout: Any
+    start_method: str
+
+
+class FabricOptions(Options, Lightnings, total=False):
+    """The options of Fabric's strategies."""
+
+    precision: Any
+
+
+class _Evaluated(Options, total=False):
+    evaluate: Annotated[
+        str,
+        one_of(
+            *("consensus", "local"),
+            default="consensus",
+            doc='"consensus" validates, tests and monitors the weights that all ranks agree on; '
+            '"local" each rank\'s own',
+        ),
+    ]
+
+
+class TrainerOptions(_Evaluated, Lightnings, total=False):
+    """The options of the Trainer's strategies."""
+
+    max_ranks: Annotated[
+        int | None,
+        at_least(
+            1,
+            default=None,
+            doc='with on_loss="continue", how many ranks there may be, where others join; None '
+            "means as many as at the start",
+        ),
+    ]
+    precision_plugin: Any
+
+
+class ShardedOptions(_Evaluated, total=False):
+    """The options of the Trainer's strategy for models in shards."""
+
+    process_group_backend: str | None
+    timeout: Any
+
+
+_THE_TRAINERS: Final = ("accelerator", "parallel_devices")
+"""The options that the Trainer sets by itself."""
+
+_NOT_OURS: Final = {
+    "find_unused_parameters": "unused parameters need no search here: leave the option out",
+    "static_graph": "there is no DDP wrapper to tell: leave the option out",
+    "gradient_as_bucket_view": "there are no buckets: leave the option out",
+    "bucket_cap_mb": "there are no buckets: leave the option out",
+    "broadcast_buffers": 'use average_buffers, or strategy="ddp"',
+    "ddp_comm_state": 'communication hooks belong to strategy="ddp"',
+    "ddp_comm_hook": 'communication hooks belong to strategy="ddp"',
+    "ddp_comm_wrapper": 'communication hooks belong to strategy="ddp"',
+    "model_averaging_period": 'use strategy="local_sgd" with sync_period',
+    "sharding_strategy": 'weights are replicated here: use strategy="fsdp" to shard them',
+    "auto_wrap_policy": 'weights are replicated here: use strategy="fsdp" to shard them',
+    "cpu_offload": 'weights stay on their device here: use strategy="fsdp" to offload them',
+    "state_dict_type": 'this is an option of strategy="fsdp"',
+    "stage": 'weights are replicated here: use strategy="deepspeed" to shard them',
+    "zero_optimization": 'weights are replicated here: use strategy="deepspeed" to shard them',
+    "offload_optimizer": 'this is an option of strategy="deepspeed"',
+    "config": 'this is an option of strategy="deepspeed"',
+}
+"""Options of other strategies, and the way out."""
+
+
+def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
+    """Raises for options that are not ours or Lightning's; drops those that say nothing.
+
+    Args:
+        strategy: the name of its class
+        algorithm: the algorithm that it trains with
+        table: the options that it takes
+        given: the options that it was given, by name
+    """
+    defaults = inspect.signature(DistributedDataParallel).parameters
+    ours, theirs = keywords.names(table), keywords.names_of_others(table)
+    for name, value in list(given.items()):
+        says_nothing = value is None or (name in defaults and value == defaults[name].default)
+        if name in ours:
+            continue
+        if says_nothing and (name in _NOT_OURS or name in defaults):
+            del given[name]  # a command line passes the defaults of the base classes
+        elif name in _NOT_OURS:
+            raise ValueError(
+                f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
+            )
+        elif name not in (*theirs, *_THE_TRAINERS):
+            own = [*algorithm.hyperparameters(), *ours]
+            raise ValueError(keywords.unknown(strategy, name, value, own, theirs))
