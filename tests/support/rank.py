@@ -1,0 +1,61 @@
+"""One rank of a world: an algorithm, and the weights that it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+
+
+class Rank:
+    """Starts an algorithm with the weights x; `step` and `descend` are what an optimizer does."""
+
+    def __init__(
+        self, net: Any, algorithm: Algorithm, x: Tensor, conditions: Conditions = PLAIN
+    ) -> None:
+        self.net, self.algorithm, self.x = net, algorithm, x
+        algorithm.start(net, x, conditions)
+
+    def step(self, update: Tensor | float = 0.0, *, seconds: float = 0.0) -> None:
+        """Computes for so long, and adds an update in which the algorithm has no part."""
+        if seconds:
+            self.net.compute(seconds)
+        self.algorithm.before_update(self.x, self.x[:0])
+        self.x += update
+        self.algorithm.after_update(self.x)
+
+    def descend(self, g: Tensor, lr: float = 1.0, *, seconds: float = 0.0) -> None:
+        """Computes for so long, and subtracts what the algorithm makes of a gradient."""
+        if seconds:
+            self.net.compute(seconds)
+        self.algorithm.before_update(self.x, g)
+        self.x.sub_(g, alpha=lr)
+        self.algorithm.after_update(self.x)
+
+    def settle(self) -> Tensor:
+        """Returns the rank's own weights, once all ranks stand still."""
+        self.algorithm.settle(self.x)
+        return self.x.clone()
+
+    def finish(self) -> Tensor:
+        """Returns the weights at the end of training."""
+        self.algorithm.settle(self.x)
+        self.algorithm.finish(self.x)
+        return self.x
+
+    def resume(self, algorithm: Algorithm, name: str = "again") -> None:
+        """Goes on, once all ranks stand still, with another algorithm that loads what is saved."""
+        state = self.algorithm.state_dict()
+        self.algorithm.stop()
+        self.algorithm, self.x = algorithm, self.x.clone()
+        algorithm.start(self.net.sub(name), self.x)
+        algorithm.load_state_dict(state)
+
+
+def held_by(*objects: Any, x: Tensor) -> int:
+    """How many times the memory of x the tensors take that are these objects' attributes."""
+    held = {id(t): t for each in objects if each is not None for t in vars(each).values()}
+    tensors = [t for t in held.values() if isinstance(t, Tensor) and t is not x]
+    return round(sum(t.nbytes for t in tensors) / x.nbytes)
