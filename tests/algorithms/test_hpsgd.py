@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import time
 from collections.abc import Callable
@@ -21,14 +20,13 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_dsgd import HPSGDStrategy
 from lightning_dsgd.algorithms.hpsgd import HPSGD
-from lightning_dsgd.algorithms.local_sgd import LocalSGD
-from lightning_dsgd.algorithms.no_sync import NoSync
-from lightning_dsgd.transport import PeerLost, Transport
+from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
-from tests.session.test_session import Pair, TwoDtypes, fit_uneven
-from tests.support.models import Regression, loader, trainer, weights
-from tests.support.thorough import times, tries
-from tests.support.worlds import FitWorld, ProcessWorld
+from tests.support.fits import Seeded
+from tests.support.models import loader, trainer
+from tests.support.rank import Rank
+from tests.support.thorough import times
+from tests.support.worlds import FitWorld
 
 N = 24
 LR = 0.05
@@ -38,8 +36,8 @@ LR = 0.05
 class Recorded(HPSGD):
     """Writes down, for each round, what was handed over and the global model that came back."""
 
-    def start(self, net: Transport, x: Tensor) -> None:
-        super().start(net, x)
+    def start(self, net: Transport, x: Tensor, *args: Any) -> None:
+        super().start(net, x, *args)
         self.counts: list[int] = []
         self.replicas: list[Tensor] = []
         self.models: list[Tensor] = []
@@ -91,27 +89,24 @@ def count_once(net: Any, schedule: Schedule) -> tuple[list[Tensor], list[Tensor]
     draw = random.Random(f"{schedule.seed} {net.rank}")
     x = torch.zeros(max(1, schedule.num_steps), dtype=torch.float64)
     algorithm = Recorded(max_local_steps=schedule.max_local_steps)
-    algorithm.start(net, x)
-    settled, waited = [], 0.0
+    rank, settled, waited = Rank(net, algorithm, x), [], 0.0
     for phase in schedule.steps:
         before = net.counters.wait_s
         for n in phase[net.rank]:
-            net.compute(schedule.speeds[net.rank] * draw.choice([0.5, 1.0, 1.0, 4.0]))
-            algorithm.before_update(x, x[:0])
-            x[n] -= net.world_size
-            algorithm.after_update(x)
+            seconds = schedule.speeds[net.rank] * draw.choice([0.5, 1.0, 1.0, 4.0])
+            update = torch.zeros_like(x)
+            update[n] = -net.world_size
+            rank.step(update, seconds=seconds)
         waited += net.counters.wait_s - before
-        algorithm.settle(x)
+        rank.settle()
         settled.append(algorithm.consensus(x))
-        algorithm.settle(x)
-        assert torch.equal(x, settled[-1])
-    algorithm.finish(x)
+        assert torch.equal(rank.settle(), settled[-1])
+    rank.finish()
     return algorithm.models, settled, waited
 
 
-@pytest.mark.parametrize("first", range(0, 50 * len(times(2)), 50))
-def test_every_update_is_counted_once_and_all_ranks_merge_the_same_models(first: int) -> None:
-    for seed in range(first, first + 50):
+def test_every_update_is_counted_once_and_all_ranks_merge_the_same_models() -> None:
+    for seed in times(30):
         schedule = Schedule(seed)
         ranks = schedule.world().run(count_once, schedule)
         models, settled, _ = ranks[0]
@@ -219,7 +214,7 @@ def trained(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_equation_1_against_a_sequential_reference(world_size: int, optimizer: str) -> None:
     """For plain SGD the reference sums gradients, else the updates of each rank's optimizer."""
     num_steps = [25 - rank for rank in range(world_size)]
@@ -266,22 +261,15 @@ def measure_sync(net: Any) -> float:
 def run_steps(
     net: Any, make: Callable[[], Any], step_s: list[float], num_steps: int
 ) -> tuple[float, float, dict[str, float]]:
-    x = torch.zeros(N)
-    algorithm = make()
-    algorithm.start(net, x)
+    rank = Rank(net, make(), torch.zeros(N))
     for _ in range(num_steps):
-        net.compute(step_s[net.rank])
-        algorithm.before_update(x, x[:0])
-        x -= 1
-        algorithm.after_update(x)
+        rank.step(-1.0, seconds=step_s[net.rank])
     seconds, waited = net.now(), net.counters.wait_s
-    algorithm.settle(x)
-    algorithm.finish(x)
-    return seconds, waited, algorithm.metrics()
+    rank.finish()
+    return seconds, waited, rank.algorithm.metrics()
 
 
-@pytest.mark.parametrize("k", [0.4, 1.3, 3.5, 8.2])
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize(("k", "world_size"), [(0.4, 3), (1.3, 4), (3.5, 3), (8.2, 4)])
 def test_the_trainer_never_waits_and_local_steps_follow_the_link(k: float, world_size: int) -> None:
     """k = t_sync / t_train, with steps of 200 ms."""
     [t_sync, *_] = SimulatedWorld(world_size, 1e-3, 1e3).run(measure_sync)
@@ -292,25 +280,6 @@ def test_the_trainer_never_waits_and_local_steps_follow_the_link(k: float, world
         assert waited == 0
         assert seconds == pytest.approx(num_steps * step_s, rel=1e-3)
         assert figures["local_steps_per_sync"] == pytest.approx(math.ceil(k), rel=0.05)
-
-
-def test_no_slower_than_without_any_synchronisation() -> None:
-    def seconds(make: Callable[[], Any]) -> float:
-        world = SimulatedWorld(4, 1e-3, 1e3)
-        return max(s for s, _, _ in world.run(run_steps, make, [0.05] * 4, 80))
-
-    alone = seconds(NoSync)
-    assert seconds(HPSGD) < 1.001 * alone
-    assert seconds(lambda: LocalSGD(sync_period=8)) > 1.2 * alone
-
-
-def test_a_slow_rank_holds_nobody_up() -> None:
-    step_s = [0.1, 0.1, 0.5]
-    ranks = SimulatedWorld(3, 1e-3, 1e5).run(run_steps, HPSGD, step_s, 50)
-    for rank, (seconds, waited, _) in enumerate(ranks):
-        assert waited == 0
-        assert seconds == pytest.approx(50 * step_s[rank], rel=1e-3)
-    assert [round(figures["local_steps_per_sync"]) for _, _, figures in ranks] == [5, 5, 1]
 
 
 @dataclass
@@ -341,67 +310,14 @@ def test_max_local_steps_bounds_how_far_a_rank_runs_ahead(bound: int) -> None:
 # ---- standing still, saving, failing ----
 
 
-def resume(net: Any, outer: tuple[float, float], is_resumed: bool) -> tuple[Tensor, dict[str, Any]]:
-    """All stand still in between; then training goes on, or starts anew from what was saved."""
-
-    def make() -> HPSGD:
-        return HPSGD(outer_lr=outer[0], outer_momentum=outer[1])
-
-    algorithm, x = make(), initial()
-    algorithm.start(net, x)
-    local = SGD([x], LR, momentum=0.9)
-    for k in range(30):
-        if k == 13 + 2 * net.rank:
-            algorithm.settle(x)
-            if is_resumed:
-                state, optimizer_state = algorithm.state_dict(), local.state_dict()
-                algorithm.stop()
-                x = x.clone()
-                algorithm = make()
-                algorithm.start(net.sub("resumed"), x)
-                algorithm.load_state_dict(state)
-                local = SGD([x], LR, momentum=0.9)
-                local.load_state_dict(optimizer_state)
-        net.compute(0.1 * (1 + (k * 3 + net.rank) % 4))
-        algorithm.before_update(x, x[:0])
-        x.grad = gradient(net.rank, k, x)
-        local.step()
-        algorithm.after_update(x)
-    algorithm.settle(x)
-    state = algorithm.state_dict()
-    algorithm.finish(x)
-    return x, state
-
-
-@pytest.mark.parametrize("outer", [(1.0, 0.0), (0.7, 0.9)])
-def test_resumed_equals_uninterrupted_to_the_bit(outer: tuple[float, float]) -> None:
-    """A save in the middle of a flight: all stand still for it, in both runs."""
-    straight, resumed = (
-        SimulatedWorld(3, latency_s=0.2, bandwidth_bytes_s=1e3).run(resume, outer, is_resumed)
-        for is_resumed in (False, True)
-    )
-    for (x, state), (y, other) in zip(straight, resumed, strict=True):
-        assert torch.equal(x, y)
-        assert state.keys() == other.keys()
-        assert ("outer_momentum" in state) == (outer != (1.0, 0.0))
-        for key, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[key])), key
-
-
 def stand_still(net: Any) -> tuple[Tensor, list[int]]:
-    x = initial() + net.rank
-    algorithm = HPSGD()
-    algorithm.start(net, x)
+    rank, sent = Rank(net, HPSGD(), initial() + net.rank), []
     for _ in range(3):
-        algorithm.before_update(x, x[:0])
-        x /= 3
-        algorithm.after_update(x)
-    sent = []
+        rank.step(1.0)
     for _ in range(3):
-        algorithm.settle(x)
+        rank.settle()
         sent.append(net.counters.bytes_sent)
-    algorithm.finish(x)
-    return x, sent
+    return rank.finish(), sent
 
 
 def test_standing_still_again_sends_three_words_and_changes_nothing() -> None:
@@ -413,242 +329,28 @@ def test_standing_still_again_sends_three_words_and_changes_nothing() -> None:
         assert sum(sent[after] - sent[before] for _, sent in ranks) == pytest.approx(3 * words)
 
 
-def touch_the_weights(net: Any) -> list[Tensor]:
-    """Each rank writes its own, where all stand still; then some go on, with an outer optimizer."""
-    x = torch.zeros(N)
-    algorithm = HPSGD(outer_lr=0.7, outer_momentum=0.9)
-    algorithm.start(net, x)
-    ends = []
-    for num_steps in (2, 0, net.rank, 3):
-        for _ in range(num_steps):
-            algorithm.before_update(x, x[:0])
-            x -= 1
-            algorithm.after_update(x)
-        algorithm.settle(x)
-        ends.append(x.clone())
-        x += net.rank
-    algorithm.settle(x)
-    algorithm.finish(x)
-    return [*ends, x]
-
-
-def test_ranks_stay_alike_where_others_write_their_weights() -> None:
-    for ends in zip(*SimulatedWorld(3).run(touch_the_weights), strict=True):
-        assert all(torch.equal(end, ends[0]) for end in ends)
-
-
-def hold_tensors(net: Any, outer: tuple[float, float]) -> int:
-    x = torch.zeros(N)
-    algorithm = HPSGD(outer_lr=outer[0], outer_momentum=outer[1])
-    algorithm.start(net, x)
-    for _ in range(3):
-        algorithm.before_update(x, x[:0])
-        x -= 1
-        algorithm.after_update(x)
-    held = [*vars(algorithm).values(), *vars(algorithm.outer or object).values()]
-    algorithm.settle(x)
-    algorithm.finish(x)
-    return sum(t.nbytes for t in held if isinstance(t, Tensor)) // x.nbytes
-
-
-@pytest.mark.parametrize(("outer", "held"), [((1.0, 0.0), 2), ((0.7, 0.9), 4)])
-def test_memory_is_what_the_docstring_says(outer: tuple[float, float], held: int) -> None:
-    assert SimulatedWorld(2).run(hold_tensors, outer) == [held, held]
-
-
-@pytest.mark.parametrize("bound", [None, 1])
-def test_a_lost_rank_ends_the_others(bound: int | None) -> None:
-    world = SimulatedWorld(3, 1e-3, 1e5)
-    world.kill(1, at_s=2.05)
-    outcomes = world.outcomes(run_steps, lambda: HPSGD(max_local_steps=bound), [0.1] * 3, 50)
-    for rank in (0, 2):
-        assert isinstance(outcomes[rank], PeerLost)
-        assert outcomes[rank].rank == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"max_local_steps": 0}, "max_local_steps must be None or a whole number of at least 1, "),
-        ({"max_local_steps": 2.5}, "got max_local_steps=2.5; try max_local_steps=None"),
-        (
-            {"outer_lr": 0.0},
-            "outer_lr must be a number above 0, got outer_lr=0.0; try",
-        ),
-        ({"outer_momentum": 1.0}, "below 1, got outer_momentum=1.0; try outer_momentum=0.0"),
-    ],
-)
-def test_hyperparameters_that_cannot_work_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        HPSGD(**options).check(4)
-
-
 # ---- real processes ----
 
 
-def train_for_real(net: Any, seed: int) -> tuple[Tensor, float, dict[str, float]]:
-    """Uneven counts and speeds; two times, all stand still in between."""
-    draw = random.Random(f"{seed} {net.rank}")
-    x = torch.zeros(1000, dtype=torch.float64)
-    algorithm = HPSGD()
-    algorithm.start(net, x)
-    waited = 0.0
-    for _ in range(2):
-        before = net.counters.wait_s
-        for _ in range(draw.randint(1, 12)):
-            time.sleep(draw.choice([0.0, 0.0, 0.002]))
-            algorithm.before_update(x, x[:0])
-            x -= net.world_size
-            algorithm.after_update(x)
-        waited += net.counters.wait_s - before
-        algorithm.settle(x)
-    algorithm.finish(x)
-    return x, waited, algorithm.metrics()
-
-
-@pytest.mark.parametrize("seed", tries(10, fast=3))
-def test_real_ranks_count_every_update_once_and_do_not_hang(seed: int) -> None:
-    world_size = 2 + seed % 3
-    steps = 0
-    for rank in range(world_size):
-        draw = random.Random(f"{seed} {rank}")
-        for _ in range(2):
-            count = draw.randint(1, 12)
-            steps += count
-            for _ in range(count):
-                draw.choice([0.0, 0.0, 0.002])
-    for x, waited, figures in ProcessWorld().run(world_size, train_for_real, seed):
-        assert torch.equal(x, torch.full((1000,), -float(steps), dtype=torch.float64))
-        assert waited == 0
-        assert figures["num_syncs"] >= 2
-
-
-class Modest(Regression):
-    """The same on every rank from the start; with dropout, which a resume must continue."""
-
-    def __init__(self, lr: float = 0.02, momentum: float = 0.9) -> None:
-        L.seed_everything(0, verbose=False)
-        super().__init__(lr, momentum)
-        self.net = nn.Sequential(
-            nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)
-        )
-        self.evaluated: list[Tensor] = []
-        self.losses: list[float] = []
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
-
-    def on_validation_epoch_start(self) -> None:
-        self.evaluated.append(weights(self))
-
-    def on_validation_epoch_end(self) -> None:
-        self.losses.append(float(self.trainer.callback_metrics["val_loss"]))
-
-
-def fit(
-    epochs: int, options: dict[str, Any], resume: str | None = None, **kwargs: Any
-) -> dict[str, Any]:
-    model = Modest()
-    strategy = HPSGDStrategy(timeout_s=20.0, **options)
-    run = trainer(strategy, int(os.environ["WORLD_SIZE"]), max_epochs=epochs, **kwargs)
-    figures: dict[str, float] = {}
-
-    class Figures(L.Callback):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            figures.update(strategy.communication())
-
-    run.callbacks.append(Figures())
-    run.fit(model, loader(), loader(32), ckpt_path=resume)
-    optimizer = run.optimizers[0].state_dict()["state"]
-    return {
-        "weights": weights(model),
-        "buffers": torch.cat([b.double().reshape(-1) for b in model.buffers()]),
-        "momentum": torch.cat([s["momentum_buffer"].reshape(-1) for s in optimizer.values()]),
-        "evaluated": model.evaluated,
-        "losses": model.losses,
-        "figures": figures,
-        "steps": run.global_step,
-    }
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    "options", [{}, {"max_local_steps": 2}, {"outer_lr": 0.7, "outer_momentum": 0.5}]
-)
-def test_fit_ends_in_one_model_and_evaluates_the_global_one(
-    world_size: int, options: dict[str, Any]
-) -> None:
-    """With BatchNorm, a schedule of the learning rate, accumulation, clipping and validation."""
-    kwargs = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
-    ranks = FitWorld().run(world_size, fit_with, 6, options, None, kwargs)
-    for result in ranks:
-        for key in ("weights", "buffers", "evaluated", "losses"):
-            a, b = (torch.as_tensor(torch.stack(r[key]) if key == "evaluated" else r[key])
-                    for r in (result, ranks[0]))  # fmt: skip
-            assert torch.equal(a, b), key
-        assert result["losses"][-1] < 0.75 * result["losses"][0]
-        assert torch.equal(result["weights"], result["evaluated"][-1])
-        assert result["figures"]["num_syncs"] >= 6
-        batches = math.ceil(math.ceil(128 / world_size) / 8)
-        assert result["steps"] == 6 * math.ceil(batches / 2)
-
-
-def fit_with(
-    epochs: int, options: dict[str, Any], resume: str | None, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    if "saved_to" in kwargs:
-        folder = kwargs.pop("saved_to")
-        kwargs["enable_checkpointing"] = True
-        kwargs["callbacks"] = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
-    return fit(epochs, options, resume, **kwargs)
-
-
-@pytest.mark.parametrize("outer", [{}, {"outer_lr": 0.7, "outer_momentum": 0.5}])
-def test_a_resumed_fit_equals_an_uninterrupted_one_to_the_bit(
-    outer: dict[str, Any], tmp_path: Path
-) -> None:
-    """With `max_local_steps=1`, where the ranks' speeds change nothing; saved after each epoch."""
-    options = {"max_local_steps": 1, **outer}
-    straight = FitWorld().run(2, fit_with, 4, options, None, {"saved_to": str(tmp_path)})
-    resumed = FitWorld().run(2, fit_with, 4, options, str(tmp_path / "epoch=1.ckpt"), {})
-    for one, other in zip(straight, resumed, strict=True):
-        for key in ("weights", "buffers", "momentum"):
-            assert torch.equal(one[key], other[key]), key
-        for a, b in zip(one["evaluated"][-2:], other["evaluated"][-2:], strict=True):
-            assert torch.equal(a, b)
-        assert one["losses"][-2:] == other["losses"][-2:]
-        assert one["steps"] == other["steps"] == 32
-
-
-def save_in_mid_epoch(folder: str) -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
-    model = Modest()
+def save_in_mid_epoch(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
     run = trainer(
         HPSGDStrategy(timeout_s=20.0), 2, max_epochs=1, enable_checkpointing=True, callbacks=[keep]
     )
-    run.fit(model, loader())
+    run.fit(Seeded(), loader())
     shared = torch.load(Path(folder, "step=5.ckpt"), weights_only=True)
     own = torch.load(
         Path(folder, f"step=5.ckpt.replicas/rank_{run.global_rank:05d}.pt"), weights_only=True
     )
-    return weights(model), shared["state_dict"], own
+    return shared["state_dict"], own
 
 
 def test_a_save_in_the_middle_of_a_flight_holds_the_global_model(tmp_path: Path) -> None:
-    for _, shared, own in FitWorld().run(2, save_in_mid_epoch, str(tmp_path)):
+    for shared, own in FitWorld().run(2, save_in_mid_epoch, str(tmp_path)):
         for name, value in own["state_dict"].items():
             if value.is_floating_point() and "running" not in name:
                 assert torch.equal(value, shared[name]), name
         assert own["lightning_dsgd"]["algorithms"][0]["num_synced_steps"] == 5
-
-
-@pytest.mark.parametrize("make", [TwoDtypes, Pair])
-def test_models_of_several_parts_with_uneven_batches_end_together(make: Callable[..., Any]) -> None:
-    """Each part settles by itself, while other ranks still train: nobody waits for them."""
-    kwargs = {"options": {"timeout_s": 20.0}}
-    ranks = FitWorld().run(2, fit_uneven, "hpsgd", (3, 11), make, kwargs)
-    assert all(torch.equal(x, ranks[0][0]) for x, _, _ in ranks)
 
 
 class Counters(L.LightningModule):
@@ -704,36 +406,3 @@ def test_no_gradient_of_two_optimizers_is_lost_with_uneven_batches(
     for counts in FitWorld().run(len(num_batches), fit_counters, num_batches, options):
         for mine, expected in zip(counts, (often, seldom), strict=True):
             assert mine == pytest.approx(expected, abs=1e-12)
-
-
-# ---- rounded sums ----
-
-
-def add_rounded(net: Any, wire_dtype: str, outer_lr: float) -> tuple[Tensor, Tensor]:
-    """What this rank has added, with pauses and at random times, and the global model."""
-    chance = random.Random(net.rank)
-    x, added = torch.zeros(70).double(), torch.zeros(70).double()
-    algorithm = HPSGD(wire_dtype=wire_dtype, outer_lr=outer_lr)
-    algorithm.start(net, x)
-    for _ in range(3):
-        for _ in range(chance.randrange(3, 12)):
-            net.compute(chance.choice([0.1, 0.5, 1.0]))
-            update = torch.tensor([chance.gauss(0, 1) for _ in x]).double()
-            algorithm.before_update(x, x[:0])
-            x += update
-            added += update
-            algorithm.after_update(x)
-        algorithm.settle(x)
-    algorithm.finish(x)
-    return added, x
-
-
-@pytest.mark.parametrize("wire_dtype", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("outer_lr", [1.0, 0.5])
-def test_rounded_sums_lose_no_update(wire_dtype: str, outer_lr: float) -> None:
-    world = SimulatedWorld(3, latency_s=0.01, bandwidth_bytes_s=1e3)
-    owns, ends = zip(*world.run(add_rounded, wire_dtype, outer_lr), strict=True)
-    for end in ends:
-        assert torch.equal(end, ends[0])
-        expected = outer_lr * torch.stack(owns).mean(0)
-        torch.testing.assert_close(end, expected, rtol=0, atol=1e-12)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_dsgd import STRATEGIES, DecentralizedStrategy
+from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.oktopk import OkTopk
@@ -26,12 +22,14 @@ from lightning_dsgd.replica import flat
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
-from tests.support.models import Regression, loader, trainer, weights
+from tests.support.fits import Seeded
+from tests.support.models import loader, trainer, weights
+from tests.support.rank import Rank
 from tests.support.worlds import FitWorld, ProcessWorld
 
 LATER = pytest.mark.exhaustive
 SIZES = pytest.mark.parametrize(
-    "world_size", [1, pytest.param(2, marks=LATER), 3, 5, pytest.param(8, marks=LATER)]
+    "world_size", [pytest.param(1, marks=LATER), 3, pytest.param(8, marks=LATER)]
 )
 ALL: dict[str, Callable[..., ErrorFeedback]] = {
     "oktopk": partial(OkTopk, threshold_period=4, repartition_period=8),
@@ -178,7 +176,7 @@ def test_reused_thresholds_give_what_exact_ones_give_while_their_counts_allow(
         assert rank["selected"][::7] == [200] * 5
 
 
-@SIZES
+@pytest.mark.parametrize("world_size", [3, 5])
 def test_spreading_entries_evenly_changes_where_they_travel_and_nothing_else(
     world_size: int,
 ) -> None:
@@ -195,10 +193,7 @@ def test_spreading_entries_evenly_changes_where_they_travel_and_nothing_else(
 
 @EVERY
 @SIZES
-@pytest.mark.parametrize(
-    "density",
-    [0.001, 0.3, pytest.param(0.01, marks=LATER), pytest.param(1.0, marks=LATER)],
-)
+@pytest.mark.parametrize("density", [0.001, 0.3, pytest.param(1.0, marks=LATER)])
 def test_what_was_accumulated_is_what_was_applied_and_what_is_left(
     make: Callable[..., ErrorFeedback], world_size: int, density: float
 ) -> None:
@@ -215,15 +210,14 @@ def drive_unevenly(
     net: Any, make: Callable[[], ErrorFeedback], counts: list[int]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """What this rank has computed and was given in each of its steps, and what it has left."""
-    algorithm, x = make(), torch.zeros(1000)
-    algorithm.start(net, x)
-    made, given = [], []
+    algorithm, made, given = make(), [], []
+    rank = Rank(net, algorithm, torch.zeros(1000))
     for step in range(counts[net.rank]):
         g = normal(net.rank, step, 1000, net.world_size)
         made.append(g.clone())
-        algorithm.before_update(x, g)
+        rank.descend(g)
         given.append(g)
-    algorithm.settle(x)
+    rank.settle()
     return made, given, algorithm.residual
 
 
@@ -244,7 +238,7 @@ def test_the_last_rank_with_data_makes_steps_of_the_usual_size(
 
 
 @EVERY
-@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("n", [1, 5])
 def test_there_may_be_fewer_entries_than_ranks(make: Callable[..., ErrorFeedback], n: int) -> None:
     ranks = simulate(4, partial(make, density=0.01), normal, n, 9)
     assert any(g.any() for g in ranks[0]["given"])
@@ -369,35 +363,9 @@ def test_an_overflow_is_left_to_be_skipped_by_all(make: Callable[..., ErrorFeedb
     assert SimulatedWorld(4).run(drive_overflowing, make) == [expected] * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (
-            {"density": 0.0},
-            "density must be None or a number above 0 and at most 1, got density=0.0",
-        ),
-        ({"density": 1.5}, "got density=1.5; try density=None"),
-        ({"threshold_period": 0}, "threshold_period must be a whole number of at least 1"),
-        ({"repartition_period": 2.5}, "got repartition_period=2.5; try repartition_period=64"),
-        ({"warmup_steps": -1}, "got warmup_steps=-1"),
-        (
-            {"balance_ratio": 0.5},
-            "balance_ratio must be a number of at least 1, got",
-        ),
-        ({"wire_dtype": "int2"}, 'must be "float32", "bfloat16", "int8" or "int4", got wire_dtype'),
-    ],
-)
-def test_hyperparameters_are_checked_before_the_first_message(
-    options: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ValueError, match="must be") as caught:
-        OkTopk(**options).check(4)
-    assert text in str(caught.value)
-
-
 # ---- what goes over the wire ----
 
-NUM = 400_000
+NUM = 100_000
 WORDS = 4
 """Bytes of a value, and of an index."""
 
@@ -407,20 +375,14 @@ def bound(world_size: int, k: int) -> float:
     return 6 * k * (world_size - 1) / world_size * WORDS
 
 
-@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=LATER), 4])
-def test_no_step_of_real_ranks_sends_more_than_6k_words(
-    world_size: int, gradient: Gradient
-) -> None:
+def test_no_step_of_real_ranks_sends_more_than_6k_words() -> None:
     make = partial(OkTopk, threshold_period=4)
-    for rank in ProcessWorld().run(world_size, drive, make, gradient, NUM, 10):
-        assert max(rank["bytes"]) <= bound(world_size, NUM // 100)
+    for rank in ProcessWorld().run(4, drive, make, on_one_rank, NUM, 10):
+        assert max(rank["bytes"]) <= bound(4, NUM // 100)
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize(
-    "world_size", [2, 3, 8, *(pytest.param(p, marks=LATER) for p in (4, 5, 16))]
-)
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(p, marks=LATER) for p in (2, 8, 16))])
 def test_no_step_sends_more_than_6k_words(world_size: int, gradient: Gradient) -> None:
     make = partial(OkTopk, threshold_period=4)
     for rank in simulate(world_size, make, gradient, NUM, 6):
@@ -431,9 +393,9 @@ def test_the_volume_is_flat_in_the_number_of_ranks_where_the_all_gathers_is_line
     volume = {
         (make, size): max(max(r["bytes"]) for r in simulate(size, make, normal, NUM, 3))
         for make in (OkTopk, TopkAllgather)
-        for size in (2, 4, 8, 16)
+        for size in (2, 4, 16)
     }
-    for size in (4, 8, 16):
+    for size in (4, 16):
         # (P-1)/P of the limit, which two ranks have half of
         flat_growth = 2 * (size - 1) / size
         assert volume[OkTopk, size] < 1.3 * flat_growth * volume[OkTopk, 2]
@@ -452,7 +414,7 @@ def log2(world_size: int) -> int:
     return (world_size - 1).bit_length()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_the_baselines_send_what_table_1_says(world_size: int) -> None:
     """In entries, of 5.09 bytes instead of two words."""
     k, p = NUM // 100, world_size
@@ -507,7 +469,9 @@ def test_a_gaussian_threshold_lets_through_more_than_3k_4(world_size: int) -> No
 
 def test_rounded_values_take_fewer_bytes() -> None:
     full, *rounded = (
-        sum(r["bytes"][1] for r in simulate(4, partial(OkTopk, wire_dtype=wire), normal, NUM, 2))
+        sum(
+            r["bytes"][1] for r in simulate(4, partial(OkTopk, wire_dtype=wire), normal, 4 * NUM, 2)
+        )
         for wire in ("float32", "bfloat16", "int8", "int4")
     )
     for sent, entry in zip(rounded, (3.09, 2.12, 1.62), strict=True):
@@ -526,39 +490,25 @@ def drive_locally(
     net: Any, make: Callable[[], ErrorFeedback], counts: list[int], num_epochs: int = 1
 ) -> dict[str, Any]:
     """Moves the weights by known changes, and settles after as many steps as this rank has."""
-    algorithm = make()
-    x = torch.full((1000,), 3.0)
-    algorithm.start(net, x)
-    changed = torch.zeros(1000, dtype=torch.float64)
-    bytes_sent, owns, means, step = [], [], [], 0
+    algorithm, x = make(), torch.full((1000,), 3.0)
+    rank, changed = Rank(net, algorithm, x), torch.zeros(1000, dtype=torch.float64)
+    bytes_sent, owns, means = [], [], []
     for _ in range(num_epochs):
         for _ in range(counts[net.rank]):
-            change = change_of(net.rank, step, 1000, net.world_size)
+            change = change_of(net.rank, len(bytes_sent), 1000, net.world_size)
             changed += change
             before = net.counters.bytes_sent
-            algorithm.before_update(x, x[:0])
-            x -= change
-            algorithm.after_update(x)
+            rank.step(-change)
             bytes_sent.append(net.counters.bytes_sent - before)
-            step += 1
-        algorithm.settle(x)
-        owns.append(x.clone())
+        owns.append(rank.settle())
         means.append(algorithm.consensus(x))
-    left = algorithm.residual.clone()
-    algorithm.finish(x)
-    return {
-        "changed": changed,
-        "bytes": bytes_sent,
-        "own": owns,
-        "mean": means,
-        "left": left,
-        "x": x,
-        "round": algorithm.round,
-    }
+    found = {"changed": changed, "bytes": bytes_sent, "own": owns, "mean": means}
+    found["left"] = algorithm.residual.clone()
+    return {**found, "x": rank.finish(), "round": algorithm.round}
 
 
 @EVERY
-@pytest.mark.parametrize("counts", [[7], [9, 9], [8, 3, 6], [0, 5, 5, 11]], ids=str)
+@pytest.mark.parametrize("counts", [[7], [8, 3, 6], [0, 5, 5, 11]], ids=str)
 def test_no_change_of_local_steps_is_lost(
     make: Callable[..., ErrorFeedback], counts: list[int]
 ) -> None:
@@ -630,15 +580,10 @@ def test_local_steps_with_all_entries_are_local_sgd(make: Callable[..., ErrorFee
 
 
 def drive_averaging(net: Any, counts: list[int]) -> Tensor:
-    algorithm, x = LocalSGD(sync_period=4), torch.full((1000,), 3.0)
-    algorithm.start(net, x)
+    rank = Rank(net, LocalSGD(sync_period=4), torch.full((1000,), 3.0))
     for step in range(counts[net.rank]):
-        algorithm.before_update(x, x[:0])
-        x -= change_of(net.rank, step, 1000, net.world_size)
-        algorithm.after_update(x)
-    algorithm.settle(x)
-    algorithm.finish(x)
-    return x
+        rank.step(-change_of(net.rank, step, 1000, net.world_size))
+    return rank.finish()
 
 
 def test_the_warm_up_of_local_steps_exchanges_whole_changes() -> None:
@@ -651,26 +596,16 @@ def test_the_warm_up_of_local_steps_exchanges_whole_changes() -> None:
 
 def resume_with(net: Any, before: int, after: int) -> tuple[int, int]:
     """Saves after five steps; the steps since the last exchange, then and two steps later."""
-    x = torch.zeros(100)
-    algorithm = OkTopk(density=0.1, local_steps=before)
-    algorithm.start(net, x)
+    rank = Rank(net, OkTopk(density=0.1, local_steps=before), torch.zeros(100))
     for _ in range(5):
-        local_step(algorithm, x)
-    algorithm.settle(x)
+        rank.descend(torch.ones(100))
+    rank.settle()
     resumed = OkTopk(density=0.1, local_steps=after)
-    resumed.start(net.sub("resumed"), x)
-    resumed.load_state_dict(algorithm.state_dict())
+    rank.resume(resumed)
     then = resumed.steps_since
     for _ in range(2):
-        local_step(resumed, x)
+        rank.descend(torch.ones(100))
     return then, resumed.steps_since
-
-
-def local_step(algorithm: ErrorFeedback, x: Tensor) -> None:
-    g = torch.ones_like(x)
-    algorithm.before_update(x, g)
-    x -= g
-    algorithm.after_update(x)
 
 
 @pytest.mark.parametrize(
@@ -689,13 +624,9 @@ def test_a_save_between_two_exchanges_does_not_resume_without_local_steps() -> N
 
 
 def diverge_locally(net: Any) -> None:
-    x = torch.zeros(100)
-    algorithm = TopkAllgather(0.1, local_steps=2)
-    algorithm.start(net, x)
+    rank = Rank(net, TopkAllgather(0.1, local_steps=2), torch.zeros(100))
     for step in range(6):
-        algorithm.before_update(x, x[:0])
-        x += torch.nan if (net.rank, step) == (1, 2) else 1.0
-        algorithm.after_update(x)
+        rank.step(torch.nan if (net.rank, step) == (1, 2) else 1.0)
 
 
 def test_weights_that_diverged_in_local_steps_are_found_before_they_are_sent() -> None:
@@ -735,125 +666,26 @@ def train_digits(net: Any, num_steps: int, density: float) -> tuple[list[float],
 
 
 @LATER
-@pytest.mark.parametrize("density", [0.01, 0.02])
-def test_thresholds_on_digits_let_through_k_to_within_11_percent(density: float) -> None:
-    ranks = SimulatedWorld(4).run(train_digits, 150, density)
+def test_thresholds_on_digits_let_through_k_to_within_11_percent() -> None:
+    ranks = SimulatedWorld(4).run(train_digits, 120, 0.02)
     deviations = torch.tensor([deviations for deviations, _ in ranks]).mean(0)  # local, in total
     assert (deviations < 0.11).all()
     assert all(loss < 0.3 for _, loss in ranks)
 
 
-class Watching(Regression):
-    """Keeps its losses and what its strategy tells of itself."""
-
-    def __init__(self, strategy: DecentralizedStrategy) -> None:
-        L.seed_everything(0, verbose=False)
-        super().__init__()
-        self.losses: list[float] = []
-        self.figures: dict[str, float] = {}
-        self.of_strategy = [strategy]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.item())
-        return loss
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.figures = self.of_strategy[0].communication()
-
-
-def fit_all() -> dict[str, tuple[Tensor, list[float], float]]:
-    results = {}
-    for name in ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussian_topk"):
-        strategy = STRATEGIES[name](density=0.1, timeout_s=20.0)
-        run = trainer(
-            strategy,
-            torch.distributed.get_world_size(),
-            max_epochs=8,
-            gradient_clip_val=1.0,
-            accumulate_grad_batches=2,
-        )
-        model = Watching(strategy)
-        run.fit(model, loader(256))
-        results[name] = weights(model), model.losses, model.figures["density"]
-    return results
-
-
-@LATER
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_strategy_trains_with_momentum_clipping_and_accumulation(world_size: int) -> None:
-    ranks = FitWorld(timeout_s=60.0).run(world_size, fit_all)
-    for name, (x, losses, density) in ranks[0].items():
-        assert all(torch.equal(rank[name][0], x) for rank in ranks), name
-        assert sum(losses[-8:]) < sum(losses[:8]) / 2, name
-        assert 0 < density <= (0.13 if name in ("oktopk", "gtopk") else 1.0), name
-
-
-class InTwoParts(Watching):
-    """Weights of two dtypes: each has an algorithm of its own."""
-
-    def __init__(self, strategy: DecentralizedStrategy) -> None:
-        super().__init__(strategy)
-        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return super().loss((batch[0], batch[1] * self.scale.float()))
-
-
-def fit_locally(name: str, folder: str) -> dict[str, Any]:
-    """Two epochs of 5 or 7 batches, and the second one again from the first one's checkpoint."""
-    num_samples = 8 * (5 + 2 * int(os.environ["RANK"]))
-    ends, losses = [], []
-    for ckpt_path in (None, f"{folder}/epoch=0.ckpt"):
-        strategy = STRATEGIES[name](density=0.2, local_steps=4, timeout_s=20.0)
-        callbacks = [] if ckpt_path else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
-        run = trainer(
-            strategy,
-            2,
-            max_epochs=2,
-            use_distributed_sampler=False,
-            enable_checkpointing=not ckpt_path,
-            callbacks=callbacks,
-        )
-        model = InTwoParts(strategy)
-        run.fit(model, loader(num_samples), ckpt_path=ckpt_path)
-        ends.append(weights(model))
-        losses.append(model.losses)
-    return {"ends": ends, "losses": losses}
-
-
-def test_local_steps_resume_to_the_bit_with_uneven_batches_and_several_parts(
-    tmp_path: Path,
-) -> None:
-    ranks = FitWorld(timeout_s=120.0).run(2, fit_locally, "oktopk", str(tmp_path))
-    for rank, num_batches in zip(ranks, (5, 7), strict=True):
-        straight, resumed = rank["ends"]
-        assert torch.equal(straight, resumed)
-        assert torch.equal(straight, ranks[0]["ends"][0])
-        assert rank["losses"][1] == rank["losses"][0][num_batches:]
-    saved = torch.load(tmp_path / "epoch=0.ckpt.replicas/rank_00000.pt", weights_only=True)
-    assert any("steps_since" in part for part in saved["lightning_dsgd"]["algorithms"])
-
-
-class Overflowing(Watching):
-    """The loss of rank 1 is infinite in one batch; looks at weights and loss scale after each."""
+class Overflowing(Seeded):
+    """The loss of rank 1 is infinite in one batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * torch.inf if self.global_rank == 1 and batch_idx == 2 else loss
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end()
-        scaler = self.trainer.precision_plugin.scaler  # type: ignore[attr-defined]
-        self.figures["scale"] = scaler.get_scale()
-
 
 def fit_overflowing(name: str, local_steps: int = 1) -> tuple[Tensor, float]:
     strategy = STRATEGIES[name](density=0.1, local_steps=local_steps, timeout_s=20.0)
-    model = Overflowing(strategy)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    model, scaler = Overflowing(), torch.amp.GradScaler("cpu", init_scale=256.0)
     trainer(strategy, 2, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(model, loader())
-    return weights(model), model.figures["scale"]
+    return weights(model), scaler.get_scale()
 
 
 @pytest.mark.parametrize("name", ["oktopk", "gtopk"])

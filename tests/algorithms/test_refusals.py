@@ -1,0 +1,54 @@
+"""What an algorithm cannot do is refused before the first message, with what to try."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_dsgd.algorithms import make_algorithm
+
+WIRE = 'wire_dtype must be "float32", "bfloat16", "int8" or "int4", got wire_dtype=\'int2\''
+REFUSED = {
+    "sgp:num_peers=0": "num_peers must be a whole number of at least 1, got num_peers=0",
+    "sgp:overlap=-1": "overlap must be a whole number of at least 0, got overlap=-1",
+    "sgp:topology=star": "got topology='star'",
+    "sgp:hierarchical=true": "node_size must divide world_size, got node_size=None",
+    "sgp:hierarchical=true:node_size=3": "got node_size=3 with world_size=4",
+    "popsgd:local_steps=0": "local_steps must be a whole number of at least 1, got",
+    "popsgd:topology=star": 'must be "complete" or "cycle", got topology=\'star\'',
+    "popsgd:wire_dtype=int4": "got wire_dtype='int4'",
+    "hpsgd:max_local_steps=0": "max_local_steps must be None or a whole number of at least 1, ",
+    "hpsgd:max_local_steps=2.5": "got max_local_steps=2.5; try max_local_steps=None",
+    "hpsgd:outer_lr=0.0": "outer_lr must be a number above 0, got outer_lr=0.0; try",
+    "hpsgd:outer_momentum=1.0": "below 1, got outer_momentum=1.0; try outer_momentum=0.0",
+    "oktopk:density=0.0": "density must be None or a number above 0 and at most 1, got density=0.0",
+    "oktopk:density=1.5": "got density=1.5; try density=None",
+    "oktopk:threshold_period=0": "threshold_period must be a whole number of at least 1",
+    "oktopk:repartition_period=2.5": "got repartition_period=2.5; try repartition_period=64",
+    "oktopk:warmup_steps=-1": "got warmup_steps=-1",
+    "oktopk:balance_ratio=0.5": "balance_ratio must be a number of at least 1, got",
+    "oktopk:wire_dtype=int2": WIRE,
+    "oktopk:scale_steps=true": "scale_steps is for steps that the ranks make apart",
+    "wagma:hierarchical=true:node_size=2:scale_steps=true": "set scale_steps=False",
+    "wagma:rule=newest": 'rule must be "conserving" or "paper", got rule=\'newest\'',
+    "wagma:rule=paper:overlap=true": 'use overlap=False or rule="conserving"',
+    "wagma:group_period=4:sync_period=10": "a multiple of group_period, got sync_period=10 with "
+    "group_period=4; try sync_period=8",
+    "wagma:group_period=300": "got sync_period=100 with group_period=300; try sync_period=300",
+    "wagma:hierarchical=true": "node_size must divide world_size, got node_size=None",
+    "wagma:hierarchical=true:node_size=3": "node_size must divide world_size, got node_size=3",
+    "wagma:hierarchical=true:node_size=2:group_size=8": "no larger than the number of nodes, got "
+    "group_size=8",
+    "local_sgd:num_fragments=9": "got num_fragments=9 with sync_period=8; try num_fragments=8",
+    "local_sgd:overlap_steps=9": "overlap_steps must be at most sync_period / num_fragments",
+    "local_sgd:overlap_steps=5:num_fragments=2": "one sum travels at a time",
+    "local_sgd:wire_dtype=int2": WIRE,
+    "local_sgd:outer_momentum=1.0": "outer_momentum must be a number of at least 0 and below 1",
+}
+
+
+@pytest.mark.parametrize("spec", REFUSED)
+def test_what_cannot_work_is_refused_with_what_to_try(spec: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(REFUSED[spec])):
+        make_algorithm(spec).check(4)
