@@ -66,7 +66,6 @@ def test_no_cell_of_the_table_is_empty(algorithm: Any) -> None:
                 "algorithms/wagma",
                 "recipes",
                 "gallery",
-                "works_with",
             )
         ),
     ],
