@@ -142,6 +142,6 @@ def test_ranks_come_and_are_lost_and_all_agree() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_ranks_come_and_are_lost_in_thousands_of_schedules() -> None:
-    """Ten thousand with TIMES=5."""
-    for seed in times(2_000):
+    """Ten thousand with TIMES=20."""
+    for seed in times(500):
         run(10_000 + seed, may_end=seed % 2 == 1)
