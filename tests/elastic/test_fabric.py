@@ -13,13 +13,11 @@ from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.session import record
 from tests.elastic.test_plain import (
     LOSS_UNTRAINED,
     NUM_EPOCHS,
     SURVIVES,
-    Begun,
     Places,
     algorithm_of,
     loss_of,
@@ -28,7 +26,6 @@ from tests.elastic.test_plain import (
 from tests.fabric.test_fabric import steps
 from tests.plain.test_training import loader_of, same
 from tests.support.doomed import await_leave
-from tests.support.killed import kill_at_random
 from tests.support.models import weights
 from tests.support.worlds import FitWorld
 
@@ -37,7 +34,6 @@ WORLD = FitWorld(timeout_s=60.0)
 
 
 def loop(name: str, folder: str, places: Places) -> dict[str, Any]:
-    """As the page has it; what this rank has come to."""
     model, optimizer = make_calm()
     strategy = dsgd.FabricStrategy(algorithm_of(name), **SURVIVES)
     size = dist.get_world_size()
@@ -87,12 +83,6 @@ def train(name: str, folder: str, lost: int, doomed: str, signum: int = signal.S
     return loop(name, folder, Places(doomed if dist.get_rank() == lost else "", signum))
 
 
-def train_until_killed(name: str, folder: str, lost: int, after_s: float) -> Any:
-    """Where a rank is killed at any time after its first step, in which all ranks meet."""
-
-    return loop(name, folder, Begun(lost, after_s, num_before=1))
-
-
 def check_left(
     outcomes: list[Any], lost: list[int], folder: Path, *, may_be_done: bool = False
 ) -> None:
@@ -116,11 +106,7 @@ def check_left(
 
 @pytest.mark.parametrize(
     ("name", "lost", "doomed"),
-    [
-        ("wagma", 0, "batch 20"),
-        pytest.param("local_sgd", 1, "evaluation 2", marks=exhaustive),
-        pytest.param("allreduce", 2, "save 2", marks=exhaustive),
-    ],
+    [("wagma", 0, "batch 20"), pytest.param("allreduce", 2, "save 2", marks=exhaustive)],
 )
 def test_a_rank_is_killed_and_the_others_train_to_the_end(name, lost, doomed, tmp_path):
     outcomes = WORLD.outcomes(3, train, name, str(tmp_path), lost, doomed)
@@ -145,14 +131,6 @@ def test_a_rank_that_gets_sigterm_leaves_and_the_others_train_to_the_end(tmp_pat
     assert outcomes[1].error == "SystemExit: rank 1 received SIGTERM and has left; the others go on"
     check_left(outcomes, [1], tmp_path)
     assert outcomes[0].result["members"] == (0, 2)
-
-
-@exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_any_rank_is_killed_at_any_time(name, tmp_path):
-    for fit in kill_at_random(WORLD, train_until_killed, name, tmp_path, latest_s=1.0):
-        check_left(*fit, may_be_done=True)
 
 
 def test_what_cannot_be_honoured_is_refused():

@@ -61,8 +61,6 @@ class Untrained(SurvivingSession[Any]):
 
 
 class Members(Untrained):
-    """Of no face."""
-
     can_be_joined = True
 
     def __init__(self, net: Any, meeting: Meeting | None = None) -> None:
@@ -119,7 +117,6 @@ def test_a_rank_may_be_lost_once_it_has_begun_to_survive(lost):
 
 
 def call_again_and_again(net: Any, make: Callable[[Any], Any]) -> tuple[list[Any], int]:
-    """What each call gave, and how many results were taken over."""
     session, call = make(net)
     given = []
     while len(given) < 25:

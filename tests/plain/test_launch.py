@@ -62,7 +62,6 @@ def test_the_agent_of_torchrun(tmp_path: Path) -> None:
 
 
 def run(folder: Path, *commands: list[str], variables: list[dict[str, str]]) -> None:
-    """Runs all commands at once, without Lightning."""
     run_all(*commands, variables=variables, folder=folder)
     assert not any(torch.load(file)["lightning"] for file in folder.glob("rank_*.pt"))
 

@@ -41,7 +41,6 @@ def make(momentum: float = 0.9) -> tuple[Regression, torch.optim.Optimizer]:
 
 
 def loader_of(rank: int, num_batches: int = 12) -> DataLoader[Any]:
-    """This rank's own data, in its order."""
     x = torch.randn(num_batches * 8, 10, generator=torch.Generator().manual_seed(rank))
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
 
@@ -86,7 +85,6 @@ def same(tensors: list[Tensor]) -> bool:
 def train(
     algorithm: Any, num_batches: int = 12, epochs: int = 1, momentum: float = 0.9
 ) -> tuple[Regression, dict[str, float]]:
-    """On this rank, as the page says."""
     model, optimizer = make(momentum)
     with replica_of(model, optimizer, algorithm) as replica:
         for _ in range(epochs):
@@ -170,7 +168,6 @@ def test_ranks_that_meet_for_different_things_are_told() -> None:
 
 
 def mean_batch(index: int, ranks: int = 2) -> tuple[Tensor, Tensor]:
-    """What all ranks have in this batch."""
     all_x, all_y = zip(*(list(loader_of(rank))[index] for rank in range(ranks)), strict=True)
     return torch.cat(all_x), torch.cat(all_y)
 
@@ -197,8 +194,6 @@ class Twice(torch.optim.SGD):
 
 
 class Unlucky(torch.optim.SGD):
-    """Raises in its third step."""
-
     num_steps = 0
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]

@@ -76,8 +76,6 @@ class Mixed(nn.Module):
 
 
 class Scalars(nn.Module):
-    """0-dim and empty parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = Parameter(torch.tensor(0.5))

@@ -35,7 +35,6 @@ def train(net: Any, weights: nn.ParameterList, optimizer: Any) -> Replica:
 
 
 def memory(net: Any, fake: FakeDevice) -> float:
-    """How much more than before the end takes, at its peak and as a multiple of |x|."""
     with parameters_allowed():
         zeros = torch.zeros(LENGTH, device=fake.device)
         weights = nn.ParameterList([nn.Parameter(zeros.clone()) for _ in range(NUM)])
@@ -67,8 +66,6 @@ def test_what_was_held_back_takes_as_much_on_the_device_as_the_gradient() -> Non
 
 
 class Wide(torch.optim.SGD):
-    """Keeps a momentum in float32, whatever the parameters are."""
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
@@ -80,8 +77,6 @@ class Wide(torch.optim.SGD):
 
 
 class Outer(Wide):
-    """Has its state elsewhere, as one that wraps another."""
-
     def __init__(self, params: Any, lr: float) -> None:
         params = [*params]
         super().__init__(params, lr)

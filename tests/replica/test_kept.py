@@ -185,7 +185,6 @@ def test_counting_begins_anew_where_nothing_fits(spec: str, is_old: bool) -> Non
 
 
 def train_two(net: Any) -> tuple[list[float | None], float]:
-    """The share of each of two optimizers, and the metric."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
@@ -211,7 +210,6 @@ def test_each_optimizer_is_counted() -> None:
 
 
 def compare_with_all(net: Any, spec: str, situation: str) -> tuple[float | None, Tensor, Tensor]:
-    """The metric, the way of the consensus and this rank's updates."""
     run = Run(net, spec, situation)
     share = run.steps(12)
     run.replica.stop()
@@ -234,7 +232,6 @@ def test_it_is_what_all_entries_say(spec: str) -> None:
 
 
 def hold_back(net: Any, spec: str) -> tuple[float | None, Tensor, Tensor]:
-    """The metric, this rank's residual, and all of its gradients."""
     run = Run(net, spec, "slow rank")
     total = torch.zeros_like(run.replica.parts[0].x)
     algorithm = run.algorithm

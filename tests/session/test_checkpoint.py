@@ -28,8 +28,6 @@ from tests.support.fits import every_strategy, some_now
 from tests.support.models import Regression, loader, trainer
 from tests.support.worlds import FitWorld, Outcome, ParentWorld, ProcessWorld
 
-ROOT = Path(__file__).parents[2]
-
 LATER = pytest.mark.exhaustive
 
 
@@ -80,8 +78,6 @@ class Noisy(Regression):
 
 
 class Watch(L.Callback):
-    """What this rank has at the end of training, and what it was evaluated with before."""
-
     def __init__(self) -> None:
         self.evaluated: list[dict[str, Any]] = []
         self.end: dict[str, Any] = {}
@@ -154,7 +150,6 @@ def train(
     weights_only: bool | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """One training on this rank, with what was seen of it."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(1 + rank)
     log, watch = Log(), Watch()
@@ -212,7 +207,6 @@ def call(args: Any, kwargs: Any) -> Any:
 def resume_each(
     world_size: int, name: str, epochs: int, folder: Path, *paths: Path
 ) -> list[list[dict[str, Any]]]:
-    """For each checkpoint, what the ranks made of it; errors as text.  One world for all."""
     results = FitWorld().run(world_size, train_from_each, name, epochs, folder, paths)
     return [list(each) for each in zip(*results, strict=True)]
 
@@ -249,20 +243,16 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 class Blocker(importlib.abc.MetaPathFinder):
-    """Finds nothing of this package, as if it were not installed."""
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] == "lightning_dsgd":
             raise ModuleNotFoundError(name)
 
 
 def ours() -> list[str]:
-    """The modules of this package that are loaded."""
     return [name for name in sys.modules if name.partition(".")[0] == "lightning_dsgd"]
 
 
 def use_without_this_package(path: str) -> dict[str, Any]:
-    """load_from_checkpoint, validate and fit of stock Lightning, on one device."""
     for name in ours():
         del sys.modules[name]
     sys.meta_path.insert(0, Blocker())
@@ -285,7 +275,6 @@ def use_without_this_package(path: str) -> dict[str, Any]:
 
 
 def train_and_measure(folder: str) -> dict[str, Any]:
-    """A stock model; and the loss that its saved weights have, measured here without the file."""
     result = train("local_sgd", 1, folder, model=Regression())
     model = Regression()
     model.load_state_dict(
@@ -404,8 +393,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Straig
 
 @dataclass
 class Straight:
-    """Where its checkpoints are, and what the ranks saw."""
-
     folder: Path
     results: list[dict[str, Any]]
 
@@ -499,8 +486,6 @@ def test_a_save_within_an_epoch_resumes_to_the_bit_with_a_stateful_loader(
 
 
 class Killer:
-    """Kills a rank at its n-th write of a file ("save") or n-th renaming of one ("replace")."""
-
     def __init__(self, verb: str, nth: int, when: str) -> None:
         self.nth, self.when = nth, when
         owner: Any = TorchCheckpointIO if verb == "save" else os
@@ -579,8 +564,6 @@ def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_or_the_newer_whole(
 
 
 class Breaking(TorchCheckpointIO):
-    """Fails at its n-th write, of which half is on the disk then."""
-
     def __init__(self, nth: int, error: Exception) -> None:
         self.nth, self.error = nth, error
 
@@ -631,8 +614,6 @@ def save_and_break(net: Any, folder: Path) -> dict[tuple[str, bool], tuple[str, 
 
 
 class FailingAt:
-    """A function that fails at its n-th call."""
-
     def __init__(self, nth: int, real: Callable[..., Any]) -> None:
         self.nth, self.real = nth, real
 
@@ -644,7 +625,6 @@ class FailingAt:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Of all files, and the names of folders."""
     return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
@@ -736,7 +716,6 @@ def assert_all_start_from_the_file(results: list[dict[str, Any]], path: Path, wh
 def test_another_number_of_ranks_starts_from_the_consensus_and_says_so(
     world_size: int, three: Path, tmp_path: Path
 ) -> None:
-    """With the optimizer's state of rank 0."""
     results = run(world_size, "local_sgd", 3, str(tmp_path / "resumed"), str(three))
     momentum = plain(replica(three, 0)["optimizer_states"][0])
     assert [result["begin"]["optimizer"] for result in results] == [momentum] * world_size
@@ -754,7 +733,6 @@ def test_without_replicas_all_ranks_start_from_the_consensus_and_say_so(
 
 
 def test_a_checkpoint_of_stock_ddp_starts_all_ranks_and_says_so(tmp_path: Path) -> None:
-    """Weights, optimizer and step go on."""
     run(2, "ddp", 1, str(tmp_path))
     path = tmp_path / "epoch=0.ckpt"
     results = run(2, "local_sgd", 2, str(tmp_path / "resumed"), str(path))
@@ -825,7 +803,6 @@ def test_a_checkpoint_of_another_algorithm_is_refused_naming_both(
 
 
 def test_save_top_k_removes_replicas_with_their_file(tmp_path: Path) -> None:
-    """Of four epochs the two best stay, whole."""
     save = {"monitor": "val_loss", "save_top_k": 2, "save_on_train_epoch_end": False}
     results = run(2, "local_sgd", 4, str(tmp_path), save=save)
     kept = [name for name in names(tmp_path) if name.endswith(".ckpt")]

@@ -52,7 +52,6 @@ class Signalled(Regression):
 
 
 def fit_until_requeued(name: str, folder: str, rank: int, max_steps: int) -> tuple[int, str]:
-    """The number of steps, and how training ended; goes on from where a requeued job has been."""
     own = os.environ["RANK"]
     os.environ.pop("TORCHELASTIC_RUN_ID")
     os.environ.update(
@@ -155,7 +154,6 @@ def check_named(found: list[Outcome], rank: int, reason: str) -> None:
 
 
 def check_stopped(found: list[Outcome], folder: Path, asker: int, batches: list[int]) -> None:
-    """Every rank has ended soon, not well, and says who was told to stop."""
     for rank, (outcome, number) in enumerate(zip(found, batches, strict=True)):
         assert outcome.error == (
             f"SIGTERMException: rank {asker} received SIGTERM; all ranks stopped, "
@@ -377,8 +375,6 @@ def test_a_rank_that_fails_between_the_order_to_stop_and_the_stop_ends_all(
 
 @dataclass
 class Job:
-    """What became of a job: its exit code, its words, and how long after the event it was gone."""
-
     exitcode: int
     stderr: str
     stdout: str
@@ -386,7 +382,6 @@ class Job:
 
 
 def processes(marker: str) -> list[int]:
-    """All that have inherited the marker, in whatever session they are."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -33,8 +33,6 @@ def batches_of(rank: int, num_batches: int = 12) -> list[tuple[Tensor, Tensor]]:
 
 
 class Overflowing(Plain):
-    """The third loss of rank 1 is infinite."""
-
     num_losses = 0
 
     def loss(self, batch: Any) -> Tensor:
@@ -44,7 +42,6 @@ class Overflowing(Plain):
 
 
 def train_on_each(names: list[str]) -> dict[str, dict[str, Tensor]]:
-    """For each algorithm, the weights that each face ends with."""
     found: dict[str, dict[str, Tensor]] = {}
     for name in names:
         found[name] = {}
@@ -125,8 +122,6 @@ def test_steps_of_several_batches_clipping_and_overflows_are_the_same_on_every_f
 
 
 class Noisy(Plain):
-    """Draws random numbers in each batch."""
-
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) * (0.9 + 0.2 * torch.rand(()))
 
@@ -136,7 +131,6 @@ WAYS = [("Trainer", "Trainer"), ("plain", "plain"), ("Fabric", "Fabric"), ("plai
 
 
 def go_on(names: list[str], folder: str, resumes: bool) -> dict[Any, tuple[Tensor, Any]]:
-    """The weights, and what was loaded beside them."""
     found = {}
     for name in names:
         for face, saver in WAYS if resumes else WAYS[:3]:
@@ -178,8 +172,6 @@ def test_a_resumed_training_ends_with_the_same_bits(names: list[str], tmp_path: 
 
 
 class Acting(Plain):
-    """Does something to rank 1 in its twentieth batch."""
-
     num_losses = 0
 
     def __init__(self, how: str) -> None:

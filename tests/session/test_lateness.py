@@ -125,7 +125,6 @@ class Heard(logging.Handler):
 
 
 def listen(least_s: float) -> Heard:
-    """What this rank says from now on, where so much time is judged together."""
     lateness.LEAST_S = least_s
     heard = Heard()
     logging.getLogger("lightning_dsgd").addHandler(heard)
@@ -145,7 +144,6 @@ class Slow(Plain):
 def train(
     face: str, name: str, step_s: tuple[float, ...], folder: str, least_s: float = 0.5
 ) -> list[str]:
-    """What this rank says of those that are late."""
     heard = listen(least_s)
     seconds = step_s[int(os.environ["RANK"])]
     if face == "Trainer":
@@ -199,7 +197,6 @@ SELDOM = ["no_sync", "local_sgd:sync_period=20", "hpsgd"]
 
 
 def train_with_slow_kernels(fake: FakeDevice) -> dict[str, list[str]]:
-    """What this rank says with each strategy, where rank 1's device is slow."""
     said, data = {}, torch.ones(NUM_STEPS, 4, 10).to(fake.device)
     for name in SELDOM:
         heard, model = listen(0.3), nn.Linear(10, 1).to(fake.device)

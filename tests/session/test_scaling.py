@@ -14,7 +14,6 @@ from tests.support.worlds import FakeWorld
 
 
 def flags(scaler: Any, optimizer: Any) -> list[bool]:
-    """For each device, whether a gradient was inf or NaN."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return [bool(flag) for flag in found.values()]
 
@@ -40,7 +39,6 @@ def test_a_step_is_skipped_for_what_the_reduced_gradient_holds(reduced: float, s
 
 
 def step_with_many_parameters(net: Any, fake: FakeDevice) -> list[tuple[str, str, str]]:
-    """What the host waits for from the reduced gradient to the end of the step."""
     xs = [torch.zeros(3, device=fake.device).requires_grad_() for _ in range(9)]
     optimizer, scaler = torch.optim.SGD(xs, 0.1), GradScaler("fake")
     scaler.scale(torch.stack(xs).sum()).backward()

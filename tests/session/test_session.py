@@ -90,8 +90,6 @@ def test_ranks_with_different_numbers_of_batches_end_together(
 
 
 class TwoDtypes(Seeded):
-    """Weights of two dtypes: two flat tensors, each with an algorithm of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -101,8 +99,6 @@ class TwoDtypes(Seeded):
 
 
 class Pair(Adversaries):
-    """The buffers that fit_uneven looks at."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("unused", torch.zeros(1))
@@ -190,8 +186,6 @@ def test_a_torchmetrics_object_counts_over_ranks_with_different_numbers_of_batch
 
 
 class Stream(IterableDataset[Any]):
-    """Batches of which nobody knows the number before."""
-
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches
 
@@ -200,8 +194,6 @@ class Stream(IterableDataset[Any]):
 
 
 class Apart(Seeded):
-    """Logs its rank, counts validations, and trains a layer and logs more from epoch 3 on."""
-
     def __init__(self, *, has_metric: bool) -> None:
         super().__init__()
         self.num_validated = self.num_cleared = 0
@@ -324,8 +316,6 @@ class Sparing(Plain):
 
 
 class Alone(Plain):
-    """One rank asks all, and the others do not."""
-
     def on_train_epoch_end(self) -> None:
         if self.global_rank == 0:
             self.log("alone", 1.0, sync_dist=True)
@@ -392,8 +382,6 @@ def test_what_makes_uneven_ranks_wait_for_each_other_is_refused(
 
 
 class Logging(Plain):
-    """Logs its rank, in every way that asks for a value over all ranks."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rank = float(self.global_rank)
         self.log("both", rank, on_step=True, on_epoch=True, sync_dist=True)
@@ -649,7 +637,6 @@ def test_local_evaluation_shows_each_rank_its_own_weights() -> None:
 
 
 def fit_and_evaluate(name: str) -> dict[str, Any]:
-    """Validates, tests and predicts with a model that differs between ranks, and after fit."""
     L.seed_everything(int(os.environ["RANK"]), verbose=False)
     model, run = Regression(), trainer(strategy(name), 2)
     results: dict[str, Any] = {}
@@ -684,8 +671,6 @@ def test_validate_test_and_predict_work_alone_and_after_fit(name: str) -> None:
 
 
 class Statistics(L.Callback):
-    """The BatchNorm statistics of this rank after every batch."""
-
     def __init__(self) -> None:
         self.values: list[Tensor] = []
 

@@ -122,8 +122,6 @@ def test_figures_are_in_an_offline_wandb_run_with_their_step_axis(tmp_path: Path
 
 
 class Bar(L.Callback):
-    """What a progress bar shows after each batch."""
-
     def __init__(self) -> None:
         self.shown: list[set[str]] = []
 

@@ -89,7 +89,6 @@ def test_a_signal_stops_all_though_one_of_them_has_asked_to_save() -> None:
 
 
 def ask_and_leave(net: Any) -> None:
-    """All ask at the end, where nobody begins another batch."""
     agreed = AgreedBatch(net.sub("stop"))
     assert agreed.may_begin_batch()
     agreed.ask(SAVE, net.rank)
@@ -190,7 +189,6 @@ def fit_each(names: list[str], folder: str) -> list[Any]:
 
 
 def test_a_timer_ends_training_after_the_same_batch_on_all_ranks(tmp_path: Path) -> None:
-    """As it ends by itself: validated, with one model; rank 1's clock alone is that far."""
     names = ["allreduce", "local_sgd", "hpsgd"]
     first, second = FitWorld().run(2, fit_each, names, str(tmp_path))
     for name, one, other in zip(names, first, second, strict=True):
@@ -265,8 +263,6 @@ def test_ranks_with_uneven_batches_end_after_the_same_epoch(
 
 
 class Stream(IterableDataset[Any]):
-    """Of a length that nobody knows before."""
-
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches
 
@@ -382,7 +378,6 @@ def test_nobody_waits_for_the_clock_of_rank_0(tmp_path: Path) -> None:
 
 
 def save_a_stream(folder: str) -> tuple[int, int]:
-    """How many steps this rank has made, and how often it has warned."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps = fit_and_save("no_sync", SaveAt(folder, 1, [45, 46, 60, 80]), [20, 50], 2)

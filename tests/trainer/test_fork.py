@@ -32,7 +32,6 @@ WAYS = {"exit": 3, "raise": 1, "go on": 1, "os._exit": 7, "SIGTERM": -signal.SIG
 
 
 def end_of(pid: int) -> int | None:
-    """The exit code of a child; None, and it is killed, if it does not end soon."""
     handle = os.pidfd_open(pid)
     ended, _, _ = select.select([handle], [], [], SOON_S)
     if not ended:
@@ -49,8 +48,6 @@ def forked_loader(num_samples: int, num_workers: int) -> Any:
 
 
 class Forking(Regression):
-    """Forks in every step, and notes how the children end."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[tuple[str, int | None]] = []
@@ -213,7 +210,6 @@ def errors_of_all(net: Any, lane: Any, receipt: Any) -> list[str]:
 
 
 def talk(net: Any) -> None:
-    """Sends and receives as fast as it can."""
     x, other = torch.ones(10_000), 1 - net.rank
     while True:
         net.send(x, other)

@@ -43,7 +43,6 @@ def run(
     variables: list[dict[str, str]] | None = None,
     folder: Path | None = None,
 ) -> None:
-    """Runs all commands at once; all must end well."""
     given = variables or [{}] * len(commands)
     with contextlib.ExitStack() as stack:
         processes = []

@@ -73,7 +73,6 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts(notebook: Any) -> list[str]:
-    """What each cell has printed."""
     return [
         "".join(output.get("text", "") for output in cell.get("outputs", []))
         for cell in notebook.cells
@@ -119,7 +118,6 @@ def test_the_example_runs_in_a_notebook(tmp_path: Path) -> None:
 
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Any]:
-    """A client of a kernel that has run the first cells of the example."""
     manager = KernelManager()
     manager.start_kernel(cwd=str(tmp_path))
     client = manager.client()
@@ -154,7 +152,6 @@ def test_an_interrupted_cell_leaves_the_kernel_and_no_rank(kernel: Any) -> None:
 
 @pytest.mark.exhaustive
 def test_a_prompt_trains(tmp_path: Path) -> None:
-    """Python goes on to the statements that are typed behind a file."""
     cells = [cell.source for cell in nbformat.read(EXAMPLE, 4).cells if cell.cell_type == "code"]
     file = tmp_path / "cells.py"
     file.write_text("\n".join(cells))

@@ -49,8 +49,6 @@ ALL = {name: ALGORITHMS[name] for name in TIMELESS} | DEPEND_ON_TIME
 
 
 class OnDevice(Seeded):
-    """Notes where it was trained and evaluated."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[str] = set()
@@ -61,7 +59,6 @@ class OnDevice(Seeded):
 
 
 def train_on(name: str, device: torch.device, num_steps: int) -> tuple[Tensor, float, set[str]]:
-    """The weights and buffers that all agree on, the loss before the last step, and where."""
     world_size = int(os.environ["WORLD_SIZE"])
     model, data = OnDevice(), loader(4 * world_size * num_steps, 4)
     strategy = DecentralizedStrategy(ALL[name](), timeout_s=60.0)
@@ -96,7 +93,6 @@ def check(names: list[str], world_size: int, num_steps: int, seed: int = 0) -> N
 
 
 def test_strategies_fit_on_a_device() -> None:
-    """One that exchanges gradients, one with a lane beside the training, a sparse one."""
     check(["allreduce", "wagma", "topk_dsa"], world_size=2, num_steps=4)
 
 
@@ -143,7 +139,6 @@ def test_a_fit_that_sends_too_early_is_noticed() -> None:
 
 
 def fit_with_slow_kernels(fake: FakeDevice) -> tuple[list[float], list[list[int]]]:
-    """How long this rank's kernels were to spin, and who was drawn in each step."""
     straggler, world_size = StragglerInjector(0.01, on="device"), int(os.environ["WORLD_SIZE"])
     fit = trainer(
         DecentralizedStrategy(WAGMA(), timeout_s=60.0),

@@ -180,8 +180,6 @@ class Lazy(NeverTrained):
 
 
 class Elsewhere(LightningEnvironment):
-    """Ranks that someone else has started, fewer than there are devices."""
-
     @property
     def creates_processes_externally(self) -> bool:
         return True
@@ -337,7 +335,6 @@ def test_a_straggler_with_bad_numbers_is_refused_when_it_is_made(
 
 
 def test_fewer_processes_than_devices_are_refused() -> None:
-    """One process that someone else has started, with four devices for it."""
     (outcome,) = FitWorld().outcomes(1, fit_with_fewer_processes)
     rule = "each device needs a process of its own, got 1 processes for devices=4 and"
     assert rule in outcome.error
@@ -350,7 +347,6 @@ def fit_with_fewer_processes() -> None:
 
 
 def test_a_world_of_torchrun_smaller_than_the_devices_is_refused() -> None:
-    """By Lightning itself."""
     (outcome,) = FitWorld().outcomes(1, fit_with_two_devices)
     assert outcome.error.startswith("ValueError: You set `devices=2`")
     assert "world size (1)" in outcome.error
@@ -373,7 +369,6 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_a_misspelt_name_is_answered_with_what_may_have_been_meant(name: str, package: str) -> None:
-    """Behind what Lightning says."""
     theirs = f"You selected an invalid strategy name: `strategy='{name.lower()}'`"
     with pytest.raises(ValueError, match=re.escape(theirs)) as caught:
         importlib.import_module(package).Trainer(strategy=name, accelerator="cpu", logger=False)
@@ -402,8 +397,6 @@ def test_an_accelerator_that_is_not_there_is_refused_by_lightning_itself() -> No
 
 
 class Wide(NeverTrained):
-    """Another shape on one rank."""
-
     def __init__(self) -> None:
         super().__init__()
         width = 17 if rank() == 1 else 16
@@ -411,16 +404,12 @@ class Wide(NeverTrained):
 
 
 class Deep(NeverTrained):
-    """One layer more on one rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(10, 10) for _ in range(2 + (rank() == 2))))
 
 
 class Double(NeverTrained):
-    """Another dtype on one rank."""
-
     def __init__(self) -> None:
         super().__init__()
         if rank() == 0:
@@ -428,24 +417,18 @@ class Double(NeverTrained):
 
 
 class Counting(NeverTrained):
-    """A buffer of another shape on one rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(3 if rank() == 2 else 2))
 
 
 class Freezing(NeverTrained):
-    """One rank's optimizer leaves a parameter out."""
-
     def configure_optimizers(self) -> Any:
         trained = list(self.parameters())
         return torch.optim.SGD(trained[:-1] if rank() == 1 else trained, lr=0.1)
 
 
 class AdamOnOne(NeverTrained):
-    """One rank has another optimizer."""
-
     def configure_optimizers(self) -> Any:
         kind = torch.optim.Adam if rank() == 2 else torch.optim.SGD
         return kind(self.parameters(), lr=0.1)
@@ -552,7 +535,6 @@ def test_models_and_strategies_that_differ_between_ranks_are_refused_on_all() ->
 
 
 def test_a_configuration_that_one_rank_alone_cannot_serve_ends_the_others() -> None:
-    """They do not wait for it."""
     outcomes = FitWorld().outcomes(3, fit_with_finder_on_one)
     assert outcomes[1].error.startswith("ValueError: a learning rate must be searched")
     for outcome in (outcomes[0], outcomes[2]):

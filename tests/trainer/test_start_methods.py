@@ -34,8 +34,6 @@ EVERY_METHOD = pytest.mark.parametrize(
 
 
 class Noted(Callback):
-    """Each rank writes the weights that it ends with to a folder."""
-
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
@@ -106,8 +104,6 @@ def fit_after_a_failure(folder: str) -> list[str]:
 
 
 class Failing(Regression):
-    """Its last rank fails the first two times."""
-
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = folder
@@ -144,7 +140,6 @@ def fit_after_computing(pauses: bool) -> list[int]:
 
 
 def multiply() -> torch.Tensor:
-    """On as many threads as there may be."""
     x = torch.ones(300, 300, requires_grad=True)
     return (x @ x).exp()
 
@@ -269,8 +264,6 @@ def fit_until_killed(folder: str) -> None:
 
 
 class ParentKiller(Regression):
-    """Its rank 0 sends a signal to the process that has forked it."""
-
     def __init__(self, folder: str, signum: int) -> None:
         super().__init__()
         self.folder, self.signum = folder, signum

@@ -122,8 +122,6 @@ def test_training_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 
 class FakeRun:
-    """What WandbLogger does with a run, and what it has been given."""
-
     def __init__(self) -> None:
         self.id = "abc"
         self.config = self.summary = self

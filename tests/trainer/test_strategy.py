@@ -157,8 +157,6 @@ def test_manual_optimization_equals_automatic(name: str) -> None:
 
 
 class States(L.Callback):
-    """What the algorithm of each optimizer has counted when the last batch is over."""
-
     states: list[dict[str, Any]]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
@@ -272,8 +270,6 @@ def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
 
 
 class StepScales(L.Callback):
-    """The metric after every batch."""
-
     def __init__(self) -> None:
         self.values: list[float] = []
 
@@ -340,8 +336,6 @@ def test_max_steps_counts_the_steps_of_a_rank(name: str) -> None:
 
 
 class Skipping(Plain):
-    """Ends every epoch after three batches."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 3 else None
 
@@ -382,7 +376,6 @@ def test_a_compiled_model_trains_like_the_plain_one() -> None:
 
 
 def fit_with_inductor(name: str, folder: str) -> tuple[Tensor, Tensor]:
-    """Without what the ranks, or others, have compiled before."""
     cache = f"{folder}/{os.environ['RANK']}"
     os.environ.update(TORCHINDUCTOR_CACHE_DIR=cache, TORCHINDUCTOR_COMPILE_THREADS="1")
     compiled = fit_compiled(name, "inductor")
@@ -426,8 +419,6 @@ class Shared(Plain):
 
 
 class Alike(L.Callback):
-    """Whether the weights are those of rank 0, after each batch."""
-
     def __init__(self) -> None:
         self.values: list[bool] = []
 
@@ -467,8 +458,6 @@ class Finetuned(Seeded):
 
 
 class Backbone(L.Callback):
-    """The weights of the backbone after every epoch."""
-
     def __init__(self) -> None:
         self.values: list[Tensor] = []
 

@@ -51,7 +51,6 @@ NEEDS = {
 
 
 def fit(name: str, model: L.LightningModule | None = None, data: Any = None, **kwargs: Any) -> Any:
-    """A fit on this rank: the model and its trainer."""
     model = Regression() if model is None else model
     run = trainer(STRATEGIES[name](timeout_s=20.0), 2, **kwargs)
     run.fit(model, loader() if data is None else data, loader(32))
@@ -108,8 +107,6 @@ def parametrizations(name: str, folder: Path) -> Any:
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """As many samples as it likes, without a length."""
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(48 + 16 * int(os.environ["RANK"])):
             x = torch.randn(10)
@@ -182,7 +179,6 @@ def prediction_writer(name: str, folder: Path) -> Any:
 
 
 def logged(name: str, folder: Path, callback: L.Callback, column: str, **kwargs: Any) -> Any:
-    """Fits with a callback that logs, under that column."""
     logger = CSVLogger(str(folder), name=type(callback).__name__, version="")
     kwargs = {"log_every_n_steps": 2, **kwargs}
     model, run = fit(name, callbacks=[callback], logger=logger, **kwargs)
@@ -263,7 +259,6 @@ CASES: dict[str, Callable[[str, Path], Any]] = {
 
 
 def missing(feature: str) -> str:
-    """What is to be done before the case can run."""
     module, way_out = NEEDS.get(feature, ("", ""))
     return f"{module} is not installed: {way_out}" if module and not find_spec(module) else ""
 
@@ -337,7 +332,6 @@ def test_a_checkpoint_on_an_exception_is_saved(tmp_path: Path) -> None:
 
 
 def fit_pruning(name: str) -> tuple[Tensor, float]:
-    """The weights, and the share of the pruned ones."""
     model = Regression()
     callback = ModelPruning(
         "l1_unstructured",

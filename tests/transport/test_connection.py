@@ -43,7 +43,6 @@ def test_a_message_that_is_half_sent_ends_with_its_reader() -> None:
 def cut_off(
     net: Any, nodes: Network, pair: tuple[int, int], is_idle: bool, folder: str
 ) -> tuple[int, str, float]:
-    """Who is lost, why, and how many seconds after the cut between two ranks."""
     clock = Path(folder, "clock")
     other = sum(pair) - net.rank if net.rank in pair else ANY
     if net.rank == 0:
@@ -95,7 +94,6 @@ def test_a_rank_that_cannot_be_reached_is_noticed_within_the_heartbeat(tmp_path:
 
 
 def bear_a_short_cut(net: Any, nodes: Network, seconds: float) -> int:
-    """How many sums ranks 1 and 2 have made while their link was cut for a while, and after."""
     if net.rank == 0:
         nodes.cut(1, 2)
         threading.Event().wait(seconds)

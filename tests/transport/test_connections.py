@@ -15,7 +15,6 @@ from tests.support.worlds import ProcessWorld
 
 
 def run_out_of_descriptors(net: Any) -> float:
-    """How much of a core rank 0 takes while it has no descriptor for one who connects."""
     taken = []
     net.barrier().wait()
     if net.rank == 0:

@@ -27,7 +27,6 @@ def replayed(secret: Any, rank: int) -> bytes:
 
 
 def meet_strangers(net: Any) -> None:
-    """Whoever connects without the secret is turned away, whatever else it says."""
     connections = net.mesh.connections
     if net.rank == 0:
         strangers = []
@@ -58,7 +57,6 @@ def meet_strangers(net: Any) -> None:
 
 
 def all_of(stranger: socket.socket) -> int:
-    """How many bytes come before the connection is closed."""
     count = 0
     with contextlib.suppress(ConnectionResetError):
         while piece := stranger.recv(100):

@@ -21,7 +21,6 @@ EMPTY = torch.empty(0)
 
 
 def close_on_a_queue(net: Any) -> float:
-    """How long a lane takes to end whose message is stuck when its network closes."""
     other = int(net.broadcast(torch.tensor([os.getpid()]), src=1).wait())
     if net.rank == 1:
         net.barrier().wait()
@@ -103,8 +102,6 @@ def test_a_lane_is_told_once_the_device_has_done_what_was_queued_before() -> Non
 
 
 class Stuck:
-    """A network on which a message does not leave."""
-
     rank = 0
 
     def __init__(self) -> None:

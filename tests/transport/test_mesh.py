@@ -79,7 +79,6 @@ WAITS = (
 def wait_each_in_its_way(
     net: Any, lost: int, how: Callable[[int], None], folder: str
 ) -> tuple[int, str, float]:
-    """Who was lost, why, and how many seconds it took to notice."""
     pids = [int(pid) for pid in net.all_gather(torch.tensor([os.getpid()])).wait()]
     survivors = [rank for rank in range(net.world_size) if rank != lost]
     clock = Path(folder, "clock")

@@ -31,8 +31,6 @@ Jobs = Callable[[str], MPIJob]
 
 
 class NoteTransport(L.Callback):
-    """Which transport the strategy trains over."""
-
     name = ""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -40,7 +38,6 @@ class NoteTransport(L.Callback):
 
 
 def fit_each(names: tuple[str, ...], transport: str) -> dict[str, tuple[str, str, Tensor]]:
-    """The environment and the transport of each strategy, and the weights that it ended with."""
     ended = {}
     for name in names:
         L.seed_everything(0, verbose=False)

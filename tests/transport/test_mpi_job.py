@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import MPIEnvironment
 
-from lightning_dsgd.transport import Transport, TransportError, mpi, mpi_job
+from lightning_dsgd.transport import TransportError, mpi, mpi_job
 from tests.support.models import trainer
 from tests.support.mpi import SIZE, MPIFitWorld, MPIJob, environment, every_mpi, mpiexec
 
@@ -112,10 +112,6 @@ def test_without_mpi4py_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
         mpi.MPITransport()
     with pytest.raises(ValueError, match="started 4 processes, but mpi4py cannot be imported"):
         trainer("wagma", 4)
-
-
-def ask_whether_cuda_aware(net: Transport) -> bool:
-    return mpi_job.is_cuda_aware()
 
 
 def test_a_library_that_cannot_be_asked_is_not_cuda_aware(monkeypatch: pytest.MonkeyPatch) -> None:

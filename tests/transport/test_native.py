@@ -75,7 +75,6 @@ def call(net: Any, x: Tensor, group: Any, src: int | None) -> Any:
 
 
 def in_groups(net: Any) -> list[list[float]]:
-    """Sums and broadcasts of halves, of pairs across them and of all, in turn; of views too."""
     size = net.world_size
     halves = [range(size // 2), range(size // 2, size)]
     pairs = [[rank, rank + size // 2] for rank in range(size // 2)]
@@ -117,7 +116,6 @@ def test_groups_that_are_fixed_sum_and_broadcast() -> None:
 
 
 def die_in_a_group(net: Any) -> str:
-    """Rank 3 dies while the others of its group wait for it; ranks 0 and 1 notice as well."""
     net.fix_groups([[0, 1], [2, 3]])
     group = [0, 1] if net.rank < 2 else [2, 3]
     net.all_reduce(torch.ones(10), group).wait()
@@ -143,9 +141,6 @@ def test_a_lost_rank_ends_the_waits_of_its_group() -> None:
 
 
 def hierarchical(net: Any, name: str) -> tuple[list[float], int, int]:
-    """What a strategy between nodes of two makes of the weights, what it sends for that, and in how
-    many collectives of groups.
-    """
     num_native, begin = 0, Native.begin
 
     def count(self: Native, *args: Any) -> Any:
@@ -163,7 +158,6 @@ def hierarchical(net: Any, name: str) -> tuple[list[float], int, int]:
 
 @pytest.mark.parametrize("name", ["wagma:wait_avoiding=false", "sgp"])
 def test_nodes_talk_in_groups_that_are_fixed(name: str) -> None:
-    """With two ranks in each group to the bit as with messages."""
     plain = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=60.0).run(4, hierarchical, name)
     native = WORLD.run(4, hierarchical, name)
     for (x, sent, none), (y, counted, some) in zip(plain, native, strict=True):
@@ -177,7 +171,6 @@ def test_nodes_talk_in_groups_that_are_fixed(name: str) -> None:
 
 
 def in_random_order(net: Any, seed: int, kill_after_s: float | None) -> str:
-    """Threads that sum on channels of their own; one rank dies at a random time."""
     chance = random.Random(f"{seed} {net.rank}")
     plans = reordered(draw_plans(random.Random(seed)), chance)
     if kill_after_s is not None and net.rank == seed % net.world_size:
@@ -306,7 +299,6 @@ def test_errors_say_who_and_what() -> None:
 
 
 def sum_without_one(net: Any) -> str:
-    """Rank 1 has left."""
     if net.rank == 1:
         return ""
     with pytest.raises(PeerLost) as info:
@@ -342,7 +334,6 @@ def test_a_rank_may_leave_once_it_has_the_sum() -> None:
 
 
 def fail_to_launch(net: Any) -> tuple[str, list[str]]:
-    """On rank 1 torch's collective raises."""
     fails = mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("no such luck"))
     with fails if net.rank == 1 else contextlib.nullcontext(), pytest.raises(PeerLost) as info:
         net.all_reduce(torch.ones(2)).wait()

@@ -31,7 +31,6 @@ from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
 from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
-from tests.transport.helpers import train_in_nodes
 from tests.transport.test_staging import hung
 
 LARGE = 100_000
@@ -39,8 +38,6 @@ LARGE = 100_000
 
 @dataclass
 class FakeWork:
-    """A sum of the emulated NCCL."""
-
     ended: FakeEvent
 
     def wait(self) -> None:
@@ -58,11 +55,9 @@ class FakeNCCL:
         self._by_gloo = dist.all_reduce, dist.broadcast
 
     def all_reduce(self, x: Tensor, group: Any, async_op: bool) -> FakeWork:
-        """As torch's."""
         return self._do(partial(self._by_gloo[0], group=group), x)
 
     def broadcast(self, x: Tensor, src: int, group: Any, async_op: bool) -> FakeWork:
-        """As torch's."""
         return self._do(partial(self._by_gloo[1], src=src, group=group), x)
 
     def _do(self, by_gloo: Callable[[Tensor], Any], x: Tensor) -> FakeWork:
@@ -123,13 +118,6 @@ def test_the_contract_holds_on_a_device(world_size: int) -> None:
 def test_algorithms_train_on_a_device(names: list[str]) -> None:
     """With two ranks, to the bit as with messages."""
     check(FakeNCCLWorld(), names, 2, to_the_bit=True)
-
-
-def in_nodes(net: Any, fake: FakeDevice, spec: str) -> Tensor:
-    """What a strategy between nodes of two makes of weights on the device."""
-    x = torch.arange(11.0).to(fake.device)
-    train_in_nodes(net, x, spec, num_steps=4)
-    return x.cpu()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +252,6 @@ def test_a_lost_rank_ends_the_wait_for_a_hung_device() -> None:
 
 
 def on_one_gpu(net: Any, device: torch.device) -> list[float]:
-    """Sums of one rank, of every dtype; the group is aborted when nothing is under way."""
     dist.destroy_process_group()
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
@@ -290,8 +277,6 @@ def test_nccl_sums_one_ranks_tensors() -> None:
 
 @dataclass
 class NCCLWorld(ProcessWorld):
-    """P processes, each with a GPU of its own and NCCL."""
-
     backend: str | None = "nccl"
 
     def _join(self, rank: int, world_size: int, store: str) -> None:

@@ -14,7 +14,6 @@ MOST_BYTES = 1024
 
 
 def kept(given: Sequence[int]) -> list[int]:
-    """The sizes of the pieces that messages of so many bytes leave behind, by size."""
     pool = Pinned(MOST_BYTES)
     for nbytes in given:
         pool.give(HOST.pinned(nbytes, torch.uint8))

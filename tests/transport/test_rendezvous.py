@@ -24,7 +24,6 @@ from tests.support.worlds import Outcome, StartWorld
 
 
 def fail_at(where: str) -> None:
-    """What a rank does in place of going on."""
     if where.startswith("stops"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if where.startswith("raises"):
@@ -33,7 +32,6 @@ def fail_at(where: str) -> None:
 
 
 def fit(who: int, where: str, startup_timeout_s: float) -> tuple[float, str]:
-    """How long this rank took, and how that ended."""
     rank = int(os.environ["RANK"])
     if rank == who and where == "never comes":
         os._exit(0)
@@ -64,7 +62,6 @@ def survivors(found: list[Outcome], who: int) -> list[Any]:
 
 
 def train_and_validate(who: int) -> tuple[str, str]:
-    """How a training ends, and the validation after it, which one rank does not come to."""
     ours = trainer("dpsgd", int(os.environ["WORLD_SIZE"]), max_steps=2)
     ours.fit(Regression(), loader())
     if int(os.environ["RANK"]) == who:

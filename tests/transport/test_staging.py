@@ -80,8 +80,6 @@ def test_an_outlet_may_take_a_devices_memory() -> None:
 
 
 class Late:
-    """A wire that has a message, and still reads it."""
-
     def __init__(self) -> None:
         self.is_asked, self.has_read = threading.Event(), threading.Event()
         self.num_added = 0
@@ -138,7 +136,6 @@ def test_a_send_is_done_once_the_wire_has_read_it() -> None:
 
 
 def busy(x: Tensor) -> Tensor:
-    """Has the current stream be late with what comes next."""
     for _ in range(8):
         x += 0
     return x
@@ -168,8 +165,6 @@ def exchange_messages(net: Any, fake: FakeDevice) -> bool:
 
 
 class Held:
-    """A chunk that a wire has, and has sent nothing of."""
-
     def __init__(self, begin: Callable[[], Any], others: list[Held]) -> None:
         self._begin, self._others = begin, others
         self.sent: Any = None
@@ -202,7 +197,6 @@ def exchange_over_a_slow_wire(net: Any, fake: FakeDevice) -> bool:
 
 
 def sum_up(net: Any, fake: FakeDevice) -> bool:
-    """A sum in place, of what is just made, into what is still read."""
     x = busy(torch.zeros(700_000, device=fake.device))
     before = torch.zeros_like(x)
     for _ in range(3):
@@ -213,7 +207,6 @@ def sum_up(net: Any, fake: FakeDevice) -> bool:
 
 
 def overwrite(net: Any, fake: FakeDevice) -> bool:
-    """What comes is written over what is still read."""
     x, before = torch.zeros(LARGE, device=fake.device), torch.zeros(LARGE, device=fake.device)
     right = True
     for _ in range(3):
@@ -260,7 +253,6 @@ def use_lanes(net: Any, fake: FakeDevice) -> bool:
 
 
 def hand_over(net: Any, fake: FakeDevice) -> bool:
-    """What a lane makes is used, and freed, by the training thread."""
     like, total = torch.zeros(0, device=fake.device), torch.zeros(1000, device=fake.device)
     home = net.sub("home")
 
@@ -278,8 +270,6 @@ def hand_over(net: Any, fake: FakeDevice) -> bool:
 
 
 def no_mark(original: Callable[..., Any], at: str) -> Callable[..., Any]:
-    """The function, called with a mark that has passed."""
-
     def call(*args: Any, **kwargs: Any) -> Any:
         place = {"job": 4, "landing": 4, "deliver": 5}[at]
         return original(*args[:place], PASSED, *args[place + 1 :], **kwargs)
@@ -308,7 +298,6 @@ def slots_are_free_at_once(way: Any) -> bool:
 
 
 def never_passes(name: str) -> Any:
-    """A field of a lane that is a mark which has passed, whatever it is set to."""
     return mock.patch.object(
         Lane, name, property(lambda _: PASSED, lambda _, value: None), create=True
     )
@@ -368,7 +357,6 @@ def waits() -> dict[str, tuple[Use, Patch]]:
 
 
 def is_wrong(net: Any, fake: FakeDevice, use: Use) -> bool:
-    """Whether a use has gone wrong on any rank, or the sanitizer has seen what is not ordered."""
     wrong = not use(net, fake) or bool(fake.races)
     fake.races.clear()
     return bool(net.all_reduce(torch.tensor([int(wrong)])).wait())
@@ -397,12 +385,10 @@ def leave_each_out(net: Any, fake: FakeDevice) -> list[str]:
 
 
 def test_each_wait_is_needed() -> None:
-    """Without one of them a value is wrong, or the sanitizer sees an access that nothing orders."""
     assert FakeWorld(finds_races=False).run(2, leave_each_out) == [[], []]
 
 
 def exchange_at_rest(net: Any, fake: FakeDevice) -> tuple[set[str], int]:
-    """Who has pinned memory for large messages; how much more of it later ones have landed in."""
     x, other = torch.ones(LARGE, device=fake.device), 1 - net.rank
     num_made = []
     for tag in range(4):
@@ -424,7 +410,6 @@ def test_no_memory_is_pinned_where_heartbeats_are_answered() -> None:
 
 
 def use_a_device_that_nobody_has_entered() -> None:
-    """As in plain PyTorch: this thread, a lane, the stager and a thread that only sends call it."""
     fake = fake_device.install(index=dist.get_rank() + 1)
     with pytest.raises(RuntimeError, match=r"MainThread calls fake:\d, but works on fake:0"):
         fake.mark()
@@ -458,7 +443,6 @@ def test_every_thread_chooses_its_device_first() -> None:
 
 @contextlib.contextmanager
 def hung(fake: FakeDevice) -> Iterator[None]:
-    """The current stream does nothing within."""
     gate = threading.Event()
     fake.current().queue.put(gate.wait)
     try:

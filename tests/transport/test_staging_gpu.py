@@ -28,7 +28,6 @@ def contract(net: Any, device: torch.device) -> None:
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_contract_holds_on_an_accelerator(world_size: int) -> None:
-    """All ranks share one device."""
     AcceleratorWorld().run(world_size, contract)
 
 
@@ -42,7 +41,6 @@ def gpu_command() -> Any:
 
 
 def measure(net: Any, fake: FakeDevice) -> tuple[dict[str, Any], int]:
-    """What is measured, and how often it is written."""
     found: dict[str, Any] = {}
     written: list[None] = []
     gpu_command().measure(found, lambda: written.append(None), fake.device, small=True)

@@ -50,7 +50,6 @@ class InOrder:
         self.groups: list[Sequence[int]] = [range(net.world_size)]
 
     def form(self, groups: Sequence[Sequence[int]]) -> None:
-        """Further groups."""
         for members in groups:
             assert self.tickets.form(members) == len(self.groups)
             self.groups.append(members)
@@ -154,17 +153,7 @@ def sum_in_threads(net: Any, seed: int, plans: list[list[list[int]]]) -> list[Ke
     return backend.launched
 
 
-def fail_to_launch(net: Any) -> Exception | None:
-    backend = InOrder(net)
-    backend.tickets.ask((ALL, 0, 0), SUM, 0, 1)  # of a sum that the backend does not know
-    net.compute(1.0)
-    with pytest.raises(KeyError):
-        backend.tickets.stop()
-    return backend.failure
-
-
 def draw_plans(chance: random.Random) -> list[list[list[int]]]:
-    """For each thread its channels, in the order in which they are called at a time."""
     plans, channel = [], 0
     for _ in range(chance.randint(1, 4)):
         own = list(range(channel, channel + chance.randint(1, 3)))
@@ -195,7 +184,6 @@ def test_every_schedule_ends_with_the_right_sums_in_one_order(block: int) -> Non
 
 
 def in_common(one: list[Key], other: list[Key]) -> list[Key]:
-    """What the other has launched too, in the order of the first."""
     return [key for key in one if key in set(other)]
 
 
@@ -265,7 +253,6 @@ def test_a_sum_of_different_lengths_is_refused_everywhere_and_the_next_is_made()
 
 
 def sum_on_nodes(net: Any) -> tuple[int, list[Key]]:
-    """The ranks of a node of four sum; gives how many messages this rank has sent by then."""
     backend = InOrder(net)
     first = net.rank // 4 * 4
     backend.form([range(first, first + 4) for first in range(0, net.world_size, 4)])

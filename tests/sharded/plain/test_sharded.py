@@ -51,10 +51,6 @@ def run(fn: Any, *args: Any, world_size: int = 4) -> list[Any]:
     return FitWorld().run(world_size, fn, *args)
 
 
-def errors(fn: Any, *args: Any, world_size: int = 4) -> list[str]:
-    return [outcome.error for outcome in FitWorld().outcomes(world_size, fn, *args)]
-
-
 def make_mesh(num_replicas: int = 2) -> Any:
     shape = (num_replicas, dist.get_world_size() // num_replicas)
     return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard"))
@@ -225,7 +221,6 @@ CASES = [
 
 
 def train_in_each_way() -> None:
-    """Where the algorithm works on the shards in place, and where it works on copies of them."""
     mesh = make_mesh(1)
     for kind, policy in CASES:
         plain = train_plainly(mesh, kind, policy)
@@ -290,7 +285,6 @@ def test_an_evaluation_sees_the_weights_that_there_are_now() -> None:
 
 
 def clip() -> tuple[float, float]:
-    """The norm of a replica's gradient, in shards and whole."""
     mesh = make_mesh()
     model, optimizer = make(mesh)
     with replica_of(model, optimizer, dsgd.LocalSGD(), mesh) as replica:
@@ -315,7 +309,6 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient() -> None:
 
 
 def resume(folder: Path, kind: str) -> tuple[Tensor, Tensor, Any]:
-    """Straight through, and from the checkpoint after the first epoch."""
     mesh = make_mesh()
     model, optimizer = make(mesh, kind)
     with replica_of(model, optimizer, dsgd.LocalSGD(sync_period=5), mesh) as replica:
@@ -331,7 +324,6 @@ def resume(folder: Path, kind: str) -> tuple[Tensor, Tensor, Any]:
 
 
 def go_on(path: Path, num_replicas: int) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """The weights that a checkpoint gives, an optimizer's moments, and those after training."""
     mesh = make_mesh(num_replicas)
     model, optimizer = make(mesh)
     with replica_of(model, optimizer, dsgd.LocalSGD(sync_period=5), mesh) as replica:
@@ -415,7 +407,6 @@ def save_distributed(folder: str) -> tuple[Tensor, Tensor]:
 
 
 def blocks_of_page(begin: str) -> str:
-    """The block of docs/sharded.md that begins so."""
     page = Path(__file__).parents[3] / "docs" / "sharded.md"
     found = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     (text,) = (block for block in found if block.startswith(begin))
@@ -564,7 +555,6 @@ REFUSED: dict[str, str] = {
 
 
 def begin(case: str) -> None:
-    """What one of the cases is refused at."""
     mesh = make_mesh()
     algorithms = {
         "allreduce": dsgd.AllReduce(),

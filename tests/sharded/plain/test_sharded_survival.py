@@ -43,8 +43,6 @@ def algorithm_of(name: str) -> Any:
 
 
 def come_to(places: Places, name: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same, which comes to a place first."""
-
     def called(value: Any) -> Any:
         places.at(name)
         return call(value)
@@ -55,7 +53,6 @@ def come_to(places: Places, name: str, call: Callable[[Any], Any]) -> Callable[[
 def train_in(
     name: str, folder: str, places: Places, num_replicas: int, uneven: int
 ) -> dict[str, Any]:
-    """As the page has it; what this rank has come to."""
     mesh = make_mesh(num_replicas)
     model, optimizer = make(mesh)
     together.gathered = come_to(places, "gather", together.gathered)
@@ -114,8 +111,6 @@ def train(
 
 
 def train_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
-    """The same, where a rank is killed at any time after its first batch."""
-
     return train_in(name, folder, Begun(lost, after_s), 2, 2)
 
 
@@ -154,23 +149,6 @@ def check_left(
     assert mark is not None
     assert mark.num_shards == num_shards
     assert len(outcomes) >= mark.world_size >= len(left)
-
-
-def go_on(name: str, folder: str) -> int:
-    """From what is left, in a job of one replica."""
-    mesh = make_mesh(1)
-    model, optimizer = make(mesh)
-    with decentralized(
-        *(model, optimizer, algorithm_of(name)), replicas=mesh["replica"], **SURVIVES
-    ) as replica:
-        epoch: int = replica.load(Path(folder, "saved.pt"))["epoch"]
-        for x, y in replica.batches(batches(3, replica.rank)):
-            optimizer.zero_grad()
-            ((model(x) - y) ** 2).mean().backward()
-            optimizer.step()
-        loaded = [len(state) for state in optimizer.state.values()]
-    assert all(loaded)
-    return epoch
 
 
 @pytest.mark.parametrize(
@@ -252,7 +230,6 @@ def test_a_rank_whose_partner_hangs_is_ended_and_the_others_go_on(tmp_path: Path
 
 
 def stop(folder: str) -> str:
-    """SIGTERM to one rank, in a loop that saves then."""
     mesh = make_mesh()
     model, optimizer = make(mesh)
     with decentralized(

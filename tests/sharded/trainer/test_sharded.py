@@ -34,8 +34,6 @@ def errors(fn: Any, *args: Any, world_size: int = 4) -> list[str]:
 
 
 class Sharded(Regression):
-    """As a user writes it for ModelParallelStrategy."""
-
     def __init__(self, parallel: str = "fsdp") -> None:
         super().__init__(momentum=0.9)
         self.parallel = parallel

@@ -34,8 +34,6 @@ ALGORITHMS = {
 
 
 class Doomed(Sharded):
-    """Is killed at its n-th call of a hook."""
-
     def __init__(self, hook: str, at: int, parallel: str) -> None:
         super().__init__(parallel)
         self.hook, self.at, self.begun, self.gathers = hook, at, Path("never"), False

@@ -42,7 +42,6 @@ def waiting_is_counted(net: Transport) -> None:
 
 
 def traffic(net: Transport) -> dict[str, tuple[int, int]]:
-    """Bytes and messages that each operation takes on this rank."""
     right = (net.rank + 1) % net.world_size
     operations: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: net.all_reduce(torch.ones(12)),

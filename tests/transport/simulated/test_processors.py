@@ -16,7 +16,6 @@ FREE = Costs(cores=1, ranks=1)
 
 
 def to_the_next(net: Any, x: torch.Tensor = MB) -> float:
-    """Each rank of an even number sends to the next one; when it has arrived."""
     if net.rank % 2 == 0:
         net.send(x, net.rank + 1)
     else:
