@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,24 +147,6 @@ def test_an_interrupted_cell_leaves_the_kernel_and_no_rank(kernel: Any) -> None:
     assert reply["content"]["ename"] == "SystemExit"  # as Lightning ends after an interrupt
     kernel.execute_interactive(LEFT, timeout=LIMIT_S, output_hook=hear)
     assert "left: []\n" in heard
-
-
-@pytest.mark.exhaustive
-def test_a_prompt_trains(tmp_path: Path) -> None:
-    cells = [cell.source for cell in nbformat.read(EXAMPLE, 4).cells if cell.cell_type == "code"]
-    file = tmp_path / "cells.py"
-    file.write_text("\n".join(cells))
-    job = subprocess.run(
-        [sys.executable, "-i", str(file)],
-        input=f"{LEFT}\n",
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    print(job.stderr)
-    assert "trained on: 0.0" in job.stdout
-    assert "left: []" in job.stdout
-    assert job.stderr.count(FORKED) == 1
 
 
 # What is chosen, and what is refused

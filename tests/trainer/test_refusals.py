@@ -396,30 +396,20 @@ def test_an_accelerator_that_is_not_there_is_refused_by_lightning_itself() -> No
 # ---- ranks that differ ----
 
 
-class Wide(NeverTrained):
-    def __init__(self) -> None:
-        super().__init__()
-        width = 17 if rank() == 1 else 16
-        self.net = nn.Sequential(nn.Linear(10, 16), nn.Linear(16, width), nn.Linear(width, 1))
+def changed(change: Callable[[NeverTrained], Any], of_rank: int = 2) -> NeverTrained:
+    """A model that is another one on one rank."""
+    model = NeverTrained()
+    if rank() == of_rank:
+        change(model)
+    return model
 
 
-class Deep(NeverTrained):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(10, 10) for _ in range(2 + (rank() == 2))))
+def deepened(model: NeverTrained) -> None:
+    model.net.append(nn.Linear(1, 1))
 
 
-class Double(NeverTrained):
-    def __init__(self) -> None:
-        super().__init__()
-        if rank() == 0:
-            self.net[3].double()
-
-
-class Counting(NeverTrained):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(3 if rank() == 2 else 2))
+def widened(model: NeverTrained) -> None:
+    model.net[0], model.net[1] = nn.Linear(10, 17), nn.BatchNorm1d(17)
 
 
 class Freezing(NeverTrained):
@@ -469,22 +459,28 @@ A_MODEL = "the model must be the same on all ranks, got "
 A_STRATEGY = "the strategy must be the same on all ranks, got "
 DIFFERENT: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "shape": (
-        Wide,
+        lambda: changed(widened, of_rank=1),
         [
-            *(A_MODEL, "parameter 'net.1.weight' of shape (16, 16) and torch.float32"),
-            *("on ranks 0 and 2", "parameter 'net.1.weight' of shape (17, 16) and torch.float32"),
+            *(A_MODEL, "parameter 'net.0.weight' of shape (16, 10) and torch.float32"),
+            *("on ranks 0 and 2", "parameter 'net.0.weight' of shape (17, 10) and torch.float32"),
             *("on rank 1", "build it from the same arguments everywhere"),
         ],
     ),
     "number": (
-        Deep,
+        lambda: changed(deepened),
         [
-            *(A_MODEL, "got 4 parameters and buffers on ranks 0 and 1"),
-            *("6 parameters and buffers on rank 2", "build it from the same arguments everywhere"),
+            *(A_MODEL, "got 9 parameters and buffers on ranks 0 and 1"),
+            *("11 parameters and buffers on rank 2", "build it from the same arguments everywhere"),
         ],
     ),
-    "dtype": (Double, ["'net.3.weight' of shape (1, 16) and torch.float64", "on rank 0"]),
-    "buffer": (Counting, ["buffer 'seen' of shape (3,)", "on rank 2"]),
+    "dtype": (
+        lambda: changed(lambda model: model.net[3].double(), of_rank=0),
+        ["'net.3.weight' of shape (1, 16) and torch.float64", "on rank 0"],
+    ),
+    "buffer": (
+        lambda: changed(lambda model: model.net[1].register_buffer("running_var", torch.ones(3))),
+        ["buffer 'net.1.running_var' of shape (3,)", "on rank 2"],
+    ),
     "optimizer": (Freezing, ["'net.3.bias' of shape (1,)", "trained by no optimizer on rank 1"]),
     "kind": (AdamOnOne, ["trained by optimizer 0 (SGD) on ranks 0 and 1", "0 (Adam) on rank 2"]),
     "hyperparameters": (

@@ -195,13 +195,6 @@ def ended(folder: Path, *plans: Plan, method: str = "fork", **arguments: Any) ->
 @pytest.mark.parametrize(
     ("how", "parts"),
     [
-        (
-            "raise",
-            [
-                *("ProcessRaisedException", "ValueError: no such luck in training_step"),
-                "[rank 0] training ends: rank 1 failed: ValueError: no such luck",
-            ],
-        ),
         ("SIGKILL", ["ProcessExitedException: process 1 terminated with signal SIGKILL"]),
         ("SIGTERM", ["ProcessExitedException: process", "rank 1 received SIGTERM; all ranks"]),
     ],

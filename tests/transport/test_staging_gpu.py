@@ -98,19 +98,6 @@ def test_the_command_loses_nothing_where_it_is_killed(tmp_path: Path) -> None:
     assert not result["is_whole"]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_the_command_comes_to_its_end_without_being_installed(tmp_path: Path) -> None:
-    with rehearse(tmp_path) as process:
-        said, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, said
-    result = json.loads((tmp_path / "r.json").read_text())
-    outcomes = result["tests"]["outcomes"]
-    assert {row["outcome"] for row in outcomes} == {"SKIPPED"}
-    assert {row["test"].partition("::")[0] for row in outcomes} == set(gpu_command().TESTS)
-    assert result["is_whole"]
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_the_command_says_why_it_does_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
