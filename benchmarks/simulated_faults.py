@@ -127,7 +127,7 @@ class Rank:
     def meet_others(self) -> None:
         """Lets newcomers in, if all are to meet before this batch."""
         job, view = self.job, self.calls.view
-        if view.rank == 0 and view.newcomers() and job.meet_at < 0:
+        if view.rank == 0 and view.views.newcomers() and job.meet_at < 0:
             job.meet_at = 1 + max(job.num_begun[rank] for rank in view.members)
         if job.num_begun[self.net.rank] != job.meet_at:
             return
@@ -140,7 +140,7 @@ class Rank:
         """Those that the first one knows, once all are here."""
         self.replica.settle()
         view = self.calls.view
-        texts = everyones(view.sub("meetings"), " ".join(map(str, view.newcomers())))
+        texts = everyones(view.sub("meetings"), " ".join(map(str, view.views.newcomers())))
         return [int(number) for number in texts[0].split()]
 
     def change(self, call: Callable[[], None]) -> None:

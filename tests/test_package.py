@@ -31,14 +31,15 @@ CORE = {
     "keywords": "hyperparameters",
     "buffers": "",
     "devices": "buffers",
-    "transport": "buffers devices",
+    "transport": "buffers devices wings",
     "agreement": "transport",
     "algorithm": "agreement hyperparameters transport",
     "primitives": "agreement algorithm devices hyperparameters transport",
     "algorithms": "agreement algorithm devices hyperparameters primitives transport",
     "catalogue": "algorithm algorithms hyperparameters",
     "replica": "agreement algorithm devices primitives transport",
-    "session": "agreement algorithm devices hyperparameters keywords primitives replica transport",
+    "session": "agreement algorithm devices hyperparameters keywords primitives replica transport "
+    "wings",
     "timeline": "agreement transport",
     "plain": "agreement algorithm devices keywords replica session transport wings",
     "trainer": "agreement algorithm algorithms devices hyperparameters keywords replica session "
@@ -66,12 +67,13 @@ LAB_ON_RANKS = (
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
     "transport.endpoint transport.view": "primitives.nodes elastic session trainer fabric sharded",
-    "transport.membership": "elastic.calls",
     "transport.watch": "replica.replica lab.simulate.model",
     "transport.mpi_job": "session.meeting plain.launch trainer.strategy fabric.strategy",
-    "transport.newcomer transport.register": "session elastic trainer",
+    "transport.register": "session elastic trainer",
+    "transport.mesh transport.frames transport.processes transport.tcp": "elastic",
     "transport.mpi transport.process_group transport.rendezvous": "session.meeting lab",
-    "transport.simulated transport.connections": "lab",
+    "transport.connections": "lab",
+    "transport.simulated": "elastic lab",
 }
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {

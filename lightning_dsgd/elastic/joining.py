@@ -46,13 +46,13 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic import handover
 from lightning_dsgd.elastic.changes import ChangingSession
+from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.session import options
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.processes import Processes
 from lightning_dsgd.trainer.training import TrainerSession, TrainerTraining
 from lightning_dsgd.transport import Transport, TransportError
-from lightning_dsgd.transport.newcomer import NewcomerTransport
 from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View
 
@@ -222,7 +222,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
     def _newcomers(self) -> list[int]:
         view = self.calls.view
         room = max(0, (self._max_ranks or self._num_ranks) - view.world_size)
-        return [*view.newcomers()[:room]]
+        return [*view.views.newcomers()[:room]]
 
     def _forget(self, lost: list[int]) -> None:
         """Removes lost ranks from the register, so that newcomers do not try to reach them."""

@@ -142,8 +142,8 @@ class SurvivingSession(Session[TrainingT], ABC):
             self._at_first, self._rows = self.sharding, self.sharding.rows(self.meetings)
             if self._holds_with_others:
                 self.calls.hold_together(self.sharding.row_of(self, self._rows))
-        self.net.survive(self._min_ranks, self._rows if self._holds_with_others else ())
-        register, card = self._meeting.register, self.calls.view.card()
+        self.net.views.survive(self._min_ranks, self._rows if self._holds_with_others else ())
+        register, card = self._meeting.register, self.calls.view.views.card()
         can_be_joined = self.can_be_joined and self._meeting.can_be_joined and not self._rows
         if register is not None and card is not None and can_be_joined:
             register.write_card(self.rank, card)

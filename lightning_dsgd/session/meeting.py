@@ -7,16 +7,16 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
+from lightning_dsgd import wings
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.session.options import Options
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.mpi import MPITransport
 from lightning_dsgd.transport.mpi_job import is_usable
-from lightning_dsgd.transport.newcomer import NewcomerTransport
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.register import ALONE, OVER, STOPPED, Register, outlives_ranks
 from lightning_dsgd.transport.rendezvous import Rendezvous
@@ -114,12 +114,14 @@ class Meeting:
         if self.find_training(address) is not None:
             refuse_to_join()
 
-    def come_later(self, register: Register, world_size: int) -> NewcomerTransport:
+    def come_later(self, register: Register, world_size: int) -> Transport:
         """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
         self._register, number = register, register.new_number(world_size)
-        return NewcomerTransport(number, *self._limits)
+        wing: Any = wings.load("elastic.newcomer", 'on_loss="continue"')
+        net: Transport = wing.NewcomerTransport(number, *self._limits)
+        return net
 
-    def ask_to_join(self, net: NewcomerTransport, world_size: int, min_ranks: int | None) -> None:
+    def ask_to_join(self, net: Any, world_size: int, min_ranks: int | None) -> None:
         """Asks the ranks that train to let this one in."""
         register = self._register
         assert register is not None

@@ -3,7 +3,6 @@
     contract          what every transport promises
     endpoint          what all transports share; `collectives`, written once; `messages`, `works`
     view              a network of some of the ranks, over any of these
-    membership        how ranks agree on who goes on after a loss; `survival`, on the mesh
     simulated/        P ranks in one process, on a virtual clock
     processes         real ranks: a transport that is given a wire; its `lanes`
     mailboxes         where messages and receives meet; `staging`: tensors on a device, on their way
@@ -14,7 +13,7 @@
     native            those collectives; `tickets`: the one order that they need
     mpi, mpi_job      real ranks that mpiexec or srun has started
     rendezvous        how real ranks meet, before there is a transport; `register`: what is written
-                      there about a training that goes on without a rank; `newcomer`: who joins it
+                      there about a training that goes on without a rank
     watch             what the network tells who records a training's waits
 
 Whoever uses a transport imports the names below, which are the contract's.

@@ -90,6 +90,10 @@ class Connections:
 
     # ---- from any thread ----
 
+    def own(self) -> tuple[str, int]:
+        """Returns the host and port where this rank listens."""
+        return self._addresses[self._owner.rank]
+
     def known(self) -> list[int]:
         """Returns the other ranks whose address was given."""
         return [rank for rank in self._addresses if rank != self._owner.rank]

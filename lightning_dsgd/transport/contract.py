@@ -26,7 +26,7 @@ had nothing to do with it included.  A wait that takes longer than `timeout_s` r
 saying who waited for what.  Nothing waits for ever.  A rank that cannot go on calls `fail`, which
 tells the others why; one whose work is done calls `close`, once no other rank needs it.  The first
 loss is the one that all ranks are told of, whatever follows from it.  A network on which all ranks
-have called `survive` goes on after a loss, in a view of the ranks left: `next_view`.  But it
+have called `views.survive` goes on after a loss, in a view of the ranks left: see `Views`.  But it
 ends on all ranks once one has failed with `Diverged`: what they train is not finite.
 
 **Processes.**  A transport between processes belongs to the one that opened it.  In a process that
@@ -187,6 +187,82 @@ class Lane(Protocol):
         ...
 
 
+# Why the waits of a rank end, where nobody is lost.
+JOINS: Final = "joins"
+LEAVES: Final = "has left, as it was told to"
+RENEWS: Final = "goes on with the others of its replica, which know of a loss"
+
+
+class Views:
+    """Who trains, and who goes on after a loss; in this class, a loss is final: no view follows.
+
+    Ranks have the numbers that their launcher gave them, in every view.  What follows a loss on a
+    network that survives is a matter of a wing, whose class has all of these verbs.
+    """
+
+    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
+        """Has a view of the ranks that are left follow each loss; all ranks call it.
+
+        Args:
+            min_ranks: how many must be left; None: more than half of the ranks of the view before
+            groups: ranks none of which can go on without the others of their group
+        """
+        raise TransportError(
+            'this network must end with the first rank that is lost, got on_loss="continue"; use '
+            'transport="process_group" with tensors on the CPU'
+        )
+
+    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
+        """Goes on after a loss: returns the next view's number and members, once agreed.
+
+        Until then every wait on this rank raises; from then on waits on channels of that view, or
+        of a later one, work.  No thread of this rank may wait on older channels any more.
+
+        Raises:
+            PeerLost: where this rank cannot go on; `lost` itself where no view follows a loss
+        """
+        raise lost
+
+    def renew(self) -> None:
+        """Has the ranks agree on the next view, also where this rank knows of no loss.
+
+        Waits of this rank end as after a loss, and `next_view` is to be called.  The call does
+        nothing where the next view is agreed on already and this rank has not entered it.
+        """
+        raise TransportError("only a network that goes on after a loss has another view")
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether no next view will hold this rank: its group has lost a rank, or it has ended."""
+        return False
+
+    def newcomers(self) -> tuple[int, ...]:
+        """Returns the numbers of processes that have asked to become ranks of the next view."""
+        return ()
+
+    def admit(self, newcomers: Sequence[int]) -> bool:
+        """Has the ranks agree on a view with these newcomers; False if none can be let in.
+
+        If so, waits of this rank end as after a loss, and `next_view` is to be called.
+        """
+        return False
+
+    def dismiss(self, leavers: Sequence[int]) -> bool:
+        """Has the ranks agree on a view without these ranks; False if they are no ranks any more.
+
+        Waits end as `admit` says.  All ranks call it, also those that leave, for which no view
+        follows.
+        """
+        return False
+
+    def card(self) -> tuple[str, int, str] | None:
+        """Returns the host and port where newcomers reach this rank, and the secret they need.
+
+        Returns None where nobody can join.
+        """
+        return None
+
+
 @runtime_checkable
 class Transport(Protocol):
     """One rank's end of the network; `group` is a sequence of ranks, None means all ranks."""
@@ -269,21 +345,9 @@ class Transport(Protocol):
         """
         ...
 
-    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        """Has a view of the ranks that are left follow each loss; all ranks call it.
-
-        Args:
-            min_ranks: how many must be left; None: more than half of the ranks of the view before
-            groups: ranks none of which can go on without the others of their group
-        """
-        ...
-
-    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        """Goes on after a loss: returns the next view's number and members, once agreed.
-
-        Until then every wait on this rank raises; from then on the waits of a `View` with that
-        number work.  Raises `PeerLost` where this rank cannot go on.
-        """
+    @property
+    def views(self) -> Views:
+        """Who trains, and who goes on after a loss."""
         ...
 
     def blaming(self, what: str) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from lightning_dsgd.transport.contract import (
     Lane,
     PeerLost,
     Receipt,
-    TransportError,
+    Views,
     Work,
 )
 from lightning_dsgd.transport.messages import channel_id
@@ -99,61 +99,10 @@ class Endpoint(ABC):
     def check_process(self) -> None:
         """Raises `TransportError` in a process forked from the one that opened the network."""
 
-    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        raise TransportError(
-            'this network must end with the first rank that is lost, got on_loss="continue"; use '
-            'transport="process_group" with tensors on the CPU'
-        )
-
-    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        """Goes on after a loss: returns the next view's number and members, once agreed.
-
-        Until then every wait on this rank raises; from then on waits on channels of that view, or
-        of a later one, work.  No thread of this rank may wait on older channels any more.
-
-        Raises:
-            PeerLost: where this rank cannot go on; `lost` itself where no view follows a loss
-        """
-        raise lost
-
-    def renew(self) -> None:
-        """Has the ranks agree on the next view, also where this rank knows of no loss.
-
-        Waits of this rank end as after a loss, and `next_view` is to be called.  The call does
-        nothing where the next view is agreed on already and this rank has not entered it.
-        """
-        raise TransportError("only a network that goes on after a loss has another view")
-
     @property
-    def is_outside(self) -> bool:
-        """Whether no next view will hold this rank: its group has lost a rank, or it has ended."""
-        return False
-
-    def newcomers(self) -> tuple[int, ...]:
-        """Returns the numbers of processes that have asked to become ranks of the next view."""
-        return ()
-
-    def admit(self, newcomers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view with these newcomers; False if none can be let in.
-
-        If so, waits of this rank end as after a loss, and `next_view` is to be called.
-        """
-        return False
-
-    def part(self, leavers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view without these ranks; False if they are no ranks any more.
-
-        Waits end as `admit` says.  All ranks call it, also those that leave, for which no view
-        follows.
-        """
-        return False
-
-    def card(self) -> tuple[str, int, str] | None:
-        """Returns the host and port where newcomers reach this rank, and the secret they need.
-
-        Returns None where nobody can join.
-        """
-        return None
+    def views(self) -> Views:
+        """Who trains, and who goes on after a loss; by default, a loss is final."""
+        return Views()
 
     @abstractmethod
     def sub(self, name: str) -> Endpoint:

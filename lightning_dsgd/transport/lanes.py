@@ -82,7 +82,7 @@ class Lane:
             pass
         except BaseException as failure:
             self._failure = failure
-            if isinstance(failure, PeerLost) and self._mesh.survives:
+            if isinstance(failure, PeerLost) and self._mesh.policy.goes_on:
                 return  # the training thread goes on without this lane
             self._mesh.lose(self.net.rank, failed(failure))
 

@@ -6,7 +6,8 @@ than `heartbeat_timeout_s`, is a lost rank; whoever notices tells all that it ca
 tells everyone.  A rank that fails says so itself, with its reason.  The first loss that a rank
 hears of is the one that it goes by.
 
-A mesh that survives goes on after a loss instead, see `survival`.
+**What follows a loss** is a matter of the mesh's `policy`: by default, the network ends.  The wing
+`elastic` has one by which the ranks that are left go on.
 
 What carries messages is no matter of the mesh, see `wire`; its news travel on its own connections,
 which the wire of TCP uses too.
@@ -19,6 +20,7 @@ large tensors: MPI (`mpi`) and NCCL (`native`) are the engines for these.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -30,10 +32,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lightning_dsgd import wings
 from lightning_dsgd.devices import HOST, Port
 from lightning_dsgd.transport.connection import EMPTY, Connection
 from lightning_dsgd.transport.connections import Connections
-from lightning_dsgd.transport.contract import LEAST_LIMIT, PeerLost, TransportError, failed
+from lightning_dsgd.transport.contract import (
+    LEAST_LIMIT,
+    PeerLost,
+    TransportError,
+    Views,
+    failed,
+)
 from lightning_dsgd.transport.frames import (
     AGREEMENT,
     FAREWELL,
@@ -46,7 +55,6 @@ from lightning_dsgd.transport.frames import (
 )
 from lightning_dsgd.transport.mailboxes import Mailboxes
 from lightning_dsgd.transport.pinned import Pinned
-from lightning_dsgd.transport.survival import Survival
 
 _LONGEST_REASON: Final = 50_000
 """How many characters are sent; JSON makes up to twelve bytes of each."""
@@ -94,17 +102,19 @@ class Mesh:
         self.secret = b""
         self._most_bytes: int | None = None
         self._pid = os.getpid()
-        self._world_size = world_size
+        self.world_size = world_size
         self.has_failed = False
         """Whether this rank itself has said that it is lost."""
-        self._watched: Sequence[int] = ()  # the ranks whose silence we notice
+        self.watched: Sequence[int] = ()
+        """The ranks whose silence this one notices."""
         if not is_newcomer:
-            self._watched = range(1, world_size) if rank == 0 else range(1)
-        self._survival: Survival | None = None
+            self.watched = range(1, world_size) if rank == 0 else range(1)
+        self.policy = LossPolicy(self)
+        """What becomes of a loss."""
         self._heard: dict[int, float] = {}
         self._losing = threading.Lock()
-        self._verdict = threading.Event()
-        self._closing_at = float("inf")
+        self.verdict = threading.Event()
+        self._closing_at = math.inf
         self._thread: threading.Thread | None = None
         self._switch_interval_s = sys.getswitchinterval()
 
@@ -116,7 +126,7 @@ class Mesh:
         sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._serve, name="dsgd-mesh", daemon=True)
         self._thread.start()
-        for peer in self._watched:
+        for peer in self.watched:
             self.connections.to(peer)
 
     def close(self, *, is_last: bool) -> None:
@@ -133,102 +143,6 @@ class Mesh:
         self.connections.wake()
         thread.join()
         sys.setswitchinterval(self._switch_interval_s)
-
-    # ---- going on after a loss ----
-
-    @property
-    def survives(self) -> bool:
-        """Whether a loss is followed by a view of the ranks that are left."""
-        return self._survival is not None
-
-    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        """Has a view follow each loss from now on; connects to every rank, and watches it."""
-        others = [rank for rank in range(self._world_size) if rank != self.rank]
-        for peer in others:
-            self.connections.to(peer)
-        self.connections.let_in_newcomers()
-        self._watched = others
-        self._begin_to_survive(min_ranks, groups)
-
-    def join(self, min_ranks: int | None, within_s: float) -> None:
-        """Asks the ranks whose addresses `open` was given to let this newcomer in.
-
-        Raises:
-            TransportError: if none of them can be reached
-        """
-        self.connections.let_in_newcomers()
-        contacts: list[int] = []
-        for rank in self.connections.known():
-            if self.connections.reaches(rank):
-                contacts.append(rank)
-                self._watched = tuple(contacts)  # they hear from this rank while it tries others
-        if not contacts:
-            raise TransportError(
-                f"a newcomer must reach a rank that trains, but none of "
-                f"{list(self.connections.known())} answers; start the job anew"
-            )
-        self._begin_to_survive(min_ranks, (), contacts, within_s)
-        self.connections.wake()
-
-    def _begin_to_survive(
-        self,
-        min_ranks: int | None,
-        groups: Sequence[Sequence[int]],
-        contacts: Sequence[int] | None = None,
-        join_within_s: float | None = None,
-    ) -> None:
-        self._survival = Survival(
-            self.rank,
-            self._world_size,
-            self.connections,
-            self.mailboxes,
-            patience_s=self.heartbeat_timeout_s / 2,
-            min_ranks=min_ranks,
-            send=self._send_agreement,
-            contacts=contacts,
-            join_within_s=join_within_s,
-            groups=groups,
-            on_end=self._hear_of_own_end,
-        )
-
-    def _hear_of_own_end(self, lost: PeerLost) -> None:
-        """Tells that this rank cannot go on: its replica's collective may hang in training."""
-        if self.on_lost is not None:
-            self.on_lost(lost)
-
-    def renew(self) -> None:
-        """Has the ranks agree on the next view: see `Endpoint.renew`."""
-        if self._survival is not None:
-            self._survival.renew()
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether no next view will hold this rank: see `Endpoint.is_outside`."""
-        return self._survival is not None and self._survival.is_outside
-
-    def newcomers(self) -> tuple[int, ...]:
-        """Returns the newcomers that have asked to be let in, and wait."""
-        return () if self._survival is None else self._survival.newcomers()
-
-    def admit(self, newcomers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view with these newcomers: see `Endpoint.admit`."""
-        return self._survival is not None and self._survival.admit(newcomers)
-
-    def part(self, leavers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view without these ranks: see `Endpoint.part`."""
-        return self._survival is not None and self._survival.part(leavers)
-
-    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        """Returns the next view after a loss: see `Endpoint.next_view`."""
-        if self._survival is None:
-            raise lost
-        return self._survival.next_view(lost)
-
-    def _send_agreement(self, rank: int, message: Any) -> None:
-        connection = self.connections.made_to(rank)
-        if connection is not None:
-            text = encode(message)
-            connection.send(HEADER.pack(0, 0, len(text), AGREEMENT, 0), text, copy=True)
 
     # ---- what is known, from any thread ----
 
@@ -256,14 +170,10 @@ class Mesh:
     def blame(self, what: str) -> None:
         """Raises `PeerLost` if another library's error comes of a lost rank; waits to know that."""
         self.check_process()
-        if self._survival is not None:
-            self._survival.blame(what, self.heartbeat_timeout_s)
-            return
-        self._verdict.wait(self.heartbeat_timeout_s)
-        self.check(what)
+        self.policy.blame(what)
 
     def lose(self, rank: int, reason: str, *, died: bool = False) -> None:
-        """Takes a rank for lost: ends all waits here, tells the others; only the first loss counts.
+        """Takes a rank for lost; the `policy` says what becomes of that, if it is another rank.
 
         Args:
             rank: the rank that is lost
@@ -272,23 +182,36 @@ class Mesh:
         """
         if self.is_forks:
             return
-        if self._survival is not None and rank != self.rank:
-            self._survival.lose(rank, reason, died=died)
-            return
+        if rank == self.rank:
+            self.end(rank, reason)
+        else:
+            self.policy.lose(rank, reason, died=died)
+
+    def end(self, rank: int, reason: str) -> None:
+        """Ends all waits here with the loss of a rank, and tells the others; the first one counts.
+
+        Args:
+            rank: the rank that is lost
+            reason: what became of it
+        """
         with self._losing:
-            lost = self.mailboxes.failure
-            if lost is not None and (self._survival is None or self.has_failed):
+            if self.has_failed or (self.mailboxes.failure is not None and not self.policy.goes_on):
                 return
             self.has_failed |= rank == self.rank
             failure = PeerLost(rank, reason)
             self.mailboxes.break_off(failure)
-        if self.on_lost is not None and rank != self.rank:
-            self.on_lost(failure)  # first: an MPI launcher ends this process within milliseconds
+        if rank != self.rank:
+            self.tell_loss(failure)  # first: an MPI launcher ends this process within milliseconds
         for connection in self.connections.all():
             if connection.rank == rank != self.rank:
                 connection.drop_queue()
         self._announce_loss(failure)
-        self._verdict.set()
+        self.verdict.set()
+
+    def tell_loss(self, lost: PeerLost) -> None:
+        """Tells whoever wants to hear of losses on this rank."""
+        if self.on_lost is not None:
+            self.on_lost(lost)
 
     def expect_at_most(self, nbytes: int) -> None:
         """Limits the bytes of a message: see `Transport.expect_at_most`."""
@@ -326,9 +249,9 @@ class Mesh:
 
     def hear_newcomer(self, rank: int) -> None:
         """Hears, in the mesh's thread, that a process has come that was not there at the start."""
-        if rank not in self._watched:
+        if rank not in self.watched:
             self._heard[rank] = time.monotonic()
-            self._watched = [*self._watched, rank]
+            self.watched = [*self.watched, rank]
 
     def hear(self, rank: int) -> None:
         """Hears, in the mesh's thread, that a rank has sent something."""
@@ -340,20 +263,16 @@ class Mesh:
             connection.is_ending = True
             if not tag:
                 self.mailboxes.break_off(left=connection.rank)
-                if self._survival is not None:
-                    self._survival.leave(connection.rank)
+                self.policy.leave(connection.rank)
         elif kind == LOST:
             try:
                 rank, reason = json.loads(text)
-                if self._survival is None:
-                    self.lose(range(self._world_size)[rank], str(reason), died=True)
-                elif rank == connection.rank:
-                    self.lose(connection.rank, str(reason), died=True)
+                self.policy.hear_loss(connection.rank, rank, str(reason))
             except (ValueError, TypeError, IndexError):
                 self.lose(connection.rank, "told of the loss of a rank in an unknown form")
-        elif kind == AGREEMENT and self._survival is not None:
+        elif kind == AGREEMENT:
             try:
-                self._survival.hear(connection.rank, text)
+                self.policy.hear(connection.rank, text)
             except (ValueError, TypeError):
                 self.lose(connection.rank, "spoke of a view in an unknown form")
 
@@ -387,12 +306,9 @@ class Mesh:
                     # A thread that was itself held up must not judge the silence of others.
                     self._beat(judge=now < next_beat + period)
                     next_beat = now + period
-                is_closing = self._closing_at < float("inf")
+                is_closing = self._closing_at < math.inf
                 until = time.monotonic() + 0.05 if is_closing else next_beat
-                if self._survival is not None:
-                    self._survival.tick()
-                    until = min(until, self._survival.next_at)
-                self.connections.serve(until)
+                self.connections.serve(min(until, self.policy.tick()))
         except Exception as error:
             self.lose(self.rank, failed(error))
             raise
@@ -400,14 +316,14 @@ class Mesh:
             self.connections.end()
 
     def _may_end(self) -> bool:
-        if self._closing_at == float("inf"):
+        if self._closing_at == math.inf:
             return False
         return self.connections.flush() or time.monotonic() > self._closing_at
 
     def _beat(self, *, judge: bool) -> None:
         self._announce_to_watched()
         now = time.monotonic()
-        for peer in self._watched:
+        for peer in self.watched:
             silence = now - self._heard.setdefault(peer, now)
             if not judge:
                 self._heard[peer] = now
@@ -416,10 +332,54 @@ class Mesh:
 
     def _announce_to_watched(self) -> None:
         header = HEADER.pack(0, 0, 0, HEARTBEAT, 0)
-        for peer in self._watched:
+        for peer in self.watched:
             connection = self.connections.made_to(peer)
             if connection is not None:
                 connection.send(header, EMPTY, copy=True)
+
+
+class LossPolicy(Views):
+    """What becomes of a loss that the mesh notices; in this class, the network ends.
+
+    Args:
+        mesh: the mesh
+    """
+
+    goes_on = False
+    """Whether a loss is followed by a view of the ranks that are left."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
+        """Has a view follow each loss from now on; the wing that does so takes this one's place."""
+        survival = wings.load("elastic.survival", 'on_loss="continue"')
+        survival.survive(self._mesh, min_ranks, groups)
+
+    def lose(self, rank: int, reason: str, *, died: bool) -> None:
+        """Takes another rank for lost; any thread calls it."""
+        self._mesh.end(rank, reason)
+
+    def blame(self, what: str) -> None:
+        """Raises `PeerLost` if another library's collective fails for a rank that is lost."""
+        self._mesh.verdict.wait(self._mesh.heartbeat_timeout_s)
+        self._mesh.check(what)
+
+    # ---- in the mesh's thread ----
+
+    def tick(self) -> float:
+        """Does what is due; returns the time of the next call at the latest."""
+        return math.inf
+
+    def leave(self, rank: int) -> None:
+        """Hears a rank's farewell."""
+
+    def hear_loss(self, sender: int, rank: int, reason: str) -> None:
+        """Hears from a rank that one is lost; raises `IndexError` or `TypeError` for no rank."""
+        self._mesh.lose(range(self._mesh.world_size)[rank], reason, died=True)
+
+    def hear(self, sender: int, text: bytes) -> None:
+        """Hears news of an agreement; raises `ValueError` or `TypeError` where they are none."""
 
 
 def encode(value: Any) -> Tensor:

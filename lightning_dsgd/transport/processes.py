@@ -22,7 +22,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Self
 
 import torch
@@ -35,6 +35,7 @@ from lightning_dsgd.transport.contract import (
     PeerLost,
     Timeout,
     TransportError,
+    Views,
     Work,
     failed,
 )
@@ -98,7 +99,6 @@ class ProcessTransport(Endpoint):
             port_of(device),
             is_newcomer=is_newcomer,
         )
-        self._address = ("", 0)
         self.lane: Lane | None = None
         """The lane whose endpoint this is; None for the training thread's."""
 
@@ -115,7 +115,6 @@ class ProcessTransport(Endpoint):
         addresses = {
             rank: (str(card["host"]), int(card["port"])) for rank, card in enumerate(cards)
         }
-        self._address = addresses[self.rank]
         self.mesh.open(addresses, bytes.fromhex(cards[0]["secret"]))
         self.wire.open(self.mesh)
 
@@ -176,31 +175,9 @@ class ProcessTransport(Endpoint):
         if not until(has_passed, left, check):
             raise Timeout(f"rank {self.rank} has waited {limit:g} s for {what}")
 
-    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        self.mesh.survive(min_ranks, groups)
-
-    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        return self.mesh.next_view(lost)
-
-    def renew(self) -> None:
-        self.mesh.renew()
-
     @property
-    def is_outside(self) -> bool:
-        return self.mesh.is_outside
-
-    def newcomers(self) -> tuple[int, ...]:
-        return self.mesh.newcomers()
-
-    def admit(self, newcomers: Sequence[int]) -> bool:
-        return self.mesh.admit(newcomers)
-
-    def part(self, leavers: Sequence[int]) -> bool:
-        return self.mesh.part(leavers)
-
-    def card(self) -> tuple[str, int, str]:
-        host, port = self._address
-        return host, port, self.mesh.secret.hex()
+    def views(self) -> Views:
+        return self.mesh.policy
 
     def fail(self, reason: str) -> None:
         self.mesh.lose(self.rank, reason)

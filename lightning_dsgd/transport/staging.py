@@ -197,7 +197,7 @@ class Staging:
                 is_closing = self._closing_at is not None
             while self._new:
                 self._jobs.append(self._new.popleft())
-        is_lost = self._mesh.mailboxes.failure is not None and not self._mesh.survives
+        is_lost = self._mesh.mailboxes.failure is not None and not self._mesh.policy.goes_on
         if is_lost:
             self._drop(lambda job: not job.has_begun)
             self._finish_all()
@@ -257,7 +257,7 @@ class Staging:
             try:
                 self._ways[dst] = _Way(self._outlet_to(dst))
             except Exception:  # the mesh knows that it is lost
-                if self._mesh.mailboxes.failure is None and not self._mesh.survives:
+                if self._mesh.mailboxes.failure is None and not self._mesh.policy.goes_on:
                     raise
                 self._drop(lambda other: other.key[0] == dst)
                 return None

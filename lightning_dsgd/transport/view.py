@@ -24,7 +24,15 @@ from typing import Any, Final, Self
 from torch import Tensor
 
 from lightning_dsgd.transport.collectives import Call
-from lightning_dsgd.transport.contract import ANY, Lane, PeerLost, Receipt, Transport, Work
+from lightning_dsgd.transport.contract import (
+    ANY,
+    Lane,
+    PeerLost,
+    Receipt,
+    Transport,
+    Views,
+    Work,
+)
 from lightning_dsgd.transport.endpoint import Endpoint
 
 _NUMBER_BITS: Final = 15
@@ -128,31 +136,9 @@ class View(Endpoint):
     def fail(self, reason: str) -> None:
         self.below.fail(reason)
 
-    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        below = [[self.members[rank] for rank in group] for group in groups]
-        self.below.survive(min_ranks, below)
-
-    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        return self.below.next_view(lost)
-
-    def renew(self) -> None:
-        self.below.renew()
-
     @property
-    def is_outside(self) -> bool:
-        return self.below.is_outside
-
-    def newcomers(self) -> tuple[int, ...]:
-        return self.below.newcomers()
-
-    def admit(self, newcomers: Sequence[int]) -> bool:
-        return self.below.admit(newcomers)
-
-    def part(self, leavers: Sequence[int]) -> bool:
-        return self.below.part(leavers)
-
-    def card(self) -> tuple[str, int, str] | None:
-        return self.below.card()
+    def views(self) -> Views:
+        return self.below.views
 
     def close(self) -> None:
         self.below.close()

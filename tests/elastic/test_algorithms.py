@@ -65,7 +65,7 @@ def survive(net: Any, row: Row, num_steps: int) -> tuple[tuple[int, ...], Tensor
         calls.step(lambda: replica.after_update(optimizer), again=False)
         if k % 10 == 9:
             calls.together(replica.show_consensus, replica.show_as_shared)
-            newcomers = sum(1 << n for n in calls.view.newcomers())
+            newcomers = sum(1 << n for n in calls.view.views.newcomers())
             mine = torch.tensor([k, newcomers])
             shown.append(calls.together(lambda mine=mine: calls.view.all_gather(mine).wait()))
             replica.show_own()

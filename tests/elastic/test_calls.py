@@ -47,7 +47,7 @@ def take_part(net: Any, seed: int, views: Views) -> list[list[int]]:
 
     def call() -> list[int]:
         view = calls.view
-        newcomers = sum(1 << n for n in view.newcomers()) if view.rank == 0 else 0
+        newcomers = sum(1 << n for n in view.views.newcomers()) if view.rank == 0 else 0
         told = exchange(view, [net.rank, newcomers, int(net.now() > END_S)])
         return [sum(1 << rank for rank, *_ in told), *told[0][1:]]
 

@@ -79,9 +79,8 @@ class Row:
 
     def _blame(self) -> None:
         """Fails for a rank that is lost, once that is known here."""
-        views = self.net._simulation.faults.views
-        if views._members[self.net.rank].membership.ended:
-            self.net.next_view(PeerLost(self.net.rank, "is in no view any more"))
+        if self.net.views.ended:
+            self.net.views.next_view(PeerLost(self.net.rank, "is in no view any more"))
 
 
 class Model(nn.Module):

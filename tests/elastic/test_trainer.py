@@ -227,7 +227,9 @@ def test_as_many_are_invited_as_there_is_room_for(most, num_members, invited):
     )
     session._num_ranks = 2
     session._calls = SimpleNamespace(
-        view=SimpleNamespace(world_size=num_members, newcomers=lambda: (5, 7, 8))
+        view=SimpleNamespace(
+            world_size=num_members, views=SimpleNamespace(newcomers=lambda: (5, 7, 8))
+        )
     )
     assert session._newcomers() == [*invited]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dsgd.transport import PeerLost, TransportError
-from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport import TransportError
 from lightning_dsgd.transport.register import Register
 
 
@@ -84,12 +83,3 @@ def test_a_store_that_has_ended_is_an_error() -> None:
     del keeper
     with pytest.raises(TransportError, match="the store where the ranks meet has ended"):
         other.survives()
-
-
-def test_a_rank_that_hears_of_a_change_of_members_has_not_failed_itself() -> None:
-    mesh = Mesh(0, 3, timeout_s=1.0, heartbeat_timeout_s=1.0)
-    mesh._begin_to_survive(None, ())
-    mesh.mailboxes.break_off(PeerLost(0, "was told that the members change"))
-    assert not mesh.has_failed
-    mesh.lose(0, "failed: of its own")
-    assert mesh.has_failed

@@ -13,8 +13,7 @@ other means than the transport (a lock, an event) keeps the baton, and the world
     simulation    one run: its threads' beginning and end, and what became of each
     links         messages: what they cost, and which receive takes which
     processors    what communication takes of them
-    faults        who is lost, and by what
-    views         who goes on after that, and who joins
+    faults        who is lost, and by what; who goes on after that is a matter of a wing
     baton         which thread runs next
 """
 

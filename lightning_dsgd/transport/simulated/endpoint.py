@@ -7,7 +7,7 @@ thread uses it holds the baton, so nothing here needs a lock.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_dsgd.transport.contract import (
     Timeout,
     Transport,
     TransportError,
+    Views,
     Work,
 )
 from lightning_dsgd.transport.endpoint import Endpoint
@@ -101,55 +102,13 @@ class SimulatedTransport(Endpoint):
             baton.sleep(faults.detect_s)
         self.close()
 
-    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
-        """Checks that the world has `goes_on` and the same `min_ranks` and `groups`."""
-        views = self._simulation.faults.views
-        if views is None:
-            super().survive(min_ranks, groups)
-        elif list(map(tuple, groups)) != list(map(tuple, views.groups)):
-            raise ValueError(
-                f"groups must be those of the world, got groups={groups} with "
-                f"SimulatedWorld(groups={views.groups})"
-            )
-        elif views.min_ranks != min_ranks:
-            raise ValueError(
-                f"min_ranks must be that of the world, got min_ranks={min_ranks} with "
-                f"SimulatedWorld(min_ranks={views.min_ranks})"
-            )
-
-    def next_view(self, lost: PeerLost) -> tuple[int, tuple[int, ...]]:
-        views = self._simulation.faults.views
-        if views is None:
-            raise lost
-        return views.next_view(self.rank, lost)
+    @property
+    def views(self) -> Views:
+        return self._simulation.faults.views_of(self.rank)
 
     def join(self, within_s: float) -> None:
-        """Asks the other ranks to let this newcomer in; `next_view` gives its first view."""
-        views = self._simulation.faults.views
-        assert views is not None, "a world with newcomers goes on"
-        views.join(self.rank, within_s)
-
-    def renew(self) -> None:
-        views = self._simulation.faults.views
-        if views is not None:
-            views.renew(self.rank)
-
-    @property
-    def is_outside(self) -> bool:
-        views = self._simulation.faults.views
-        return views is not None and views.is_outside(self.rank)
-
-    def newcomers(self) -> tuple[int, ...]:
-        views = self._simulation.faults.views
-        return () if views is None else views.newcomers(self.rank)
-
-    def admit(self, newcomers: Sequence[int]) -> bool:
-        views = self._simulation.faults.views
-        return views is not None and views.admit(self.rank, newcomers)
-
-    def part(self, leavers: Sequence[int]) -> bool:
-        views = self._simulation.faults.views
-        return views is not None and views.part(self.rank, leavers)
+        """Asks the other ranks to let this newcomer in; `views.next_view` gives its first view."""
+        self._simulation.faults.join(self.rank, within_s)
 
     def close(self) -> None:
         self._simulation.faults.close(self.rank)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_dsgd import wings
 from lightning_dsgd.transport.contract import Counters, PeerLost, TransportError
 from lightning_dsgd.transport.simulated.baton import Baton, shortened
 from lightning_dsgd.transport.simulated.endpoint import SimulatedTransport
@@ -67,7 +68,7 @@ class SimulatedWorld:
         strict: a run that leaves messages that nobody received has failed
         nodes: which ranks share a node and its uplink; by default each has its own
         costs: what communication takes of the processors; by default nothing
-        goes_on: whether the loss of a rank is followed by a view without it: `Endpoint.next_view`
+        goes_on: whether the loss of a rank is followed by a view without it: `Views.next_view`
         min_ranks: with `goes_on`, how many ranks a view must have; None: more than half of the last
         groups: with `goes_on`, ranks none of which can go on without the others of their group
     """
@@ -195,7 +196,9 @@ class SimulatedWorld:
         baton = Baton(self.world_size + len(self._arrivals))
         faults = Faults(baton, self.detect_s, self.heartbeat_timeout_s)
         if self.goes_on:
-            faults.go_on(self.world_size, self.latency_s, self.min_ranks, self.groups)
+            wing = wings.load("elastic.simulated", "SimulatedWorld(goes_on=True)")
+            terms = self.world_size, self.latency_s, self.min_ranks, self.groups
+            faults = wing.SurvivableFaults(baton, self.detect_s, self.heartbeat_timeout_s, *terms)
         links = Links(
             baton,
             faults,

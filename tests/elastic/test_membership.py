@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.transport.membership import (
+from lightning_dsgd.elastic.membership import (
     ACCEPT,
     ACCEPTED,
     COMMIT,

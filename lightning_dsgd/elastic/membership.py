@@ -85,11 +85,6 @@ WANT, PREPARE, PROMISE, REFUSE, ACCEPT, ACCEPTED, COMMIT, JOIN, GONE = (
 _LIMIT: Final = 20
 """The time that an agreement on a view may take, as a multiple of `patience_s`."""
 
-# Why the waits of a rank end, where nobody is lost.
-JOINS: Final = "joins"
-LEAVES: Final = "has left, as it was told to"
-RENEWS: Final = "goes on with the others of its replica, which know of a loss"
-
 
 @dataclass(frozen=True)
 class Message:
@@ -142,6 +137,7 @@ class Membership:
         ended: why this rank is in no view any more; empty as long as it may be
         outbox: what is to be sent: to whom, and the message
         waiting: newcomers that have asked, and are neither members nor lost
+        group: the ranks that hold a replica with this one, and this one
         missing: the first rank of this one's group that it believes lost, or that others believe
             lost and have left out of the view for that; -1: none
 
@@ -179,7 +175,7 @@ class Membership:
         self._patience_s, self._min_ranks = patience_s, min_ranks
         self._contacts = tuple(members)
         self._groups = [frozenset(group) for group in groups]
-        self._mine = next((group for group in self._groups if me in group), frozenset({me}))
+        self.group = next((group for group in self._groups if me in group), frozenset({me}))
         self.missing = -1
         self._lost: set[int] = set()
         self._dead: set[int] = set()
@@ -233,7 +229,7 @@ class Membership:
         """Believes ranks lost from now on."""
         self._lost |= ranks
         if self.missing < 0:
-            self.missing = min(ranks & self._mine, default=-1)
+            self.missing = min(ranks & self.group, default=-1)
 
     def admit(self, now: float, newcomer: int) -> None:
         """Proposes a newcomer as a member of the next view, unless it is lost by then."""
@@ -495,10 +491,10 @@ class Membership:
     def _why_outside(self) -> str:
         """Returns why this rank is no member of the view, although it has not left."""
         if self.missing < 0 and self.me not in self._told:
-            self.missing = min(self._told & self._mine, default=-1)
+            self.missing = min(self._told & self.group, default=-1)
         if self.missing >= 0:
             return f"cannot go on without rank {self.missing}, which held shards of its replica"
-        what = ", or another rank of its replica is" if len(self._mine) > 1 else ""
+        what = ", or another rank of its replica is" if len(self.group) > 1 else ""
         return f"is not in view {self.number}, taken for lost{what}"
 
     def _end(self, reason: str) -> None:

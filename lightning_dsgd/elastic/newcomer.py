@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Mapping
 
+from lightning_dsgd.elastic.survival import join
 from lightning_dsgd.transport.contract import Counters, failed
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.processes import ProcessTransport
@@ -54,7 +55,7 @@ class NewcomerTransport(ProcessTransport):
         self.mesh.open({self.rank: self._address, **contacts}, secret)
         self.wire.open(self.mesh)
         try:
-            self.mesh.join(min_ranks, within_s)
+            join(self.mesh, min_ranks, within_s)
         except BaseException as exception:
             self.fail(failed(exception))
             raise

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.transport import TransportError
-from lightning_dsgd.transport.newcomer import NewcomerTransport
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.doomed import write_whole
 from tests.support.worlds import StartWorld
@@ -40,7 +40,7 @@ def sum_ones(calls: Calls, num_all: int, folder: Path, dies_at: int = -1) -> lis
         x = torch.zeros(20_000)
         x[0] = 1
         if calls.view.rank == 0:
-            x[1] = sum(1 << n for n in calls.view.newcomers())
+            x[1] = sum(1 << n for n in calls.view.views.newcomers())
             x[2] = len(counts) >= 300 and counts[-1] == num_all
         total = calls.view.all_reduce(x).wait()
         return [int(total[0]), int(total[1]), int(total[2])]
@@ -69,9 +69,9 @@ def member(num_members: int, num_all: int, folder: str, dies: bool) -> Any:
     store = dist.FileStore(str(Path(folder, "store")), num_members)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_members)
     net = ProcessGroupTransport(timeout_s=40.0, heartbeat_timeout_s=20.0)
-    net.survive(None)
+    net.views.survive(None)
     net.barrier().wait()
-    write_whole(Path(folder, f"card_{rank}"), json.dumps(net.card()))
+    write_whole(Path(folder, f"card_{rank}"), json.dumps(net.views.card()))
     calls = Calls(net, begin)
     dies_at = 10 if dies and rank == num_members - 1 else -1
     counts = sum_ones(calls, num_all, Path(folder), dies_at)

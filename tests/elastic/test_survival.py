@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.survival import Survival
 from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.view import View
 from tests.support.worlds import ProcessWorld
 from tests.transport.helpers import until
@@ -35,7 +37,7 @@ def count_members(
     groups: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[list[int], tuple[int, ...]]:
     """Sums until the end; how many ranks took part in each sum, and who is left."""
-    net.survive(min_ranks, groups)
+    net.views.survive(min_ranks, groups)
     net.barrier().wait()
     calls = Calls(net, meet)
 
@@ -93,7 +95,7 @@ def test_a_rank_takes_its_group_with_it():
 def wait_for_more(net: Any, groups: tuple[tuple[int, ...], ...], folder: str) -> str:
     """Another library's collective fails, on a rank whose partner is lost, and on one beside."""
     ended: list[PeerLost] = []
-    net.survive(None, groups)
+    net.views.survive(None, groups)
     net.on_lost(ended.append)
     net.barrier().wait()
     if net.rank == 3:
@@ -127,8 +129,17 @@ def test_one_of_two_goes_on_alone_where_it_may():
 
 def refuse(net: Any) -> None:
     with pytest.raises(PeerLost, match="rank 0 is gone"):
-        net.next_view(PeerLost(0, "is gone"))
+        net.views.next_view(PeerLost(0, "is gone"))
 
 
 def test_until_it_survives_a_network_ends_with_the_first_loss():
     ProcessWorld().run(1, refuse)
+
+
+def test_a_rank_that_hears_of_a_change_of_members_has_not_failed_itself():
+    mesh = Mesh(0, 3, timeout_s=1.0, heartbeat_timeout_s=1.0)
+    mesh.policy = Survival(mesh, None)
+    mesh.mailboxes.break_off(PeerLost(0, "was told that the members change"))
+    assert not mesh.has_failed
+    mesh.lose(0, "failed: of its own")
+    assert mesh.has_failed

@@ -1,0 +1,255 @@
+"""A simulated world that goes on after a loss: the agreement (`views`) on virtual time.
+
+Each rank has its own membership, as a real one has, and messages between these take the world's
+latency.  So the ranks learn of a change at different times, may be lost in the midst of an
+agreement, and newcomers come to whatever there is.
+
+    a rank is killed, or fails     the others suspect it, `detect_s` later; they end with one that
+                                   tells that what all train is not finite
+    a rank is dropped              they suspect it, and it suspects all of them
+    a rank doubts another          it alone suspects that one
+    a rank has returned            it takes part in no agreement any more
+
+All of this belongs to the holder of the baton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from lightning_dsgd.elastic.membership import Membership, Message
+from lightning_dsgd.elastic.views import Action, AgreedViews
+from lightning_dsgd.transport.contract import JOINS, PeerLost, TransportError, Views, failed
+from lightning_dsgd.transport.simulated.baton import Awaited, Baton
+from lightning_dsgd.transport.simulated.faults import Faults, Loss
+
+
+class _NextView(Awaited):
+    """The event that a rank is in a view, or in none any more."""
+
+    needs_others = False
+
+    def in_words(self) -> str:
+        return "the next view"
+
+
+class SimulatedViews(AgreedViews):
+    """One rank's end of the views of a simulated world.
+
+    Args:
+        world: all that goes wrong in the world
+        membership: the rank's end of the agreements
+    """
+
+    def __init__(self, world: SurvivableFaults, membership: Membership) -> None:
+        super().__init__(membership, contextlib.nullcontext(), world.reasons)
+        self._world = world
+        self._failure: PeerLost | None = None
+        self._awaited: _NextView | None = None
+        self._tick_at = math.inf
+
+    def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
+        """Checks that the world has the same `min_ranks` and `groups`."""
+        world = self._world
+        if list(map(tuple, groups)) != list(map(tuple, world.groups)):
+            raise ValueError(
+                f"groups must be those of the world, got groups={groups} with "
+                f"SimulatedWorld(groups={world.groups})"
+            )
+        if world.min_ranks != min_ranks:
+            raise ValueError(
+                f"min_ranks must be that of the world, got min_ranks={min_ranks} with "
+                f"SimulatedWorld(min_ranks={world.min_ranks})"
+            )
+
+    @property
+    def failure(self) -> PeerLost | None:
+        return self._failure
+
+    def begin(self) -> None:
+        """Asks the others to let this newcomer in."""
+        self._failure = PeerLost(self.rank, JOINS)
+        self._soon(Membership.tick)
+
+    def _break_off(self, lost: PeerLost) -> None:
+        if self.rank not in self._world.gone:
+            self._failure = lost
+            self._world.end_waits(self.rank, lost)
+
+    def _resume(self) -> None:
+        self._failure = None
+
+    def _await(self, is_there: Callable[[], bool]) -> None:
+        if not is_there():
+            self._awaited = _NextView()
+            try:
+                self._world.baton.wait(self._awaited, None, math.inf)
+            finally:
+                self._awaited = None
+
+    def _notify(self) -> None:
+        is_there = self.ended or self._has_next
+        if is_there and self._awaited is not None and self._awaited.at_s == math.inf:
+            self._world.baton.ready(self._awaited, self._world.baton.time)
+
+    def _soon(self, action: Action) -> None:
+        """Has the membership act at once, unless the rank is gone; plans the next look at it."""
+        if self.rank in self._world.gone:
+            return
+        baton = self._world.baton
+        action(self.membership, baton.time)
+        self._suspect_left(baton.time)
+        self._act()
+        next_at = max(self.membership.next_at, baton.time)
+        if next_at < self._tick_at:
+            self._tick_at = next_at
+            baton.plan(next_at, self._tick)
+
+    def _tick(self) -> None:
+        if self._tick_at <= self._world.baton.time:
+            self._tick_at = math.inf
+            self._soon(Membership.tick)
+
+    def leave(self, rank: int) -> None:
+        super().leave(rank)
+        self._soon(lambda membership, now: None)
+
+    def _send(self, rank: int, message: Message) -> None:
+        self._world.carry(self.rank, rank, message)
+
+    def hear(self, sender: int, message: Message) -> None:
+        """Hears news of the agreement."""
+        self._soon(lambda membership, now: self._hear(sender, message, now))
+
+
+class SurvivableFaults(Faults):
+    """All that goes wrong in a run that goes on after a loss.
+
+    Args:
+        baton: the run's baton
+        detect_s: how long after a rank's end the others know of it
+        heartbeat_timeout_s: how long after a rank's last sign of life the others give it up
+        num_first: how many ranks there are at the start; the others come later
+        latency_s: the latency of an agreement's messages
+        min_ranks: how many ranks a view must have; None: more than half of the last view's
+        groups: ranks none of which can go on without the others of their group
+    """
+
+    def __init__(
+        self,
+        baton: Baton,
+        detect_s: float,
+        heartbeat_timeout_s: float,
+        num_first: int,
+        latency_s: float,
+        min_ranks: int | None,
+        groups: Sequence[Sequence[int]],
+    ) -> None:
+        super().__init__(baton, detect_s, heartbeat_timeout_s)
+        self.min_ranks, self.groups = min_ranks, groups
+        self._latency_s = latency_s
+        self._patience_s = heartbeat_timeout_s / 2  # as between processes
+        self.gone: set[int] = set()
+        """The ranks of which nothing is there any more."""
+        self.reasons: dict[int, str] = {}
+        self._views: dict[int, SimulatedViews] = {}
+        for rank in range(num_first):
+            membership = Membership(
+                rank, range(num_first), self._patience_s, min_ranks, holds_joins=True, groups=groups
+            )
+            self._views[rank] = SimulatedViews(self, membership)
+
+    def views_of(self, rank: int) -> Views:
+        return self._views[rank]
+
+    def join(self, rank: int, within_s: float) -> None:
+        contacts = [r for r in self._views if r not in self.gone and not self.is_cut(rank, r)]
+        if not contacts:
+            raise TransportError(
+                "a newcomer must reach a rank that trains, but none is left; start the job anew"
+            )
+        membership = Membership(
+            rank,
+            contacts,
+            self._patience_s,
+            self.min_ranks,
+            self.baton.time,
+            is_newcomer=True,
+            limit_s=within_s,
+            holds_joins=True,
+        )
+        self._views[rank] = SimulatedViews(self, membership)
+        self._views[rank].begin()
+
+    def doubt(self, rank: int, other: int) -> None:
+        self.reasons.setdefault(other, f"has not answered rank {rank}")
+        self._suspect(rank, other, died=False)
+
+    def kill(self, rank: int) -> None:
+        super().kill(rank)
+        self.gone.add(rank)
+
+    def end(self, rank: int, failure: BaseException | None) -> None:
+        self.gone.add(rank)
+        now = self.baton.running.clock
+        if failure is None:
+            self.baton.plan(now + self.detect_s, partial(self._leave, rank))
+        elif rank not in self.killed_at:
+            # A connection's end comes behind all that was sent on it.
+            at_s = now + max(self.detect_s, self._latency_s)
+            self.lose(rank, failed(failure), at_s, failure)
+
+    # ---- what is known ----
+
+    def has_lost(self, rank: int) -> bool:
+        return self._failure_of(rank) is not None
+
+    def check(self, rank: int, waited_for: str) -> None:
+        lost = self._failure_of(rank)
+        if lost is not None:
+            raise PeerLost(lost.rank, lost.reason, waited_for)
+
+    def _failure_of(self, rank: int) -> PeerLost | None:
+        return self._views[rank].failure if rank in self._views else None
+
+    # ---- by the baton, at its time ----
+
+    def end_waits(self, rank: int, lost: PeerLost) -> None:
+        """Ends the waits of one rank, as the members change."""
+        if lost.rank != rank:
+            self.tell(rank, lost)
+        self.rouse(self.baton.threads[rank])
+
+    def carry(self, src: int, dst: int, message: Message) -> None:
+        """Carries news of the agreement from one rank to another."""
+        now = self.baton.time
+        if not self.takes_away(src, dst, now):
+            self.baton.plan(now + self._latency_s, partial(self._deliver, src, dst, message))
+
+    def _deliver(self, src: int, dst: int, message: Message) -> None:
+        if dst in self._views and not self.is_cut(src, dst):
+            self._views[dst].hear(src, message)
+
+    def _leave(self, rank: int) -> None:
+        """Has the others note that a rank has returned, and takes part in no agreement any more."""
+        for other, views in list(self._views.items()):
+            if other != rank and not self.is_cut(rank, other):
+                views.leave(rank)
+
+    def _lose(self, loss: Loss) -> None:
+        """Has all others suspect a rank, and the rank suspect them if it may live."""
+        rank = loss.rank
+        self.reasons.setdefault(rank, loss.reason)
+        for other in list(self._views):
+            if other != rank and not (loss.died and self.is_cut(rank, other)):
+                self._suspect(other, rank, died=loss.died)
+                if not loss.died:
+                    self._suspect(rank, other, died=False)
+
+    def _suspect(self, rank: int, lost: int, *, died: bool) -> None:
+        if rank in self._views:
+            reason = self.reasons.get(lost, "does not answer")
+            self._views[rank].lose(lost, reason, died=died)
