@@ -6,8 +6,9 @@
     changes    ranks are lost, or leave
     joining    ranks join the Trainer's training: `handover` gives them what the others have
     claimed    ranks claim their batches from the epoch, as many as they can train on
-    membership how the ranks agree on who goes on; `views`: what each makes of that, in `survival`
-               between processes, in `simulated` on virtual time
+    membership how the ranks agree on who goes on: `ballots`, what they believe and say; `quorum`,
+               who may agree and go on
+    views      what each rank makes of that: `survival`, between processes; `simulated`
     newcomer   a process that comes to ranks that were there before
     launch     starts ranks, looks after them, and starts lost ones again: `lightning-dsgd launch`
 

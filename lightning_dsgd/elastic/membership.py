@@ -71,60 +71,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
-Ranks = tuple[int, ...]
-Ballot = tuple[int, int]
-"""A round, and the rank that leads it."""
-
-_NONE: Final[Ballot] = (0, -1)
-WANT, PREPARE, PROMISE, REFUSE, ACCEPT, ACCEPTED, COMMIT, JOIN, GONE = (
-    "want", "prepare", "promise", "refuse", "accept", "accepted", "commit", "join", "gone",
+from lightning_dsgd.elastic.ballots import (
+    ACCEPT,
+    ACCEPTED,
+    COMMIT,
+    GONE,
+    JOIN,
+    NONE,
+    PREPARE,
+    PROMISE,
+    REFUSE,
+    WANT,
+    Ballot,
+    Beliefs,
+    Lead,
+    Message,
+    Ranks,
 )  # fmt: skip
+from lightning_dsgd.elastic.quorum import Terms, is_majority, trusting
+
 _LIMIT: Final = 20
 """The time that an agreement on a view may take, as a multiple of `patience_s`."""
-
-
-@dataclass(frozen=True)
-class Message:
-    """What a rank says to another in the course of an agreement.
-
-    Args:
-        kind: see the head of the file
-        number: the number of the view to agree on; in COMMIT: of the view that is agreed on
-        base: the members of the view before that view
-        ballot: the ballot that the message belongs to; in REFUSE: the higher one
-        members: the members that are proposed, accepted or committed
-        accepted: in PROMISE: the ballot in which `members` were accepted
-        lost: the ranks that the sender believes lost
-        dead: the ranks that have died, or have ended
-        joins: the newcomers that want to be members
-        leaves: the members that want to leave
-    """
-
-    kind: str
-    number: int
-    base: Ranks = ()
-    ballot: Ballot = _NONE
-    members: Ranks = ()
-    accepted: Ballot = _NONE
-    lost: Ranks = ()
-    dead: Ranks = ()
-    joins: Ranks = ()
-    leaves: Ranks = ()
-
-
-@dataclass
-class _Lead:
-    """A ballot that this rank leads."""
-
-    ballot: Ballot
-    deadline: float
-    promises: dict[int, Message] = field(default_factory=dict)
-    members: Ranks = ()
-    accepts: set[int] = field(default_factory=set)
-    """The ranks that have accepted `members`; none while there are promises to come."""
 
 
 class Membership:
@@ -136,10 +106,7 @@ class Membership:
         is_changing: whether the next view is being agreed on
         ended: why this rank is in no view any more; empty as long as it may be
         outbox: what is to be sent: to whom, and the message
-        waiting: newcomers that have asked, and are neither members nor lost
-        group: the ranks that hold a replica with this one, and this one
-        missing: the first rank of this one's group that it believes lost, or that others believe
-            lost and have left out of the view for that; -1: none
+        believes: what this rank believes of the others
 
     Args:
         me: this rank
@@ -172,16 +139,10 @@ class Membership:
         self.is_changing = is_newcomer
         self.ended = ""
         self.outbox: list[tuple[int, Message]] = []
-        self._patience_s, self._min_ranks = patience_s, min_ranks
+        self._patience_s = patience_s
         self._contacts = tuple(members)
-        self._groups = [frozenset(group) for group in groups]
-        self.group = next((group for group in self._groups if me in group), frozenset({me}))
-        self.missing = -1
-        self._lost: set[int] = set()
-        self._dead: set[int] = set()
-        self._joins: set[int] = set()
-        self._leaves: set[int] = set()
-        self.waiting: set[int] = set()
+        self._terms = Terms(min_ranks, tuple(map(frozenset, groups)))
+        self.believes = Beliefs(me, self._terms.group_of(me))
         self._holds_joins = holds_joins
         self._limit_s = _LIMIT * patience_s if limit_s is None else limit_s
         self._ends_at = now + self._limit_s if is_newcomer else math.inf
@@ -190,13 +151,12 @@ class Membership:
 
     def _reset(self) -> None:
         """Begins a view: nothing has been promised or accepted for the one after it."""
-        self._promised = _NONE
-        self._accepted: tuple[Ballot, Ranks] = (_NONE, ())
+        self._promised = NONE
+        self._accepted: tuple[Ballot, Ranks] = (NONE, ())
         self._round = 0
-        self._lead: _Lead | None = None
+        self._lead: Lead | None = None
         self._act_at = math.inf
-        self._told: set[int] = set()
-        """The ranks that others believe lost."""
+        self.believes.told.clear()
 
     # ---- what happens to this rank ----
 
@@ -211,32 +171,23 @@ class Membership:
         """Believes a rank lost, which does not answer; or, if it `died`, will never act again."""
         if self.ended or rank == self.me:
             return
-        self._give_up({rank})
-        self._joins.discard(rank)
-        self.waiting.discard(rank)
-        if died:
-            self._dead.add(rank)
-        if self.number < 0 and self._lost.issuperset(self._contacts):
+        self.believes.suspect(rank, died=died)
+        if self.number < 0 and self.believes.lost.issuperset(self._contacts):
             self._end("could not join, as none of those that it knows is left")
             return
         if rank in self.members:
             self._begin(now)
-            if self._lead is None and (self._promised[1] == rank or self._is_first()):
+            is_first = self.believes.alive(self.members)[0] == self.me
+            if self._lead is None and (self._promised[1] == rank or is_first):
                 self._act_at = min(self._act_at, self._turn(now))
             self._go_on(now)
-
-    def _give_up(self, ranks: set[int]) -> None:
-        """Believes ranks lost from now on."""
-        self._lost |= ranks
-        if self.missing < 0:
-            self.missing = min(ranks & self.group, default=-1)
 
     def admit(self, now: float, newcomer: int) -> None:
         """Proposes a newcomer as a member of the next view, unless it is lost by then."""
         if self.ended or newcomer in self.members:
             return
-        if newcomer not in self._lost:
-            self._joins.add(newcomer)
+        if newcomer not in self.believes.lost:
+            self.believes.joins.add(newcomer)
         self._begin(now)
         self._go_on(now)
 
@@ -249,7 +200,7 @@ class Membership:
     def leave(self, now: float) -> None:
         """Wants a next view without this rank."""
         if not self.ended and self.members:
-            self._leaves.add(self.me)
+            self.believes.leaves.add(self.me)
             self._begin(now)
             self._go_on(now)
 
@@ -272,7 +223,7 @@ class Membership:
 
     def hear(self, now: float, sender: int, message: Message) -> None:
         """Takes in a message from another rank."""
-        if self.ended or sender in self._dead:
+        if self.ended or sender in self.believes.dead:
             return
         if message.kind == GONE:
             self.suspect(now, sender, died=True)
@@ -308,30 +259,24 @@ class Membership:
 
     def _turn(self, now: float) -> float:
         """Returns when this rank proposes, if no other rank does before."""
-        alive = [rank for rank in self.members if rank not in self._lost]
-        return now + self._patience_s * alive.index(self.me)
-
-    def _is_first(self) -> bool:
-        return all(rank in self._lost for rank in self.members if rank < self.me)
+        return now + self._patience_s * self.believes.alive(self.members).index(self.me)
 
     def _hear_join(self, now: float, newcomer: int) -> None:
         if newcomer in self.members:
             self._tell_view([newcomer])
-        elif self.members and newcomer not in self._lost:
-            self.waiting.add(newcomer)
+        elif self.members and newcomer not in self.believes.lost:
+            self.believes.waiting.add(newcomer)
             if not self._holds_joins:
-                self._joins.add(newcomer)
+                self.believes.joins.add(newcomer)
                 self._begin(now)
 
     def _take_part(self, now: float, sender: int, message: Message) -> None:
         """Takes part in the agreement on the next view."""
         self._round = max(self._round, message.ballot[0])
-        self._joins |= {*message.joins} - self._lost - {*self.members}
-        self._leaves |= {*message.leaves} & {*self.members}
-        self._told.update(message.lost)
+        self.believes.hear(message, self.members)
         self._begin(now)
         for rank in message.dead:
-            if rank not in self._dead:
+            if rank not in self.believes.dead:
                 self.suspect(now, rank, died=True)
         if self.ended or message.number != self.number + 1:
             return  # the lines above may have changed both
@@ -369,7 +314,7 @@ class Membership:
     def _step_back(self, now: float, leader: int) -> None:
         """Lets another rank lead, and gives it the time that it may take, unless it is lost."""
         self._lead = None
-        time_of_a_ballot = 0.0 if leader in self._dead else 3 * self._patience_s
+        time_of_a_ballot = 0.0 if leader in self.believes.dead else 3 * self._patience_s
         self._act_at = self._turn(now) + time_of_a_ballot
 
     # ---- as the proposer ----
@@ -377,36 +322,32 @@ class Membership:
     def _go_on(self, now: float) -> None:
         """Leads the agreement on, as far as a step is due."""
         while not self.ended and self.is_changing:
-            if self._lead is None:
-                if now < self._act_at:
-                    return
-                self._prepare(now)
-            is_proposed = bool(self._lead and self._lead.accepts)
-            if self._lead is None or not (
-                self._commit_if_accepted(now) if is_proposed else self._propose_if_promised(now)
-            ):
+            if self._lead is None and now < self._act_at:
+                return
+            lead = self._lead or self._prepare(now)
+            go_on = self._commit_if_accepted if lead.accepts else self._propose_if_promised
+            if not go_on(now, lead):
                 return
 
-    def _prepare(self, now: float) -> None:
+    def _prepare(self, now: float) -> Lead:
         self._round += 1
         ballot = self._promised = self._round, self.me
-        self._lead = _Lead(ballot, now + self._patience_s, {self.me: self._promise(ballot)})
+        self._lead = lead = Lead(ballot, now + self._patience_s, {self.me: self._promise(ballot)})
         self._send(self._others(), replace(self._message(PREPARE), ballot=ballot))
+        return lead
 
-    def _propose_if_promised(self, now: float) -> bool:
+    def _propose_if_promised(self, now: float, lead: Lead) -> bool:
         """Proposes once the promises are here; returns whether there is more to do now."""
-        lead = self._lead
-        assert lead is not None
         awaited = set(self._others()) - lead.promises.keys()
         if awaited and now < lead.deadline:
             return False
-        self._give_up(awaited)
+        self.believes.give_up(awaited)
         promises = lead.promises
-        if not self._is_majority(promises):
+        if not self._have_majority(promises):
             self._end(self._too_few(promises))
             return False
         newest = max(promises.values(), key=lambda promise: promise.accepted)
-        members = newest.members if newest.accepted != _NONE else self._choose(promises)
+        members = newest.members if newest.accepted != NONE else self._choose(promises)
         if not members:
             return False
         lead.members, lead.deadline = members, now + self._patience_s
@@ -418,57 +359,38 @@ class Membership:
     def _choose(self, promises: dict[int, Message]) -> Ranks:
         """Returns the members of the next view; none if there can be none, which ends this rank."""
         opinions = {rank: {*promise.lost} for rank, promise in promises.items()}
-        opinions[self.me] = self._lost
-        together = _trusting(opinions)
-        if not self._is_majority(together):
+        opinions[self.me] = self.believes.lost
+        together = trusting(opinions)
+        if not self._have_majority(together):
             self._end(self._too_few(together))
             return ()
-        joins = self._joins.difference(*(opinions[rank] for rank in together))
-        staying = {*together} - self._leaves | joins
-        members = self._whole(staying)
-        counted = staying if self._min_ranks is None else members
-        if not members or len(counted) < self._needed():
+        joins = self.believes.joins.difference(*(opinions[rank] for rank in together))
+        staying = {*together} - self.believes.leaves | joins
+        members = self._terms.whole(staying)
+        if not self._terms.may_follow(members, staying, self.members):
             self._end(self._too_few(members))
             return ()
         return tuple(sorted(members))
 
-    def _whole(self, ranks: set[int]) -> set[int]:
-        """Returns the ranks whose group is whole."""
-        return ranks.difference(*(group for group in self._groups if not group <= ranks))
-
-    def _commit_if_accepted(self, now: float) -> bool:
-        """Commits once a majority has accepted; returns whether there is more to do now."""
-        lead = self._lead
-        assert lead is not None
-        if self._is_majority(lead.accepts):
-            everyone = {*self.members, *lead.members}
-            self._enter(now, self.number + 1, lead.members)
-            self._send(everyone, Message(COMMIT, self.number, members=self.members))
-            return True
-        awaited = lead.promises.keys() - lead.accepts - self._lost
-        if awaited and now < lead.deadline:
-            return False
-        self._give_up(awaited)
-        self._lead, self._act_at = None, now
-        return True
-
-    def _is_majority(self, ranks: Iterable[int]) -> bool:
-        heard = {*ranks} & {*self.members}
-        if len(self.members) == 2:
-            return {*self.members} - self._dead <= heard
-        return 2 * len(heard) > len(self.members)
-
-    def _needed(self) -> int:
-        return len(self.members) // 2 + 1 if self._min_ranks is None else self._min_ranks
+    def _have_majority(self, ranks: Iterable[int]) -> bool:
+        return is_majority(ranks, self.members, self.believes.dead)
 
     def _too_few(self, ranks: Iterable[int]) -> str:
-        left = ", ".join(map(str, sorted(ranks)))
-        must = f"more than half of view {self.number}, which has {len(self.members)} ranks"
-        if self._min_ranks is not None:
-            must += f", and min_ranks={self._min_ranks}"
-        if self._groups:
-            must += ", in replicas that have lost none of their ranks"
-        return f"must go on with {must}, got {left or 'none'}"
+        return self._terms.too_few(ranks, self.number, len(self.members))
+
+    def _commit_if_accepted(self, now: float, lead: Lead) -> bool:
+        """Commits once a majority has accepted; returns whether there is more to do now."""
+        if self._have_majority(lead.accepts):
+            everyone = {*self.members, *lead.members}
+            self._enter(now, self.number + 1, lead.members)
+            self._tell_view(everyone)
+            return True
+        awaited = lead.promises.keys() - lead.accepts - self.believes.lost
+        if awaited and now < lead.deadline:
+            return False
+        self.believes.give_up(awaited)
+        self._lead, self._act_at = None, now
+        return True
 
     # ---- views ----
 
@@ -477,25 +399,13 @@ class Membership:
         if self.me not in members:
             if self.number >= 0:
                 self.number, self.members = number, members
-                self.ended = "left" if self.me in self._leaves else self._why_outside()
+                self.ended = self.believes.why_outside(number)
             return
         self.number, self.members = number, members
         self.is_changing, self._ends_at = False, math.inf
         self._reset()
-        self._joins.clear()  # a newcomer that is not in it asks again
-        self.waiting -= {*members}
-        self._leaves &= {*members}
-        if self._lost & {*members} or self._leaves:
+        if self.believes.enter(members):
             self._begin(now)
-
-    def _why_outside(self) -> str:
-        """Returns why this rank is no member of the view, although it has not left."""
-        if self.missing < 0 and self.me not in self._told:
-            self.missing = min(self._told & self.group, default=-1)
-        if self.missing >= 0:
-            return f"cannot go on without rank {self.missing}, which held shards of its replica"
-        what = ", or another rank of its replica is" if len(self.group) > 1 else ""
-        return f"is not in view {self.number}, taken for lost{what}"
 
     def _end(self, reason: str) -> None:
         self.ended = reason
@@ -507,36 +417,10 @@ class Membership:
     # ---- messages ----
 
     def _others(self) -> list[int]:
-        return [r for r in self.members if r != self.me and r not in self._lost]
+        return [rank for rank in self.believes.alive(self.members) if rank != self.me]
 
     def _message(self, kind: str) -> Message:
-        return Message(
-            kind,
-            self.number + 1,
-            self.members,
-            lost=tuple(sorted(self._lost & {*self.members})),
-            dead=tuple(sorted(self._dead & {*self.members})),
-            joins=tuple(sorted(self._joins)),
-            leaves=tuple(sorted(self._leaves)),
-        )
+        return self.believes.tell(Message(kind, self.number + 1, self.members))
 
     def _send(self, ranks: Iterable[int], message: Message) -> None:
-        self.outbox += [(r, message) for r in ranks if r != self.me and r not in self._dead]
-
-
-def _trusting(opinions: dict[int, set[int]]) -> list[int]:
-    """Returns ranks none of which believes another lost, without those in most quarrels.
-
-    Args:
-        opinions: for each rank, the ranks that it believes lost
-    """
-    left = sorted(opinions)
-    while True:
-        quarrels = {
-            rank: sum(b in opinions[rank] or rank in opinions[b] for b in left if b != rank)
-            for rank in left
-        }
-        worst = max(left, key=lambda rank: (quarrels[rank], rank), default=-1)
-        if worst < 0 or not quarrels[worst]:
-            return left
-        left.remove(worst)
+        self.outbox += [(r, message) for r in ranks if r != self.me and r not in self.believes.dead]

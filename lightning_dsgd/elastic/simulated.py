@@ -20,7 +20,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from lightning_dsgd.elastic.membership import Membership, Message
+from lightning_dsgd.elastic.ballots import Message
+from lightning_dsgd.elastic.membership import Membership
 from lightning_dsgd.elastic.views import Action, AgreedViews
 from lightning_dsgd.transport.contract import JOINS, PeerLost, TransportError, Views, failed
 from lightning_dsgd.transport.simulated.baton import Awaited, Baton

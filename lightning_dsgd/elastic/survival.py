@@ -39,7 +39,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from lightning_dsgd.elastic.membership import Membership, Message
+from lightning_dsgd.elastic.ballots import Message
+from lightning_dsgd.elastic.membership import Membership
 from lightning_dsgd.elastic.views import Action, AgreedViews
 from lightning_dsgd.transport.contract import JOINS, PeerLost, TransportError
 from lightning_dsgd.transport.frames import AGREEMENT, HEADER

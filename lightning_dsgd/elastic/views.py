@@ -22,7 +22,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from lightning_dsgd.elastic.membership import Membership, Message
+from lightning_dsgd.elastic.ballots import Message
+from lightning_dsgd.elastic.membership import Membership
 from lightning_dsgd.transport.contract import JOINS, LEAVES, RENEWS, PeerLost, Views
 
 Action = Callable[[Membership, float], None]
@@ -137,7 +138,7 @@ class AgreedViews(Views, ABC):
         """Returns why this rank is in no view any more, after that loss."""
         if self._diverged is not None:
             return PeerLost(self._diverged.rank, self._diverged.reason, lost.waited_for)
-        missing = self.membership.missing
+        missing = self.membership.believes.missing
         if missing >= 0:
             lost = PeerLost(missing, self._why(missing), lost.waited_for)
         why = self.ended or self.membership.ended
@@ -155,11 +156,11 @@ class AgreedViews(Views, ABC):
     def is_outside(self) -> bool:
         membership = self.membership
         with self._lock:  # the membership may not have acted on what is noted
-            is_noted = not membership.group.isdisjoint(self._noted)
-        return is_noted or membership.missing >= 0 or bool(membership.ended or self.ended)
+            is_noted = not membership.believes.group.isdisjoint(self._noted)
+        return is_noted or membership.believes.missing >= 0 or bool(membership.ended or self.ended)
 
     def newcomers(self) -> tuple[int, ...]:
-        return tuple(sorted(self.membership.waiting))
+        return tuple(sorted(self.membership.believes.waiting))
 
     def admit(self, newcomers: Sequence[int]) -> bool:
         with self._lock:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.elastic.membership import (
+from lightning_dsgd.elastic.ballots import (
     ACCEPT,
     ACCEPTED,
     COMMIT,
@@ -21,10 +21,10 @@ from lightning_dsgd.elastic.membership import (
     REFUSE,
     WANT,
     Ballot,
-    Membership,
     Message,
     Ranks,
 )
+from lightning_dsgd.elastic.membership import Membership
 from tests.support.thorough import times
 
 PATIENCE_S = 1.0
@@ -139,7 +139,7 @@ class World:
             return
         self.at(self.now + 3.0, lambda: self.admit(newcomer))
         for other in self.all_ranks:
-            if newcomer in getattr(self.ranks[other], "waiting", ()):
+            if newcomer in self.ranks[other].believes.waiting:
                 after_s = self.chance.uniform(0.0, 0.2)
                 self.at(
                     self.now + after_s,
@@ -478,7 +478,7 @@ def test_who_goes_on_and_why_others_have_ended(name):
             world.at(at_s, partial(getattr(world, what), *args))
         world.run()
         assert alive(world) == left
-        assert not world.holds or not any(world.ranks[rank].waiting for rank in left)
+        assert not world.holds or not any(world.ranks[rank].believes.waiting for rank in left)
         for rank, why in ended.items():
             assert re.search(why, world.ranks[rank].ended), world.describe()
         if name == "down to min_ranks":
@@ -549,7 +549,7 @@ def test_one_dead_rank_takes_its_group_out_of_the_view_at_once(num_groups, size)
                 assert world.ranks[rank].ended == (
                     f"cannot go on without rank {lost}, which held shards of its replica"
                 )
-                assert world.ranks[rank].missing == lost
+                assert world.ranks[rank].believes.missing == lost
 
 
 def test_a_rank_names_who_has_not_answered_it_where_it_leads():
@@ -558,7 +558,7 @@ def test_a_rank_names_who_has_not_answered_it_where_it_leads():
         world.at(1.0, lambda w=world: w.be_slow(1, 30.0))
         world.at(1.5, lambda w=world: w.suspect(0, 5))
         world.run()
-        assert world.ranks[0].missing == 1
+        assert world.ranks[0].believes.missing == 1
 
 
 def test_a_newcomer_that_nobody_admits_ends_and_disturbs_nobody():
