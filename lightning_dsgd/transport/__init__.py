@@ -11,7 +11,7 @@
     frames            a message as bytes; `pinned`: the memory for one that goes to a device
     process_group     real ranks over TCP, with torch's own collectives for CUDA tensors
     native            those collectives; `tickets`: the one order that they need
-    mpi, mpi_job      real ranks that mpiexec or srun has started
+    mpi, mpi_job      real ranks that mpiexec or srun has started; `mpi_flight`: their messages
     rendezvous        how real ranks meet, before there is a transport; `register`: what is written
                       there about a training that goes on without a rank
     watch             what the network tells who records a training's waits

@@ -31,7 +31,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -50,6 +49,13 @@ from lightning_dsgd.transport.frames import (
 )
 from lightning_dsgd.transport.mailboxes import Key
 from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport.mpi_flight import (
+    Arriving,
+    InFlight,
+    Leaving,
+    chunks_of,
+    memory_of,
+)
 from lightning_dsgd.transport.mpi_job import (
     LONGEST_PAUSE_S,
     is_cuda_aware,
@@ -65,8 +71,6 @@ from lightning_dsgd.transport.works import Done, Sending
 _FRAME, _PAYLOAD = 1, 2  # MPI tags
 _FRAME_BYTES: Final = 4096
 """Every MPI library sends so little eagerly, so that a frame never waits for its receiver."""
-_CHUNK_BYTES: Final = 1 << 30
-"""The most bytes of a chunk: counts of MPI before version 4 end at 2^31 - 1."""
 _POLLS_IN_A_ROW: Final = 20
 _SHORTEST_PAUSE_S: Final = 20e-6
 _CLOSE_TIMEOUT_S: Final = 5.0
@@ -107,54 +111,6 @@ class MPITransport(ProcessGroupTransport):
         super().close()
 
 
-@dataclass
-class _Arriving:
-    """A message whose payload is on its way."""
-
-    kind: int
-    payload: Tensor
-    is_claimed: bool
-    num_chunks: int
-
-
-@dataclass
-class _Leaving:
-    """A message that MPI may still read, and its memory."""
-
-    memory: list[Any]
-    num_chunks: int
-    sending: Sending | None = None
-
-
-@dataclass
-class _InFlight:
-    """The requests under way, and each one's message; only the wire's thread may touch them."""
-
-    requests: list[Any] = field(default_factory=list)
-    owners: list[Any] = field(default_factory=list)
-
-    def add(self, request: Any, owner: Any) -> None:
-        self.requests.append(request)
-        self.owners.append(owner)
-
-    def take_done(self) -> list[Any]:
-        """Takes out and returns the messages whose last chunk is complete."""
-        if not self.requests:
-            return []
-        done = load_mpi().Request.Testsome(self.requests)
-        if not done:
-            return []
-        finished = []
-        for index in done:
-            self.owners[index].num_chunks -= 1
-            if not self.owners[index].num_chunks:
-                finished.append(self.owners[index])
-        left = sorted(set(range(len(self.requests))).difference(done))
-        self.requests = [self.requests[index] for index in left]
-        self.owners = [self.owners[index] for index in left]
-        return finished
-
-
 class MPIWire:
     """Carries messages by MPI: all threads of this process send, a thread of its own receives.
 
@@ -173,9 +129,9 @@ class MPIWire:
         self._world = world
         self._world_size = world.Get_size()
         self._sending = [threading.Lock() for _ in range(self._world_size)]
-        self._new: deque[tuple[Any, _Leaving]] = deque()
-        self._in_flight = _InFlight()
-        self._arriving: dict[tuple[int, Key], deque[_Arriving]] = {}
+        self._new: deque[tuple[Any, Leaving]] = deque()
+        self._in_flight = InFlight()
+        self._arriving: dict[tuple[int, Key], deque[Arriving]] = {}
         self._frame = bytearray(_FRAME_BYTES)
         self._status = load_mpi().Status()
         self._receiving: tuple[Any, int, int] | None = None  # a frame: request, source, bytes
@@ -264,12 +220,12 @@ class MPIWire:
         """Sends what MPI may read at once: host memory, or a device's if MPI takes that."""
         if is_on_host(x) and HEADER.size + x.nbytes <= _FRAME_BYTES:
             with self._sending[dst]:
-                self._start(b"".join((header, bytes_of(x))), dst, _FRAME, _Leaving([], 1))
+                self._start(b"".join((header, bytes_of(x))), dst, _FRAME, Leaving([], 1))
             return Done(None)
         x = copy_of(x) if copy else x
-        chunks = _chunks(_memory_of(x))
+        chunks = chunks_of(memory_of(x))
         sending = Sending(self._mesh, dst, x)
-        leaving = _Leaving([x], 1 + len(chunks), sending)
+        leaving = Leaving([x], 1 + len(chunks), sending)
         with self._sending[dst]:
             self._start(header, dst, _FRAME, leaving)
             for chunk in chunks:
@@ -279,7 +235,7 @@ class MPIWire:
             sending.finish()
         return Done(None) if copy else sending
 
-    def _start(self, memory: Any, dst: int, tag: int, leaving: _Leaving) -> None:
+    def _start(self, memory: Any, dst: int, tag: int, leaving: Leaving) -> None:
         leaving.memory.append(memory)
         request = self._communicator.Isend([memory, load_mpi().BYTE], dst, tag)
         self._new.append((request, leaving))
@@ -338,7 +294,7 @@ class MPIWire:
         # MPI may still read and write what is in flight; nobody will wait for it.
         job.kept.append((self._in_flight, list(self._new), self._receiving, self._frame))
         for owner in (*self._in_flight.owners, *(leaving for _, leaving in self._new)):
-            if isinstance(owner, _Leaving) and owner.sending is not None:
+            if isinstance(owner, Leaving) and owner.sending is not None:
                 owner.sending.finish()
 
     def _poll(self) -> bool:
@@ -350,7 +306,7 @@ class MPIWire:
             moved = True
         for owner in self._in_flight.take_done():
             moved = True
-            if isinstance(owner, _Leaving) and owner.sending is not None:
+            if isinstance(owner, Leaving) and owner.sending is not None:
                 owner.sending.finish()
         if moved:
             self._deliver()
@@ -397,8 +353,8 @@ class MPIWire:
         if len(frame) > HEADER.size:
             bytes_of(payload)[:] = memoryview(frame)[HEADER.size :]
         else:
-            chunks = _chunks(_memory_of(payload))
-        arriving = _Arriving(kind, payload, into is not None, len(chunks))
+            chunks = chunks_of(memory_of(payload))
+        arriving = Arriving(kind, payload, into is not None, len(chunks))
         earlier.append(arriving)
         for chunk in chunks:
             request = self._communicator.Irecv([chunk, load_mpi().BYTE], source, _PAYLOAD)
@@ -439,12 +395,3 @@ class _Outlet:
     def add(self, chunk: Tensor, *, is_last: bool) -> Work[None]:
         assert is_last
         return self._wire.send_now(self._dst, self._header, chunk, copy=False)
-
-
-def _memory_of(x: Tensor) -> Any:
-    """Returns the memory of a contiguous tensor, as mpi4py takes it."""
-    return bytes_of(x) if is_on_host(x) else x.detach().view(torch.uint8)
-
-
-def _chunks(memory: Any) -> list[Any]:
-    return [memory[at : at + _CHUNK_BYTES] for at in range(0, len(memory), _CHUNK_BYTES)]
