@@ -66,10 +66,10 @@ LAB_ON_RANKS = (
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
-    "transport.endpoint transport.view": "primitives.nodes elastic session trainer fabric sharded",
+    "transport.endpoint transport.view": "primitives.nodes elastic session sharded",
     "transport.watch": "replica.replica lab.simulate.model",
     "transport.mpi_job": "session.meeting plain.launch trainer.strategy fabric.strategy",
-    "transport.register": "session elastic trainer",
+    "transport.register": "elastic",
     "transport.mesh transport.frames transport.processes transport.tcp": "elastic",
     "transport.mpi transport.process_group transport.rendezvous": "session.meeting lab",
     "transport.connections": "lab",
@@ -77,13 +77,13 @@ BEHIND_THE_CONTRACT = {
 }
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {
-    "torch.distributed": "session plain.launch transport.native transport.processes "
+    "torch.distributed": "elastic session plain.launch transport.native transport.processes "
     "transport.process_group transport.register transport.rendezvous sharded "
     "trainer tasks.language fabric lab",
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
-    f"elastic.in_fabric pytorch_lightning cli tasks {LAB_ON_RANKS}",
-    "torchmetrics": "trainer tasks",
+    f"pytorch_lightning cli tasks {LAB_ON_RANKS}",
+    "torchmetrics": "elastic trainer tasks",
     "numpy": "primitives session tasks",
     "triton": "primitives.sparse_triton",
     "wandb": "trainer.step_trace trainer.loggers lab",
@@ -177,7 +177,9 @@ def why_not(module: str, name: str) -> str:
 def offences(module: str, known: set[str]) -> list[str]:
     home = folder_of(module)
     assert home in {**CORE, **WINGS}, f"{home} is new: give it a line in CORE or WINGS"
-    return [
+    flags = {each.attr for each in ast.walk(tree_of(module)) if isinstance(each, ast.Attribute)}
+    asked = sorted(flags & {"_survivors", "is_alone"}) if home != "elastic" else []
+    return [f"{module} asks its session {flag}" for flag in asked] + [
         f"{module or home} imports {name}: {reason}"
         for name in sorted(imports(module, known))
         if (reason := why_not(module, name))
@@ -206,6 +208,8 @@ def test_imports_point_one_way(module: str) -> None:
         ("algorithms.dpsgd", "import torch\n\ntorch.distributed.barrier()"),
         ("replica.replica", "from lightning_dsgd.transport.mesh import Mesh"),
         ("trainer.strategy", "from lightning_dsgd.lab.bench import network"),
+        ("trainer.strategy", "self._survivors.share(first)"),
+        ("session.session", "from lightning_dsgd.elastic.members import Members"),
         ("algorithm", "import lightning_dsgd"),
         ("lab.simulate.machines", "from lightning_dsgd.trainer.callbacks import StragglerInjector"),
         ("lab.simulate.model", "from lightning_dsgd.trainer import seams"),

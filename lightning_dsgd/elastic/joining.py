@@ -40,18 +40,24 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+from torchmetrics import Metric
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic import handover
-from lightning_dsgd.elastic.changes import ChangingSession
+from lightning_dsgd.elastic.changes import ChangingMembers
+from lightning_dsgd.elastic.entrance import make_group_of_one
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
-from lightning_dsgd.session import options
+from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.processes import Processes
-from lightning_dsgd.trainer.training import TrainerSession, TrainerTraining
+from lightning_dsgd.trainer.training import TrainerSession
 from lightning_dsgd.transport import Transport, TransportError
 from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View
@@ -69,27 +75,24 @@ class _Told(NamedTuple):
     """The epochs for which the member divides the data."""
 
 
-class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
-    """A Trainer's session whose ranks change; the head of the file tells how.
+class TrainerMembers(ChangingMembers):
+    """The ranks of a Trainer's training, which others join; the head of the file tells how.
 
     Args:
-        processes: the processes of this node
-        meeting: the meeting of its ranks
+        meeting: how the ranks have met
         min_ranks: how many ranks must be left; None: more than half of those before a loss
         max_ranks: how many ranks there may be; None: as many as at the start
     """
 
+    session: TrainerSession
     can_be_joined: ClassVar[bool] = True
 
     def __init__(
-        self,
-        processes: Processes,
-        meeting: Meeting,
-        min_ranks: int | None,
-        max_ranks: int | None,
+        self, meeting: Meeting, min_ranks: int | None, max_ranks: int | None = None
     ) -> None:
-        super().__init__(meeting, min_ranks, processes)
+        super().__init__(meeting, min_ranks)
         self._max_ranks = max_ranks
+        self._trainer: Any = None
         self._options = ""
         self._num_unread = 0
         self._versions: list[Any] = []
@@ -106,18 +109,79 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         self._state: dict[str, Any] = {}
         """What the others gave this newcomer."""
 
-    def check_options(self, algorithm: Algorithm, evaluate: str, average_buffers: bool) -> None:
-        self._options = options.describe(algorithm, evaluate, average_buffers)
-        if not self.is_newcomer:
-            super().check_options(algorithm, evaluate, average_buffers)
+    # ---- setting up ----
 
-    def join(self) -> dict[str, Any]:
-        """Asks the members to let this newcomer in, waits, and returns what they gave it."""
+    def check(self, algorithm: Algorithm, num_replicas: int, device: torch.device) -> None:
+        size = self.session.world_size
+        limits = self._min_ranks, device, self._max_ranks
+        check_survival(algorithm, size, *limits, num_shards=size // num_replicas)
+
+    def check_unchanged(self) -> None:
+        if self.has_changed:
+            raise ValueError(
+                "a Trainer must not be used again once ranks were lost or have joined, as the "
+                f"ranks of its start must all be there, got the ranks {self.members} and "
+                f"{self._num_ranks} at the start; start the job anew"
+            )
+
+    def check_trainer(self, trainer: Any) -> None:
+        for callback in trainer.callbacks:
+            if seams.is_timer(callback) or seams.saves_by_time(callback):
+                raise ValueError(
+                    "callbacks must not look at a clock where a rank may be lost, got "
+                    f'{type(callback).__name__} with on_loss="continue"; use max_epochs, max_steps '
+                    'or every_n_train_steps, or on_loss="end"'
+                )
+        for name, module in trainer.lightning_module.named_modules():
+            if isinstance(module, Metric):
+                raise ValueError(
+                    "torchmetrics asks all ranks by itself, also those that are lost, got the "
+                    f'metric {name!r} with on_loss="continue"; log tensors with sync_dist=True, or '
+                    'use on_loss="end"'
+                )
+
+    def find_training(self, address: tuple[str, int], calls: str | None = None) -> None:
+        session = self.session
+        if self._entrance.find_training(address):
+            if calls != "fit":
+                raise ValueError(
+                    "a process that joins a training must call trainer.fit first, got "
+                    f"trainer.{calls}; leave that out, or start the job anew"
+                )
+            session.enter(Phase.NEWCOMER)
+            make_group_of_one()
+        elif session.rank >= session.world_size:
+            raise ValueError(
+                f"rank {session.rank} was started to join a training of {session.world_size} "
+                "ranks, which must go on meanwhile, but it has ended; start a new job from its "
+                "checkpoint"
+            )
+
+    def open_network(self, open_network: Callable[[], Transport]) -> Transport:
+        if self.session.takes_part:
+            return open_network()
+        net = self._entrance.come_later(self.session.world_size)
+        self.session.rank = net.rank
+        return net
+
+    def check_alike(self, text: str) -> None:
+        self._options = text
+        if self.session.takes_part:
+            super().check_alike(text)
+
+    def join(self) -> dict[str, Any] | None:
+        if self.session.takes_part:
+            return None
         net = self.calls.net
         assert isinstance(net, NewcomerTransport)
-        self._meeting.ask_to_join(net, self._num_ranks, self._min_ranks)
+        self._entrance.ask_to_join(net, self._num_ranks, self._min_ranks)
         self.calls.join()
         return self._state
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether this rank has come to ranks that train, and does not have their state yet."""
+        return self.session.phase is Phase.NEWCOMER
 
     # ---- a view ----
 
@@ -133,14 +197,14 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         self._change_replica(view, among, old[0] if new else -1)
 
     def _begun_anew(self, view: View, lost: list[int]) -> None:
-        assert self.training is not None
-        trainer, told = self.training.trainer, self._told
+        assert self.session.training is not None
+        trainer, told = self.session.training.trainer, self._told
         new = [rank for rank, each in enumerate(told) if each.is_new]
         if new:
             self._hand_over(view.sub("state"), self._first_of_old(), new)
-        if not self.is_alone:
+        if self.session.takes_part:
             self._num_unread += len(lost) * _num_left(trainer)
-        if view.rank == 0 and self.rank != 0 and seams.logs_nothing():
+        if view.rank == 0 and self.session.rank != 0 and seams.logs_nothing():
             seams.take_over_logs(trainer, self._versions, f"view_{view.number}")
 
     def _first_of_old(self) -> int:
@@ -163,10 +227,9 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         Raises:
             ValueError: on a newcomer that has another model or other options
         """
-        assert self.training is not None
         mine = [self._options, self.replica.description()]
         started_as, epochs = os.environ.get("RANK", ""), sorted(self._divides_for)
-        own = _Told(self.is_newcomer, mine, started_as, self._divided_for, epochs)
+        own = _Told(self._is_new, mine, started_as, self._divided_for, epochs)
         told = [
             _Told(*json.loads(theirs))
             for theirs in everyones(view.sub("newcomers"), json.dumps(own))
@@ -175,7 +238,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
         if first is None:
             raise TransportError("a rank that has trained must be left, got newcomers only")
         for here, there in zip(mine, first.alike, strict=True):
-            if self.is_newcomer and here != there:
+            if self._is_new and here != there:
                 raise ValueError(
                     f"a newcomer must have the strategy and the model of the others, got {here} "
                     f"here and {there} there; start it with the same script and arguments"
@@ -184,7 +247,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
 
     def _hand_over(self, net: Transport, giver: int, newcomers: list[int]) -> None:
         """Gives newcomers a member's state, or takes that state on a newcomer."""
-        training = self.training
+        training = self.session.training
         assert training is not None
         if net.rank == giver:
             session = {
@@ -197,7 +260,7 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
                 "loaders": seams.loaders_of(training.trainer),
             }
             handover.give(net, newcomers, training.trainer, session)
-        elif self.is_newcomer:
+        elif self._is_new:
             self._state = handover.take(net, giver)
             session = self._state["session"]
             training.agreed.num_begun = session["num_begun"]
@@ -206,18 +269,18 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
             self._divided_for = session["divided_for"]
             if session["division"]:  # else the share of the rank that it was started as
                 self._division = session["division"], net.rank % session["division"]
-            self.is_newcomer = False
-            self._tell_register(Register.say_trains)
+            self.session.enter(Phase.JOINED)
+            self.tell_register(Register.say_trains)
 
-    def _wants_to_meet(self) -> bool:
-        training = self.training
+    def _wants_to_meet(self, agreed: AgreedBatch) -> bool:
+        training = self.session.training
         assert training is not None
         sees_newcomers = self.is_first and not training.is_uneven and bool(self._newcomers())
-        return sees_newcomers or super()._wants_to_meet()
+        return sees_newcomers or super()._wants_to_meet(agreed)
 
     def _place(self) -> Any:
-        assert self.training is not None
-        return seams.position(self.training.trainer)
+        assert self.session.training is not None
+        return seams.position(self.session.training.trainer)
 
     def _newcomers(self) -> list[int]:
         view = self.calls.view
@@ -231,52 +294,53 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
             for rank in lost:
                 register.forget(rank)
 
-        self._tell_register(forget)
+        self.tell_register(forget)
 
-    def _depart(self) -> NoReturn:
-        assert self.training is not None
-        trainer = self.training.trainer
-        self._leave_others()
-        end = " and has left; the others go on"
-        seams.interrupt(trainer, signal.SIGTERM, f"rank {self.rank} received", end)
+    def _end_departed(self) -> NoReturn:
+        self._interrupt(" and has left; the others go on")
 
-    def _end_after_last(self) -> NoReturn:
+    def check_stays(self) -> None:
+        """Lets a rank that has left go on: the Trainer ends by what `_end_departed` raises."""
+
+    def _end_after_last(self) -> None:
         # It is lost to the others, whose callbacks may still ask all ranks for something.
-        self._say_has_left()
-        assert self.training is not None
-        seams.interrupt(self.training.trainer, signal.SIGTERM, f"rank {self.rank} received")
+        self._interrupt()
+
+    def _interrupt(self, end: str = "") -> NoReturn:
+        begin = f"rank {self.session.rank} received"
+        seams.interrupt(self._trainer, signal.SIGTERM, begin, end)
 
     def request_end(self, signum: int) -> None:
-        if self.training is not None and self.training.is_uneven:
-            self.request_stop(signum)
+        training = self.session.training
+        if training is not None and training.is_uneven:
+            self.session.request_stop(signum)
         else:
             super().request_end(signum)
 
     # ---- the data ----
 
-    def begin_training(self) -> None:
-        training = self.training
+    def begin(self) -> None:
+        training = self.session.training
         assert training is not None
-        if self.is_alone:
-            seams.have_loaders_as(training.trainer, self._state["session"]["loaders"])
-            self._forgive_others()
-        else:
+        self._trainer = training.trainer
+        if self.session.takes_part:
             self._divided_for = training.trainer.current_epoch
             versions = json.dumps(seams.log_versions(training.trainer))
-            self._versions = json.loads(self.text_of_rank_0(versions))
-            self.begin_to_survive()
-        super().begin_training()
+            self._versions = json.loads(self.session.text_of_rank_0(versions))
+            super().begin()
+        else:
+            seams.have_loaders_as(training.trainer, self._state["session"]["loaders"])
+            self.session.forgive_others()
 
     def end_epoch(self) -> None:
-        super().end_epoch()
-        training = self.training
-        if training is None or self.is_alone:
+        training = self.session.training
+        if training is None or not self.session.takes_part:
             return
         self._divided_for = training.trainer.current_epoch + 1
         if self._divided_for in self._divides_for:
             training.agreed.num_begun = self.together(self._most_begun)
             view = self.calls.view
-            now = self.sharding
+            now = self.session.sharding
             if now is None:
                 self._division = view.world_size, view.rank
             else:
@@ -288,8 +352,9 @@ class ChangingTrainerSession(ChangingSession[TrainerTraining], TrainerSession):
 
     def _most_begun(self) -> int:
         """Returns the most batches that any rank has begun; from now on all ranks count so many."""
-        super().meet()
-        return max(int(text) for text in everyones(self.meetings, str(self._agreed().num_begun)))
+        self.session.meet()
+        texts = everyones(self.session.meetings, str(self._agreed.num_begun))
+        return max(int(text) for text in texts)
 
     def share(self, first: dict[str, Any]) -> dict[str, Any]:
         """Returns a sampler's arguments for this rank's share of the data, once it is another."""

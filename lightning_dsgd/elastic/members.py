@@ -1,15 +1,15 @@
-"""A session that goes on where a rank is lost (`on_loss="continue"`), whatever the face.
+"""The ranks of a training that goes on where one is lost (`on_loss="continue"`), whatever the face.
 
 Every call of all ranks goes through `Calls.together`, every step of this rank through `Calls.step`
-(`elastic/calls.py`): a loss in one of them has the members agree on the next view, and begin anew
-in it: see `changes`.
+(`calls`): a loss in one of them has the members agree on the next view, and begin anew in it: see
+`changes`.
 
 Where several ranks hold a replica together, a lost rank takes its replica out of the view: the
 others of it end, once the rest have agreed on a view without them.
 
-A rank may be lost once `begin_to_survive` has come back: until then a loss ends the job, as it does
-without.  The Trainer calls it before the first batch; in a loop that its user writes, each rank
-calls it before its first step, or where it meets the others before that.
+A rank may be lost once `begin` has come back: until then a loss ends the job, as it does without.
+The Trainer calls it before the first batch; in a loop that its user writes, each rank calls it
+before its first step, or where it meets the others before that.
 
 Threads: the training thread alone.
 """
@@ -20,23 +20,25 @@ import contextlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.entrance import Entrance
+from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.elastic.surviving import SurvivingReplica
-from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.meeting import Meeting
-from lightning_dsgd.session.session import Phase, Session, TrainingT, opened
-from lightning_dsgd.session.stopping import AgreedBatch
-from lightning_dsgd.transport import Transport, TransportError
+from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.session.ranks import Ranks
+from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.under_way import opened
+from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 from lightning_dsgd.transport.contract import LEAST_LIMIT
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.register import Register
@@ -45,24 +47,24 @@ from lightning_dsgd.transport.view import View
 if TYPE_CHECKING:
     from lightning_dsgd.session.sharding import Sharding
 
+_BOUND = (Phase.OPENING, Phase.READY, Phase.BROKEN, Phase.OVER)
+"""The phases in which the loss of this rank ends the job, or has done so."""
 
-class SurvivingSession(Session[TrainingT], ABC):
-    """A session that goes on where a rank is lost; the head of the file tells how.
+
+class Members(Ranks, ABC):
+    """The ranks of a session, which go on where one is lost; the head of the file tells how.
 
     Args:
-        meeting: the meeting of its ranks
+        meeting: how the ranks have met
         min_ranks: how many ranks must be left; None: more than half of those before a loss
-        *args: the arguments of a session that a loss ends
     """
 
-    replica_type: ClassVar[type[Replica]] = SurvivingReplica
-    goes_on: ClassVar[bool] = True
+    session: Session[Any]
     can_be_joined: ClassVar[bool] = False
     """Whether a rank that is started again can join the others."""
 
-    def __init__(self, meeting: Meeting, min_ranks: int | None, *args: Any) -> None:
-        super().__init__(*args)
-        self._meeting = meeting
+    def __init__(self, meeting: Meeting, min_ranks: int | None) -> None:
+        self._entrance = Entrance(meeting)
         self._min_ranks = min_ranks
         self._calls: Calls | None = None
         self._num_ranks = 1
@@ -71,34 +73,8 @@ class SurvivingSession(Session[TrainingT], ABC):
         self._at_first: Sharding | None = None
         self._rows: list[tuple[int, ...]] = []
         """The ranks of each replica, where several hold one."""
-        self.is_newcomer = False
-        """Whether this rank has come to ranks that train, and does not have their state yet."""
-        self.is_alone = False
-        """Whether this rank makes none of the others' calls: it has left, or not begun."""
 
-    def open(self, net: Transport) -> None:
-        assert isinstance(net, Endpoint)
-        self.is_alone = self.survives = self.is_newcomer
-        self._calls = Calls(net, self._enter_view, is_newcomer=self.is_newcomer)
-        self._num_ranks, self._members = self.world_size, self._calls.view.members
-        super().open(self._calls.view)
-
-    @property
-    def replica(self) -> SurvivingReplica:
-        """This rank's replica, which begins anew in every view."""
-        assert self.training is not None, "training has begun"
-        replica = self.training.replica
-        assert isinstance(replica, SurvivingReplica)
-        return replica
-
-    @property
-    def view_number(self) -> int:
-        return self.calls.view.number
-
-    @property
-    def calls(self) -> Calls:
-        """Makes calls of all ranks, and carries them over a change of the view."""
-        return opened(self._calls)
+    # ---- who they are ----
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -108,102 +84,122 @@ class SurvivingSession(Session[TrainingT], ABC):
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first member, which does what rank 0 does."""
-        return self.rank == self._members[0] and not self.is_alone
+        return self.session.rank == self._members[0] and self.session.takes_part
+
+    @property
+    def number(self) -> int:  # type: ignore[override]
+        return self.calls.view.number
+
+    @property
+    def has_changed(self) -> bool:
+        return self._members != tuple(range(self._num_ranks))
+
+    @property
+    def replica(self) -> SurvivingReplica:
+        """This rank's replica, which begins anew in every view."""
+        assert self.session.training is not None, "training has begun"
+        replica = self.session.training.replica
+        assert isinstance(replica, SurvivingReplica)
+        return replica
+
+    @property
+    def calls(self) -> Calls:
+        """Makes calls of all ranks, and carries them over a change of the view."""
+        return opened(self._calls)
 
     @property
     def _holds_with_others(self) -> bool:
         """Whether other ranks hold this rank's replica with it."""
-        return self.sharding is not None and self.sharding.num_shards > 1
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether ranks have been lost, or have joined; known also once the network is closed."""
-        return self._members != tuple(range(self._num_ranks))
+        sharding = self.session.sharding
+        return sharding is not None and sharding.num_shards > 1
 
     @abstractmethod
     def _enter_view(self, view: View) -> None:
         """Takes over a view with other members."""
 
-    @abstractmethod
-    def _meet_others(self) -> None:
-        """Changes the members before a batch, if all are to meet for that."""
+    # ---- setting up ----
+
+    def check(self, algorithm: Algorithm, num_replicas: int, device: torch.device) -> None:
+        size = self.session.world_size
+        check_survival(algorithm, size, self._min_ranks, device, num_shards=size // num_replicas)
+
+    def check_start(self, method: str) -> None:
+        if method != "popen":
+            raise ValueError(
+                "ranks must not be forked or spawned to go on without a lost one, as their parent "
+                f'ends all with one, got start_method="{method}" with on_loss="continue"; run a '
+                'script without it, or use on_loss="end"'
+            )
+
+    def check_may_load(self, way_out: str) -> None:
+        if self.session.phase not in _BOUND:
+            raise RuntimeError(
+                'with on_loss="continue" a checkpoint must be loaded before the ranks meet for '
+                f"anything else, got a load after that; {way_out}"
+            )
+
+    def open(self, net: Transport) -> Transport:
+        assert isinstance(net, Endpoint)
+        session = self.session
+        if session.takes_part:
+            session.enter(Phase.READY)
+        self._calls = Calls(net, self._enter_view, is_newcomer=not session.takes_part)
+        self._num_ranks, self._members = session.world_size, self._calls.view.members
+        return self._calls.view
+
+    def make_replica(self, *args: Any, **options: Any) -> SurvivingReplica:
+        return SurvivingReplica(*args, is_newcomer=not self.session.takes_part, **options)
 
     # ---- calls of all ranks ----
 
-    def together(self, call: Callable[[], Any], adopt: Callable[[], None] | None = None) -> Any:
-        """Makes a call of all ranks; see `Calls.together`."""
-        return self.calls.together(call, adopt)
+    def together(
+        self,
+        call: Callable[[], Any],
+        adopt: Callable[[], None] | None = None,
+        *,
+        apart: Any = None,
+    ) -> Any:
+        self.check_stays()
+        return self.calls.together(call, adopt) if self.session.takes_part else apart
 
-    def begin_to_survive(self) -> None:
-        if self.survives or self.is_alone or self.training is None or self.has_ended:
-            return
-        self._forgive_others()
-        if self.sharding is not None:
-            self._at_first, self._rows = self.sharding, self.sharding.rows(self.meetings)
+    def step(self, call: Callable[[], None], *, again: bool) -> None:
+        self.calls.step(call, again=again)
+
+    def begin(self) -> None:
+        session = self.session
+        session.forgive_others()
+        if session.sharding is not None:
+            self._at_first, self._rows = session.sharding, session.sharding.rows(session.meetings)
             if self._holds_with_others:
-                self.calls.hold_together(self.sharding.row_of(self, self._rows))
-        self.net.views.survive(self._min_ranks, self._rows if self._holds_with_others else ())
-        register, card = self._meeting.register, self.calls.view.views.card()
-        can_be_joined = self.can_be_joined and self._meeting.can_be_joined and not self._rows
+                self.calls.hold_together(session.sharding.row_of(session, self._rows))
+        session.net.views.survive(self._min_ranks, self._rows if self._holds_with_others else ())
+        register, card = self._entrance.register, self.calls.view.views.card()
+        can_be_joined = self.can_be_joined and self._entrance.is_open and not self._rows
         if register is not None and card is not None and can_be_joined:
-            register.write_card(self.rank, card)
+            register.write_card(session.rank, card)
         if register is not None:
             register.say_trains()
-        self.meetings.barrier().wait()
+        session.meetings.barrier().wait()
         # All survive now; who is back from here knows that nobody waits outside of a call any more.
-        self.together(lambda: self.meetings.barrier().wait())
+        self.together(lambda: session.meetings.barrier().wait())
         if register is not None and self.is_first:
             register.say_survives(can_be_joined=can_be_joined)
-        self.survives = True
-
-    def begin_batch(self) -> None:
-        self._enter(Phase.TRAINING)  # `break` has left the last batch without its end
-        self.begin_to_survive()
-        if self.is_alone:
-            self.is_alone = False
-        else:
-            self._meet_others()
-        is_begun = False
-
-        def begin() -> None:
-            nonlocal is_begun
-            if not is_begun:  # else another rank of this replica has not, and makes it again
-                super(SurvivingSession, self).begin_batch()
-                is_begun = True
-
-        self.calls.step(begin, again=True)
-
-    def before_update(self, optimizer: Optimizer) -> None:
-        self.begin_to_survive()
-        self.calls.step(partial(super().before_update, optimizer), again=True)
-
-    def after_update(self, optimizer: Optimizer) -> None:
-        self.calls.step(partial(super().after_update, optimizer), again=False)
-
-    def follow(self) -> None:
-        self.calls.step(super().follow, again=True)
 
     def check_peers(self) -> None:
-        if self.is_alone:
-            return
-        if self.training is None:
+        if self.session.training is None:
             super().check_peers()
-        elif not self._holds_with_others:  # else they ask each other at the end of the next step
-            self.calls.step(super().check_peers, again=False)
+        elif self.session.takes_part and not self._holds_with_others:
+            # Where ranks hold a replica together, they ask each other at the end of the next step.
+            self.step(super().check_peers, again=False)
 
-    def show_consensus(self) -> None:
-        training = self.training
-        if training is not None:
-            self.together(super().show_consensus, self.replica.show_as_shared)
+    def show(self, call: Callable[[], None]) -> None:
+        self.together(call, self.replica.show_as_shared)
 
-    def end_training(self) -> None:
-        if self.training is None or self.phase is Phase.BROKEN:
-            return
-        self.together(super().end_training, self._end_as_others)
-        if self.survives:
-            self._tell_register(Register.say_over)
-        if self.calls.view.number > 0 and self.is_first:
-            missing = self._num_ranks - self.world_size
+    def end_training(self, call: Callable[[], None]) -> None:
+        self.together(call, self._end_as_others)
+        self.tell_register(Register.say_over)
+        if self.number > 0 and self.is_first:
+            missing = self._num_ranks - self.session.world_size
             more = f"{-missing} ranks more than the {self._num_ranks} at the start"
             fewer = f"{missing} of {self._num_ranks} ranks are missing"
             say(
@@ -216,50 +212,12 @@ class SurvivingSession(Session[TrainingT], ABC):
         return ""
 
     def _end_as_others(self) -> None:
-        self.phase = Phase.READY
+        self.session.enter(Phase.TRAINED)
         self.replica.finish_as_shared()
-
-    def meet(self, what: int = 0) -> bool:
-        training = self.training
-        if self.is_alone:
-            return True
-        if training is None or self.phase in (Phase.IN_BATCH, Phase.STOPPING):
-            return super().meet(what)
-        met: bool = self.together(partial(super().meet, what))
-        return met
-
-    def reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
-        if self.is_alone:
-            return tensor
-        total: Tensor = self.together(partial(super().reduce, tensor, is_mean=is_mean))
-        return total
-
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        self.together(partial(super().save, *args, **kwargs))
-
-    def texts(self, text: str) -> list[str]:
-        if self.is_alone:
-            return [text]
-        texts: list[str] = self.together(partial(super().texts, text))
-        return texts
-
-    def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
-        """Returns every rank's figures, by rank; a lost rank has none."""
-
-        def gather() -> list[Any]:
-            theirs = super(SurvivingSession, self).gather_figures(figures)
-            return [[*self.calls.view.members], theirs]
-
-        # Who takes them over may be in a view with fewer members.
-        members, theirs = self.together(gather)
-        by_rank: list[dict[str, float]] = [{} for _ in range(max(members) + 1)]
-        for rank, each in zip(members, theirs, strict=True):
-            by_rank[rank] = each
-        return by_rank
 
     def figures(self) -> dict[str, float]:
         view = self.calls.view
-        return super().figures() | {
+        return {
             "view": float(view.number),
             "num_members": float(view.world_size),
             "view_changes_s": self._changes_s,
@@ -267,13 +225,13 @@ class SurvivingSession(Session[TrainingT], ABC):
 
     # ---- in the place of torch's collectives ----
 
-    def broadcast(self, value: Any, src: int) -> Any:
+    def broadcast(self, value: Any, src: int, theirs: Callable[[], Any]) -> Any:
         """Returns one rank's value on all ranks: text, numbers, or None.
 
         The first member gives its value where that rank is lost.
         """
-        if not self.is_open or self.phase is Phase.BROKEN or self.is_alone:
-            return value
+        if not self.session.is_open:
+            return value if self.has_changed or not self.session.takes_part else theirs()
         try:
             text = json.dumps(str(value) if isinstance(value, Path) else value)
         except TypeError as err:
@@ -283,97 +241,98 @@ class SurvivingSession(Session[TrainingT], ABC):
             ) from err
 
         def take() -> str:
-            super(SurvivingSession, self).meet()
             members = self.calls.view.members  # not before: the call may be made again
-            texts = everyones(self.meetings, text)
+            texts = everyones(self.session.meetings, text)
             return texts[members.index(src) if src in members else 0]
 
-        return json.loads(self.together(take))
+        return json.loads(self.together(take, apart=text))
 
-    def all_gather(self, tensor: Tensor, *, sync_grads: bool = False) -> list[Tensor]:
-        """Returns every member's tensor."""
+    def all_gather(
+        self, tensor: Tensor, theirs: Callable[[], Tensor], *, group: Any, sync_grads: bool
+    ) -> Tensor:
+        _check_of_all(group)
         if sync_grads:
             raise ValueError(
                 "gradients must not travel through what is gathered with "
                 'on_loss="continue", got all_gather(..., sync_grads=True); leave sync_grads out, '
                 'or use on_loss="end"'
             )
-        if self.is_alone:
-            return [tensor]
+        return torch.stack(self._gathered(tensor))
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        """Returns every member's tensor."""
+        session = self.session
 
         def gather() -> list[Tensor]:
-            super(SurvivingSession, self).meet()
+            session.meet()
             flat = tensor.detach().reshape(-1).contiguous()
             if flat.nbytes > LEAST_LIMIT:
-                self.net.expect_at_most(flat.nbytes)
-                self.meetings.barrier().wait()  # all do
-            return [x.view(tensor.shape) for x in self.meetings.all_gather(flat).wait()]
+                session.net.expect_at_most(flat.nbytes)
+                session.meetings.barrier().wait()  # all do
+            return [x.view(tensor.shape) for x in session.meetings.all_gather(flat).wait()]
 
-        tensors: list[Tensor] = self.together(gather)
+        tensors: list[Tensor] = self.together(gather, apart=[tensor])
         return tensors
+
+    def reduce(self, tensor: Tensor, op: str, theirs: Callable[[], Any], *, group: Any) -> Any:
+        _check_of_all(group)
+        return super().reduce(tensor, op, lambda: _reduced(self._gathered(tensor), op), group=None)
 
     def decide(self, decision: bool, *, is_of_all: bool) -> bool:
         """Returns whether all members vote yes, or any of them, the same on all.
 
         The votes alone tell: a rank may take over the votes of a view that had more members.
         """
-        votes = self.all_gather(torch.tensor(int(decision)))
+        votes = self._gathered(torch.tensor(int(decision)))
         return bool(_reduced(votes, "min" if is_of_all else "max"))
 
-    def reduced(self, tensor: Tensor, op: str) -> Tensor:
-        """Reduces all members' tensors as Lightning reduces."""
-        return _reduced(self.all_gather(tensor), op)
-
-    def barrier(self) -> None:
-        """Waits for all members."""
-
-        def meet() -> None:
-            super(SurvivingSession, self).meet()
-            self.meetings.barrier().wait()
-
-        if self.can_meet and not self.is_alone:
-            self.together(meet)
+    def check_in_step(self) -> None:
+        raise ValueError(
+            "a value of a step must not be asked of all ranks where one may be lost, got "
+            'self.log(..., on_step=True, sync_dist=True) with on_loss="continue"; use '
+            "on_epoch=True, on_step=False"
+        )
 
     # ---- the end ----
 
-    def fail(self, exception: BaseException) -> str:
-        reason = super().fail(exception)
-        if self.survives:
-            self._tell_register(lambda register: register.say_trains_no_more(reason))
-        return reason
+    def forgives(self, error: Exception) -> bool:
+        return isinstance(error, TransportError)
 
-    def _tell_register(self, tell: Callable[[Register], None]) -> None:
+    def stop(self) -> None:
+        self.tell_register(Register.say_stopped)  # who came later would find nobody
+
+    def fail(self, exception: BaseException) -> None:
+        ends_all = PeerLost(self.session.rank, failed(exception)).ends_all
+        if ends_all and self.session.phase not in _BOUND:
+            self.tell_register(Register.say_stopped)  # else the launcher starts ranks again
+
+    def failed(self, reason: str, before: Phase) -> None:
+        if before not in _BOUND:
+            self.tell_register(lambda register: register.say_trains_no_more(reason))
+
+    def tell_register(self, tell: Callable[[Register], None]) -> None:
         """Tells newcomers and the launcher; tells nobody where the store has ended."""
-        register = self._meeting.register
+        register = self._entrance.register
         if register is not None:
             with contextlib.suppress(TransportError):
                 tell(register)
 
     def leave(self) -> None:
-        calls, self._calls = self._calls, None
-        is_fit = self.training is not None and not self.is_alone
-        if calls is not None and self.phase is not Phase.BROKEN and is_fit:
-            self._calls = calls
-            calls.step(lambda: self._agreed().finish(), again=True)
-            calls.leave()
-            self._leave_alone(calls.view)
+        training = self.session.training
+        if training is None:
+            super().leave()
             return
-        super().leave()
+        self.step(lambda: training.agreed.finish(), again=True)
+        self.calls.leave()
 
-    def _agreed(self) -> AgreedBatch:
-        assert self.training is not None
-        return self.training.agreed
 
-    def _leave_alone(self, view: View) -> None:
-        training, self.training = self.training, None
-        assert training is not None
-        for stop in training.stop_lanes():
-            with contextlib.suppress(TransportError):
-                stop()
-        self._calls = self._net = self._meetings = None
-        self._enter(Phase.OVER)
-        view.close()
-        self._cancel_last_resort()
+def _check_of_all(group: Any) -> None:
+    """Raises for a group of some ranks, whose collective would wait for a lost one."""
+    if group is not None and group is not torch.distributed.group.WORLD:
+        raise ValueError(
+            f'a collective must be of all ranks with on_loss="continue", got group={group!r}; '
+            'leave it out, or use on_loss="end"'
+        )
 
 
 def _reduced(tensors: list[Tensor], op: str) -> Tensor:

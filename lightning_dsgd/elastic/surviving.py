@@ -53,7 +53,7 @@ class SurvivingReplica(Replica):
         **options: see `Replica`
     """
 
-    survives: ClassVar[bool] = True
+    settles_whole: ClassVar[bool] = True
 
     def __init__(self, *args: Any, is_newcomer: bool = False, **options: Any) -> None:
         self._is_new = is_newcomer

@@ -6,18 +6,19 @@ for lost ranks, so they travel on our network, among the members.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
-from lightning_dsgd.session.session import Training
-from lightning_dsgd.trainer.training import LaunchedSession, check_of_all
+from lightning_dsgd.session.under_way import Training
+from lightning_dsgd.trainer.training import LaunchedSession
 
 if TYPE_CHECKING:
     _Base = DDPStrategy
@@ -28,92 +29,71 @@ _EACH_STEP: Final = 3
 """The number of reductions, after one step each, after which a user is told what they cost."""
 
 
+class FabricSession(LaunchedSession[Training]):
+    """A session whose first rank logs."""
+
+    def become_first(self) -> None:
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
+
+
 class CollectivesMixin(_Base):
     """Makes the collectives of a strategy; the head of the file tells how."""
 
     algorithm: Algorithm
-    session: LaunchedSession[Training]
+    session: FabricSession
     _loop: Loop
     _num_reduced_steps = _num_in_a_row = 0
 
     @property
-    def _survivors(self) -> Any:
-        """The session if it goes on where a rank is lost, else None."""
-        return self.session if self.session.goes_on else None
-
-    @property
     def members(self) -> tuple[int, ...]:
         """The ranks that train; with `on_loss="continue"`, the ranks that are left."""
-        return self.session.members
+        return self.session.ranks.members
 
     def _together(self, what: str) -> None:
         self.session.check_process()
         self._loop.together(what)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.session.check_stays()
+        self.session.ranks.check_stays()
         if self.session.is_open:
             self._together("barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not self.session.is_open:
-            self._check_all_there("broadcast")
+            self.session.ranks.check_all_there("broadcast")
             return super().broadcast(obj, src)
         self._together("broadcast")
-        if self._survivors is not None:
-            with failing(self.session):
-                return self._survivors.broadcast(obj, src)
-        with self.session.blaming("a broadcast"):
-            return super().broadcast(obj, src)
+        theirs = partial(super().broadcast, obj, src)
+        with failing(self.session):
+            return self.session.ranks.broadcast(obj, src, theirs)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if not self.session.is_open:
-            self._check_all_there("all_gather")
+            self.session.ranks.check_all_there("all_gather")
             return super().all_gather(tensor, group, sync_grads)
         self._together("all_gather")
-        if self._survivors is not None:
-            check_of_all(group)
-            with failing(self.session):
-                return torch.stack(self._survivors.all_gather(tensor, sync_grads=sync_grads))
-        with self.session.blaming("an all_gather"):
-            return super().all_gather(tensor, group, sync_grads)
+        theirs = partial(super().all_gather, tensor, group, sync_grads)
+        with failing(self.session):
+            return self.session.ranks.all_gather(tensor, theirs, group=group, sync_grads=sync_grads)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or not self.session.is_open:
-            self._check_all_there("all_reduce")
+            self.session.ranks.check_all_there("all_reduce")
             return super().all_reduce(tensor, group, reduce_op)
         self._warn_of_reductions()
         self._together("all_reduce")
         op = getattr(reduce_op, "name", str(reduce_op)).lower()
-        if self._survivors is not None:
-            check_of_all(group)
-            group = None
-        if op in ("mean", "avg", "sum") and group is None:
-            with failing(self.session):
-                return self.session.reduce(tensor, is_mean=op != "sum")
-        if self._survivors is not None:
-            with failing(self.session):
-                return self._survivors.reduced(tensor, op)
-        with self.session.blaming("a reduction"):
-            return super().all_reduce(tensor, group, reduce_op)
+        theirs = partial(super().all_reduce, tensor, group, reduce_op)
+        with failing(self.session):
+            return self.session.ranks.reduce(tensor, op, theirs, group=group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._survivors is not None and self.session.is_open:
+        if self.session.is_open:
             self._together("all_reduce")
             with failing(self.session):
-                return bool(self._survivors.decide(decision, is_of_all=all))
+                return self.session.ranks.decide(decision, is_of_all=all)
         votes = int(self.all_reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
-
-    def _check_all_there(self, what: str) -> None:
-        """Raises where Fabric's own collective would wait for lost ranks, or go on without them."""
-        self.session.check_stays()
-        if self._survivors is not None and self._survivors.has_changed:
-            raise RuntimeError(
-                f"after the end of training all ranks must be there for fabric.{what}, got "
-                f"{len(self.members)} of {self.world_size}; call it before, inside of `with "
-                "fabric.strategy:`"
-            )
 
     def _warn_of_reductions(self) -> None:
         """Warns once where all ranks wait for each other after every step."""

@@ -34,18 +34,19 @@ from torch.optim import Optimizer
 from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
-from lightning_dsgd.fabric.collectives import CollectivesMixin
+from lightning_dsgd.fabric.collectives import CollectivesMixin, FabricSession
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.meeting import Meeting
-from lightning_dsgd.session.session import Phase, Training, trained
+from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.session.saving import save
+from lightning_dsgd.session.under_way import trained
 from lightning_dsgd.trainer import arguments, names, refusals
 from lightning_dsgd.trainer.arguments import FabricOptions
 from lightning_dsgd.trainer.processes import Processes, start_method
-from lightning_dsgd.trainer.training import LaunchedSession
 from lightning_dsgd.transport.mpi_job import check_launch
 
 
@@ -83,26 +84,24 @@ class FabricMixin(CollectivesMixin):
 
     # ---- set-up ----
 
-    def _new_session(self) -> LaunchedSession[Training]:
+    def _new_session(self) -> FabricSession:
         if self._on_loss == "end":
-            return LaunchedSession(self._processes)
-        wing: Any = wings.load("elastic.in_fabric", 'on_loss="continue"')
-        session: LaunchedSession[Training] = wing.ChangingFabricSession(
-            self._meeting, self._min_ranks, self._processes
-        )
-        return session
+            return FabricSession(self._processes)
+        wing: Any = wings.load("elastic.changes", 'on_loss="continue"')
+        return FabricSession(self._processes, wing.ChangingMembers(self._meeting, self._min_ranks))
 
     @property
     def is_global_zero(self) -> bool:
-        return self.session.is_first if self._survivors is not None else super().is_global_zero
+        if self.session.phase is Phase.OPENING:
+            return super().is_global_zero
+        return self.session.ranks.is_first
 
     def _configure_launcher(self) -> None:
         check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
         self._start_method = start_method(
             self.cluster_environment, self._start_method, is_chosen=self._has_start_method
         )
-        if self._on_loss == "continue":
-            refusals.check_start_method(self._start_method)
+        self.session.ranks.check_start(self._start_method)
         super()._configure_launcher()
         self._processes.take_over(self._launcher, self._start_method, self._fail)
 
@@ -114,10 +113,7 @@ class FabricMixin(CollectivesMixin):
         refusals.check_number_of_processes(self.world_size, self.num_nodes, self.num_processes)
         scales = self._scaler is not None
         self.algorithm.check(self.world_size, Conditions(self.num_processes, scales))
-        if self._survivors is not None:
-            options.check_survival(
-                self.algorithm, self.world_size, self._min_ranks, self.root_device
-            )
+        self.session.ranks.check(self.algorithm, self.world_size, self.root_device)
         net = self._meeting.open_network(self.world_size, self.root_device)
         self._loop.open(net, self.num_processes, scales=scales)
         atexit.register(self._end_with_process, os.getpid())
@@ -128,8 +124,7 @@ class FabricMixin(CollectivesMixin):
         environment = self.cluster_environment
         if not torch.distributed.is_initialized() and environment is not None:
             address = environment.main_address, environment.main_port
-            if self._survivors is not None:
-                self._meeting.start_with_others(address)
+            self.session.ranks.find_training(address)
             self._meeting.join_process_group(
                 self.global_rank,
                 self.world_size,
@@ -225,7 +220,7 @@ class FabricMixin(CollectivesMixin):
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
         """Has the models hold the consensus inside, and their own weights again afterwards."""
-        self.session.check_stays()
+        self.session.ranks.check_stays()
         if not self.session.is_open:  # training has ended: they hold it
             yield
             return
@@ -242,7 +237,7 @@ class FabricMixin(CollectivesMixin):
 
     def finish(self) -> None:
         """Ends training: leaves the consensus in the models, once all ranks are here."""
-        self.session.check_stays()
+        self.session.ranks.check_stays()
         if not self.session.is_open:
             return
         if self.session.training is None and self._optimizers:
@@ -292,7 +287,7 @@ class FabricMixin(CollectivesMixin):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        self.session.check_stays()
+        self.session.ranks.check_stays()
         if self.session.training is None:
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -300,7 +295,8 @@ class FabricMixin(CollectivesMixin):
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
         has_replicas = any(isinstance(each, Optimizer) for each in state.values())
         with failing(self.session):
-            self.session.save(
+            save(
+                self.session,
                 self.checkpoint_io,
                 str(path),
                 checkpoint,

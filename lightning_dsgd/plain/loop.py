@@ -27,9 +27,10 @@ from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
 from lightning_dsgd.plain.signals import Signals
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.replica.flat import Whole
-from lightning_dsgd.session import notices, options, record
-from lightning_dsgd.session.session import Session, Training
+from lightning_dsgd.session import figures, notices, options, record
+from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import AgreedBatch
+from lightning_dsgd.session.under_way import Training
 from lightning_dsgd.transport import Transport
 
 if TYPE_CHECKING:
@@ -85,12 +86,12 @@ class Loop:
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that train; with `on_loss="continue"`, the ranks that are left."""
-        return self._session.members
+        return self._session.ranks.members
 
     @property
     def is_first(self) -> bool:
         """Whether this rank is the lowest that trains, which prints, logs and writes files."""
-        return self._session.is_first
+        return self._session.ranks.is_first
 
     @property
     def num_steps(self) -> int:
@@ -104,11 +105,7 @@ class Loop:
                 f"a checkpoint must be loaded before the first step, got {self.num_steps} steps; "
                 f"{way_out}"
             )
-        if self._session.survives:
-            raise RuntimeError(
-                'with on_loss="continue" a checkpoint must be loaded before the ranks meet for '
-                f"anything else, got a load after that; {way_out}"
-            )
+        self._session.ranks.check_may_load(way_out)
 
     # ---- setting up ----
 
@@ -122,7 +119,8 @@ class Loop:
         """
         session = self._session
         session.open(net)
-        session.check_options(self._algorithm, "consensus", self._average_buffers)
+        text = options.describe(self._algorithm, "consensus", self._average_buffers)
+        session.ranks.check_alike(text)
         alike = len(set(everyones(session.meetings, str(ranks_on_node)))) == 1
         self._conditions = Conditions(ranks_on_node if alike else None, skips_overflow=scales)
 
@@ -151,7 +149,7 @@ class Loop:
         self._num_builds += 1
         net = session.net.sub(f"replica-{self._num_builds}")
         layout = self._layout(net, model, optimizers)
-        replica = session.replica_type(
+        replica = session.ranks.make_replica(
             net if self._sharding is None else self._sharding.column(net),
             model,
             optimizers,
@@ -172,7 +170,6 @@ class Loop:
             replica.synchronize()
         else:
             record.restore(own, replica)
-        session.begin_training()
         if self._num_builds == 1:
             notices.tell(session, self._announce)
 
@@ -197,7 +194,7 @@ class Loop:
         Ranks raise SystemExit or KeyboardInterrupt there: catch it to `save`, and raise it again.
         With on_loss="continue" a rank that gets SIGTERM leaves alone: it ends with SystemExit.
         """
-        self._session.check_stays()
+        self._session.ranks.check_stays()
         self._signals.take()
         return _Batches(loader, self._session)
 
@@ -253,7 +250,7 @@ class Loop:
 
     def metrics(self) -> dict[str, float]:
         """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
-        return self._session.figures()
+        return figures.own(self._session)
 
     def together(self, what: str) -> None:
         """Waits until all ranks are here, and meanwhile serves ranks that still train.
@@ -264,11 +261,11 @@ class Loop:
         session = self._session
         with failing(session):
             if what != "load":  # which has the training begin anew
-                session.begin_to_survive()
+                session.begin_training()
             session.check_peers()
             if session.is_training:
                 session.end_batch()
-            session.together(partial(self._meet_for, what))
+            session.ranks.together(partial(self._meet_for, what))
 
     def _meet_for(self, what: str) -> None:
         session = self._session

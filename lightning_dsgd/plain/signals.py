@@ -9,6 +9,7 @@ import signal
 import threading
 from typing import Any
 
+from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.signals import Handlers
 
@@ -44,8 +45,8 @@ class Signals:
         self._originals = {}
 
     def _stops_together(self) -> bool:
-        training = self._session.training
-        if training is None or not self._session.is_training:
+        session, training = self._session, self._session.training
+        if training is None or not (session.is_training or session.phase is Phase.READY):
             return False
         return not training.replica.shows_consensus
 

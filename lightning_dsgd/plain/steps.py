@@ -23,8 +23,9 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.scaling import agree_on_overflow, is_unscaled
-from lightning_dsgd.session.session import Phase, Session
+from lightning_dsgd.session.session import Session
 from lightning_dsgd.transport import TransportError
 
 
@@ -95,7 +96,7 @@ class Steps:
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any, frame: FrameType) -> Any:
         key = id(optimizer)
-        if self._session.phase is Phase.READY:
+        if self._session.phase is Phase.TRAINED:
             return None  # training has ended, and what was held back is applied
         self._forget_one_that_raised(optimizer)
         if key in self._outer:

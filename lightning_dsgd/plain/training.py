@@ -36,8 +36,11 @@ from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.options import Options
-from lightning_dsgd.session.session import Phase, Session, Training, trained
+from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.session.saving import save
+from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.sharding import Sharding
+from lightning_dsgd.session.under_way import Training, trained
 from lightning_dsgd.transport import PeerLost
 
 
@@ -100,8 +103,7 @@ class decentralized(Loop):
         if self._on_loss == "end":
             return Session()
         wing: Any = wings.load("elastic.changes", 'on_loss="continue"')
-        session: Session[Training] = wing.ChangingSession(self._meeting, self._min_ranks)
-        return session
+        return Session(wing.ChangingMembers(self._meeting, self._min_ranks))
 
     # ---- entering ----
 
@@ -123,21 +125,17 @@ class decentralized(Loop):
         scales = self._scaler is not None and self._scaler.is_enabled()
         ranks_on_node = launch.ranks_on_node
         if self._replicas is None:
-            num_replicas, num_shards = session.world_size, 1
+            num_replicas = session.world_size
         else:
             wing = wings.load("sharded.mesh_sharding", "replicas=...")
             sharding: Sharding = wing.MeshSharding.of_mesh(self._replicas, session.world_size)
             wing.check_algorithm(self._algorithm)
-            session.hold_shards(sharding)
-            num_replicas, num_shards = sharding.num_replicas, sharding.num_shards
+            session.sharding = sharding
+            num_replicas = sharding.num_replicas
             ranks_on_node = None
         self._algorithm.check(num_replicas, Conditions(ranks_on_node, scales))
         device = next(self._model.parameters(), torch.empty(0)).device
-        if self._on_loss == "continue":
-            options.check_survival(
-                *(self._algorithm, session.world_size, self._min_ranks, device),
-                num_shards=num_shards,
-            )
+        session.ranks.check(self._algorithm, num_replicas, device)
         self._join(launch, device)
         net = self._meeting.open_network(session.world_size, device)
         self.open(net, ranks_on_node, scales=scales)
@@ -147,8 +145,7 @@ class decentralized(Loop):
 
     def _join(self, launch: Launch, device: torch.device) -> None:
         if launch.address is not None:
-            if self._on_loss == "continue":
-                self._meeting.start_with_others(launch.address)
+            self._session.ranks.find_training(launch.address)
             backend = devices.backend_for(device)
             self._meeting.join_process_group(
                 launch.rank, launch.world_size, launch.address, backend, None, device
@@ -173,7 +170,7 @@ class decentralized(Loop):
                 self._sharding.save(self._session, str(path), lambda: self._state(extras))
             else:
                 io, state = files.TorchFiles(), self._state(extras)
-                self._session.save(io, str(path), state, has_replicas=True)
+                save(self._session, io, str(path), state, has_replicas=True)
 
     def _state(self, extras: dict[str, Any]) -> dict[str, Any]:
         checkpoint = {

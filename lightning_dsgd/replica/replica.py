@@ -56,7 +56,7 @@ class Replica:
     Attributes:
         consensus_distance: how far the ranks were apart when the consensus was last shown:
             sqrt(mean over ranks of |x_i - x|^2) / |x|, with x the consensus
-        survives: whether training goes on where a rank is lost
+        settles_whole: whether all parts have settled before the failure of one is told
 
     Args:
         net: the network, with channels of its own
@@ -70,7 +70,7 @@ class Replica:
         everyone: a network of all ranks, where `net` is of those alone that hold the same shard
     """
 
-    survives: ClassVar[bool] = False
+    settles_whole: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Replica:
         """
         if list(map(id, alike.trainable(optimizer))) != self._trained[id(optimizer)]:
             self._copy()
-            settle_together(self.parts, wait=self.survives)
+            settle_together(self.parts, wait=self.settles_whole)
             for part in self._parts[id(optimizer)]:
                 if self._to_load.waits:
                     part.stop()
@@ -269,7 +269,7 @@ class Replica:
             for part in parts:
                 part.weights.pull()
             self._copy()
-            settle_together(parts, wait=self.survives)
+            settle_together(parts, wait=self.settles_whole)
             self._publish(parts)
             self._copy()
 

@@ -11,6 +11,10 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from lightning_dsgd.transport import Transport, TransportError, failed
+
+_ALIKE_WITHIN_S: Final = 1.0
+"""How long a rank that fails before training waits to see whether all do."""
 _FLUSH_WITHIN_S: Final = 1.0
 """How long a forked process waits for its standard output, whose lock may stay taken for ever."""
 
@@ -18,6 +22,25 @@ _FLUSH_WITHIN_S: Final = 1.0
 def say(text: str) -> None:
     """Prints a line for whoever looks at the job, at once."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def reason_of(exception: BaseException, rank: int) -> str:
+    """Says what became of a rank, for the others, who put its name before the text."""
+    if isinstance(exception, KeyboardInterrupt):
+        return "was interrupted"
+    text = str(exception)
+    if isinstance(exception, SystemExit) and "received SIGTERM" in text:
+        return text.removeprefix(f"rank {rank} ")
+    return failed(exception)
+
+
+def all_fail(net: Transport) -> bool:
+    """Returns whether every rank fails, as where all refuse their options and say so themselves."""
+    try:
+        net.sub("failing").barrier().wait(_ALIKE_WITHIN_S)
+    except TransportError:
+        return False
+    return True
 
 
 def end_fork(exception: BaseException) -> NoReturn:

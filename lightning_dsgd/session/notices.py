@@ -57,7 +57,7 @@ def tell(
         announce: tells the user notices that name no loss
         num_steps: how many steps each rank is to make; inf: that is not known
     """
-    if session.training is None or not session.is_first:
+    if session.training is None or not session.ranks.is_first:
         return
     replica, algorithm = session.training.replica, session.training.algorithm
     parts = replica.parts

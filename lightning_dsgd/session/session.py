@@ -1,24 +1,13 @@
 """One training or evaluation on one rank: what lives as long as its network, and how ranks meet.
 
-Whoever drives it is its face, and adds what only that face has: the Trainer, in `trainer.training`.
-
-    OPENING -> READY -> TRAINING <-> IN_BATCH
-                 ^         |
-                 +---------+  training has ended
-    from anywhere to STOPPING: a signal has come, and all ranks stop at the same point
-    from anywhere to BROKEN: this rank has failed, or another is lost
-    from anywhere to OVER: the network is closed
-
-STOPPING and BROKEN last to the end of the session.
-
-A rank that is TRAINING or READY may be asked by ranks that still train, and serves them wherever it
-waits: `meet`.  A rank that is IN_BATCH asks nobody but through its algorithm.
+Whoever drives a session is its face, and adds what only that face has (`face`).  Where a session
+stands, and what may follow, is the table in `phases`.  Which ranks there are, and what the loss of
+one means, the session asks its `ranks`.
 
 Threads: the training thread owns a session.  Signal handlers run in that thread, between any two of
-its instructions: they read the phase and the training, set a flag of their session, or call
-`AgreedBatch.request` or `interrupt`.  The mesh's thread calls `_await_notice`, which starts a
-timer; the timer's thread reads the phase, and ends the process if the training thread has not
-noticed a loss by then.  A read of one attribute is whole, which the interpreter's lock sees to.
+its instructions: they read the phase and the training, set a flag of the session's ranks, or call
+`AgreedBatch.request` or `interrupt`.  The mesh's thread and a timer's read the phase, where a rank
+is lost (`last_resort`).  A read of one attribute is whole, which the interpreter's lock sees to.
 """
 
 from __future__ import annotations
@@ -26,27 +15,22 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import signal
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NoReturn, TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final, Generic, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dsgd.agreement import everyones, refuse_unless_alike
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.agreement import everyones
 from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.replica.held_back import unclipped
-from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import options, record
-from lightning_dsgd.session.ending import end_fork, say
+from lightning_dsgd.session.ending import all_fail, end_fork, reason_of, say
+from lightning_dsgd.session.face import Face
+from lightning_dsgd.session.last_resort import LastResort
 from lightning_dsgd.session.lateness import NUM_FIGURES, Lateness
+from lightning_dsgd.session.phases import APART, ENDS, Phase, check_change
 from lightning_dsgd.session.purposes import (
     AFTER_BATCH,
     END_TRAINING,
@@ -55,181 +39,82 @@ from lightning_dsgd.session.purposes import (
     REDUCE,
     check_together,
 )
-from lightning_dsgd.session.stopping import ENDS, STOP, AgreedBatch
-from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
+from lightning_dsgd.session.ranks import Ranks
+from lightning_dsgd.session.stopping import END_SIGNALS, STOP
+from lightning_dsgd.session.under_way import TrainingT, opened, trained
+from lightning_dsgd.transport import PeerLost, Transport
 
 if TYPE_CHECKING:
     from lightning_dsgd.session.sharding import Sharding
 
 _log: Final = logging.getLogger("lightning_dsgd")
 
-NOTICE_WITHIN_S: Final = 15.0
-"""How long a training thread may take to notice a loss before its process is ended."""
-_ALIKE_WITHIN_S: Final = 1.0
-"""How long a rank that fails before training waits to see whether all do."""
 
-
-class Phase(Enum):
-    """Names where a session stands."""
-
-    OPENING = auto()
-    READY = auto()
-    TRAINING = auto()
-    IN_BATCH = auto()
-    STOPPING = auto()
-    BROKEN = auto()
-    OVER = auto()
-
-
-@dataclass
-class Training:
-    """Holds what there is while a model is trained, but not while it is only evaluated."""
-
-    algorithm: Algorithm
-    replica: Replica
-    agreed: AgreedBatch
-
-    def stop_lanes(self) -> Sequence[Callable[[], None]]:
-        """Returns what ends the threads beside the training."""
-        return self.replica.stop, self.agreed.close
-
-
-TrainingT = TypeVar("TrainingT", bound=Training)
-T = TypeVar("T")
-
-
-def opened(part: T | None) -> T:
-    """Returns a thing that exists while a network is open, and raises where there is none."""
-    if part is None:
-        raise RuntimeError(
-            "a training or an evaluation must be under way, got none: there is no network; call "
-            "this while one is"
-        )
-    return part
-
-
-def trained(training: T | None) -> T:
-    """Returns a thing that exists while a model is trained, and raises where there is none."""
-    if training is None:
-        raise RuntimeError(
-            "a training must be under way, got none: there is no consensus to save; save while one "
-            "is"
-        )
-    return training
-
-
-class Session(Generic[TrainingT]):
+class Session(Face, Generic[TrainingT]):
     """Leads one rank through a training or an evaluation; the head of the file tells how.
 
     Attributes:
         rank: the number of this process, once it is known
         world_size: how many ranks there are, once it is known
+        ranks: which ranks there are, and what the loss of one means
         consensus_distance: the ranks' distance from their mean at the last evaluation, relative to
             its norm
         clip: clips the gradients of an optimizer as training does, where the face knows how
-        survives: whether this rank goes on, from now on, where another is lost
         sharding: which ranks hold the same shard, where several hold a replica together; the ranks
             have their numbers in the newest view
+
+    Args:
+        ranks: the ranks; by default a loss ends the job
     """
 
-    replica_type: ClassVar[type[Replica]] = Replica
-    goes_on: ClassVar[bool] = False
-    """Whether the other ranks go on where one is lost."""
-
-    def __init__(self) -> None:
-        self.phase = Phase.OPENING
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._phase = Phase.OPENING
         self.rank = 0
         self.world_size = 1
+        self.ranks = Ranks() if ranks is None else ranks
+        self.ranks.session = self
         self.training: TrainingT | None = None
         self.consensus_distance: float | None = None
         self.clip: Callable[[Optimizer], None] = unclipped
-        self.survives = False
         self.sharding: Sharding | None = None
         self._net: Transport | None = None
         self._meetings: Transport | None = None
         self._lateness: Lateness | None = None
-        self._last_resort: threading.Timer | None = None
+        self._last_resort = LastResort(self)
 
     def open(self, net: Transport) -> None:
         """Takes over a network that is open."""
-        self._net = net
-        self._meetings = net.sub("meetings")
-        net.on_lost(self._await_notice)
-        self._lateness = Lateness(net)
+        self.take(self.ranks.open(net))
+        net.on_lost(self._last_resort.await_notice)
         net.expect_at_most(0)  # until there is a replica
-        self.phase = Phase.READY
 
-    def check_options(self, algorithm: Algorithm, evaluate: str, average_buffers: bool) -> None:
-        """Raises `ValueError`, on every rank, unless all ranks were given the same options."""
-        refuse_unless_alike(
-            self.meetings,
-            options.describe(algorithm, evaluate, average_buffers),
-            "the strategy",
-            "give every rank the same arguments",
-        )
+    def take(self, net: Transport) -> None:
+        """Goes on over this network, whose ranks are there."""
+        self._net, self._meetings = net, net.sub("meetings")
+        self._lateness = Lateness(net)
 
-    # ---- what a face adds ----
+    # ---- where it stands ----
 
-    def _end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
-        """Raises what this rank ends with after a signal; the text surrounds the signal's name."""
-        text = f"{begin} {signal.Signals(signum).name}{end}"
-        raise KeyboardInterrupt(text) if signum == signal.SIGINT else SystemExit(text)
+    @property
+    def phase(self) -> Phase:
+        """Where this session stands."""
+        return self._phase
 
-    def _agree(self, what: int, votes: Tensor, *, are_all_here: bool) -> bool:
-        """Notes what others are here for; returns whether all are here to do the same."""
-        return are_all_here
+    def enter(self, phase: Phase) -> None:
+        """Goes on to another phase; nothing follows an end.
 
-    def _quiet_observer(self) -> None:
-        """Keeps other code from ending this process before the process can say why it ends."""
-
-    def _end_children(self) -> None:
-        """Ends the ranks that this process has started, at once."""
-
-    def _forgive_others(self) -> None:
-        """Has a rank that ends badly end no other, where this process would end them."""
-
-    # ---- what a session adds that goes on where a rank is lost: see `surviving` ----
-
-    def begin_to_survive(self) -> None:
-        """Has the others go on, from now on, where a rank is lost; all ranks call it, once."""
-
-    def check_stays(self) -> None:
-        """Raises what this rank ends with if it has left the others, as it was told to."""
-
-    def together(self, call: Callable[[], Any], adopt: Callable[[], None] | None = None) -> Any:
-        """Returns what `call` returns; all ranks make their calls in the same order.
-
-        Args:
-            call: what all ranks do; it may be made again, from its beginning
-            adopt: has the same effect on this rank, where others have come back from `call` before
-                a loss
+        Raises:
+            AssertionError: unless the table of phases has that change
         """
-        return call()
-
-    def hold_shards(self, sharding: Sharding) -> None:
-        """Tells which ranks hold a replica together; to be called before the replica is made."""
-        self.sharding = sharding
-
-    @property
-    def view_number(self) -> int:
-        """The number of the view that this rank is in."""
-        return 0
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The ranks that train."""
-        return tuple(range(self.world_size))
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank speaks for all: only the first rank prints and logs."""
-        return self.rank == 0
-
-    # ---- what there is ----
+        if phase is not self._phase and self._phase not in ENDS:
+            check_change(self._phase, phase)
+            self._phase = phase
 
     @property
     def net(self) -> Transport:
         """The open network."""
+        if self._net is None:
+            self.ranks.check_stays()
         return opened(self._net)
 
     @property
@@ -245,7 +130,12 @@ class Session(Generic[TrainingT]):
     @property
     def can_meet(self) -> bool:
         """Whether the other ranks can be met."""
-        return self.is_open and self.phase is not Phase.BROKEN
+        return self.is_open and self._phase is not Phase.BROKEN
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank makes the calls that all ranks make together."""
+        return self._phase not in APART
 
     @property
     def is_fork(self) -> bool:
@@ -255,12 +145,12 @@ class Session(Generic[TrainingT]):
     @property
     def is_training(self) -> bool:
         """Whether ranks train on batches; not where the Trainer only evaluates."""
-        return self.phase in (Phase.TRAINING, Phase.IN_BATCH)
+        return self._phase in (Phase.TRAINING, Phase.IN_BATCH, Phase.JOINED)
 
     @property
     def has_ended(self) -> bool:
         """Whether this rank ends, alone or with all others."""
-        return self.phase in (Phase.STOPPING, Phase.BROKEN)
+        return self._phase in ENDS
 
     def check_process(self) -> None:
         """Raises `TransportError` in a process that was forked from a rank."""
@@ -270,7 +160,7 @@ class Session(Generic[TrainingT]):
     def check_peers(self) -> None:
         """Raises `PeerLost` if a rank is known to be lost."""
         if self._net is not None:
-            self._net.check()
+            self.ranks.check_peers()
 
     def blaming(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Runs another library's collective; raises `PeerLost` if it failed for a lost rank."""
@@ -278,60 +168,76 @@ class Session(Generic[TrainingT]):
 
     # ---- training ----
 
-    def _enter(self, phase: Phase) -> None:
-        if not self.has_ended:
-            self.phase = phase
-
     def begin_training(self) -> None:
-        """Notes that ranks train on batches from now on."""
+        """Notes, once, that ranks train on batches from now on."""
+        if self.training is not None and self._phase in (Phase.READY, Phase.JOINED):
+            self.ranks.begin()
+            self.begin_to_count()
+            if self.takes_part:
+                self.enter(Phase.TRAINING)
+
+    def begin_to_count(self) -> None:
+        """Begins to count who is late, where all ranks are."""
         opened(self._lateness).begin()
-        self._enter(Phase.TRAINING)
 
     def begin_batch(self) -> None:
         """Begins a batch; stops here, at the same batch on all ranks, if one was told to stop."""
+        if self.training is None:  # Fabric's begins with its first step
+            self.net.check()
+            return
+        if self._phase is Phase.READY:
+            self.begin_training()
+        self.ranks.before_batch()
+        self.ranks.step(self._begin_batch, again=True)
+
+    def _begin_batch(self) -> None:
+        if self._phase is Phase.IN_BATCH:
+            return  # another rank of this replica has not begun, and makes the step again
         self.net.check()
-        self._enter(Phase.TRAINING)
-        if self.training is not None and not self.training.agreed.may_begin_batch():
+        if not trained(self.training).agreed.may_begin_batch():
             self.meet(STOP)
-        self._enter(Phase.IN_BATCH)
+        self.enter(Phase.IN_BATCH)
 
     def end_batch(self) -> None:
         """Notes that this batch is over."""
         self.check_process()
-        self._enter(Phase.TRAINING)
+        if self._phase is Phase.IN_BATCH:
+            self.enter(Phase.TRAINING)
 
     def request_stop(self, signum: int) -> None:
         """Has all ranks stop after the same batch; called in a signal handler."""
         if self.training is not None:
             self.training.agreed.request(signum)
 
-    def request_end(self, signum: int) -> None:
-        """Handles SIGTERM during training on batches; called in a signal handler."""
-        self.request_stop(signum)
-
     def before_update(self, optimizer: Optimizer) -> None:
         """Hands the gradients, which are ready, to the replica."""
+        if self._phase is Phase.READY:
+            self.begin_training()
         self.check_process()
         if self.training is not None:
-            self.training.replica.before_update(optimizer)
+            step = partial(self.training.replica.before_update, optimizer)
+            self.ranks.step(step, again=True)
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Tells the replica that the optimizer has stepped."""
         if self.training is not None:
-            self.training.replica.after_update(optimizer)
+            self.ranks.step(partial(self.training.replica.after_update, optimizer), again=False)
             opened(self._lateness).num_steps += 1
 
     def follow(self) -> None:
         """Follows the others, on a rank without a batch, if they train other parameters."""
         if self.training is not None:
-            self.training.replica.follow()
+            self.ranks.step(self.training.replica.follow, again=True)
 
     def show_consensus(self) -> None:
         """Puts the consensus into the model, on all ranks."""
         if self.training is not None:
-            self.meet()
-            self.training.replica.show_consensus()
+            self.ranks.show(self._show_consensus)
             self.consensus_distance = self.training.replica.consensus_distance
+
+    def _show_consensus(self) -> None:
+        self.meet()
+        trained(self.training).replica.show_consensus()
 
     def show_own(self) -> None:
         """Puts this rank's own weights back."""
@@ -340,14 +246,18 @@ class Session(Generic[TrainingT]):
 
     def end_training(self) -> None:
         """Leaves the consensus in the model, once all ranks are here."""
-        if self.training is None or self.phase is Phase.BROKEN:
-            return
-        agreed = self.training.agreed
+        if self.training is not None and self._phase is not Phase.BROKEN:
+            self.ranks.end_training(self._end_training)
+
+    def _end_training(self) -> None:
+        training = trained(self.training)
+        agreed = training.agreed
         self.meet(STOP if agreed.is_asked else END_TRAINING)
-        self._enter(Phase.READY)
-        if agreed.requested in ENDS:  # since: the others may know, or may not
-            self._end_by(agreed.requested, f"rank {self.rank} received")
-        self.training.replica.finish(self.clip)
+        self.enter(Phase.TRAINED)
+        if agreed.requested in END_SIGNALS:  # since: the others may know, or may not
+            self.ranks.stop()
+            self.end_by(agreed.requested, f"rank {self.rank} received")
+        training.replica.finish(self.clip)
 
     # ---- meeting the others ----
 
@@ -367,9 +277,12 @@ class Session(Generic[TrainingT]):
             ValueError: on every rank, where ranks have come for what they cannot do together
         """
         self.check_process()
-        training = self.training
-        if training is None or self.phase in (Phase.IN_BATCH, Phase.STOPPING):
+        if self.training is None or self._phase in (Phase.IN_BATCH, Phase.STOPPING):
             return False
+        met: bool = self.ranks.together(partial(self._meet, what, self.training), apart=True)
+        return met
+
+    def _meet(self, what: int, training: TrainingT) -> bool:
         lateness, meetings = opened(self._lateness), self.meetings
         for part in training.replica.parts:  # what the host has queued counts as not made yet
             await_step(self.net, part.x)
@@ -388,7 +301,9 @@ class Session(Generic[TrainingT]):
             are_all_here = int(votes[what]) == self.world_size
             are_between_batches = not votes[[*AFTER_BATCH]].any()
             if are_between_batches:
-                self._tell_who_is_late(lateness.end(figures, self.members, training.algorithm))
+                self._tell_who_is_late(
+                    lateness.end(figures, self.ranks.members, training.algorithm)
+                )
             are_all_here = self._agree(what, votes, are_all_here=are_all_here)
             if are_all_here or what in AFTER_BATCH:
                 return are_all_here
@@ -399,20 +314,39 @@ class Session(Generic[TrainingT]):
 
     def _tell_who_is_late(self, text: str) -> None:
         """Says on the first rank who is late; a Python warning could end what some ranks do."""
-        if text and self.is_first:
+        if text and self.ranks.is_first:
             _log.warning(text)
 
     def _stop_here(self, training: TrainingT) -> NoReturn:
         agreed = training.agreed
         agreed.await_stop()
-        self.phase = Phase.STOPPING
-        self._quiet_observer()
+        self.stop()
         where = f"rank {self.rank} after {agreed.num_begun} batches"
         begin, end = f"rank {agreed.origin} received", f"; all ranks stopped, {where}"
-        self._end_by(agreed.signum, begin, end)
+        self.end_by(agreed.signum, begin, end)
+
+    def stop(self) -> None:
+        """Notes that all ranks stop here."""
+        self.enter(Phase.STOPPING)
+        self.quiet_observer()
+        self.ranks.stop()
+
+    def barrier(self) -> None:
+        """Waits for all ranks, if they can be met."""
+        if self.can_meet:
+            self.ranks.together(self._barrier)
+
+    def _barrier(self) -> None:
+        self.meet()
+        self.meetings.barrier().wait()
 
     def reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
         """Returns the sum over all ranks, or the mean, once all are here."""
+        call = partial(self._reduce, tensor, is_mean=is_mean)
+        total: Tensor = self.ranks.together(call, apart=tensor)
+        return total
+
+    def _reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
         self.meet(REDUCE)
         total = (tensor.float() if is_mean and not tensor.is_floating_point() else tensor).clone()
         flat = total.reshape(-1).contiguous()
@@ -421,6 +355,10 @@ class Session(Generic[TrainingT]):
 
     def texts(self, text: str) -> list[str]:
         """Returns the texts of all ranks."""
+        texts: list[str] = self.ranks.together(partial(self._texts, text), apart=[text])
+        return texts
+
+    def _texts(self, text: str) -> list[str]:
         self.meet()
         return everyones(self.meetings, text)
 
@@ -428,87 +366,45 @@ class Session(Generic[TrainingT]):
         """Returns rank 0's text on all ranks."""
         return str(json.loads(self.texts(json.dumps(text))[0])) if self.can_meet else text
 
-    def figures(self) -> dict[str, float]:
-        """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
-        counters = self.net.counters
-        hidden = 1 - counters.wait_s / counters.comm_s if counters.comm_s > 0 else 1.0
-        figures = {
-            "bytes_sent": float(counters.bytes_sent),
-            "messages_sent": float(counters.messages_sent),
-            "wait_s": counters.wait_s,
-            "comm_overlap": max(0.0, hidden),
-        }
-        if self.consensus_distance is not None:
-            figures["consensus_distance"] = self.consensus_distance
-        return figures | (self.training.replica.metrics() if self.training is not None else {})
-
-    def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
-        """Returns every rank's figures, by rank; all ranks call it, between steps."""
-        return [json.loads(text) for text in self.texts(json.dumps(figures))]
-
-    # ---- checkpoints ----
-
-    def save(
-        self,
-        io: files.FileIO,
-        path: str,
-        checkpoint: dict[str, Any],
-        storage_options: Any = None,
-        *,
-        has_replicas: bool,
-    ) -> None:
-        """Saves what all ranks agree on, and each rank's own beside it; on all ranks together.
-
-        Args:
-            io: writes a file
-            path: the file with the consensus; rank 0's path counts
-            checkpoint: a checkpoint with this rank's weights under "state_dict"
-            storage_options: passed to `io`
-            has_replicas: whether training is to go on from the checkpoint
-        """
-        training = trained(self.training)
-        # Ranks with other numbers of steps have other names for it.
-        path = self.text_of_rank_0(path)
-        algorithm, replica = training.algorithm, training.replica
-        shared = record.with_record(replica.consensus(checkpoint), record.of_model(algorithm))
-        own = None
-        if has_replicas:
-            mine = record.of_replica(algorithm, replica)
-            own = record.with_record(replica.own(checkpoint), mine)
-        files.save(io, self.meetings, path, shared, own, storage_options)
-        opened(self._lateness).begin()  # one rank writes, the others wait
-
     # ---- the end ----
 
     def leave(self) -> None:
         """Ends the threads beside the training, once all ranks are here or one is lost."""
-        training, self.training = self.training, None
-        net = self._net
         if self.is_training:
-            self.phase = Phase.READY
+            self.enter(Phase.TRAINED)
         try:
-            if net is not None and self.phase is not Phase.BROKEN:
-                if training is not None:
-                    training.agreed.finish()
-                net.barrier().wait()  # a rank that fails from here on is noticed by its launcher
-            for stop in training.stop_lanes() if training is not None else ():
-                self._stop_lanes(stop)
+            if self._net is not None and self.can_meet and self.takes_part:
+                self.ranks.leave()
+            self._stop_lanes()
         except BaseException as exception:
             self.fail(exception)
             raise
         finally:
-            self._net = self._meetings = None
-            self._enter(Phase.OVER)
-            if net is not None:
-                net.close()
-            self._cancel_last_resort()
+            self._close()
 
-    def _stop_lanes(self, stop: Callable[[], None]) -> None:
-        try:
-            stop()
-        except Exception:
-            if self.phase is not Phase.BROKEN:  # else lanes have failed too, for the same reason
-                raise
+    def depart(self) -> None:
+        """Ends the part of a rank that has left: the others go on, and wait for nothing of it."""
+        self.enter(Phase.LEFT)
+        self.quiet_observer()
+        self._stop_lanes()
+        self._close()
+
+    def _stop_lanes(self) -> None:
+        """Ends the threads beside the training, which fail with this rank."""
+        for stop in self.training.stop_lanes() if self.training is not None else ():
+            try:
+                stop()
+            except Exception as error:
+                if self._phase is not Phase.BROKEN and not self.ranks.forgives(error):
+                    raise
+
+    def _close(self) -> None:
+        net, self.training = self._net, None
+        self._net = self._meetings = None
+        self.enter(Phase.OVER)
+        if net is not None:
+            net.close()
+        self._last_resort.cancel()
 
     def fail(self, exception: BaseException) -> str:
         """Ends this rank's part in the training; tells the others why, unless all stop together.
@@ -518,65 +414,25 @@ class Session(Generic[TrainingT]):
         """
         if self.is_fork:
             end_fork(exception)
-        reason = self._reason(exception)
-        if self.has_ended:
-            return reason
-        was_training, self.phase = self.is_training, Phase.BROKEN
+        self.ranks.fail(exception)
+        before, reason = self._phase, reason_of(exception, self.rank)
+        if not self.has_ended:
+            self._fail(exception, reason)
+        self.ranks.failed(reason, before)
+        return reason
+
+    def _fail(self, exception: BaseException, reason: str) -> None:
+        was_training = self.is_training
+        self.enter(Phase.BROKEN)
         if isinstance(exception, PeerLost):
             say(f"[rank {self.rank}] training ends: {exception}")
-        self._quiet_observer()
+        self.quiet_observer()
         net, training = self._net, self.training
         if net is not None:
-            if not was_training and not isinstance(exception, PeerLost) and _all_fail(net):
+            if not was_training and not isinstance(exception, PeerLost) and all_fail(net):
                 net.close()
             else:
                 net.fail(reason)
         if training is not None:
             with contextlib.suppress(Exception):  # lanes fail with the network
                 training.replica.stop()
-        return reason
-
-    def _reason(self, exception: BaseException) -> str:
-        """Says what became of this rank, for the others, who put its name before the text."""
-        if isinstance(exception, KeyboardInterrupt):
-            return "was interrupted"
-        text = str(exception)
-        if isinstance(exception, SystemExit) and "received SIGTERM" in text:
-            return text.removeprefix(f"rank {self.rank} ")
-        return failed(exception)
-
-    def _await_notice(self, lost: PeerLost) -> None:
-        """Ends the process if its training thread, which may hang in a library, misses a loss."""
-        net = self._net
-        if net is not None and net.ends_with_peers:
-            say(f"[rank {self.rank}] {lost}")
-
-        def end() -> None:
-            if self.is_open and self.phase is not Phase.BROKEN:  # also in another view by now
-                say(
-                    f"[rank {self.rank}] ends: {lost}, and training did not come back to notice "
-                    f"within {NOTICE_WITHIN_S:g} s"
-                )
-                self._end_children()
-                os._exit(1)
-
-        self._quiet_observer()
-        if net is None:
-            return  # training is over
-        self._last_resort = threading.Timer(NOTICE_WITHIN_S, end)
-        self._last_resort.daemon = True
-        self._last_resort.start()
-
-    def _cancel_last_resort(self) -> None:
-        """Cancels the timer of `_await_notice`, as training is over and the network closed."""
-        if self._last_resort is not None:
-            self._last_resort.cancel()
-
-
-def _all_fail(net: Transport) -> bool:
-    """Returns whether every rank fails, as where all refuse their options and say so themselves."""
-    try:
-        net.sub("failing").barrier().wait(_ALIKE_WITHIN_S)
-    except TransportError:
-        return False
-    return True

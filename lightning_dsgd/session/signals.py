@@ -45,7 +45,7 @@ class Handlers:
         elif self._session.has_ended:
             return  # it ends already
         elif self._stops_together():
-            self._session.request_end(signum)
+            self._session.ranks.request_end(signum)
         else:
             self._interrupt(signum)
 

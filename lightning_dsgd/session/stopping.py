@@ -41,7 +41,7 @@ END: Final = 2
 SAVE: Final = 3
 MEET: Final = 4
 
-ENDS: Final = (signal.SIGINT, signal.SIGTERM)
+END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 """The signals that end a training; SLURM's signal wants it saved and requeued."""
 
 _CHECK_PERIOD_S = 0.2
@@ -62,7 +62,7 @@ class AgreedBatch:
         stop_at: how many batches every rank begins, once it is decided to stop
         num_begun: how many this rank has begun
         requested: the signal that this rank got itself, or 0
-        meet_at: the batch before which all are to meet, once that is decided; -1: none
+        leaves: whether this rank was told to leave, which the others may go on without
         is_asked: whether this rank knows that a rank was told to stop
         others_stopped: whether others have stopped, and a lost rank has kept this one from it; then
             it stops where it is, for nobody waits for its batches
@@ -74,7 +74,8 @@ class AgreedBatch:
 
     def __init__(self, net: Transport, *, serves: bool = True) -> None:
         self.signum = 0
-        self.meet_at = -1
+        self._meet_at = -1
+        self._is_to_meet = self.leaves = False
         self.origin = -1
         self.stop_at = -1
         self.is_asked = self.others_stopped = False
@@ -110,6 +111,20 @@ class AgreedBatch:
             if self.others_stopped or 0 <= self.stop_at <= self.num_begun:
                 return False
             self.num_begun += 1
+            return True
+
+    def ask_to_meet(self) -> None:
+        """Asks all ranks, once until all have met, to meet before the same batch."""
+        if not self._is_to_meet:
+            self._is_to_meet = True
+            self.ask(MEET)
+
+    def meets_now(self) -> bool:
+        """Returns whether all ranks meet before the batch that comes; once."""
+        with self._changed:
+            if not 0 <= self._meet_at <= self.num_begun:
+                return False
+            self._meet_at, self._is_to_meet = -1, False
             return True
 
     def due(self) -> list[tuple[int, int]]:
@@ -228,7 +243,7 @@ class AgreedBatch:
     def _take(self, what: int, detail: int, origin: int, at: int) -> None:
         with self._changed:
             if what == MEET:
-                self.meet_at = max(self.meet_at, at)
+                self._meet_at = max(self._meet_at, at)
             elif what != STOP:
                 self._due.append((at, what, detail))
             elif self.stop_at < 0:

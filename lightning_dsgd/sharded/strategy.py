@@ -28,7 +28,7 @@ from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session.session import Phase
+from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.sharded.mesh_sharding import MeshSharding, check_algorithm
 from lightning_dsgd.sharded.together import blaming, gathered, lost_behind, save
 from lightning_dsgd.trainer import seams
@@ -158,7 +158,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         replica, data = mesh["replica"], mesh["data_parallel"]
         rank = replica.get_local_rank() * data.size() + data.get_local_rank()
         first = {"num_replicas": replica.size() * data.size(), "rank": rank}
-        return first if self._survivors is None else dict(self._survivors.share(first))
+        return self.session.ranks.share(first)
 
     def _conditions(self) -> Conditions:
         if self._scaler is not None:
@@ -187,7 +187,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
     def _lay_out(self, trainer: Any, net: Transport) -> tuple[Transport, Whole, Transport | None]:
         sharding, module = self._sharding, trainer.lightning_module
         self._num_builds += 1
-        self.session.hold_shards(sharding)
+        self.session.sharding = sharding
         net = net.sub(f"build-{self._num_builds}")
         shards = sharding.layout(net, module, self.optimizers, self.algorithm)
         if self._num_builds == 1:

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
-from lightning_dsgd.session.session import Session, trained
+from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.under_way import trained
 from lightning_dsgd.sharded.shards import SHARD, local
 from lightning_dsgd.transport import PeerLost, TransportError
 
@@ -76,7 +77,7 @@ def save(
     while not is_saved:
         shared, number = _gathered_consensus(session, checkpoint)
         own = _own(session, checkpoint) if has_replicas else None
-        is_saved = session.together(partial(_write, session, path, shared, own, number))
+        is_saved = session.ranks.together(partial(_write, session, path, shared, own, number))
 
 
 def _gathered_consensus(
@@ -86,8 +87,7 @@ def _gathered_consensus(
     assert session.training is not None
     replica, is_shown = session.training.replica, session.training.replica.shows_consensus
     if not is_shown:
-        adopt = getattr(replica, "show_as_shared", None)
-        session.together(replica.show_consensus, adopt)
+        session.ranks.show(replica.show_consensus)
     # All ranks of this replica are here: none changes the view while another gathers.
     try:
         sharding = session.sharding
@@ -99,7 +99,7 @@ def _gathered_consensus(
         if not is_shown:
             replica.show_own()
     shared = record.with_record(whole, record.of_model(session.training.algorithm))
-    return shared, session.view_number
+    return shared, session.ranks.number
 
 
 def _own(session: Session[Any], checkpoint: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _write(
     """Writes unless a rank has gathered in an earlier view; returns whether files were written."""
     meetings, sharding = session.meetings, session.sharding
     assert sharding is not None
-    if set(everyones(meetings, str(number))) != {str(session.view_number)}:
+    if set(everyones(meetings, str(number))) != {str(session.ranks.number)}:
         return False
     files.save(files.TorchFiles(), meetings, path, shared, own, num_shards=sharding.num_shards)
     return True

@@ -11,7 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
-from lightning_dsgd.session.session import Phase
+from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.session.saving import save
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.training import TrainerSession
 
@@ -46,7 +47,8 @@ class CheckpointsMixin(_Base):
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        session.save(
+        save(
+            session,
             self.checkpoint_io,
             str(filepath),
             checkpoint,

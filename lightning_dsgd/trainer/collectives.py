@@ -7,17 +7,17 @@ among the members.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.session.session import Phase
+from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.training import TrainerSession, check_of_all
+from lightning_dsgd.trainer.training import TrainerSession
 
 if TYPE_CHECKING:
     _Base = DDPStrategy
@@ -32,35 +32,20 @@ class CollectivesMixin(_Base):
     session: TrainerSession
     _warned_of_local_logs = False
 
-    @property
-    def _survivors(self) -> Any:
-        """The session if it goes on where a rank is lost, else None."""
-        return self.session if self.session.goes_on else None
-
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._survivors is not None:
-            self._survivors.barrier()
-        elif self.session.can_meet:
-            self.session.meet()
-            self.session.meetings.barrier().wait()
+        self.session.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self.session.phase is Phase.BROKEN:
             return obj
-        if self._survivors is not None and (self.session.is_open or self._survivors.has_changed):
-            return self._survivors.broadcast(obj, src)
         self.session.meet()
-        with self.session.blaming("a broadcast"):
-            return super().broadcast(obj, src)
+        return self.session.ranks.broadcast(obj, src, partial(super().broadcast, obj, src))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         self.session.check_process()
-        if self._survivors is not None:
-            check_of_all(group)
-            return torch.stack(self._survivors.all_gather(tensor, sync_grads=sync_grads))
         self.session.meet()
-        with self.session.blaming("an all_gather"):
-            return super().all_gather(tensor, group, sync_grads)
+        theirs = partial(super().all_gather, tensor, group, sync_grads)
+        return self.session.ranks.all_gather(tensor, theirs, group=group, sync_grads=sync_grads)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or not self.session.can_meet:
@@ -69,39 +54,23 @@ class CollectivesMixin(_Base):
             if not self.algorithm.lockstep:
                 self._warn_of_local_logs()
                 return tensor
-            if self._survivors is not None:
-                raise ValueError(
-                    "a value of a step must not be asked of all ranks where one may be lost, got "
-                    'self.log(..., on_step=True, sync_dist=True) with on_loss="continue"; use '
-                    "on_epoch=True, on_step=False"
-                )
+            self.session.ranks.check_in_step()
             if self.session.training is not None and self.session.training.is_uneven:
                 raise ValueError(
                     "a value of a step must not be asked of ranks that have run out of batches, "
                     "got self.log(..., on_step=True, sync_dist=True) where ranks have different "
                     "numbers of batches; use on_epoch=True, on_step=False"
                 )
-        if self._survivors is not None:
-            check_of_all(group)
-            group = None
         op = getattr(reduce_op, "name", str(reduce_op)).lower()
-        if op in ("mean", "avg", "sum") and group is None:
-            return self.session.reduce(tensor, is_mean=op != "sum")
-        if self._survivors is not None:
-            return self._survivors.reduced(tensor, op)
-        self.session.meet()
-        with self.session.blaming("a reduction"):
-            return super().reduce(tensor, group, reduce_op)
+        theirs = partial(super().reduce, tensor, group, reduce_op)
+        return self.session.ranks.reduce(tensor, op, theirs, group=group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         # Not by `reduce`: callbacks also decide right after a batch, and all ranks must do the
         # same.
         if not self.session.can_meet:
             return decision
-        if self._survivors is not None:
-            return bool(self._survivors.decide(decision, is_of_all=all))
-        votes = int(self.session.reduce(torch.tensor(int(decision)), is_mean=False))
-        return votes == self.session.world_size if all else votes > 0
+        return self.session.ranks.decide(decision, is_of_all=all)
 
     def _is_of_a_step(self) -> bool:
         """Returns whether a reduction now is of one batch; later hooks are past `end_batch`."""

@@ -6,7 +6,6 @@ import json
 from typing import Any, Final
 
 import torch
-from torchmetrics import Metric
 
 from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm
@@ -14,25 +13,6 @@ from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.training import TrainerSession
 
 # ---- when the ranks have met ----
-
-
-def check_start_method(method: str) -> None:
-    """Raises where a parent process ends all ranks if one ends."""
-    if method != "popen":
-        raise ValueError(
-            "ranks must not be forked or spawned to go on without a lost one, as their parent ends "
-            f'all with one, got start_method="{method}" with on_loss="continue"; run a script '
-            'without it, or use on_loss="end"'
-        )
-
-
-def check_comes_later(rank: int, world_size: int, is_newcomer: bool) -> None:
-    """Raises where a process that was started to join a training finds none."""
-    if rank >= world_size and not is_newcomer:
-        raise ValueError(
-            f"rank {rank} was started to join a training of {world_size} ranks, which must go on "
-            "meanwhile, but it has ended; start a new job from its checkpoint"
-        )
 
 
 def check_searches(trainer: Any, algorithm: Algorithm) -> None:
@@ -79,24 +59,6 @@ def check_trainer(trainer: Any, algorithm: Algorithm) -> None:
             f'every rank measures by itself, with strategy="{algorithm.name}"; use a number of '
             "batches"
         )
-
-
-def check_survivable(trainer: Any) -> None:
-    """Raises for callbacks and options whose calls of all ranks a lost rank would end."""
-    for callback in trainer.callbacks:
-        if seams.is_timer(callback) or seams.saves_by_time(callback):
-            raise ValueError(
-                "callbacks must not look at a clock where a rank may be lost, got "
-                f'{type(callback).__name__} with on_loss="continue"; use max_epochs, max_steps or '
-                'every_n_train_steps, or on_loss="end"'
-            )
-    for name, module in trainer.lightning_module.named_modules():
-        if isinstance(module, Metric):
-            raise ValueError(
-                "torchmetrics asks all ranks by itself, also those that are lost, got the metric "
-                f'{name!r} with on_loss="continue"; log tensors with sync_dist=True, or use '
-                'on_loss="end"'
-            )
 
 
 def check_number_of_processes(world_size: int, num_nodes: int, devices: int) -> None:

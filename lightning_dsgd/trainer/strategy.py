@@ -39,9 +39,10 @@ from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import notices, options, record
+from lightning_dsgd.session.figures import gathered, own
 from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.scaling import agree_on_overflow
-from lightning_dsgd.session.session import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import arguments, joint, refusals, seams
 from lightning_dsgd.trainer.arguments import TrainerOptions
@@ -55,7 +56,6 @@ from lightning_dsgd.trainer.signals import Signals
 from lightning_dsgd.trainer.training import TrainerSession, TrainerTraining
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.mpi_job import check_launch
-from lightning_dsgd.transport.register import Register
 
 
 class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
@@ -85,79 +85,43 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self._hooks = Hooks(self)
         self._signals: Signals | None = None
         self._resumes_own, self._random_states = False, None
-        self._trains_already: Register | None = None
         self._handed_over = None
 
     # ---- set-up ----
 
     def setup_environment(self) -> None:
         self._resumes_own, self._random_states = False, None
-        if self._survivors is not None and self._survivors.has_changed:
-            raise ValueError(
-                "a Trainer must not be used again once ranks were lost or have joined, as the "
-                f"ranks of its start must all be there, got the ranks {self._survivors.members} "
-                f"and {self.world_size} at the start; start the job anew"
-            )
+        self.session.ranks.check_unchanged()
         self.session = self._new_session()
         self._processes.become_rank()
         super().setup_environment()
         self.algorithm.check(self.num_replicas, self._conditions())
-        if self._survivors is not None:
-            options.check_survival(
-                self.algorithm,
-                self.world_size,
-                self._min_ranks,
-                self.root_device,
-                self._max_ranks,
-                num_shards=self.world_size // self.num_replicas,
-            )
-        self.session.open(self._open_network())
-        self.session.check_options(
-            self.algorithm, self._chosen["evaluate"], self._chosen["average_buffers"]
-        )
+        ranks, chosen = self.session.ranks, self._chosen
+        ranks.check(self.algorithm, self.num_replicas, self.root_device)
+        meet = partial(self._meeting.open_network, self.world_size, self.root_device)
+        self.session.open(ranks.open_network(meet))
+        evaluate, averages = chosen["evaluate"], chosen["average_buffers"]
+        ranks.check_alike(options.describe(self.algorithm, evaluate, averages))
         if self.lightning_module is not None:
             refusals.check_searches(self.lightning_module.trainer, self.algorithm)
-
-    def _open_network(self) -> Transport:
-        if self._trains_already is None:
-            return self._meeting.open_network(self.world_size, self.root_device)
-        net = self._meeting.come_later(self._trains_already, self.world_size)
-        self.session.rank = net.rank
-        return net
-
-    def _find_training(self, environment: Any) -> bool:
-        """Returns whether ranks train already, which this process is to join."""
-        if self._survivors is None:
-            return False
-        address = environment.main_address, environment.main_port
-        self._trains_already = self._meeting.find_training(address)
-        self._survivors.is_newcomer = self._trains_already is not None
-        refusals.check_comes_later(self.global_rank, self.world_size, self._survivors.is_newcomer)
-        if self._survivors.is_newcomer and self._trainer_state() != "fit":
-            raise ValueError(
-                "a process that joins a training must call trainer.fit first, got "
-                f"trainer.{self._trainer_state()}; leave that out, or start the job anew"
-            )
-        return bool(self._survivors.is_newcomer)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Takes the others' state on a newcomer that has built its model and optimizers."""
-        return self._trains_already is not None or super().restore_checkpoint_after_setup
+        return not self.session.takes_part or super().restore_checkpoint_after_setup
 
     def _new_session(self) -> TrainerSession:
         if self._chosen["on_loss"] == "end":
             return TrainerSession(self._processes)
-        counts = self._min_ranks, self._max_ranks
         wing: Any = wings.load("elastic.joining", 'on_loss="continue"')
-        session: TrainerSession = wing.ChangingTrainerSession(
-            self._processes, self._meeting, *counts
-        )
-        return session
+        ranks = wing.TrainerMembers(self._meeting, self._min_ranks, self._max_ranks)
+        return TrainerSession(self._processes, ranks)
 
     @property
     def is_global_zero(self) -> bool:
-        return self.session.is_first if self._survivors is not None else super().is_global_zero
+        if self.session.phase is Phase.OPENING:
+            return super().is_global_zero
+        return self.session.ranks.is_first
 
     @property
     def num_replicas(self) -> int:
@@ -167,7 +131,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         first: dict[str, Any] = super().distributed_sampler_kwargs
-        return first if self._survivors is None else dict(self._survivors.share(first))
+        return self.session.ranks.share(first)
 
     def _conditions(self) -> Conditions:
         return Conditions(self.num_processes, skips_overflow=self._scaler is not None)
@@ -183,8 +147,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self._start_method = start_method(
             self.cluster_environment, self._start_method, is_chosen=self._has_start_method
         )
-        if self._chosen["on_loss"] == "continue":
-            refusals.check_start_method(self._start_method)
+        self.session.ranks.check_start(self._start_method)
         super()._configure_launcher()
         self._processes.take_over(self._launcher, self._start_method, self.fail)
 
@@ -195,19 +158,19 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             environment = self.cluster_environment
             if environment is None:
                 raise RuntimeError("Lightning must have chosen a cluster environment by now")
-            if self._find_training(environment):
-                self._meeting.make_group_of_one()
-            else:
+            address = environment.main_address, environment.main_port
+            self.session.ranks.find_training(address, self._trainer_state())
+            if self.session.takes_part:
                 self._meeting.join_process_group(
                     self.global_rank,
                     self.world_size,
-                    (environment.main_address, environment.main_port),
+                    address,
                     self._get_process_group_backend(),
                     self._timeout,
                     self.root_device,
                 )
         super().setup_distributed()  # which finds the process group there
-        if self._trains_already is not None:
+        if not self.session.takes_part:
             seams.be_silent()
 
     def setup(self, trainer: Any) -> None:
@@ -216,8 +179,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         if is_fitting:
             refusals.check_number_of_processes(self.world_size, self.num_nodes, self.num_processes)
             refusals.check_trainer(trainer, self.algorithm)
-            if self._survivors is not None:
-                refusals.check_survivable(trainer)
+            self.session.ranks.check_trainer(trainer)
             if self._layer_sync is not None:
                 refusals.check_sync_batchnorm(self.algorithm, self.root_device)
         super().setup(trainer)
@@ -227,8 +189,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         if is_fitting:
             self.session.clip = partial(seams.clip, trainer)
             self.session.training = self._set_up_training(trainer)
-            if self._survivors is not None and self._survivors.is_newcomer:
-                state = self._survivors.join()
+            state = self.session.ranks.join()
+            if state is not None:
                 self._random_states = state["random_states"]
                 self._handed_over = state["checkpoint"]
                 seams.restore_from(trainer, self._handed_over)
@@ -240,9 +202,9 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         net = self.session.net
         options.check_optimizers(self.optimizers, self.world_size, self._scaler)
         replica = self._make_replica(trainer, *self._lay_out(trainer, net.sub("replica")))
-        if not self._resumes_own and self._trains_already is None:
+        if not self._resumes_own and self.session.takes_part:
             replica.synchronize()
-        agreed = AgreedBatch(net.sub("stop"), serves=self._trains_already is None)
+        agreed = AgreedBatch(net.sub("stop"), serves=self.session.takes_part)
         seams.ask_nobody_for_sigterm(trainer)
         epochs = JointEpochs(self.session, trainer, self.check_numbers_of_batches)
         clock = Clock(trainer, agreed)
@@ -255,10 +217,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     def _make_replica(
         self, trainer: Any, net: Transport, layout: Whole, everyone: Transport | None
     ) -> Replica:
-        kind: Callable[..., Replica] = self.session.replica_type
-        if self._survivors is not None:
-            kind = partial(kind, is_newcomer=self._survivors.is_newcomer)
-        return kind(
+        return self.session.ranks.make_replica(
             net,
             trainer.lightning_module,
             self.optimizers,
@@ -305,7 +264,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def check_numbers_of_batches(self) -> None:
         training = self.session.training
-        if training is not None and self._trains_already is None:
+        if training is not None and self.session.takes_part:
             training.is_uneven = refusals.check_numbers_of_batches(self.session, self.algorithm)
 
     def on_validation_start(self) -> None:
@@ -369,11 +328,11 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def communication(self) -> dict[str, float]:
         """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
-        return self.session.figures()
+        return own(self.session)
 
     def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
         """Returns every rank's figures, by rank; all ranks call it, between steps."""
-        return self.session.gather_figures(figures)
+        return gathered(self.session, figures)
 
 
 @keywords.lists(TrainerOptions)

@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_dsgd.session.session import Session, Training, TrainingT
-from lightning_dsgd.session.stopping import END, ENDS, SAVE
+from lightning_dsgd.session.ranks import Ranks
+from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.stopping import END, END_SIGNALS, SAVE
+from lightning_dsgd.session.under_way import Training, TrainingT
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.joint import JointEpochs
@@ -35,19 +37,20 @@ class LaunchedSession(Session[TrainingT]):
 
     Args:
         processes: the ranks' processes on this node
+        ranks: the ranks; by default a loss ends the job
     """
 
-    def __init__(self, processes: Processes) -> None:
-        super().__init__()
+    def __init__(self, processes: Processes, ranks: Ranks | None = None) -> None:
+        super().__init__(ranks)
         self._processes = processes
 
-    def _quiet_observer(self) -> None:
+    def quiet_observer(self) -> None:
         seams.quiet_observer()
 
-    def _end_children(self) -> None:
+    def end_children(self) -> None:
         self._processes.end_children(within_s=0.0)
 
-    def _forgive_others(self) -> None:
+    def forgive_others(self) -> None:
         self._processes.forgive()
 
 
@@ -73,6 +76,7 @@ class TrainerSession(LaunchedSession[TrainerTraining]):
         super().end_batch()
         if self.training is not None:
             self.training.clock.ends_epoch(self.training.trainer.current_epoch)
+        self.ranks.end_epoch()
 
     def _agree(self, what: int, votes: Tensor, *, are_all_here: bool) -> bool:
         training = self.training
@@ -89,18 +93,9 @@ class TrainerSession(LaunchedSession[TrainerTraining]):
                 training.clock.end_after(max(epochs))
         return are_all_here
 
-    def _end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
+    def end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
         if self.training is None:
-            super()._end_by(signum, begin, end)
-        if signum not in ENDS:
+            super().end_by(signum, begin, end)
+        if signum not in END_SIGNALS:
             seams.requeue(self.training.trainer, signum)
         seams.interrupt(self.training.trainer, signum, begin, end)
-
-
-def check_of_all(group: Any) -> None:
-    """Raises for a group of some ranks, whose collective would wait for a lost one."""
-    if group is not None and group is not torch.distributed.group.WORLD:
-        raise ValueError(
-            f'a collective must be of all ranks with on_loss="continue", got group={group!r}; '
-            'leave it out, or use on_loss="end"'
-        )

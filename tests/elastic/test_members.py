@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_dsgd import STRATEGIES, FabricStrategy
+from lightning_dsgd import STRATEGIES, FabricStrategy, LocalSGD, decentralized
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.elastic.in_fabric import ChangingFabricSession
-from lightning_dsgd.elastic.joining import ChangingTrainerSession
-from lightning_dsgd.elastic.members import SurvivingSession
+from lightning_dsgd.elastic.changes import ChangingMembers
+from lightning_dsgd.elastic.joining import TrainerMembers
+from lightning_dsgd.fabric.collectives import FabricSession
+from lightning_dsgd.session.figures import gathered
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.options import Options, choose
-from lightning_dsgd.session.session import Phase
+from lightning_dsgd.session.phases import FOLLOWING, Phase
+from lightning_dsgd.session.session import Session
 from lightning_dsgd.trainer.processes import Processes
+from lightning_dsgd.trainer.training import TrainerSession
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
@@ -27,27 +31,17 @@ from lightning_dsgd.transport.view import View
 CHOSEN = choose("a test", Options, {"timeout_s": 10.0, "heartbeat_timeout_s": 10.0})
 
 
-class Untrained(SurvivingSession[Any]):
-    """Trains nothing; counts the results that it has taken over from others."""
+class Untrained(ChangingMembers):
+    """Train nothing; count the results that they have taken over from others."""
 
     num_taken_over = 0
 
-    def enter(self, net: Any) -> None:
-        self.rank, self.world_size = net.rank, net.world_size
-        self.open(net)
-
     def _enter_view(self, view: View) -> None:
         everyones(view.sub("begin"), "")
-        self._net, self._meetings = view, view.sub("meetings")
-        self.world_size, self._members = view.world_size, view.members
+        self.session.take(view)
+        self.session.world_size, self._members = view.world_size, view.members
 
-    def _meet_others(self) -> None:
-        pass
-
-    def _await_notice(self, lost: PeerLost) -> None:
-        pass
-
-    def together(self, call: Callable[[], Any], adopt: Callable[[], None] | None = None) -> Any:
+    def together(self, call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         made_in = -1
 
         def note() -> Any:
@@ -55,27 +49,37 @@ class Untrained(SurvivingSession[Any]):
             made_in = self.calls.view.number
             return call()
 
-        result = super().together(note, adopt)
+        result = super().together(note, *args, **kwargs)
         self.num_taken_over += made_in != self.calls.view.number
         return result
 
 
-class Members(Untrained):
-    can_be_joined = True
+class UntrainedTrainer(Untrained, TrainerMembers):
+    """Of the Trainer."""
 
-    def __init__(self, net: Any, meeting: Meeting | None = None) -> None:
-        super().__init__(meeting or Meeting(CHOSEN, print), None)
-        self.enter(net)
+
+def entered(net: Any, session: Session[Any]) -> Any:
+    """The ranks of a session that has a network now."""
+    session._last_resort = SimpleNamespace(await_notice=lambda lost: None)  # type: ignore[assignment]
+    session.rank, session.world_size = net.rank, net.world_size
+    session.open(net)
+    return session.ranks
+
+
+def members(net: Any, meeting: Meeting | None = None) -> Untrained:
+    """Of no face."""
+    made = Untrained(meeting or Meeting(CHOSEN, print), None)
+    made.can_be_joined = True  # type: ignore[misc]
+    return entered(net, Session(made))
 
 
 # ---- where the members are written down ----
 
 
 def train_with(net: Any, meeting: Meeting) -> None:
-    session = Members(net, meeting)
-    session.training = SimpleNamespace()
-    session.begin_to_survive()
-    session.calls.leave()
+    ranks = members(net, meeting)
+    ranks.begin()
+    ranks.calls.leave()
 
 
 def test_a_launcher_learns_of_a_training_whose_process_group_the_script_has_made(monkeypatch):
@@ -92,17 +96,15 @@ def test_a_launcher_learns_of_a_training_whose_process_group_the_script_has_made
 
 
 def lose_one_that_survives(net: Any, lost: int) -> tuple[int, ...]:
-    session = Members(net)
-    session.training = SimpleNamespace()
+    ranks = members(net)
     net.compute(float(net.rank == lost))  # the last to come needs to wait least
-    session.begin_to_survive()
+    ranks.begin()
     if net.rank == lost:
         net.fail("failed: at once")
         return ()
-    session.training = None
-    session.barrier()
-    session.calls.leave()
-    return session.members
+    ranks.session.barrier()
+    ranks.calls.leave()
+    return ranks.members
 
 
 @pytest.mark.parametrize("lost", range(4))
@@ -117,13 +119,13 @@ def test_a_rank_may_be_lost_once_it_has_begun_to_survive(lost):
 
 
 def call_again_and_again(net: Any, make: Callable[[Any], Any]) -> tuple[list[Any], int]:
-    session, call = make(net)
+    ranks, call = make(net)
     given = []
     while len(given) < 25:
         net.compute(0.01 * (1 + net.rank))
         given.append(call())
-    session.calls.leave()
-    return given, session.num_taken_over
+    ranks.calls.leave()
+    return given, ranks.num_taken_over
 
 
 def of_all_that_are_left(make: Callable[[Any], Any], num_kills: int = 20) -> Iterator[list[Any]]:
@@ -143,26 +145,18 @@ def of_all_that_are_left(make: Callable[[Any], Any], num_kills: int = 20) -> Ite
     assert num_taken_over > 5
 
 
-class UntrainedFabric(Untrained, ChangingFabricSession):
-    """Of Fabric."""
-
-
-class UntrainedTrainer(Untrained, ChangingTrainerSession):
-    """Of the Trainer."""
-
-
 def fabrics(net: Any) -> FabricStrategy:
     strategy = FabricStrategy("local_sgd", on_loss="continue")
-    strategy.session = session = UntrainedFabric(strategy._meeting, None, Processes())
-    session.enter(net)
+    strategy.session = FabricSession(Processes(), Untrained(strategy._meeting, None))
+    entered(net, strategy.session)
     strategy._loop = SimpleNamespace(together=lambda what: None, num_steps=0)  # type: ignore[assignment]
     return strategy
 
 
 def trainers(net: Any) -> Any:
     strategy = STRATEGIES["local_sgd"](on_loss="continue")
-    strategy.session = UntrainedTrainer(Processes(), strategy._meeting, None, None)
-    strategy.session.enter(net)
+    strategy.session = TrainerSession(Processes(), UntrainedTrainer(strategy._meeting, None))
+    entered(net, strategy.session)
     return strategy
 
 
@@ -173,14 +167,14 @@ FACES = pytest.mark.parametrize("face", [fabrics, trainers])
 def test_all_decide_the_same_around_a_loss(face):
     def decisions(net: Any) -> tuple[Untrained, Callable[[], bool]]:
         strategy = face(net)
-        return strategy.session, lambda: strategy.reduce_boolean_decision(True)
+        return strategy.session.ranks, lambda: strategy.reduce_boolean_decision(True)
 
     assert all(decided == [True] * 3 for decided in of_all_that_are_left(decisions))
 
 
-def figures_of_all(net: Any) -> tuple[Members, Callable[[], Any]]:
-    session = Members(net)
-    return session, lambda: session.gather_figures({"rank": net.rank})
+def figures_of_all(net: Any) -> tuple[Untrained, Callable[[], Any]]:
+    ranks = members(net)
+    return ranks, lambda: gathered(ranks.session, {"rank": net.rank})
 
 
 def test_figures_of_all_are_the_same_on_all_around_a_loss():
@@ -190,9 +184,9 @@ def test_figures_of_all_are_the_same_on_all_around_a_loss():
         assert given[0].count({}) <= 1
 
 
-def what_rank_2_says(net: Any) -> tuple[Members, Callable[[], Any]]:
-    session = Members(net)
-    return session, lambda: session.broadcast([net.rank], 2)
+def what_rank_2_says(net: Any) -> tuple[Untrained, Callable[[], Any]]:
+    ranks = members(net)
+    return ranks, lambda: ranks.broadcast([net.rank], 2, lambda: None)
 
 
 def test_a_broadcast_gives_the_value_of_its_rank_or_if_lost_of_the_first_around_a_loss():
@@ -226,18 +220,12 @@ def test_a_broadcast_gives_the_value_of_its_rank_or_if_lost_of_the_first_around_
 )
 def test_fabric_ends_a_rank_that_has_left_where_it_calls_something(call):
     strategy = FabricStrategy("local_sgd", on_loss="continue")
-    strategy.session._farewell = "rank 1 received SIGTERM and has left"
+    strategy.session.rank, strategy.session._phase = 1, Phase.LEFT
     with pytest.raises(SystemExit, match="rank 1 received SIGTERM and has left"):
         call(strategy)
 
 
 # ---- the last resort ----
-
-
-class Hanging(Untrained):
-    """Ends its process where its training does not notice a loss."""
-
-    _await_notice = SurvivingSession._await_notice
 
 
 class Timers:
@@ -246,8 +234,8 @@ class Timers:
     def __init__(self) -> None:
         self.made: list[Any] = []
 
-    def __call__(self, seconds: float, action: Callable[[], None]) -> Any:
-        timer = SimpleNamespace(action=action, is_due=False)
+    def __call__(self, seconds: float, action: Callable[..., None], args: Any) -> Any:
+        timer = SimpleNamespace(action=partial(action, *args), is_due=False)
         timer.start = lambda: setattr(timer, "is_due", True)
         timer.cancel = lambda: setattr(timer, "is_due", False)
         self.made.append(timer)
@@ -266,15 +254,15 @@ def timers(monkeypatch) -> Timers:
     def end(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr("lightning_dsgd.session.session.threading.Timer", made)
-    monkeypatch.setattr("lightning_dsgd.session.session.os._exit", end)
+    monkeypatch.setattr("lightning_dsgd.session.last_resort.threading.Timer", made)
+    monkeypatch.setattr("lightning_dsgd.session.last_resort.os._exit", end)
     return made
 
 
-def hanging() -> Hanging:
-    session = Hanging(Meeting(CHOSEN, print), None)
-    session._net = SimpleNamespace(ends_with_peers=False)
-    session.training = SimpleNamespace(stop_lanes=lambda: ())
+def hanging() -> Session[Any]:
+    session = Session[Any](Untrained(Meeting(CHOSEN, print), None))
+    session._net = SimpleNamespace(ends_with_peers=False)  # type: ignore[assignment]
+    session.training, session._phase = SimpleNamespace(stop_lanes=lambda: ()), Phase.TRAINING
     return session
 
 
@@ -282,18 +270,19 @@ def hanging() -> Hanging:
 def test_a_rank_that_has_left_is_not_ended_for_a_loss(timers, is_before):
     session, lost = hanging(), PeerLost(1, "died")
     if is_before:
-        session._await_notice(lost)
-    session._leave_alone(SimpleNamespace(close=lambda: session._await_notice(lost)))
+        session._last_resort.await_notice(lost)
+    session._net.close = lambda: session._last_resort.await_notice(lost)  # type: ignore[union-attr]
+    session.depart()
     timers.pass_by()
 
 
 def test_a_rank_is_ended_for_a_loss_that_training_does_not_notice_also_in_another_view(timers):
     session = hanging()
-    session._await_notice(PeerLost(1, "died"))
-    session._net = SimpleNamespace(ends_with_peers=False)
+    session._last_resort.await_notice(PeerLost(1, "died"))
+    session._net = SimpleNamespace(ends_with_peers=False)  # type: ignore[assignment]
     with pytest.raises(SystemExit, match="1"):
         timers.pass_by()
-    session.phase = Phase.BROKEN
+    session.enter(Phase.BROKEN)
     timers.pass_by()
 
 
@@ -301,11 +290,13 @@ def test_a_rank_is_ended_for_a_loss_that_training_does_not_notice_also_in_anothe
 
 
 def begin_batch_after_break(net: Any) -> list[Phase]:
-    session, phases = Members(net), list[Phase]()
-    agreed = SimpleNamespace(may_begin_batch=lambda: True)
-    session.training, session.survives = SimpleNamespace(agreed=agreed), True
-    session.phase = Phase.IN_BATCH
-    session._meet_others = lambda: phases.append(session.phase)  # type: ignore[method-assign]
+    session, phases = members(net).session, list[Phase]()
+    agreed = SimpleNamespace(
+        may_begin_batch=lambda: True,
+        leaves=False,
+        meets_now=lambda: phases.append(session.phase),
+    )
+    session.training, session._phase = SimpleNamespace(agreed=agreed), Phase.IN_BATCH
     session.begin_batch()
     return [*phases, session.phase]
 
@@ -313,6 +304,47 @@ def begin_batch_after_break(net: Any) -> list[Phase]:
 def test_ranks_can_meet_before_a_batch_whose_last_one_was_left_by_break():
     both = SimulatedWorld(2, goes_on=True).run(begin_batch_after_break)
     assert both == [[Phase.TRAINING, Phase.IN_BATCH]] * 2
+
+
+# ---- where a session stands ----
+
+
+@pytest.mark.filterwarnings("ignore:got one rank")
+def test_a_training_walks_through_the_table_of_phases(monkeypatch):
+    phases, enter = [Phase.OPENING], Session.enter
+
+    def note(session: Session[Any], phase: Phase) -> None:
+        enter(session, phase)
+        phases.extend([session.phase] if session.phase is not phases[-1] else [])
+
+    monkeypatch.setattr(Session, "enter", note)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with decentralized(model, optimizer, LocalSGD(2)) as replica:
+        for _ in replica.batches(range(2)):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+    two = [Phase.TRAINING, Phase.IN_BATCH] * 2
+    assert phases == [
+        *(Phase.OPENING, Phase.READY, *two),
+        *(Phase.TRAINING, Phase.TRAINED, Phase.OVER),
+    ]
+
+
+@pytest.mark.parametrize("before", Phase)
+def test_a_change_that_is_not_in_the_table_raises_and_names_both_phases(before):
+    for after in Phase:
+        session = Session[Any]()
+        session._phase = before
+        if after is before or not FOLLOWING[before]:
+            session.enter(after)
+            assert session.phase is before
+        elif after in FOLLOWING[before]:
+            session.enter(after)
+            assert session.phase is after
+        else:
+            with pytest.raises(AssertionError, match=f"that is {before.name} .* got {after.name}"):
+                session.enter(after)
 
 
 # ---- what is refused ----

@@ -17,6 +17,7 @@ from torch import nn
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.session import record
+from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
 from tests.plain.test_training import loader_of, make, replica_of, same, steps
 from tests.support.doomed import await_leave
@@ -352,7 +353,7 @@ def test_a_rank_that_has_left_gets_no_more_batches():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     replica = dsgd.decentralized(model, optimizer, dsgd.WAGMA(), on_loss="continue")
-    replica._session._farewell = "rank 1 received SIGTERM and has left; the others go on"
+    replica._session._phase = Phase.LEFT
     with pytest.raises(SystemExit, match="has left"):
         replica.batches([])
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.elastic.joining import ChangingTrainerSession
+from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.session import record
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.options import Options, choose
-from lightning_dsgd.trainer import refusals
 from lightning_dsgd.trainer.callbacks import CommunicationMonitor
 from lightning_dsgd.trainer.processes import Processes
+from lightning_dsgd.trainer.training import TrainerSession
 from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS
 from tests.support.doomed import Doomed, Plan, await_leave
 from tests.support.killed import kill_after, kill_at_random
@@ -82,7 +82,7 @@ def fit(
     )
     model = model_type(folder, plans)
     train.fit(model, loader(256), loader(32))
-    if train.strategy.session.has_changed:
+    if train.strategy.session.ranks.has_changed:
         with pytest.raises(
             ValueError, match="a Trainer must not be used again once ranks were lost"
         ):
@@ -209,12 +209,13 @@ def test_what_cannot_be_honoured_is_refused():
     with pytest.raises(ValueError, match='max_ranks needs on_loss="continue"'):
         STRATEGIES["wagma"](max_ranks=2)
     with pytest.raises(ValueError, match="must not be forked or spawned"):
-        refusals.check_start_method("fork")
+        members(None).check_start("fork")
 
 
-def changing_session(max_ranks: int | None) -> ChangingTrainerSession:
-    meeting = Meeting(choose("a test", Options, {}), print)
-    return ChangingTrainerSession(Processes(), meeting, None, max_ranks)
+def members(max_ranks: int | None) -> TrainerMembers:
+    made = TrainerMembers(Meeting(choose("a test", Options, {}), print), None, max_ranks)
+    TrainerSession(Processes(), made)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -222,27 +223,26 @@ def changing_session(max_ranks: int | None) -> ChangingTrainerSession:
     [(None, 2, ()), (None, 1, (5,)), (4, 2, (5, 7)), (3, 2, (5,))],
 )
 def test_as_many_are_invited_as_there_is_room_for(most, num_members, invited):
-    session = ChangingTrainerSession(
-        Processes(), Meeting(choose("a test", Options, {}), print), None, most
-    )
-    session._num_ranks = 2
-    session._calls = SimpleNamespace(
+    ranks = members(most)
+    ranks._num_ranks = 2
+    ranks._calls = SimpleNamespace(  # type: ignore[assignment]
         view=SimpleNamespace(
             world_size=num_members, views=SimpleNamespace(newcomers=lambda: (5, 7, 8))
         )
     )
-    assert session._newcomers() == [*invited]
+    assert ranks._newcomers() == [*invited]
 
 
 def test_a_rank_besides_the_first_reads_what_one_of_these_reads():
-    session = changing_session(5)
-    assert session.share({"num_replicas": 2, "rank": 1}) == {"num_replicas": 2, "rank": 1}
-    assert session.share({"num_replicas": 2, "rank": 4}) == {"num_replicas": 2, "rank": 0}
+    ranks = members(5)
+    assert ranks.share({"num_replicas": 2, "rank": 1}) == {"num_replicas": 2, "rank": 1}
+    assert ranks.share({"num_replicas": 2, "rank": 4}) == {"num_replicas": 2, "rank": 0}
 
 
 def test_a_trainer_whose_ranks_have_changed_is_refused_with_what_has_happened():
     strategy = STRATEGIES["local_sgd"](on_loss="continue", max_ranks=3)
-    strategy.session._num_ranks, strategy.session._members = 2, (0, 1, 2)
+    ranks = strategy.session.ranks
+    ranks._num_ranks, ranks._members = 2, (0, 1, 2)
     with pytest.raises(ValueError, match=r"lost or have joined, .* got the ranks \(0, 1, 2\) and"):
         strategy.setup_environment()
 
@@ -256,10 +256,12 @@ def test_a_collective_of_some_ranks_is_refused(ask):
 
 
 def test_a_process_that_comes_later_needs_a_training():
-    refusals.check_comes_later(2, 2, True)
-    refusals.check_comes_later(1, 2, False)
+    session = members(None).session
+    session.world_size = 2
+    session.ranks.find_training(("localhost", 1), "fit")
+    session.rank = 2
     with pytest.raises(ValueError, match="rank 2 was started to join a training of 2 ranks"):
-        refusals.check_comes_later(2, 2, False)
+        session.ranks.find_training(("localhost", 1), "fit")
 
 
 def test_a_rank_that_ends_badly_ends_no_other_that_it_has_started():

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.lab.bench.job import is_of_mpich
-from lightning_dsgd.session import session
+from lightning_dsgd.session import last_resort
 from lightning_dsgd.session.stopping import AgreedBatch
 from tests.support import doomed
 from tests.support.doomed import Doomed, Plan, num_batches
@@ -128,7 +128,7 @@ def test_ranks_at_different_batches_stop_at_the_same_one() -> None:
 
 
 def fit(name: str, folder: str, plans: tuple[Plan, ...], kwargs: dict[str, Any]) -> None:
-    session.NOTICE_WITHIN_S = kwargs.pop("notice_within_s", 15.0)
+    last_resort.NOTICE_WITHIN_S = kwargs.pop("notice_within_s", 15.0)
     try:
         doomed.fit(name, folder, plans, **kwargs)
     finally:

@@ -11,7 +11,8 @@ import torch
 import lightning_dsgd as dsgd
 from lightning_dsgd import keywords
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.session.options import Options, check_survival, choose
+from lightning_dsgd.elastic.suits import check_survival
+from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.trainer.arguments import FabricOptions, ShardedOptions, TrainerOptions
 
 

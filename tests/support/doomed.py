@@ -28,7 +28,7 @@ def write_whole(file: Path, text: str) -> None:
 
 def await_leave(session: Any) -> None:
     """On a rank that is to leave: until it is agreed when, for training might be over before."""
-    while session._leaves and session.training.agreed._unanswered:
+    while (t := session.training) is not None and t.agreed.leaves and t.agreed._unanswered:
         time.sleep(0.001)  # between two looks
 
 

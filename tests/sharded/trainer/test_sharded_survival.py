@@ -110,7 +110,7 @@ def fit(
         "weights": whole(module),
         "epoch": train.current_epoch,
         "is_first": train.is_global_zero,
-        "members": strategy.session.members,
+        "members": strategy.session.ranks.members,
         "num_batches": train.num_training_batches,
         "samples": sorted(last),
         "val_loss": float(train.callback_metrics["val_loss"]),

@@ -37,7 +37,7 @@ class Steady(Doomed):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(BATCH_S)
-        view = self.trainer.strategy.session.calls.view
+        view = self.trainer.strategy.session.ranks.calls.view
         where = {
             "pid": os.getpid(),
             "epoch": self.current_epoch,

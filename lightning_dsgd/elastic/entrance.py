@@ -1,0 +1,102 @@
+"""How processes come to ranks that train: the register of a training, and the way in."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import torch
+
+from lightning_dsgd.elastic.newcomer import NewcomerTransport
+from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.transport.register import ALONE, OVER, STOPPED, Register, outlives_ranks
+
+
+class Entrance:
+    """Leads a process to the training of others, or others to its own.
+
+    Args:
+        meeting: how the ranks meet that start together
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._register: Register | None = None
+
+    @property
+    def register(self) -> Register | None:
+        """The launcher's register, which outlives the ranks; None if no launcher keeps one."""
+        variables = os.environ
+        are_known = {"MASTER_ADDR", "MASTER_PORT"} <= {*variables}
+        if self._register is None and outlives_ranks() and are_known:
+            host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+            self._register = Register(host, port, self._meeting.chosen["startup_timeout_s"])
+        return self._register
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a process that is started again asks here before it meets the others.
+
+        Where a script, or an earlier training, has made the process group, the process waits in it.
+        """
+        return self._meeting.has_met
+
+    def find_training(self, address: tuple[str, int]) -> bool:
+        """Returns whether a training goes on, to which this process comes.
+
+        Raises:
+            RuntimeError: if they train without a way to join them, or have ended
+        """
+        if not outlives_ranks():
+            return False
+        register = Register(*address, self._meeting.chosen["startup_timeout_s"])
+        training = register.training()
+        if training == ALONE:
+            _refuse()
+        if training in (OVER, STOPPED):
+            raise RuntimeError(
+                "a process must come while the others train, got one that came once their training "
+                f"was {training}; start the job anew"
+            )
+        if training:
+            self._register = register
+        return bool(training)
+
+    def refuse_training(self, address: tuple[str, int]) -> None:
+        """Raises `RuntimeError` if the others train already: nobody can join a user's loop."""
+        if self.find_training(address):
+            _refuse()
+
+    def come_later(self, world_size: int) -> NewcomerTransport:
+        """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
+        register, chosen = self._register, self._meeting.chosen
+        assert register is not None
+        number = register.new_number(world_size)
+        return NewcomerTransport(number, chosen["timeout_s"], chosen["heartbeat_timeout_s"])
+
+    def ask_to_join(self, net: NewcomerTransport, world_size: int, min_ranks: int | None) -> None:
+        """Asks the ranks that train to let this one in."""
+        register = self._register
+        assert register is not None
+        host, port = net.listen()
+        secret = register.secret()
+        register.write_card(net.rank, (host, port, secret))
+        register.say_left(has_left=False)  # if it did, it has come back
+        cards = register.cards(net.rank, world_size)
+        net.join(cards, bytes.fromhex(secret), min_ranks, self._meeting.chosen["timeout_s"])
+
+
+def make_group_of_one() -> None:
+    """Makes a process group of this newcomer alone, for code that asks whether there is one."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def _refuse() -> NoReturn:
+    """Raises where ranks train already, in a loop that its user has written."""
+    raise RuntimeError(
+        "a process must start with the others to train in a loop of its own, got one that was "
+        "started again while they train, which cannot know its place in their loop; they go on "
+        "without it: start the job anew, from a checkpoint, or use Lightning's Trainer, which a "
+        "rank can join, where no ranks hold a replica together"
+    )

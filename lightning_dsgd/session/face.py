@@ -1,0 +1,33 @@
+"""What a face adds to a session: a loop in plain PyTorch adds nothing."""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn
+
+from torch import Tensor
+
+
+class Face:
+    """Does what only a face can do, for a session."""
+
+    def end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
+        """Raises what this rank ends with after a signal; the text surrounds the signal's name."""
+        text = f"{begin} {signal.Signals(signum).name}{end}"
+        raise KeyboardInterrupt(text) if signum == signal.SIGINT else SystemExit(text)
+
+    def _agree(self, what: int, votes: Tensor, *, are_all_here: bool) -> bool:
+        """Notes what others are here for; returns whether all are here to do the same."""
+        return are_all_here
+
+    def quiet_observer(self) -> None:
+        """Keeps other code from ending this process before the process can say why it ends."""
+
+    def end_children(self) -> None:
+        """Ends the ranks that this process has started, at once."""
+
+    def forgive_others(self) -> None:
+        """Has a rank that ends badly end no other, where this process would end them."""
+
+    def become_first(self) -> None:
+        """Has this rank print and log, as those before it are lost."""

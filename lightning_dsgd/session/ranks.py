@@ -1,0 +1,227 @@
+"""The ranks of a session, and what the loss of one means to it: here it ends the job.
+
+A session, and the face that leads it, ask the ranks, and never which kind they are.  With
+`on_loss="continue"` the ranks are `elastic.members`: there the others go on, and ranks may join.
+
+Threads: the training thread; a signal handler calls `request_end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.agreement import refuse_unless_alike
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.transport import Transport
+
+
+class Ranks:
+    """The ranks of one session, of which none may be lost.
+
+    Attributes:
+        session: the session, once it has taken these ranks
+        number: the number of the view that this rank is in
+    """
+
+    session: Any = None
+    number = 0
+
+    # ---- who they are ----
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that train, by the numbers that they had at the start."""
+        return tuple(range(self.session.world_size))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: the first rank alone prints and logs."""
+        return bool(self.session.rank == 0)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether ranks have been lost, or have joined; known also once the network is closed."""
+        return False
+
+    # ---- setting up ----
+
+    def check(self, algorithm: Algorithm, num_replicas: int, device: torch.device) -> None:
+        """Raises `ValueError` unless the algorithm suits all numbers of ranks that there may be."""
+
+    def check_start(self, method: str) -> None:
+        """Raises `ValueError` where Lightning starts the ranks in a way that binds them."""
+
+    def check_trainer(self, trainer: Any) -> None:
+        """Raises `ValueError` for callbacks and options whose calls a lost rank would end."""
+
+    def check_unchanged(self) -> None:
+        """Raises `ValueError` where ranks were lost or have joined in a training before."""
+
+    def check_in_step(self) -> None:
+        """Raises `ValueError` unless all ranks may be asked for a value in the midst of a step."""
+
+    def check_may_load(self, way_out: str) -> None:
+        """Raises `RuntimeError` where it is too late to load a checkpoint."""
+
+    def find_training(self, address: tuple[str, int], calls: str | None = None) -> None:
+        """Finds out whether others train already, whom this process is to join.
+
+        Args:
+            address: where the ranks meet
+            calls: which function of the Trainer's was called
+        """
+
+    def open_network(self, open_network: Callable[[], Transport]) -> Transport:
+        """Returns the network over which this rank trains."""
+        return open_network()
+
+    def open(self, net: Transport) -> Transport:
+        """Returns the network of the ranks that train, once this rank has a network."""
+        self.session.enter(Phase.READY)
+        return net
+
+    def check_alike(self, text: str) -> None:
+        """Raises `ValueError`, on every rank, unless all ranks were given the same options."""
+        way_out = "give every rank the same arguments"
+        refuse_unless_alike(self.session.meetings, text, "the strategy", way_out)
+
+    def make_replica(self, *args: Any, **options: Any) -> Replica:
+        """Returns this rank's replica."""
+        return Replica(*args, **options)
+
+    def join(self) -> dict[str, Any] | None:
+        """Joins the others; returns what they give a newcomer, None on all other ranks."""
+        return None
+
+    def share(self, first: dict[str, Any]) -> dict[str, Any]:
+        """Returns a sampler's arguments for this rank's share of the data.
+
+        Args:
+            first: the arguments at the start
+        """
+        return first
+
+    # ---- training ----
+
+    def begin(self) -> None:
+        """Notes that the ranks begin to train; all ranks call it, once."""
+
+    def before_batch(self) -> None:
+        """Does what is to be done before a batch; a loop may have left the last one by `break`."""
+        self.session.enter(Phase.TRAINING)
+
+    def end_epoch(self) -> None:
+        """Notes that this rank has done its batches of an epoch."""
+
+    def together(
+        self,
+        call: Callable[[], Any],
+        adopt: Callable[[], None] | None = None,
+        *,
+        apart: Any = None,
+    ) -> Any:
+        """Returns what `call` returns; all ranks make their calls in the same order.
+
+        Args:
+            call: what all ranks do; it may be made again, from its beginning
+            adopt: has the same effect on this rank, where others have come back from `call` before
+                a loss
+            apart: what a rank gets that makes no calls with the others
+        """
+        return call()
+
+    def step(self, call: Callable[[], None], *, again: bool) -> None:
+        """Makes a step of this rank alone.
+
+        Args:
+            call: makes the step
+            again: whether the step is made again where a loss has ended it
+        """
+        call()
+
+    def show(self, call: Callable[[], None]) -> None:
+        """Has `call` show the consensus, on all ranks."""
+        call()
+
+    def end_training(self, call: Callable[[], None]) -> None:
+        """Has `call` end training, on all ranks."""
+        call()
+
+    def check_peers(self) -> None:
+        """Raises `PeerLost` if a rank is known to be lost."""
+        self.session.net.check()
+
+    def figures(self) -> dict[str, float]:
+        """Returns what there is to know of the ranks."""
+        return {}
+
+    # ---- collectives of a face, once this rank has met the others ----
+
+    def broadcast(self, value: Any, src: int, theirs: Callable[[], Any]) -> Any:
+        """Returns one rank's value on all ranks.
+
+        Args:
+            value: this rank's value
+            src: the rank whose value it is to be
+            theirs: makes the broadcast by torch's process group
+        """
+        with self.session.blaming("a broadcast"):
+            return theirs()
+
+    def all_gather(
+        self, tensor: Tensor, theirs: Callable[[], Tensor], *, group: Any, sync_grads: bool
+    ) -> Tensor:
+        """Returns every rank's tensor, stacked."""
+        with self.session.blaming("an all_gather"):
+            return theirs()
+
+    def reduce(self, tensor: Tensor, op: str, theirs: Callable[[], Any], *, group: Any) -> Any:
+        """Returns the tensor reduced over all ranks; meets the others by itself."""
+        if op in ("mean", "avg", "sum") and group is None:
+            return self.session.reduce(tensor, is_mean=op != "sum")
+        self.session.meet()
+        with self.session.blaming("a reduction"):
+            return theirs()
+
+    def decide(self, decision: bool, *, is_of_all: bool) -> bool:
+        """Returns whether all ranks vote yes, or any of them; meets the others by itself."""
+        votes = int(self.session.reduce(torch.tensor(int(decision)), is_mean=False))
+        return votes == self.session.world_size if is_of_all else votes > 0
+
+    def check_all_there(self, what: str) -> None:
+        """Raises where a collective of torch's would wait for lost ranks, once training is over."""
+
+    # ---- the end ----
+
+    def forgives(self, error: Exception) -> bool:
+        """Returns whether a thread beside the training may have failed so, with a lost rank."""
+        return False
+
+    def check_stays(self) -> None:
+        """Raises what this rank ends with if it has left the others, as it was told to."""
+
+    def request_end(self, signum: int) -> None:
+        """Handles SIGTERM during training on batches; called in a signal handler."""
+        self.session.request_stop(signum)
+
+    def stop(self) -> None:
+        """Notes that all ranks stop, before this one ends."""
+
+    def fail(self, exception: BaseException) -> None:
+        """Notes that this rank fails, before the others are told."""
+
+    def failed(self, reason: str, before: Phase) -> None:
+        """Notes that this rank, which stood there before, has failed, once the others are told."""
+
+    def leave(self) -> None:
+        """Waits for all ranks, as the last; a launcher notices a rank that fails from here on."""
+        session = self.session
+        if session.training is not None:
+            session.training.agreed.finish()
+        session.net.barrier().wait()
