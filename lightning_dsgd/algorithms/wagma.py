@@ -244,7 +244,7 @@ class WAGMA(Algorithm):
             self.grace.step_ends()
             return
         made = port_of(x.device).mark()
-        if self.step % self.group_period == 0:
+        if self.step % self.group_period == 0 and not made.has_passed():
             await_mark(self.net, made)
         self.grace.step_ends(made)
 

@@ -12,12 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_dsgd.agreement import refuse_unless_alike
+from lightning_dsgd.replica.flat import trainable
 from lightning_dsgd.transport import Transport
-
-
-def trainable(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Returns the optimizer's parameters that are trained; frozen ones stay equal on all ranks."""
-    return [p for p in _parameters_of(optimizer) if p.requires_grad]
 
 
 def num_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter, is_lazy
+from torch.optim import Optimizer
 
 ALIGNMENT_BYTES = 64
 """The alignment of torch's CPU allocator: kernels are tuned for such addresses.
@@ -382,3 +383,8 @@ def _check_disjoint(names: Mapping[Any, str]) -> None:
                 "parameters must not share memory unless they are one object, got "
                 f"{names[before]!r} and {names[after]!r}; assign the same Parameter to both"
             )
+
+
+def trainable(optimizer: Optimizer) -> list[Parameter]:
+    """Returns the optimizer's parameters that are trained; frozen ones stay equal on all ranks."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -25,6 +25,9 @@ _SCALING: Final = "step_scaling"
 class Part:
     """Trains one flat tensor of a replica's weights by one algorithm.
 
+    Attributes:
+        x: the weights as a flat tensor
+
     Args:
         weights: the parameters
         algorithm: trains them
@@ -39,7 +42,7 @@ class Part:
         scaling: Unscaled,
         optimizer: Optimizer,
     ) -> None:
-        self.weights = weights
+        self.weights, self.x = weights, weights.x
         self.algorithm = algorithm
         self.scaling = scaling
         self.optimizer = optimizer
@@ -47,11 +50,6 @@ class Part:
         self._early = (
             EarlyGradients(weights, lambda: self.algorithm) if algorithm.takes_pieces else None
         )
-
-    @property
-    def x(self) -> Tensor:
-        """The weights as a flat tensor."""
-        return self.weights.x
 
     def gather(self) -> Tensor:
         """Returns this rank's gradient, but for what the algorithm has taken already."""
@@ -70,12 +68,6 @@ class Part:
     def _stop_watching(self) -> None:
         if self._early is not None:
             self._early.remove()
-
-    def update_begins(self) -> None:
-        """Notes the weights; the optimizer is about to step."""
-        self.kept.update_begins(self.x)
-        if self.algorithm.scales_steps:
-            self.scaling.update_begins(self.x, decays_of(self.optimizer, self.weights))
 
     def settle(self) -> None:
         """Serves the others until every rank has come here."""

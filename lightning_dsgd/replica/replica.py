@@ -17,9 +17,9 @@ where buffers are, those that differ: each rank compares a checksum first.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -41,7 +41,7 @@ from lightning_dsgd.replica.consensus import (
     make_alike,
 )
 from lightning_dsgd.replica.held_back import apply_held_back, unclipped
-from lightning_dsgd.replica.part import Part, mean_figures, settle_together
+from lightning_dsgd.replica.part import Part, decays_of, mean_figures, settle_together
 from lightning_dsgd.replica.saved import Saved
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.watch import exchanging
@@ -100,6 +100,7 @@ class Replica:
         self.consensus_distance = 0.0
         self._parts: dict[int, list[Part]] = {}
         self._trained: dict[int, list[int]] = {}  # identities of an optimizer's parameters
+        self._scales_steps = algorithm.scales_steps
         self._to_load = Saved()
         self._optimizers = list(optimizers)
         net.expect_at_most(_MESSAGE_PER_REPLICA * alike.num_bytes(module, optimizers))
@@ -113,7 +114,7 @@ class Replica:
     # ---- making the parts ----
 
     def _build(self, optimizer: Optimizer) -> None:
-        mine = alike.trainable(optimizer)
+        mine = flat.trainable(optimizer)
         # In the module's order: the optimizer's may differ between ranks, if it comes from a set.
         names = {p: name for name, p in self.module.named_parameters() if p in set(mine)}
         for index, parameter in enumerate(mine):
@@ -143,7 +144,7 @@ class Replica:
         All ranks then begin with the consensus, as parameters that are frozen from now on must be
         equal.  A resume under way has restored each rank's own, and these stay.
         """
-        if list(map(id, alike.trainable(optimizer))) != self._trained[id(optimizer)]:
+        if list(map(id, flat.trainable(optimizer))) != self._trained[id(optimizer)]:
             self._copy()
             settle_together(self.parts, wait=self.settles_whole)
             for part in self._parts[id(optimizer)]:
@@ -211,12 +212,15 @@ class Replica:
         if self._to_load.waits:
             self.follow()
             self._to_load.give(self.parts)
-        with exchanging(self.net.counters.watch, self.net.now):
+        watch = self.net.counters.watch
+        with nullcontext() if watch is None else exchanging(watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
             for part in parts:
                 self._before_update(part)
-                part.update_begins()
+                part.kept.update_begins(part.x)
+                if self._scales_steps:
+                    part.scaling.update_begins(part.x, decays_of(part.optimizer, part.weights))
             self._publish(parts)
         self._num_steps += 1  # not before: it may be made again after a loss
 
@@ -235,10 +239,11 @@ class Replica:
     @torch.no_grad()
     def after_update(self, optimizer: Optimizer) -> None:
         """Calls the algorithm with the weights that the optimizer has made."""
-        with exchanging(self.net.counters.watch, self.net.now):
+        watch = self.net.counters.watch
+        with nullcontext() if watch is None else exchanging(watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
-            if self._pattern.scales_steps:
+            if self._scales_steps:
                 for part in parts:
                     part.scaling.update_ends(part.x)
                 self._copy()
@@ -316,7 +321,7 @@ class Replica:
         self._stash = None
         self._publish(self.parts)
 
-    @contextlib.contextmanager
+    @contextmanager
     def as_own(self) -> Iterator[None]:
         """Has the module hold this rank's own weights inside, also while the consensus is shown.
 

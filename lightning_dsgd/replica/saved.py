@@ -11,6 +11,9 @@ from lightning_dsgd.replica.part import Part, some
 class Saved:
     """Gives each part what was saved of it, once.
 
+    Attributes:
+        waits: whether the parts have not been given what was saved
+
     Args:
         states: what the parts' `state_dict` returned
         names: the names of each part's parameters
@@ -24,12 +27,8 @@ class Saved:
         updates: Sequence[dict[str, Any]] | None = None,
     ) -> None:
         given = [None] * len(states) if updates is None else updates
+        self.waits = bool(states)
         self._rest = list(zip(states, names, given, strict=True))
-
-    @property
-    def waits(self) -> bool:
-        """Whether the parts have not been given what was saved."""
-        return bool(self._rest)
 
     def fits(self, parts: Sequence[Part]) -> bool:
         """Returns whether these parts train the same parameters."""
@@ -47,7 +46,7 @@ class Saved:
                 "freeze and unfreeze before fit as when it was saved, or remove its folder of "
                 "replicas to go on from the consensus"
             )
-        rest, self._rest = self._rest, []
-        for part, (state, _, updates) in zip(parts, rest, strict=True):
+        self.waits = False
+        for part, (state, _, updates) in zip(parts, self._rest, strict=True):
             part.load_state_dict(state)
             part.kept.load(updates, part.x)

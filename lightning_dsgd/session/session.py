@@ -30,7 +30,7 @@ from lightning_dsgd.session.ending import all_fail, end_fork, reason_of, say
 from lightning_dsgd.session.face import Face
 from lightning_dsgd.session.last_resort import LastResort
 from lightning_dsgd.session.lateness import NUM_FIGURES, Lateness
-from lightning_dsgd.session.phases import APART, ENDS, Phase, check_change
+from lightning_dsgd.session.phases import APART, ENDS, FOLLOWING, Phase, no_change
 from lightning_dsgd.session.purposes import (
     AFTER_BATCH,
     END_TRAINING,
@@ -41,7 +41,7 @@ from lightning_dsgd.session.purposes import (
 )
 from lightning_dsgd.session.ranks import Ranks
 from lightning_dsgd.session.stopping import END_SIGNALS, STOP
-from lightning_dsgd.session.under_way import TrainingT, opened, trained
+from lightning_dsgd.session.under_way import TrainingT, opened
 from lightning_dsgd.transport import PeerLost, Transport
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Session(Face, Generic[TrainingT]):
             AssertionError: unless the table of phases has that change
         """
         if phase is not self._phase and self._phase not in ENDS:
-            check_change(self._phase, phase)
+            assert phase in FOLLOWING[self._phase], no_change(self._phase, phase)
             self._phase = phase
 
     @property
@@ -115,7 +115,8 @@ class Session(Face, Generic[TrainingT]):
         """The open network."""
         if self._net is None:
             self.ranks.check_stays()
-        return opened(self._net)
+            return opened(self._net)
+        return self._net
 
     @property
     def meetings(self) -> Transport:
@@ -188,13 +189,13 @@ class Session(Face, Generic[TrainingT]):
         if self._phase is Phase.READY:
             self.begin_training()
         self.ranks.before_batch()
-        self.ranks.step(self._begin_batch, again=True)
+        self.ranks.step(partial(self._begin_batch, self.training), again=True)
 
-    def _begin_batch(self) -> None:
+    def _begin_batch(self, training: TrainingT) -> None:
         if self._phase is Phase.IN_BATCH:
             return  # another rank of this replica has not begun, and makes the step again
         self.net.check()
-        if not trained(self.training).agreed.may_begin_batch():
+        if not training.agreed.may_begin_batch():
             self.meet(STOP)
         self.enter(Phase.IN_BATCH)
 
@@ -220,9 +221,9 @@ class Session(Face, Generic[TrainingT]):
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Tells the replica that the optimizer has stepped."""
-        if self.training is not None:
+        if self.training is not None and self._lateness is not None:
             self.ranks.step(partial(self.training.replica.after_update, optimizer), again=False)
-            opened(self._lateness).num_steps += 1
+            self._lateness.num_steps += 1
 
     def follow(self) -> None:
         """Follows the others, on a rank without a batch, if they train other parameters."""
@@ -232,12 +233,12 @@ class Session(Face, Generic[TrainingT]):
     def show_consensus(self) -> None:
         """Puts the consensus into the model, on all ranks."""
         if self.training is not None:
-            self.ranks.show(self._show_consensus)
+            self.ranks.show(partial(self._show_consensus, self.training))
             self.consensus_distance = self.training.replica.consensus_distance
 
-    def _show_consensus(self) -> None:
+    def _show_consensus(self, training: TrainingT) -> None:
         self.meet()
-        trained(self.training).replica.show_consensus()
+        training.replica.show_consensus()
 
     def show_own(self) -> None:
         """Puts this rank's own weights back."""
@@ -247,10 +248,9 @@ class Session(Face, Generic[TrainingT]):
     def end_training(self) -> None:
         """Leaves the consensus in the model, once all ranks are here."""
         if self.training is not None and self._phase is not Phase.BROKEN:
-            self.ranks.end_training(self._end_training)
+            self.ranks.end_training(partial(self._end_training, self.training))
 
-    def _end_training(self) -> None:
-        training = trained(self.training)
+    def _end_training(self, training: TrainingT) -> None:
         agreed = training.agreed
         self.meet(STOP if agreed.is_asked else END_TRAINING)
         self.enter(Phase.TRAINED)
@@ -301,9 +301,9 @@ class Session(Face, Generic[TrainingT]):
             are_all_here = int(votes[what]) == self.world_size
             are_between_batches = not votes[[*AFTER_BATCH]].any()
             if are_between_batches:
-                self._tell_who_is_late(
-                    lateness.end(figures, self.ranks.members, training.algorithm)
-                )
+                late = lateness.end(figures, self.ranks.members, training.algorithm)
+                if late and self.ranks.is_first:
+                    _log.warning(late)  # a Python warning could end what some ranks do
             are_all_here = self._agree(what, votes, are_all_here=are_all_here)
             if are_all_here or what in AFTER_BATCH:
                 return are_all_here
@@ -311,11 +311,6 @@ class Session(Face, Generic[TrainingT]):
                 check_together(meetings, what, votes)
                 return False
             # others go on with their batches: serves them until they are here as well
-
-    def _tell_who_is_late(self, text: str) -> None:
-        """Says on the first rank who is late; a Python warning could end what some ranks do."""
-        if text and self.ranks.is_first:
-            _log.warning(text)
 
     def _stop_here(self, training: TrainingT) -> NoReturn:
         agreed = training.agreed

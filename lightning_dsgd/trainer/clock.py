@@ -46,10 +46,6 @@ class Clock:
                     "optimization is manual; use every_n_train_steps or every_n_epochs"
                 )
 
-    def begin_saving(self) -> None:
-        """Begins to save anew, as a batch is over; no save has been agreed on yet."""
-        self._saving = set()
-
     def save(self, index: int, *, are_all_here: bool) -> None:
         """Notes whether all ranks save after this batch for the callback of this number."""
         self._asked.discard((SAVE, index))
@@ -112,6 +108,7 @@ class Clock:
     def _save_by_time(self, index: int, saver: Any, *args: Any) -> None:
         """Saves after a batch where all ranks do, whatever the ModelCheckpoint's clock says."""
         is_due = index in self._saving
+        self._saving.discard(index)
         may_ask = not is_due and self._left_out_in != self._trainer.current_epoch
         if may_ask and seams.is_time_to_save(saver, time.monotonic()):
             self._ask(SAVE, index)

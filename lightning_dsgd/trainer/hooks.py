@@ -24,7 +24,10 @@ class Hooks(pl.Callback):
         self._strategy.session.begin_batch()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        self._strategy.session.end_batch()
+        session = self._strategy.session
+        session.end_batch()
+        for what, detail in session.training.agreed.due():
+            session.do_together(what, detail)
 
     def on_train_epoch_end(self, *args: Any) -> None:
         self._strategy.end_epoch()

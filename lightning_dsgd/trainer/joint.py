@@ -82,7 +82,7 @@ class JointEpochs:
         """Joins the others once this rank has done all its batches of this epoch."""
         if not self.are_apart or self._session.has_ended:
             return
-        Session.end_batch(self._session)  # if `on_train_batch_start` has skipped the rest
+        self._session.end_batch()  # if `on_train_batch_start` has skipped the rest
         batches = self._trainer.fit_loop.epoch_loop.batch_progress
         self.is_out = batches.current.ready == 0
         if self.is_out:

@@ -57,23 +57,18 @@ class LaunchedSession(Session[TrainingT]):
 class TrainerSession(LaunchedSession[TrainerTraining]):
     """Leads one rank through one call of the Trainer."""
 
-    def end_batch(self) -> None:
+    def do_together(self, what: int, detail: int) -> None:
         """Does what all ranks have agreed to do after this batch."""
-        super().end_batch()
-        if self.training is None:
-            return
-        clock = self.training.clock
-        clock.begin_saving()
-        for what, detail in self.training.agreed.due():
-            are_all_here = self.meet(what)
-            if what == SAVE:
-                clock.save(detail, are_all_here=are_all_here)
-            elif are_all_here:
-                clock.end_training()
+        assert self.training is not None
+        are_all_here, clock = self.meet(what), self.training.clock
+        if what == SAVE:
+            clock.save(detail, are_all_here=are_all_here)
+        elif are_all_here:
+            clock.end_training()
 
     def end_epoch(self) -> None:
         """Notes that this rank has done all batches of an epoch, or skips the rest of it."""
-        super().end_batch()
+        self.end_batch()
         if self.training is not None:
             self.training.clock.ends_epoch(self.training.trainer.current_epoch)
         self.ranks.end_epoch()
