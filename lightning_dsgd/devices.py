@@ -38,8 +38,9 @@ from torch import Tensor
 
 from lightning_dsgd.buffers import buffer
 
-_SHORTEST_PAUSE_S: Final = 20e-6
-_LONGEST_PAUSE_S: Final = 1e-3
+SHORTEST_PAUSE_S: Final = 20e-6
+LONGEST_PAUSE_S: Final = 1e-3
+"""Whoever must look again and again pauses between two looks, each time longer."""
 
 COLLECTIVES: Final = {"cuda": "nccl", "xpu": "xccl"}
 """The library that sums tensors of all ranks, for each type of device that has one."""
@@ -355,14 +356,14 @@ def until(
         longest_s: how long to pause at most between questions, if above 1 ms; yet above that for 2%
             of the wait so far at most, so that its end is not seen much later
     """
-    begin, pause = time.monotonic(), _SHORTEST_PAUSE_S
+    begin, pause = time.monotonic(), SHORTEST_PAUSE_S
     while not condition():
         check()
         waited_s = time.monotonic() - begin
         if waited_s > limit_s:
             return False
         time.sleep(pause)
-        pause = min(2 * pause, max(_LONGEST_PAUSE_S, min(longest_s, 0.02 * waited_s)))
+        pause = min(2 * pause, max(LONGEST_PAUSE_S, min(longest_s, 0.02 * waited_s)))
     return True
 
 

@@ -58,7 +58,8 @@ from lightning_dsgd.transport.pinned import Pinned
 
 _LONGEST_REASON: Final = 50_000
 """How many characters are sent; JSON makes up to twelve bytes of each."""
-_CLOSE_TIMEOUT_S: Final = 5.0
+CLOSE_TIMEOUT_S: Final = 5.0
+"""How long what is left to send may take, once the network is closed."""
 _SWITCH_INTERVAL_S: Final = 0.0005
 """How soon the mesh gets the interpreter from a thread that runs Python (by default: 5 ms)."""
 
@@ -139,7 +140,7 @@ class Mesh:
         if self.is_forks or thread is None:
             return
         self._say_farewell(is_last)
-        self._closing_at = time.monotonic() + _CLOSE_TIMEOUT_S
+        self._closing_at = time.monotonic() + CLOSE_TIMEOUT_S
         self.connections.wake()
         thread.join()
         sys.setswitchinterval(self._switch_interval_s)

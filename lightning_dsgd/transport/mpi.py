@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.buffers import buffer, copy_of
-from lightning_dsgd.devices import COLLECTIVES, is_on_host
+from lightning_dsgd.devices import COLLECTIVES, SHORTEST_PAUSE_S, is_on_host
 from lightning_dsgd.transport.contract import Timeout, TransportError, Work, failed
 from lightning_dsgd.transport.frames import (
     DTYPES,
@@ -48,7 +48,7 @@ from lightning_dsgd.transport.frames import (
     from_device,
 )
 from lightning_dsgd.transport.mailboxes import Key
-from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S, Mesh
 from lightning_dsgd.transport.mpi_flight import (
     Arriving,
     InFlight,
@@ -72,8 +72,6 @@ _FRAME, _PAYLOAD = 1, 2  # MPI tags
 _FRAME_BYTES: Final = 4096
 """Every MPI library sends so little eagerly, so that a frame never waits for its receiver."""
 _POLLS_IN_A_ROW: Final = 20
-_SHORTEST_PAUSE_S: Final = 20e-6
-_CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class MPITransport(ProcessGroupTransport):
@@ -202,7 +200,7 @@ class MPIWire:
             for rank in range(self._world_size):
                 if rank != self._mesh.rank:
                     self.send(rank, farewell, torch.empty(0), copy=True)
-        self._closing_at = time.monotonic() + _CLOSE_TIMEOUT_S
+        self._closing_at = time.monotonic() + CLOSE_TIMEOUT_S
         self._woken.set()
         thread.join()
         return True
@@ -269,7 +267,7 @@ class MPIWire:
             else:
                 num_idle += 1
                 doublings = min(num_idle - _POLLS_IN_A_ROW, 10)
-                pause = min(_SHORTEST_PAUSE_S * 2**doublings, LONGEST_PAUSE_S)
+                pause = min(SHORTEST_PAUSE_S * 2**doublings, LONGEST_PAUSE_S)
                 if self._woken.wait(pause):
                     self._woken.clear()
                     num_idle = 0

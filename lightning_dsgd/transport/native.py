@@ -43,6 +43,7 @@ from lightning_dsgd.transport.collectives import Call, num_children
 from lightning_dsgd.transport.contract import Counters, Timeout, TransportError, failed
 from lightning_dsgd.transport.frames import CODES, DTYPES
 from lightning_dsgd.transport.mailboxes import Expected
+from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S
 from lightning_dsgd.transport.processes import ProcessTransport
 from lightning_dsgd.transport.tickets import ALL, SUM, Form, Key, Tickets
 
@@ -52,7 +53,6 @@ TAKEN: Final = frozenset(
 )
 """The dtypes that NCCL and gloo can sum and broadcast."""
 _HALVES: Final = (torch.bfloat16, torch.float16)
-_CLOSE_TIMEOUT_S: Final = 5.0
 _LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 """We end waits ourselves, and torch's calls return at once."""
 
@@ -173,7 +173,7 @@ class Native:
         """Ends the launcher and the groups; after a loss, collectives may still be under way."""
         with contextlib.suppress(Exception):  # of which all ranks know
             try:
-                self._tickets.stop(_CLOSE_TIMEOUT_S)
+                self._tickets.stop(CLOSE_TIMEOUT_S)
             except Timeout:
                 return  # it is inside torch's collectives, where no other thread may come
         is_idle = all(work.has_passed() for work in self._under_way)
@@ -235,7 +235,7 @@ def _abort(groups: Sequence[Any], port: Port) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_CLOSE_TIMEOUT_S)
+        thread.join(CLOSE_TIMEOUT_S)
 
 
 class NativeCollective(Expected):

@@ -35,17 +35,22 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.buffers import copy_of
-from lightning_dsgd.devices import PASSED, Mark, Port, is_on_host, port_of
+from lightning_dsgd.devices import (
+    LONGEST_PAUSE_S,
+    PASSED,
+    SHORTEST_PAUSE_S,
+    Mark,
+    Port,
+    is_on_host,
+    port_of,
+)
 from lightning_dsgd.transport.contract import Work, failed
-from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S, Mesh
 from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.works import Done, Sending
 
 CHUNK_BYTES: Final = 1 << 21
 _SLOTS: Final = 4
-_SHORTEST_PAUSE_S: Final = 20e-6
-_LONGEST_PAUSE_S: Final = 1e-3
-_CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Outlet(Protocol):
@@ -165,23 +170,23 @@ class Staging:
     def close(self) -> None:
         """Sends what is left, for 5 seconds at most; drops what has not begun after a loss."""
         with self._changed:
-            self._closing_at = time.monotonic() + _CLOSE_TIMEOUT_S
+            self._closing_at = time.monotonic() + CLOSE_TIMEOUT_S
             self._changed.notify()
             thread = self._thread
         if thread is not None:
-            thread.join(2 * _CLOSE_TIMEOUT_S)
+            thread.join(2 * CLOSE_TIMEOUT_S)
 
     # ---- the stager's thread ----
 
     def _serve(self) -> None:
-        pause = _SHORTEST_PAUSE_S
+        pause = SHORTEST_PAUSE_S
         try:
             while self._goes_on():
                 if self._advance():
-                    pause = _SHORTEST_PAUSE_S
+                    pause = SHORTEST_PAUSE_S
                 else:
                     time.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
         except Exception as error:
             self._mesh.lose(self._mesh.rank, failed(error))
             raise

@@ -118,7 +118,7 @@ def send_to_a_wire_that_is_late(net: Any, fake: FakeDevice, is_direct: bool, end
         net.mesh.lose(1, "died")
         with pytest.raises(PeerLost, match="rank 1 died"):
             sent.wait(60)
-    with mock.patch.object(staging, "_CLOSE_TIMEOUT_S", 0.1):
+    with mock.patch.object(staging, "CLOSE_TIMEOUT_S", 0.1):
         stager.close()
     assert sent.done()
 
