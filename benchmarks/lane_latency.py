@@ -1,18 +1,23 @@
 """How soon a lane answers while its training thread is busy, and what that costs the latter.
 
     python benchmarks/lane_latency.py --output docs/results/benchmarks/lane_latency.json
+    python benchmarks/lane_latency.py --intervals-ms 0.5 5 --loads "plain Python" --rounds 4 \
+        --output docs/results/benchmarks/switch_interval.json
 
 Two processes.  Rank 0 sends 1 MB to rank 1's lane, which sends it back; meanwhile rank 1's
 training thread runs small torch operations, a network of 25M parameters, convolutions, or plain
 Python.  Cost: how many of its iterations rank 1 does a second with that traffic, over how many
-without, in turn.
+without, in turn.  With several intervals, these take turns too: how soon the interpreter gives a
+thread that waits for it the place of one that runs (`sys.setswitchinterval`).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -116,18 +121,22 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     net = ProcessGroupTransport()
     # Both spawn a lane, so that the channels match; rank 0 uses its own only to learn the path.
     lane = net.spawn_lane(serve if net.rank else _sleep, "echo")
-    channel = net._at(lane.net.path)
+    channel = net._at(lane.net.path, None)
     make, seconds = LOADS[cell["load"]], settings["seconds"]
     step = make() if make is not None and net.rank == 1 else None
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    times: list[float] = []
+    intervals = settings["switch_intervals_ms"]
+    rates: dict[bool, list[list[float]]] = {True: [], False: []}
+    times: list[list[float]] = [[] for _ in intervals]
     for _ in range(settings["rounds"]):
-        for with_traffic in (True, False):
+        rates[True].append([])
+        rates[False].append([])
+        for (k, interval), with_traffic in itertools.product(enumerate(intervals), (True, False)):
+            sys.setswitchinterval(interval / 1e3)
             net.barrier().wait()
             if net.rank == 1:
-                rates[with_traffic].append(iterations_per_s(step, seconds))
+                rates[with_traffic][-1].append(iterations_per_s(step, seconds))
             elif with_traffic:
-                times += echo(net, channel, seconds * 0.95)
+                times[k] += echo(net, channel, seconds * 0.95)
             else:
                 time.sleep(seconds)
     net.barrier().wait()
@@ -142,10 +151,11 @@ def _sleep(net: Any) -> None:
     raise LaneStopped
 
 
-def summarize(result: Cell) -> dict[str, Any]:
+def summarize(result: Cell, k: int) -> dict[str, Any]:
+    """The figures of one load with the k-th switch interval."""
     sender, busy = result["ranks"]
-    times = sorted(sender["round_trips_s"])
-    ratios = [a / b for a, b in zip(busy["rates"], busy["rates_alone"], strict=True)]
+    times = sorted(sender["round_trips_s"][k])
+    ratios = [a[k] / b[k] for a, b in zip(busy["rates"], busy["rates_alone"], strict=True)]
     return {
         "round_trip_ms": {
             "median": 1e3 * statistics.median(times),
@@ -161,14 +171,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--intervals-ms", type=float, nargs="*", default=[0.5], metavar="MS")
     parser.add_argument(
         "--output", type=Path, default=Path("docs/results/benchmarks/lane_latency.json")
     )
     args = parser.parse_args()
-    settings = {"seconds": args.seconds, "rounds": args.rounds, "payload_bytes": 4 * PAYLOAD}
+    settings = {
+        "seconds": args.seconds,
+        "rounds": args.rounds,
+        "payload_bytes": 4 * PAYLOAD,
+        "switch_intervals_ms": args.intervals_ms,
+    }
     job = Job(f"{__file__}:run_cell", settings, ranks=2)
-    results = job.run([{"load": load} for load in LOADS], args.output)
-    loads = {result["load"]: summarize(result) for result in results}
+    results = job.run([{"load": load} for load in args.loads], args.output)
+    loads = {
+        result["load"] + (f", {interval:g} ms" if args.intervals_ms[1:] else ""): summarize(
+            result, k
+        )
+        for result in results
+        for k, interval in enumerate(args.intervals_ms)
+    }
     for load, row in loads.items():
         trip = row["round_trip_ms"]
         print(
