@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import lightning_dsgd
+from lightning_dsgd import wings
 from lightning_dsgd.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
@@ -246,6 +247,10 @@ def test_no_module_imports_itself_through_others() -> None:
     }
     assert [way for name in sorted(graph) if (way := circle(name, graph))] == []
     assert circle("a", {"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+
+
+def test_the_package_names_the_wings_of_the_rule() -> None:
+    assert wings.WINGS.keys() == WINGS.keys()
 
 
 def test_scripts_import_modules_that_are_there() -> None:

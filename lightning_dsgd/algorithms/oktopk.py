@@ -113,7 +113,6 @@ class OkTopk(ErrorFeedback):
         self.room = self.residual.new_zeros(0)  # for the region; zeros between two steps
         self.num_dense = math.ceil(self.warmup_steps / self.local_steps)  # exchanges of the warm-up
         self.num_selected = 0
-        self.num_balanced = 0
 
     def exchange(self, g: Tensor) -> None:
         if self.round >= self.num_dense:
@@ -294,7 +293,6 @@ class OkTopk(ErrorFeedback):
         (values, indices), sizes = self.select_global(region, is_exact)
         if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
             values, indices = self.balance(values, indices, sizes)
-            self.num_balanced += 1
         rounded_off = torch.zeros_like(values)
         gathered = self.allgatherv(sparse.pack(self.encode(values, rounded_off), indices))
         u = joined([self.unpack(message, self.wire_dtype) for message in gathered])

@@ -26,7 +26,6 @@ class Step:
     exchange: Spans
     wait: SpansOf
     serve: SpansOf
-    left_out_s: float
 
     @property
     def own_s(self) -> float:
@@ -135,5 +134,4 @@ def _step(record: dict[str, Any], shift_s: float) -> Step:
         spans("exchange"),
         spans("wait"),
         spans("serve"),
-        1e-6 * record.get("left_out", 0),
     )

@@ -55,11 +55,6 @@ class Run:
         """How long the run lasts."""
         return max((lane.spans[-1].end_s for lane in self.lanes if lane.spans), default=0.0)
 
-    @property
-    def num_spans(self) -> int:
-        """How many spans there are to draw."""
-        return sum(len(lane.spans) + len(lane.beside) for lane in self.lanes)
-
 
 def load(
     folder: Path,
