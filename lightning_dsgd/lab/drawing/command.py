@@ -1,4 +1,4 @@
-"""Where the time of a run went, one lane for each rank: computing, waiting and for whom, late.
+"""Where the time of a run went, one track for each rank: computing, waiting and for whom, late.
 
     lightning-dsgd timeline run/ --output timeline.html
     lightning-dsgd timeline run_ddp/ run_wagma/ --steps 20:40 --output both.html

@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from lightning_dsgd.lab.drawing.picture import COLOURS, LEGEND, Run, look, sentence
-from lightning_dsgd.lab.drawing.spans import Lane, Span
+from lightning_dsgd.lab.drawing.spans import Span, Track
 
 _LOOKS = list(COLOURS)
 
@@ -32,17 +32,17 @@ def _run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "sentence": sentence(run),
         "us": round(1e6 * run.seconds),
-        "lanes": [_lane(lane) for lane in run.lanes],
+        "tracks": [_track(track) for track in run.tracks],
     }
 
 
-def _lane(lane: Lane) -> dict[str, Any]:
+def _track(track: Track) -> dict[str, Any]:
     kinds = ("compute", "wait", "exchange", "fetch", "evaluate", "serve", "late")
     return {
-        "rank": lane.rank,
-        "shares": [round(lane.share(kind), 4) for kind in kinds],
-        "spans": _numbers(lane.spans),
-        "beside": _numbers(sorted(lane.beside, key=lambda span: span.begin_s)),
+        "rank": track.rank,
+        "shares": [round(track.share(kind), 4) for kind in kinds],
+        "spans": _numbers(track.spans),
+        "beside": _numbers(sorted(track.beside, key=lambda span: span.begin_s)),
     }
 
 

@@ -15,11 +15,11 @@ def trace_events(runs: Sequence[Run]) -> str:
     events: list[dict[str, Any]] = []
     for process, run in enumerate(runs):
         events.append(_name("process_name", process, 0, run.name))
-        for lane in run.lanes:
-            for track, (spans, name) in enumerate(
-                ((lane.spans, f"rank {lane.rank}"), (lane.beside, f"rank {lane.rank}, beside"))
+        for track in run.tracks:
+            for place, (spans, name) in enumerate(
+                ((track.spans, f"rank {track.rank}"), (track.beside, f"rank {track.rank}, beside"))
             ):
-                thread = 2 * lane.rank + track
+                thread = 2 * track.rank + place
                 events.append(_name("thread_name", process, thread, name))
                 events += _events(spans, process, thread)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Final
 
-from lightning_dsgd.lab.drawing.spans import NOBODY, Lane, Span, lanes, union
+from lightning_dsgd.lab.drawing.spans import NOBODY, Span, Track, tracks, union
 from lightning_dsgd.timeline.trace import Trace, missing_ranks, read_folder
 
 # Okabe and Ito chose these colours, which the colour-blind tell apart; computation is pale, as
@@ -41,19 +41,19 @@ class Run:
     """Holds a run, ready to be drawn; its time begins at 0 s.
 
     Args:
-        name: the title above its lanes
-        lanes: one for each rank
+        name: the title above its tracks
+        tracks: one for each rank
         note: what is not drawn, for the reader of the picture
     """
 
     name: str
-    lanes: list[Lane]
+    tracks: list[Track]
     note: str = ""
 
     @property
     def seconds(self) -> float:
         """How long the run lasts."""
-        return max((lane.spans[-1].end_s for lane in self.lanes if lane.spans), default=0.0)
+        return max((track.spans[-1].end_s for track in self.tracks if track.spans), default=0.0)
 
 
 def load(
@@ -79,13 +79,13 @@ def load(
     fits = last if most_spans is None else _last_that_fits(traces, first, last, most_spans)
     if fits < min(last, max(numbers)):
         notes.append(f"steps {first} to {fits} of {max(numbers)}")
-    drawn = lanes(traces, first, fits)
-    if not any(lane.spans for lane in drawn):
+    drawn = tracks(traces, first, fits)
+    if not any(track.spans for track in drawn):
         raise ValueError(
             f"--steps must be among those recorded, {min(numbers)} to {max(numbers)}, "
             f"got {first}:{last}"
         )
-    begin_s = min(lane.spans[0].begin_s for lane in drawn if lane.spans)
+    begin_s = min(track.spans[0].begin_s for track in drawn if track.spans)
     drawn = _moved(drawn, -begin_s)
     if seconds is not None:
         drawn = _moved(_cut(drawn, *seconds), -seconds[0])
@@ -120,21 +120,21 @@ def _last_that_fits(traces: Sequence[Trace], first: int, last: int, most: int) -
     return last
 
 
-def _moved(drawn: Sequence[Lane], by_s: float) -> list[Lane]:
+def _moved(drawn: Sequence[Track], by_s: float) -> list[Track]:
     def move(spans: Sequence[Span]) -> list[Span]:
         return [replace(s, begin_s=s.begin_s + by_s, end_s=s.end_s + by_s) for s in spans]
 
-    return [Lane(lane.rank, move(lane.spans), move(lane.beside)) for lane in drawn]
+    return [Track(track.rank, move(track.spans), move(track.beside)) for track in drawn]
 
 
-def _cut(drawn: Sequence[Lane], begin_s: float, end_s: float) -> list[Lane]:
+def _cut(drawn: Sequence[Track], begin_s: float, end_s: float) -> list[Track]:
     def cut(spans: Sequence[Span]) -> list[Span]:
         inside = (s for s in spans if s.begin_s < end_s and s.end_s > begin_s)
         return [
             replace(s, begin_s=max(s.begin_s, begin_s), end_s=min(s.end_s, end_s)) for s in inside
         ]
 
-    return [Lane(lane.rank, cut(lane.spans), cut(lane.beside)) for lane in drawn]
+    return [Track(track.rank, cut(track.spans), cut(track.beside)) for track in drawn]
 
 
 def look(span: Span) -> str:
@@ -145,12 +145,14 @@ def look(span: Span) -> str:
 def shares(run: Run) -> dict[str, float]:
     """Returns the mean over the ranks of what they did, as shares of the time that is drawn."""
     kinds = ("compute", "wait", "exchange", "fetch", "evaluate", "late")
-    return {kind: sum(lane.share(kind) for lane in run.lanes) / len(run.lanes) for kind in kinds}
+    return {
+        kind: sum(track.share(kind) for track in run.tracks) / len(run.tracks) for kind in kinds
+    }
 
 
 def steps_per_s(run: Run) -> float:
     """Returns the ranks' mean rate of steps, whole and cut ones."""
-    made = sum(len({s.step for s in lane.spans}) for lane in run.lanes) / len(run.lanes)
+    made = sum(len({s.step for s in track.spans}) for track in run.tracks) / len(run.tracks)
     return made / run.seconds if run.seconds else 0.0
 
 
@@ -172,18 +174,18 @@ def svg(runs: Sequence[Run]) -> str:
         parts.append(_text(12, y + 14, run.name, "b"))
         parts.append(_text(_WIDTH - 12, y + 14, sentence(run), "e"))
         y += _HEAD - 10
-        row = _ROW if len(run.lanes) <= 16 else max(4, 288 // len(run.lanes))
+        row = _ROW if len(run.tracks) <= 16 else max(4, 288 // len(run.tracks))
         gap = _GAP if row > 8 else 1
-        for lane in run.lanes:
-            if row > 8 or lane.rank % 8 == 0:
-                parts.append(_text(_LEFT - 8, y + row / 2 + 4, f"rank {lane.rank}", "e"))
-            parts += _lane(lane, y, row, scale)
+        for track in run.tracks:
+            if row > 8 or track.rank % 8 == 0:
+                parts.append(_text(_LEFT - 8, y + row / 2 + 4, f"rank {track.rank}", "e"))
+            parts += _track(track, y, row, scale)
             y += row + gap
         y += 14
     parts += _axis(whole_s, scale, y)
     y += 34
     used = {
-        look(span) for run in runs for lane in run.lanes for span in (*lane.spans, *lane.beside)
+        look(span) for run in runs for track in run.tracks for span in (*track.spans, *track.beside)
     }
     x = 12
     for key, words in LEGEND.items():
@@ -208,16 +210,16 @@ def svg(runs: Sequence[Run]) -> str:
     )
 
 
-def _lane(lane: Lane, y: float, row: float, scale: float) -> list[str]:
+def _track(track: Track, y: float, row: float, scale: float) -> list[str]:
     strip = max(1.5, row / 6)
     parts = []
     for key in COLOURS:
         if key in ("serve", "late"):
             top = y + row - strip if key == "serve" else y
-            times, height = [(s.begin_s, s.end_s) for s in lane.beside if s.kind == key], strip
+            times, height = [(s.begin_s, s.end_s) for s in track.beside if s.kind == key], strip
         else:
             times, height, top = [], row, y
-            times = [(s.begin_s, s.end_s) for s in lane.spans if look(s) == key]
+            times = [(s.begin_s, s.end_s) for s in track.spans if look(s) == key]
         drawn = "".join(
             f"M{_LEFT + begin * scale:.2f} {top:g}h{max(0.3, (end - begin) * scale):.2f}"
             f"v{height:g}H{_LEFT + begin * scale:.2f}z"
@@ -225,7 +227,9 @@ def _lane(lane: Lane, y: float, row: float, scale: float) -> list[str]:
         )
         if drawn:
             parts.append(f'<path fill="{COLOURS[key]}" d="{drawn}"/>')
-    ends = [b.begin_s for a, b in zip(lane.spans, lane.spans[1:], strict=False) if a.step != b.step]
+    ends = [
+        b.begin_s for a, b in zip(track.spans, track.spans[1:], strict=False) if a.step != b.step
+    ]
     ticks = "".join(f"M{_LEFT + at * scale:.2f} {y:g}v{row:g}" for at in ends)
     if ticks and row > 8:
         parts.append(f'<path stroke="#ffffff" stroke-width="1.5" d="{ticks}"/>')

@@ -42,7 +42,7 @@ class Span:
 
 
 @dataclass
-class Lane:
+class Track:
     """Holds what one rank did, one thing after the other, and what went on beside that."""
 
     rank: int
@@ -61,17 +61,17 @@ class Lane:
         return self.seconds(kind) / whole if whole else 0.0
 
 
-def lanes(traces: Sequence[Trace], first: int, last: int) -> list[Lane]:
+def tracks(traces: Sequence[Trace], first: int, last: int) -> list[Track]:
     """Returns the steps from `first` to `last` of every rank."""
     waits = _Waits(traces)
     drawn = []
     for trace in traces:
-        lane = Lane(trace.rank)
+        track = Track(trace.rank)
         for step in trace.steps:
             if first <= step.number <= last:
-                lane.spans += _of_step(trace.rank, step, waits)
-                lane.beside += [Span("serve", *each, step.number) for each in step.serve]
-        drawn.append(lane)
+                track.spans += _of_step(trace.rank, step, waits)
+                track.beside += [Span("serve", *each, step.number) for each in step.serve]
+        drawn.append(track)
     _mark_the_late(drawn)
     return drawn
 
@@ -198,12 +198,12 @@ class _Waits:
         return False, max(begin_s, at_s + 1e-6)
 
 
-def _mark_the_late(drawn: Sequence[Lane]) -> None:
+def _mark_the_late(drawn: Sequence[Track]) -> None:
     """Notes, for each rank, when others waited because that rank was late."""
-    by_rank = {lane.rank: lane for lane in drawn}
+    by_rank = {track.rank: track for track in drawn}
     late: dict[int, list[tuple[float, float]]] = {}
-    for lane in drawn:
-        for span in lane.spans:
+    for track in drawn:
+        for span in track.spans:
             if span.kind == "wait" and span.who in by_rank:
                 late.setdefault(span.who, []).append((span.begin_s, span.end_s))
     for rank, times in late.items():

@@ -32,12 +32,12 @@ def test_a_page_holds_both_runs_and_fetches_nothing(runs: Path, tmp_path: Path) 
     (data,) = re.findall(r"^const DATA = (.*)$", text, re.MULTILINE)
     parsed = json.loads(data)
     assert [run["name"] for run in parsed["runs"]][1] == "wagma, 4 ranks, simulated"
-    assert all(len(lane["spans"]) % 5 == 0 for run in parsed["runs"] for lane in run["lanes"])
+    assert all(len(track["spans"]) % 5 == 0 for run in parsed["runs"] for track in run["tracks"])
 
 
 def test_a_name_cannot_end_the_script(runs: Path) -> None:
     run = picture.load(runs / "wagma-4")
-    text = page.html([picture.Run("</script><b>", run.lanes)])
+    text = page.html([picture.Run("</script><b>", run.tracks)])
     assert text.count("</script>") == 1
     assert "<title>&lt;/script&gt;&lt;b&gt;</title>" in text
 
@@ -54,7 +54,7 @@ def test_a_picture_is_xml_and_cut_to_the_seconds(runs: Path, tmp_path: Path) -> 
 
 
 def num_spans(run: picture.Run) -> int:
-    return sum(len(lane.spans) + len(lane.beside) for lane in run.lanes)
+    return sum(len(track.spans) + len(track.beside) for track in run.tracks)
 
 
 def test_perfetto_gets_an_event_for_each_span(runs: Path, tmp_path: Path) -> None:

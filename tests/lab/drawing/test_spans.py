@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dsgd.lab.drawing.spans import NOBODY, Lane, lanes, union
+from lightning_dsgd.lab.drawing.spans import NOBODY, Track, tracks, union
 from lightning_dsgd.lab.simulate.machines import MACHINES
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.stragglers import delayed_ranks
@@ -16,12 +16,12 @@ from lightning_dsgd.timeline.trace import read_folder
 from tests.timeline.support import record
 
 
-def drawn(folder: Path) -> list[Lane]:
-    return lanes(read_folder(folder), 1, 1000)
+def drawn(folder: Path) -> list[Track]:
+    return tracks(read_folder(folder), 1, 1000)
 
 
-def of_kind(lane: Lane, kind: str) -> list[tuple[float, float, int]]:
-    spans = (*lane.spans, *lane.beside)
+def of_kind(track: Track, kind: str) -> list[tuple[float, float, int]]:
+    spans = (*track.spans, *track.beside)
     return [(round(s.begin_s, 6), round(s.end_s, 6), s.who) for s in spans if s.kind == kind]
 
 
@@ -50,28 +50,28 @@ def test_a_wait_for_all_is_due_to_the_last_that_computes(tmp_path: Path) -> None
 
 def test_spans_lie_one_after_the_other_without_a_gap(tmp_path: Path) -> None:
     record(tmp_path, [[[(0.2, 0.3, 1), (0.35, 0.9, 1)], [(1.5, 1.6, 1)]], [[(0.4, 0.5, 0)], []]])
-    for lane in drawn(tmp_path):
-        assert lane.spans[0].begin_s == 0
-        assert lane.spans[-1].end_s == pytest.approx(2)
-        assert all(a.end_s == pytest.approx(b.begin_s) for a, b in pairwise(lane.spans))
+    for track in drawn(tmp_path):
+        assert track.spans[0].begin_s == 0
+        assert track.spans[-1].end_s == pytest.approx(2)
+        assert all(a.end_s == pytest.approx(b.begin_s) for a, b in pairwise(track.spans))
     exchange = of_kind(drawn(tmp_path)[0], "exchange")
     assert exchange == [(0.3, 0.35, NOBODY)]
 
 
 def test_ranks_that_wait_for_each_other_wait_for_nobody(tmp_path: Path) -> None:
     record(tmp_path, [[[(0.2, 0.9, 1)]], [[(0.2, 0.9, 0)]]])
-    assert [of_kind(lane, "wait") for lane in drawn(tmp_path)] == [[(0.2, 0.9, NOBODY)]] * 2
+    assert [of_kind(track, "wait") for track in drawn(tmp_path)] == [[(0.2, 0.9, NOBODY)]] * 2
 
 
 @pytest.mark.parametrize("spec", ["allreduce", "topk_dsa"])
 def test_the_late_are_those_that_were_delayed(spec: str, tmp_path: Path) -> None:
     run(spec, 6, MACHINES["emulated-1gbit"], 5, trace=tmp_path)
-    for lane in drawn(tmp_path):
+    for track in drawn(tmp_path):
         for step in range(5):
-            late = lane.rank in delayed_ranks(0, step, 6, 2)
+            late = track.rank in delayed_ranks(0, step, 6, 2)
             long = [
                 span
-                for span in lane.spans
+                for span in track.spans
                 if span.kind == "wait" and span.who != NOBODY and span.step == step + 1
             ]
             assert all(span.who in delayed_ranks(0, step, 6, 2) for span in long if not late)
