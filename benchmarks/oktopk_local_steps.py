@@ -31,7 +31,7 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor, nn
 
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.hyperparameters import at_least, parse
 from lightning_dsgd.lab.results import provenance, write_result
@@ -130,7 +130,7 @@ class PowerSGD(Algorithm):
     rank: int = at_least(1, default=4, doc="number of columns of each factor")
     parameters: list[Tensor] = field(default_factory=list)
 
-    def start(self, net: Any, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Any, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.residual = torch.zeros_like(x)
         self.places = [(p.data_ptr() - x.data_ptr()) // x.itemsize for p in self.parameters]

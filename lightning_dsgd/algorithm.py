@@ -60,7 +60,7 @@ class Conditions:
     gradient_counts: Tensor | None = None
 
 
-PLAIN: Final = Conditions()
+ORDINARY: Final = Conditions()
 
 
 class Algorithm:
@@ -148,14 +148,14 @@ class Algorithm:
                 "(hierarchical=True, or local_steps=1); set scale_steps=False"
             )
 
-    def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
+    def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         """Raises `ValueError` for hyperparameters that cannot work with so many ranks.
 
         `start` calls this before the first message.
         """
         self.check_hyperparameters()
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         """Connects to the network; x is the same on all ranks, or what a resume restored."""
         self.check(net.world_size, conditions)
         self.net = net

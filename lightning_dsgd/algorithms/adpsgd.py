@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import setting
 from lightning_dsgd.primitives import rounding, step_scaling, topology
 from lightning_dsgd.primitives.published import publication_of
@@ -62,7 +62,7 @@ class ADPSGD(Algorithm):
     wire_dtype: str = rounding.wire_dtype("is not averaged")
     scale_steps: bool = step_scaling.scale_steps()
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.neighbours = topology.neighbours("bipartite_exponential", net.rank, net.world_size)
         self.asks = net.rank % 2 == 1

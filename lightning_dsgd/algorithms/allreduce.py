@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_dsgd import agreement
 from lightning_dsgd.agreement import give_newest, num_active, take_over_newest
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives import quantised, rounding
 from lightning_dsgd.primitives.error_feedback import evenly
@@ -87,7 +87,7 @@ class AllReduce(Algorithm):
         """Whether it takes pieces of the gradient during the backward pass."""
         return self.overlap
 
-    def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
+    def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
         if (self.overlap or self.delay) and conditions.skips_overflow:
             raise ValueError(
@@ -96,7 +96,7 @@ class AllReduce(Algorithm):
                 'fp16; use precision="bf16-mixed", or leave both out'
             )
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.step = self.num_own = 0  # of the newest rank, and of this one
         self.wire = self.wire_dtype if net.world_size > 1 else "float32"

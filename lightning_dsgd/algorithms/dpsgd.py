@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import one_of
 from lightning_dsgd.primitives import topology
 from lightning_dsgd.transport import Transport
@@ -42,7 +42,7 @@ class DPSGD(Algorithm):
         "ring", default="ring", doc="the communication graph; the paper's is the only one"
     )
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.peers = topology.ring(net.rank, net.world_size)
         self.stepping = list(self.peers)

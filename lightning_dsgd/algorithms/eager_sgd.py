@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of
 from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.primitives.stream_lock import StreamLock
@@ -78,7 +78,7 @@ class EagerSGD(Algorithm):
         "pending; None means an eighth of the duration of its last step",
     )
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.version = 0
         self.x = x

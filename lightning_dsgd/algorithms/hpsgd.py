@@ -73,7 +73,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import average
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import above, at_least
 from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
@@ -112,7 +112,7 @@ class HPSGD(Algorithm):
     wire_dtype: str = rounding.wire_dtype()
     scale_steps: bool = step_scaling.scale_steps()
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.handed_over = torch.empty_like(x)
         self.merged = x.clone()  # the lane's, from a hand-over to its answer

@@ -48,7 +48,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import PLAIN, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least
 from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import (
@@ -104,7 +104,7 @@ class OkTopk(ErrorFeedback):
     )
     wire_dtype: str = rounding.wire_dtype("stays in the residual", of="value")
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.local_threshold = self.residual.new_zeros(())
         self.global_threshold = self.residual.new_zeros(())

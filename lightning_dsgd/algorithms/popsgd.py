@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import largest
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import step_scaling, topology
 from lightning_dsgd.primitives.published import publication_of
@@ -113,7 +113,7 @@ class PopSGD(Algorithm):
         """The number of steps from one partner to the next."""
         return self.local_steps
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.steps_since = 0
         self.version = 0

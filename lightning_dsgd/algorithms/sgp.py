@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import largest
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.devices import is_on_host
 from lightning_dsgd.hyperparameters import at_least, one_of
 from lightning_dsgd.primitives import nodes, rounding, step_scaling, topology
@@ -101,12 +101,12 @@ class SGP(Algorithm):
         """Whether results depend on when messages arrive, or on how steps are scaled."""
         return self.overlap > 0 or self.scale_steps
 
-    def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
+    def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
         if self.hierarchical:
             nodes.check_node_size(self.node_size, world_size, conditions)
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.step = 0
         self.w = 1.0

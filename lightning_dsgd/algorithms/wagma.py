@@ -59,7 +59,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import largest
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import nodes, quantised, rounding, step_scaling, topology
@@ -175,7 +175,7 @@ class WAGMA(Algorithm):
                 'rule="conserving"'
             )
 
-    def check(self, world_size: int, conditions: Conditions = PLAIN) -> None:
+    def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
         size, most, of_what = self.group_size, world_size, "world_size"
         if self.hierarchical:
@@ -189,7 +189,7 @@ class WAGMA(Algorithm):
                 f"try group_size={topology.near_sqrt(most)}"
             )
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.node: nodes.Node | None = None
         if self.hierarchical:
@@ -347,7 +347,7 @@ class WAGMA(Algorithm):
             self.mine.publish(self.x, version)
 
     def settled(self, version: int) -> None:
-        self.mine.settle(self.x, version)
+        self.mine.publish(self.x, version)
 
 
 class _InPlace:

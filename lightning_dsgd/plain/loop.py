@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_dsgd.agreement import everyones, refuse_unless_alike
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.plain.signals import Signals
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.replica.flat import Whole
@@ -65,7 +65,7 @@ class Loop:
         self._check_finite = check_finite
         self._signals = Signals(session)
         self._steps: Steps | None = None
-        self._conditions: Conditions = PLAIN
+        self._conditions: Conditions = ORDINARY
         self._num_builds = 0
 
     @property

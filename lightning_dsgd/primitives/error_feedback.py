@@ -50,7 +50,7 @@ from lightning_dsgd.agreement import (
     num_active,
     take_over_newest,
 )
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least
 from lightning_dsgd.primitives import sparse, step_scaling
 from lightning_dsgd.transport import Diverged, Transport
@@ -115,7 +115,7 @@ class ErrorFeedback(Algorithm):
         """Whether ranks count their gradients, as ranks that step together must."""
         return self.uses_gradient
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.residual = torch.zeros_like(x, dtype=wide)

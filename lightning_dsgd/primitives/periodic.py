@@ -46,7 +46,7 @@ from torch import Tensor
 
 from lightning_dsgd import agreement
 from lightning_dsgd.agreement import num_active
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least, setting
 from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import evenly
@@ -111,7 +111,7 @@ class PeriodicAverage(Algorithm):
                 f"overlap_steps={most}"
             )
 
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = PLAIN) -> None:
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.round = 0
         self.steps_since_sync = 0  # since the last round

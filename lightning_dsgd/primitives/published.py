@@ -220,10 +220,6 @@ class Contributed:
                 y.copy_(x)
             self._published_at = step
 
-    def settle(self, x: Tensor, step: int) -> None:
-        """Adds the last corrections to x, while all ranks stand still."""
-        self.publish(x, step)
-
     def restart(self, x: Tensor, step: int) -> None:
         """Begins with x as it is; earlier publications and corrections no longer count."""
         self._is_corrected = False
@@ -272,10 +268,6 @@ class ContributedAhead(PublishedAhead):
         """Turns the contribution, which holds the sum over so many ranks, into the mean."""
         self.correct(self._y.div_(group_size).sub_(self._b))
         del self._b, self._y
-
-    def settle(self, x: Tensor, step: int) -> None:
-        """Adds the last corrections to x, while all ranks stand still."""
-        self.publish(x, step)
 
     def take(self, x: Tensor) -> None:
         """Does nothing: no rank has waited for the mean."""

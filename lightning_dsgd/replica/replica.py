@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.primitives.step_scaling import Unscaled, made_for
 from lightning_dsgd.replica import alike, early, flat
 from lightning_dsgd.replica.consensus import (
@@ -78,7 +78,7 @@ class Replica:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         algorithm: Algorithm,
-        conditions: Conditions = PLAIN,
+        conditions: Conditions = ORDINARY,
         *,
         average_buffers: bool = True,
         check_finite: bool = False,

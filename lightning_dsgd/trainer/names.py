@@ -44,9 +44,9 @@ def take_on_command_line(ours: Mapping[str, type]) -> None:
 
 def hint(name: str, ours: Collection[str], others: Collection[str] = ()) -> str:
     """Returns our names that a wrong name may have meant, as a text; empty if there are none."""
-    known = {_plain(other): "" for other in others} | {_plain(own): own for own in ours}
-    plain = _plain(name)
-    near = [plain] if plain in known else get_close_matches(plain, known, 3, NAMES_ALIKE)
+    known = {_bare(other): "" for other in others} | {_bare(own): own for own in ours}
+    bare = _bare(name)
+    near = [bare] if bare in known else get_close_matches(bare, known, 3, NAMES_ALIKE)
     nearest = [known[each] for each in near]
     if not nearest or not nearest[0]:
         return ""
@@ -54,7 +54,7 @@ def hint(name: str, ours: Collection[str], others: Collection[str] = ()) -> str:
     return f"Did you mean {meant}, of lightning_dsgd? `lightning-dsgd strategies` lists its names."
 
 
-def _plain(name: str) -> str:
+def _bare(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower()).removesuffix("strategy")
 
 

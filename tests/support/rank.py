@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_dsgd.algorithm import PLAIN, Algorithm, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 
 
 class Rank:
     """Starts an algorithm with the weights x; `step` and `descend` are what an optimizer does."""
 
     def __init__(
-        self, net: Any, algorithm: Algorithm, x: Tensor, conditions: Conditions = PLAIN
+        self, net: Any, algorithm: Algorithm, x: Tensor, conditions: Conditions = ORDINARY
     ) -> None:
         self.net, self.algorithm, self.x = net, algorithm, x
         algorithm.start(net, x, conditions)
