@@ -19,7 +19,7 @@ for a slow kernel of the training, for other ranks wait for the lane: it is told
 has made (`Lane.tell`), and takes what has been made (`primitives/published.py`).
 
 On the CPU every port operation is nothing, or an ordinary copy.  `Accelerator` is written against
-`torch.accelerator`, so that it knows no vendor.  `register` brings in a port for another type of
+`torch.accelerator`, so that it knows no vendor.  `add_port` brings in a port for another type of
 device.
 """
 
@@ -296,7 +296,7 @@ _factories: Final[dict[str, Callable[[torch.device], Port]]] = {"cpu": lambda _:
 _ports: Final[dict[torch.device, Port]] = {}
 
 
-def register(device_type: str, factory: Callable[[torch.device], Port]) -> None:
+def add_port(device_type: str, factory: Callable[[torch.device], Port]) -> None:
     """Has `port_of` call `factory` to make the port of a device of this type."""
     _factories[device_type] = factory
 

@@ -9,7 +9,7 @@ from pytorch_lightning import strategies
 
 from lightning_dsgd import keywords
 from lightning_dsgd.trainer.arguments import TrainerOptions
-from lightning_dsgd.trainer.named import make_all, register
+from lightning_dsgd.trainer.named import make_all, make_known
 from lightning_dsgd.trainer.strategy import DecentralizedMixin
 
 
@@ -24,4 +24,4 @@ STRATEGIES: Final = make_all(DecentralizedStrategy, __name__)
 globals().update({strategy.__name__: strategy for strategy in STRATEGIES.values()})
 __all__ = ["DecentralizedStrategy", *(strategy.__name__ for strategy in STRATEGIES.values())]
 
-register("pytorch_lightning", STRATEGIES)
+make_known("pytorch_lightning", STRATEGIES)

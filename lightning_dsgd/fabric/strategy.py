@@ -365,7 +365,7 @@ class FabricStrategy(FabricMixin, DDPStrategy):
     __doc__ = FabricMixin.__doc__
 
 
-def register(package: str, strategy: type) -> None:
+def make_known(package: str, strategy: type) -> None:
     """Makes the algorithms' names known to one of the packages that have a Fabric."""
     registry = import_module(f"{package}.strategies").STRATEGY_REGISTRY
     for name, algorithm in ALGORITHMS.items():
@@ -374,4 +374,4 @@ def register(package: str, strategy: type) -> None:
     names.hint_in_fabric(package, ALGORITHMS)
 
 
-register("lightning.fabric", FabricStrategy)
+make_known("lightning.fabric", FabricStrategy)

@@ -3,7 +3,7 @@
 from lightning_fabric.strategies.ddp import DDPStrategy
 
 from lightning_dsgd import keywords
-from lightning_dsgd.fabric.strategy import FabricMixin, register
+from lightning_dsgd.fabric.strategy import FabricMixin, make_known
 from lightning_dsgd.trainer.arguments import FabricOptions
 
 
@@ -12,4 +12,4 @@ class FabricStrategy(FabricMixin, DDPStrategy):  # type: ignore[misc]  # noqa: D
     __doc__ = FabricMixin.__doc__
 
 
-register("lightning_fabric", FabricStrategy)
+make_known("lightning_fabric", FabricStrategy)

@@ -86,7 +86,7 @@ def make_all(base: type, module: str) -> dict[str, type]:
     return made
 
 
-def register(package: str, strategies: Mapping[str, type]) -> None:
+def make_known(package: str, strategies: Mapping[str, type]) -> None:
     """Makes the strategies' names known to the Trainer of one of Lightning's packages."""
     registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
     for name, strategy in strategies.items():
@@ -103,4 +103,4 @@ STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = make_all(
 globals().update({strategy.__name__: strategy for strategy in STRATEGIES.values()})
 __all__ = ["STRATEGIES", *(strategy.__name__ for strategy in STRATEGIES.values())]
 
-register("lightning.pytorch", STRATEGIES)
+make_known("lightning.pytorch", STRATEGIES)

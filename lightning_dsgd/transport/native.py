@@ -1,25 +1,25 @@
 """Sums and broadcasts by torch's own collectives, which must be called in one order: NCCL's.
 
     thread      all_reduce, broadcast: asks for a ticket, gives a `NativeCollective`
-    launcher    once all ranks have asked: calls torch's collective, on a stream of its own
+    starter     once all ranks have asked: calls torch's collective, on a stream of its own
     thread      wait: until that is called, then until the result is on the device
 
 They serve all ranks together, and groups that are fixed at the start, such as the nodes of a
 hierarchical strategy; each group has a communicator.  `tickets` says in which order collectives are
 begun, and why nobody waits for ever.
 
-**On a device.**  The ask is a message to the own rank, so the launcher's stream waits for what has
+**On a device.**  The ask is a message to the own rank, so the starter's stream waits for what has
 made the argument.  Whoever waits for a result asks again and again whether it is there, as for a
 message: the stream that trains never waits for a rank.  So a lost rank, `timeout_s` and the end of
 a lane end the wait, and not torch's watchdog, which would end the process.
 
-**After a loss.**  The launcher aborts the communicators, which ends the kernels that wait for the
+**After a loss.**  The starter aborts the communicators, which ends the kernels that wait for the
 lost rank.  No thread can be inside NCCL then, as no other one calls it while collectives are under
-way.  A launcher that is itself held up there is left behind, and the communicators with it; the
+way.  A starter that is itself held up there is left behind, and the communicators with it; the
 waits of the other threads end all the same.
 
-**Threads.**  `begin` is called by any thread, which puts the collective into `_asked`; the launcher
-takes it out.  `fix` is called by the training thread.  All other fields are the launcher's, whose
+**Threads.**  `begin` is called by any thread, which puts the collective into `_asked`; the starter
+takes it out.  `fix` is called by the training thread.  All other fields are the starter's, whose
 methods are `launch`, `refuse` and `abandon`; once it has ended they belong to the thread that
 closes the network.
 """
@@ -170,7 +170,7 @@ class Native:
         return work
 
     def close(self) -> None:
-        """Ends the launcher and the groups; after a loss, collectives may still be under way."""
+        """Ends the starter and the groups; after a loss, collectives may still be under way."""
         with contextlib.suppress(Exception):  # of which all ranks know
             try:
                 self._tickets.stop(CLOSE_TIMEOUT_S)
@@ -183,7 +183,7 @@ class Native:
             for group in self._own_groups():
                 destroy_group(group)
 
-    # ---- the launcher ----
+    # ---- the starter ----
 
     def launch(self, key: Key) -> None:
         """Calls torch's collective, whose ticket has come."""
@@ -241,7 +241,7 @@ def _abort(groups: Sequence[Any], port: Port) -> None:
 class NativeCollective(Expected):
     """A collective under way: waits in the mailboxes, as a receive does, until it is launched.
 
-    The launcher writes `_work` and `_mark` before it sets `arrived`; whoever has called
+    The starter writes `_work` and `_mark` before it sets `arrived`; whoever has called
     the collective reads them after that.  The mesh's thread reads `_is_launching` at any time.
 
     Args:
@@ -273,7 +273,7 @@ class NativeCollective(Expected):
 
     def missing(self, left: set[int]) -> int | None:
         # A rank may leave before the ticket of an empty collective is here; it may leave another
-        # collective once all have called that, before this rank's launcher goes on.
+        # collective once all have called that, before this rank's starter goes on.
         if not len(self._y) or self._is_launching:
             return None
         return min(left.intersection(self._members), default=None)
@@ -291,7 +291,7 @@ class NativeCollective(Expected):
         """The bytes of an element, as it travels."""
         return self._y.itemsize
 
-    # ---- the launcher ----
+    # ---- the starter ----
 
     def launch(self, group: Any, port: Port) -> None:
         """Calls torch's collective, which goes on behind all that has made the argument."""
@@ -302,7 +302,7 @@ class NativeCollective(Expected):
             else:
                 self._work = dist.broadcast(self._y, self._root, group=group, async_op=True)
             if not is_on_host(self._y):
-                self._work.wait()  # holds up the launcher's stream, and not the launcher
+                self._work.wait()  # holds up the starter's stream, and not the starter
                 self._mark = port.mark()
         self.release(None)
 

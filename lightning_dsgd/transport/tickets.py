@@ -5,10 +5,10 @@ such order: one sums gradients, another averages weights, and on each rank anoth
 
     thread     asks for its collective, and waits; it is named by its group, its channel and its
                number there
-    launcher   a lane on each rank: passes on what is asked for, and begins collectives, one after
+    starter    a lane on each rank: passes on what is asked for, and begins collectives, one after
                another
 
-The launchers form a tree whose root is rank 0 (`parent_of`).  Groups of ranks are known to all
+The starters form a tree whose root is rank 0 (`parent_of`).  Groups of ranks are known to all
 (`form`); the top of a group is the lowest rank of the tree below which all of its members are, and
 the top of all ranks is rank 0.  Messages to and from the parent:
 
@@ -30,27 +30,27 @@ and so on: tickets of different children concern no common rank, so any order do
 The result is one order that no rank departs from, however the groups overlap.
 
 **Why a ticket needs all members, and not the first.**  Were it given when the first rank asks, a
-launcher would have to wait until its own thread asks too.  That may take for ever: with two sums a
-and b, a's ticket first, a thread that waits for b before it calls a would wait for a launcher that
+starter would have to wait until its own thread asks too.  That may take for ever: with two sums a
+and b, a's ticket first, a thread that waits for b before it calls a would wait for a starter that
 waits for a.  Here channels stay independent, as the contract promises.  It also leaves the devices
 free: a kernel of NCCL's that waits for a late rank takes processors, and cannot be timed out, while
 who waits for a ticket can.  The price is the way of the last ask up and of the ticket down, up to
 2 log2 P messages one after another, after the last rank has called.  For ranks of one node they
 stay on the node, where its first number is a multiple of its size, a power of two.
 
-**Why nobody waits for ever.**  A launcher waits for messages alone; it begins a collective only
+**Why nobody waits for ever.**  A starter waits for messages alone; it begins a collective only
 when its own thread has asked for it, for that is what a ticket says.  So whatever one waits for
 holds up no other: every collective that all its members ask for gets a ticket, as long as the ranks
 between them and their top serve, members or not; no rank may close while others still need it.
 What it may wait for once it is begun are those before it in the one order, which are begun on all
 their members, and the computation of its arguments, which waits for no network.  One that some
-member never asks for ends with `Timeout`.  A lost rank ends every launcher's wait with `PeerLost`:
+member never asks for ends with `Timeout`.  A lost rank ends every starter's wait with `PeerLost`:
 it gives up what it has begun (`abandon`), and passes nothing on; the waits of all other threads end
 by themselves.
 
 **Threads.**  Any thread may `ask`; the training thread forms groups.  `_heard` and `_passed_on` are
-the launcher's; others read them for errors, in single operations.  `Backend` is called by the
-launcher alone.
+the starter's; others read them for errors, in single operations.  `Backend` is called by the
+starter alone.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Backend(Protocol):
 
 @dataclass
 class _Group:
-    """A group, as one launcher sees it."""
+    """A group, as one starter sees it."""
 
     members: frozenset[int]
     top: int
@@ -106,7 +106,7 @@ class _Group:
 
 @dataclass
 class _Asked:
-    """What a launcher knows of a collective that some ranks have not asked for yet."""
+    """What a starter knows of a collective that some ranks have not asked for yet."""
 
     least: Form
     greatest: Form
@@ -129,7 +129,7 @@ class Tickets:
         self._passed_on: set[Key] = set()
         """The collectives that the parent was asked for, and has sent no ticket of."""
         self.form(range(net.world_size))
-        self._lane = net.spawn_lane(self._serve, "launcher")
+        self._lane = net.spawn_lane(self._serve, "starter")
 
     def form(self, members: Sequence[int]) -> int:
         """Forms a group and returns its number; all ranks form the same groups in one order.
@@ -162,10 +162,10 @@ class Tickets:
         return sorted(sources & self._groups[key[0]].members)
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Ends the launcher, and raises its failure, if any."""
+        """Ends the starter, and raises its failure, if any."""
         self._lane.stop(timeout_s)
 
-    # ---- the launcher ----
+    # ---- the starter ----
 
     def _serve(self, net: Transport) -> None:
         try:

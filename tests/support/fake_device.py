@@ -541,7 +541,7 @@ def install(seed: int = 0, longest_pause_s: float = 2e-3, index: int = 0) -> Fak
     _sanitizer.traceback = _NoTraces  # it takes the stack of every access: most of its time
     fake = FakeDevice(seed, longest_pause_s, index)
     _installed.append(fake)
-    devices.register("fake", lambda _: fake)
+    devices.add_port("fake", lambda _: fake)
     devices._ports.pop(fake.device, None)
     return fake
 

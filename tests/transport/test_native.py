@@ -317,7 +317,7 @@ def test_a_rank_that_has_left_is_named_at_once() -> None:
 
 
 def sum_and_leave(net: Any) -> float:
-    """Rank 1 has its sum and has left before rank 0's launcher comes back from torch."""
+    """Rank 1 has its sum and has left before rank 0's starter comes back from torch."""
     real = dist.all_reduce
 
     def late(*args: Any, **kwargs: Any) -> Any:

@@ -174,8 +174,8 @@ def without_mark(deliver: Any) -> Any:
 
 
 WAITS = {
-    "launcher: until the argument is made": (Mailboxes, "deliver", without_mark),
-    "launcher: its mark is behind NCCL's kernel": (NativeCollective, "launch", without_its_mark),
+    "starter: until the argument is made": (Mailboxes, "deliver", without_mark),
+    "starter: its mark is behind NCCL's kernel": (NativeCollective, "launch", without_its_mark),
     "caller: until the sum is on the device": (
         NativeCollective,
         "has_passed",

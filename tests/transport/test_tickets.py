@@ -37,7 +37,7 @@ def test_the_ranks_form_a_tree() -> None:
 class InOrder:
     """A backend that, like NCCL, comes to no end unless all ranks launch sums in one order.
 
-    The launcher waits for the end of each, which NCCL's does not: so it is blocked more often.
+    The starter waits for the end of each, which NCCL's does not: so it is blocked more often.
     """
 
     def __init__(self, net: Any) -> None:

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         "--logs", type=Path, default=Path("launch_logs"), help="a folder: one file for each start"
     )
     parser.add_argument(
-        "--grace-s",
+        "--end-s",
         type=float,
         default=30.0,
         help="how long ranks may take to end by themselves, once they are to",
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         host, port = _address(args.rendezvous)
         place = Place(args.ranks, args.nodes, args.node, host, port, args.join)
         command = [sys.executable, "-u", args.script, *args.arguments]
-        supervisor = Supervisor(command, place, args.logs, args.grace_s, args.max_restarts)
+        supervisor = Supervisor(command, place, args.logs, args.end_s, args.max_restarts)
         status = supervisor.run()
     except (ValueError, OSError, TransportError) as err:
         parser.error(str(err))

@@ -1,7 +1,7 @@
 """The processes of a node's ranks: started, watched, told to end, and buried.
 
     a rank ends badly             on_loss="end": the others end too, by themselves, or after
-                                  `grace_s` by SIGTERM, and then by SIGKILL
+                                  `end_s` by SIGTERM, and then by SIGKILL
     a rank ends before training   on_loss="continue": the others go on, and it is started again,
                                   after 1 s, then 2 s, 4 s, ..., `max_restarts` times at most;
                                   but for one that has left, as it got SIGTERM, and in a loop of
@@ -26,7 +26,7 @@ Every rank has a session of its own, with the processes that it starts: a Ctrl-C
 reaches the supervisor alone, and no process of a rank is left when that one is ended by force.
 
 **Why nobody waits for ever.**  The ranks are looked at every `_LOOK_EVERY_S`, and no look waits.
-Once ranks are to end, they have `grace_s`, then `_TERM_S` after SIGTERM; nobody survives SIGKILL.
+Once ranks are to end, they have `end_s`, then `_TERM_S` after SIGTERM; nobody survives SIGKILL.
 
 **Threads.**  One: signal handlers only write down which signal has come.
 """
@@ -70,20 +70,20 @@ class Supervisor:
         command: the command of a rank
         place: the place of this node
         logs: the folder of the ranks' logs
-        grace_s: how long ranks may take to end by themselves, once they are to end
+        end_s: how long ranks may take to end by themselves, once they are to end
         max_restarts: how often a rank is started again that has not trained for long since
     """
 
     def __init__(
-        self, command: Sequence[str], place: Place, logs: Path, grace_s: float, max_restarts: int
+        self, command: Sequence[str], place: Place, logs: Path, end_s: float, max_restarts: int
     ) -> None:
         if max_restarts < 0:
             raise ValueError(f"--max-restarts must be at least 0, got {max_restarts}; try 3")
         if not Path(command[2]).is_file():
             raise ValueError(f"the script must be a file, got {command[2]}; name a Python file")
-        if not 0 <= grace_s < float("inf"):
-            raise ValueError(f"--grace-s must be a number of seconds, got {grace_s}; try 30")
-        self._command, self._place, self._logs, self._grace_s = command, place, logs, grace_s
+        if not 0 <= end_s < float("inf"):
+            raise ValueError(f"--end-s must be a number of seconds, got {end_s}; try 30")
+        self._command, self._place, self._logs, self._end_s = command, place, logs, end_s
         self._max_restarts = max_restarts
         self._ranks = [Rank(local) for local in range(place.ranks)]
         self._node, self._nodes, self._size = place.node, place.nodes, place.ranks
@@ -250,7 +250,7 @@ class Supervisor:
             late = ", once training was over, and is not replaced" if training == OVER else ""
             _say(f"rank {self._number(rank)} ended with {rank.status}{late}: {rank.log}")
             if training != OVER:
-                self._end_within(self._grace_s)
+                self._end_within(self._end_s)
 
     def _lost(self, rank: Rank, trained: Trained) -> None:
         """Handles a rank that has ended although training goes on."""
@@ -325,7 +325,7 @@ class Supervisor:
             "end: start the job anew, from a checkpoint"
         )
         self._asked(Register.say_stopped, default=None)
-        self._end_within(self._grace_s)
+        self._end_within(self._end_s)
 
     def _pass_on(self) -> None:
         is_second, self._signals = bool(self._signals > 1 or self._kill_at), 0
@@ -335,7 +335,7 @@ class Supervisor:
             self._send(signal.SIGKILL)
         else:
             self._send(signal.SIGINT)
-            self._end_within(self._grace_s)
+            self._end_within(self._end_s)
 
     def _end_within(self, seconds: float) -> None:
         for rank in self._ranks:

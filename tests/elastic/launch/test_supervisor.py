@@ -56,7 +56,7 @@ def test_ranks_find_the_variables_of_torchrun_and_their_arguments(tmp_path):
 
 def test_a_rank_that_fails_makes_the_others_end_and_the_job_fail(tmp_path):
     fails = SCRIPT + 'if rank == "1": sys.exit(7)\n' + WAITS.removeprefix(SCRIPT)
-    with Launched(tmp_path, fails, "--ranks", "3", "--grace-s", "0.2") as job:
+    with Launched(tmp_path, fails, "--ranks", "3", "--end-s", "0.2") as job:
         assert job.end() == 1
     assert "rank 1 ended with 7" in job.said("stderr")
     assert "rank 0 ended with -15" in job.said("stderr")
@@ -197,7 +197,7 @@ if rank == "0":
 
 def test_where_no_rank_trains_any_more_the_job_ends_in_place_of_starting_ranks_again(tmp_path):
     waits = TRAINS + FAILS + WAITS.removeprefix(SCRIPT)
-    options = ("--ranks", "3", "--grace-s", "0.2", "--max-restarts", "1000")
+    options = ("--ranks", "3", "--end-s", "0.2", "--max-restarts", "1000")
     with Launched(tmp_path, waits, *options, arguments=("joinable",)) as job:
         assert job.end() == 1
     said = job.said("stderr")
@@ -315,7 +315,7 @@ def test_ranks_end_with_their_supervisor(tmp_path):
         (["--ranks", "1", "--join"], "ranks that join must be told where the others meet"),
         (["--ranks", "1", "--rendezvous", "here"], "an address and a port, got 'here'"),
         (["--ranks", "1", "--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
-        (["--ranks", "1", "--grace-s", "-1"], "--grace-s must be a number of seconds, got -1"),
+        (["--ranks", "1", "--end-s", "-1"], "--end-s must be a number of seconds, got -1"),
     ],
 )
 def test_what_cannot_be_started_is_refused(options, match, capsys):
