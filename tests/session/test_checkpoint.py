@@ -485,29 +485,44 @@ def test_a_save_within_an_epoch_resumes_to_the_bit_with_a_stateful_loader(
 # ---- a save is complete or absent ----
 
 
-class Killer:
-    def __init__(self, verb: str, nth: int, when: str) -> None:
-        self.nth, self.when = nth, when
-        owner: Any = TorchCheckpointIO if verb == "save" else os
-        attribute = "save_checkpoint" if verb == "save" else "replace"
-        real = getattr(owner, attribute)
+VERBS: dict[str, tuple[Any, str]] = {
+    "save": (TorchCheckpointIO, "save_checkpoint"),
+    "replace": (os, "replace"),
+    "fsync": (os, "fsync"),
+}
+FULL = OSError(28, "No space left on device")
 
-        def stand_in(*args: Any, **kwargs: Any) -> None:
-            self.nth -= 1
-            if self.nth == 0 and self.when == "before":
-                os.kill(os.getpid(), signal.SIGKILL)
-            real(*args, **kwargs)
-            if self.nth == 0 and self.when == "half-way":
-                os.truncate(args[2], 1000)
-            if self.nth == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(owner, attribute, stand_in)
+class At:
+    """A function that does something at its n-th call: before it, within it or after it."""
+
+    def __init__(self, verb: str, nth: int, when: str, act: Callable[[], None]) -> None:
+        owner, name = VERBS[verb]
+        self.real = getattr(owner() if verb == "save" else owner, name)
+        self.nth, self.when, self.act = nth, when, act
+
+    def __call__(self, *args: Any) -> None:
+        self.nth -= 1
+        if self.nth == 0 and self.when == "before":
+            self.act()
+        self.real(*args)
+        if self.nth == 0 and self.when == "half-way":
+            os.truncate(args[1], 1000)
+        if self.nth == 0:
+            self.act()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise FULL
 
 
 def train_and_die(rank: int, verb: str, nth: int, when: str, folder: str) -> None:
     if int(os.environ["RANK"]) == rank:
-        Killer(verb, nth, when)
+        setattr(*VERBS[verb], At(verb, nth, when, die))
     train("local_sgd", 2, folder, save=OVER_AND_OVER)
 
 
@@ -563,28 +578,14 @@ def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_or_the_newer_whole(
             assert other["end"] == one["end"], moment
 
 
-class Breaking(TorchCheckpointIO):
-    def __init__(self, nth: int, error: Exception) -> None:
-        self.nth, self.error = nth, error
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, path)
-        self.nth -= 1
-        if self.nth == 0:
-            os.truncate(path, 500)
-            raise self.error
-
-
-FULL = OSError(28, "No space left on device")
-NO_WRITE = 9
 BREAKS = {
-    "rank 1's replica": (1, "write", 1),
-    "rank 0's replica": (0, "write", 1),
-    "the consensus file": (0, "write", 2),
-    "syncing rank 2's replica": (2, "fsync", 1),
-    "syncing rank 2's folder": (2, "fsync", 2),
-    "syncing the consensus file": (0, "fsync", 4),
-    "renaming the consensus file": (0, "replace", 1),
+    "rank 1's replica": (1, "save", 1, "half-way"),
+    "rank 0's replica": (0, "save", 1, "half-way"),
+    "the consensus file": (0, "save", 2, "half-way"),
+    "syncing rank 2's replica": (2, "fsync", 1, "before"),
+    "syncing rank 2's folder": (2, "fsync", 2, "before"),
+    "syncing the consensus file": (0, "fsync", 4, "before"),
+    "renaming the consensus file": (0, "replace", 1, "before"),
 }
 
 
@@ -592,7 +593,7 @@ def save_and_break(net: Any, folder: Path) -> dict[tuple[str, bool], tuple[str, 
     """What this rank raised, and whether the folder is as it was: over an older save, and alone."""
     seen = {}
     for older in (True, False):
-        for what, (rank, verb, nth) in BREAKS.items():
+        for what, (rank, verb, *where) in BREAKS.items():
             path = folder / f"{what}, {older}" / "x.ckpt"
             content = record.with_record({"state_dict": {"w": torch.ones(1000)}}, {})
             if older:
@@ -600,28 +601,15 @@ def save_and_break(net: Any, folder: Path) -> dict[tuple[str, bool], tuple[str, 
                 net.barrier().wait()
             before = contents(path.parent)
             net.barrier().wait()
-            nth = nth if net.rank == rank else NO_WRITE
-            io = Breaking(nth if verb == "write" else NO_WRITE, FULL)
             with pytest.MonkeyPatch.context() as patch:
-                if verb != "write":
-                    patch.setattr(os, verb, FailingAt(nth, getattr(os, verb)))
+                if net.rank == rank:
+                    patch.setattr(*VERBS[verb], At(verb, *where, fail))
                 with pytest.raises((OSError, RuntimeError)) as caught:
-                    files.save(io, net, path, content, content)
+                    files.save(TorchCheckpointIO(), net, path, content, content)
             net.barrier().wait()
             error = f"{type(caught.value).__name__}: {caught.value}"
             seen[what, older] = error, contents(path.parent) == before
     return seen
-
-
-class FailingAt:
-    def __init__(self, nth: int, real: Callable[..., Any]) -> None:
-        self.nth, self.real = nth, real
-
-    def __call__(self, *args: Any) -> Any:
-        self.nth -= 1
-        if self.nth == 0:
-            raise FULL
-        return self.real(*args)
 
 
 def contents(folder: Path) -> dict[str, Any]:
