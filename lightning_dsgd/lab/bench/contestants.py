@@ -2,7 +2,7 @@
 
     wagma:overlap=true:grace_s=0.02     a strategy of ours, with hyperparameters
     ddp, single_device                  Lightning's own
-    ddp_fp16                            its gradients compressed to half precision on the wire
+    ddp_fp16, ddp_bf16                  its gradients compressed to half precision on the wire
     ddp_powersgd:rank=2                 its gradients as products of low rank (Vogels et al. 2019)
     post_local_sgd:period=8:start=0     DDP; from step `start` on, weights averaged every `period`
     torchft_local_sgd, torchft_diloco   from torchft (the extra `bench`): `torchft_peers.py`
@@ -97,6 +97,13 @@ class _DDPFp16(_DDPWithHook):
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
+class _DDPBf16(_DDPWithHook):
+    def add_hook(self, model: DistributedDataParallel) -> None:
+        # DDP refuses torch's hook by its name where NCCL is missing; gloo sums bfloat16 too.
+        hook = default_hooks.bf16_compress_hook
+        model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+
+
 class _DDPPowerSGD(_DDPWithHook):
     def __init__(self, rank: int = 1, start: int = 2) -> None:
         super().__init__()
@@ -136,6 +143,7 @@ PEERS: dict[str, Any] = {
     "single_device": SingleDeviceStrategy,
     "ddp": DDPStrategy,
     "ddp_fp16": _DDPFp16,
+    "ddp_bf16": _DDPBf16,
     "ddp_powersgd": _DDPPowerSGD,
     "post_local_sgd": _PostLocalSGD,
     "torchft_local_sgd": TorchFTStrategy,

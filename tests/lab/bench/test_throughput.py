@@ -15,7 +15,9 @@ from tests.support.mpi import has_mpi
 
 @pytest.mark.exhaustive
 def test_throughput_of_ours_and_of_their_peers(tmp_path: Path) -> None:
-    strategies = "ddp,ddp_fp16,ddp_powersgd,post_local_sgd:period=2,wagma:group_size=2,no_sync"
+    strategies = (
+        "ddp,ddp_fp16,ddp_bf16,ddp_powersgd,post_local_sgd:period=2,wagma:group_size=2,no_sync"
+    )
     options = f"--ranks 2 --strategies {strategies} --rounds 1 --steps 14 --params 1e4"
     options += " --compute-ms 20 --delay-ms 200 --delayed-ranks 1"
     if not network.why_not():
