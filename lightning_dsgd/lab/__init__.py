@@ -4,6 +4,7 @@
     simulate    how fast a strategy would be, on many ranks
     advise      which strategy is fastest, from what `probe` and `StepTrace` recorded
     bench       strategies side by side, measured
+    epochs      how simulated ranks are dealt batches
     drawing     where a run's time went: the command `timeline`
     results     how they write what they have measured
 

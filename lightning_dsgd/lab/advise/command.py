@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.lab.epochs import in_words
 from lightning_dsgd.lab.probe.cluster import Cluster
 from lightning_dsgd.lab.results import provenance, typed, write_result
 from lightning_dsgd.lab.simulate.machines import Machine, probed
@@ -36,6 +37,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--params", type=float, help="of the model; by default those of the trace")
     parser.add_argument("--ranks", type=int, help="by default as many as were probed")
     parser.add_argument("--steps", type=int, default=40, help="of each rank, simulated")
+    parser.add_argument(
+        "--epoch-steps", type=int, help="of an epoch; by default one epoch is endless"
+    )
     parser.add_argument("--strategies", help="these alone, separated by commas")
     parser.add_argument("--verify", action="store_true", help="run the first three here")
     parser.add_argument("--verify-ranks", type=int, help="with so many; by default at most 8")
@@ -65,10 +69,13 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
     from lightning_dsgd.lab.advise.bar import shown
 
     candidates = _candidates(args.strategies)
-    ranked = ranking.rank(candidates, machine, num_ranks, args.steps, shown=shown)
+    ranked = ranking.rank(
+        candidates, machine, num_ranks, args.steps, shown=shown, epoch_steps=args.epoch_steps
+    )
     has_nodes = cluster.between is not None
     beyond = words.warnings(num_ranks, cluster.ranks, recorded.num_ranks, has_nodes)
-    print(f"{num_ranks} ranks, {num_params:,} parameters, {1e3 * recorded.mean_s:.0f} ms a step\n")
+    print(f"{num_ranks} ranks, {num_params:,} parameters, {1e3 * recorded.mean_s:.0f} ms a step")
+    print(in_words(args.epoch_steps) + "\n")
     print(words.table(ranked) + "\n\n" + words.legend(ranked) + "\n")
     for spec, why in ranked.refused.items():
         print(f"left out: {spec}: {why}")
@@ -76,7 +83,12 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
         print(text)
     print("\n" + words.advice(ranked))
     report: dict[str, Any] = {
-        "settings": {"ranks": num_ranks, "params": num_params, "steps": args.steps},
+        "settings": {
+            "ranks": num_ranks,
+            "params": num_params,
+            "steps": args.steps,
+            "epoch_steps": args.epoch_steps,
+        },
         "situation": ranked.situation,
         "advised": ranked.advised.candidate.spec,
         "slow_ranks": ranked.slow_ranks,

@@ -101,6 +101,7 @@ def rank(
     num_ranks: int,
     num_steps: int,
     shown: Callable[[Iterable[Candidate]], Iterable[Candidate]] = iter,
+    epoch_steps: int | None = None,
 ) -> Ranking:
     """Simulates every candidate, and ranks them.
 
@@ -110,6 +111,7 @@ def rank(
         num_ranks: P
         num_steps: steps of each rank; a sparse strategy on many ranks makes fewer
         shown: goes through the candidates, and shows how far the simulation is
+        epoch_steps: the steps of an epoch, after which all ranks stand still; None: never
     """
     assert machine.recorded is not None
     runs: dict[str, tuple[Candidate, float, float, float]] = {}
@@ -120,7 +122,7 @@ def rank(
         if candidate.is_sparse:
             steps = min(num_steps, max(_LEAST_STEPS, _SPARSE_WORK // num_ranks**2))
         try:
-            done = run(candidate.spec, num_ranks, machine, steps)
+            done = run(candidate.spec, num_ranks, machine, steps, epoch_steps=epoch_steps)
         except ValueError as error:
             refused[candidate.spec] = str(error)
             continue

@@ -9,10 +9,6 @@ from typing import Final
 
 from lightning_dsgd.stragglers import delayed_ranks
 
-EQUAL: Final = "equal"
-CLAIMED: Final = "claimed"
-"""How an epoch's batches are dealt: to each rank as many, or to each the next one."""
-
 
 @dataclass(frozen=True)
 class Situation:

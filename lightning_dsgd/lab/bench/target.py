@@ -60,12 +60,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+from lightning_dsgd.lab import epochs
 from lightning_dsgd.lab.bench.cells import Cell, finish, measured, take_core
 from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.network import why_not
-from lightning_dsgd.lab.bench.situations import CLAIMED, EQUAL, SITUATIONS, Situation
+from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.target_rows import BASELINE, Chosen, curves, label, summarize
 from lightning_dsgd.lab.bench.target_tables import tables
+from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.lab.results import provenance, typed
 
 STRATEGIES: Final = (
@@ -190,12 +192,11 @@ def _refuse_data(args: argparse.Namespace) -> None:
             f"--data must be {EQUAL} or {EQUAL},{CLAIMED}, as the baseline's ranks step together, "
             f"got --data {args.data}"
         )
-    if args.epoch_steps is not None and args.epoch_steps < 1:
-        raise ValueError(f"--epoch-steps must be at least 1, got {args.epoch_steps}; try 30")
-    if CLAIMED in data and (args.epoch_steps is None or args.real_ms is not None):
+    for each in data:
+        epochs.check(args.epoch_steps, each)
+    if CLAIMED in data and args.real_ms is not None:
         raise ValueError(
-            f"--data {CLAIMED} shares an epoch's batches between simulated ranks; set "
-            "--epoch-steps 30, and leave --real-ms out"
+            f"--data {CLAIMED} is for simulated ranks, got it with --real-ms; leave one out"
         )
 
 

@@ -6,14 +6,14 @@ the mean of all ranks' weights, as they are at a moment of the virtual time: loo
 With epochs all ranks stand still after each, as Lightning does: they settle, make the consensus and
 validate it.  Batches are dealt equally, or claimed: a rank takes the epoch's next batch while there
 is one, so all ranks together train on each batch once, each on as many as it has time for.  The
-learning rate follows what all have claimed.  A claim takes no time, and none is made ahead.
+learning rate follows what all have claimed (`lab/epochs.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.bench.cells import Cell
-from lightning_dsgd.lab.bench.situations import CLAIMED, SITUATIONS, Situation
+from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import BATCH, TASKS, Networks, Task
+from lightning_dsgd.lab.epochs import EQUAL, Epochs
 from lightning_dsgd.lab.simulate.model import passes
 from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.transport.simulated import SimulatedWorld, on_one_core
@@ -84,10 +85,10 @@ class Training:
         self.seed: int = cell["seed"]
         num_steps: int = round(settings["steps"] * cell.get("stretch", 1.0))
         self.num_steps = num_steps
-        self.epoch_steps: int | None = settings.get("epoch_steps")
         self.validation_s: float = settings.get("validation_s", 0.0)
-        self.is_claimed = cell.get("data") == CLAIMED
-        self.num_claimed = 0
+        self.epochs = Epochs(
+            num_steps, situation.ranks, settings.get("epoch_steps"), cell.get("data", EQUAL)
+        )
         self.algorithms = [make_algorithm(cell["strategy"]) for _ in range(situation.ranks)]
         torch.manual_seed(self.seed)
         self.networks = Networks(task, situation.ranks)
@@ -107,12 +108,13 @@ class Training:
         weights, g = torch.nn.Parameter(self.x[rank].clone()), torch.zeros_like(self.x[rank])
         x = weights.detach()  # the same memory
         optimizer = self.task.optimizer([weights], self.lr)
+        draw = torch.Generator().manual_seed(1000 * self.seed + rank)
         num_own = 0
         weights.grad = g
         with torch.no_grad():
             algorithm.start(net, x)
             scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
-            for k, batch in self.batches(rank):
+            for batch in self.epochs.batches(rank):
                 if batch is None:
                     algorithm.settle(x)
                     scaling.settle()
@@ -120,7 +122,7 @@ class Training:
                     self.compute(net, self.validation_s)
                     self.end_pass()
                     continue
-                self.computing[rank] = batch
+                self.computing[rank] = self.examples(batch, rank, draw)
                 seconds = self.situation.step_s(self.seed, num_own, rank)
                 for place, (pass_s, begin) in enumerate(passes(algorithm, len(g), seconds)):
                     self.compute(net, pass_s)
@@ -131,7 +133,7 @@ class Training:
                         algorithm.gradient_made(g, begin)
                 algorithm.before_update(x, g if algorithm.uses_gradient else g[:0])
                 for group in optimizer.param_groups:
-                    group["lr"] = self.lr * self.share_of_lr(self.nominal_step(k))
+                    group["lr"] = self.lr * self.share_of_lr(self.epochs.step_of(batch))
                 scaling.update_begins(x)
                 optimizer.step()
                 scaling.update_ends(x)
@@ -146,32 +148,16 @@ class Training:
             self.end_step(rank, x, settled_s, net.counters.bytes_sent)
         return float(steps_per_s)
 
-    def batches(self, rank: int) -> Iterator[tuple[int, Tensor | None]]:
-        """Returns steps with their batches, and after each epoch None, to stand still."""
+    def examples(self, batch: int, rank: int, draw: torch.Generator) -> Tensor:
+        """Returns the places of a batch's examples; an epoch's are the same for all strategies."""
         size = len(self.x)
-        if self.epoch_steps is None:
-            draw = torch.Generator().manual_seed(1000 * self.seed + rank)
+        if self.epochs.epoch_steps is None:
             mine = torch.arange(rank, len(self.inputs), size)
-            for k in range(self.num_steps):
-                yield k, mine[torch.randint(len(mine), (BATCH,), generator=draw)]
-            return
-        for begin in range(0, self.num_steps, self.epoch_steps):
-            end = min(self.num_steps, begin + self.epoch_steps)
-            draw = torch.Generator().manual_seed(1000 * self.seed + begin)
-            epoch = torch.randint(len(self.inputs), (end - begin, size, BATCH), generator=draw)
-            if self.is_claimed:
-                while self.num_claimed < end * size:
-                    step, place = divmod(self.num_claimed, size)
-                    self.num_claimed += 1
-                    yield step, epoch[step - begin, place]
-            else:
-                for step in range(begin, end):
-                    yield step, epoch[step - begin, rank]
-            yield end, None
-
-    def nominal_step(self, step: int) -> int:
-        """Returns the step that the job is at, where a rank is at this one."""
-        return (self.num_claimed - 1) // len(self.x) if self.is_claimed else step
+            return mine[torch.randint(len(mine), (BATCH,), generator=draw)]
+        step, place = divmod(batch, size)
+        begin = step - step % self.epochs.epoch_steps
+        num = min(self.epochs.epoch_steps, self.num_steps - begin)
+        return _epoch(len(self.inputs), self.seed, begin, num, size)[step - begin, place]
 
     def compute(self, net: Any, seconds: float) -> None:
         """Lets the time of a step's computation pass."""
@@ -220,6 +206,13 @@ class Training:
         self.curve["mb_sent"].append(round(sum(self.bytes_sent) / num_ranks / 1e6, 4))
         value = self.networks.quality(self.x.mean(0), *self.held_out)
         self.curve["value"].append(round(value, 5))
+
+
+@lru_cache(maxsize=2)
+def _epoch(num_examples: int, seed: int, begin: int, num_steps: int, num_ranks: int) -> Tensor:
+    """Returns the examples of each batch of an epoch: [step, place, example]."""
+    draw = torch.Generator().manual_seed(1000 * seed + begin)
+    return torch.randint(num_examples, (num_steps, num_ranks, BATCH), generator=draw)
 
 
 @cache

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.lab.epochs import CLAIMED, EQUAL, in_words
 from lightning_dsgd.lab.probe.cluster import Cluster
 from lightning_dsgd.lab.results import provenance, typed, write_result
 from lightning_dsgd.lab.simulate.machines import MACHINES, Machine, probed
@@ -37,6 +38,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--latency-us", type=float)
     parser.add_argument("--gbit-s", type=float)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument(
+        "--epoch-steps", type=int, help="of an epoch; by default one epoch is endless"
+    )
+    parser.add_argument("--data", choices=(EQUAL, CLAIMED), default=EQUAL, help="of an epoch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="a result file (JSON)")
     parser.add_argument("--plot", type=Path, help="an image (needs matplotlib)")
@@ -67,8 +72,10 @@ def _simulate(args: argparse.Namespace) -> dict[str, Any]:
     ranks = [int(p) for p in args.ranks.split(",")]
     specs = args.algorithms.split(",")
     name = str(args.cluster or args.profile)
-    rows = comparison.compare(specs, ranks, name, machine, args.steps, args.seed, args.trace)
-    print(comparison.table(rows))
+    dealt = args.epoch_steps, args.data
+    options = (args.steps, args.seed, args.trace, *dealt)
+    rows = comparison.compare(specs, ranks, name, machine, *options)
+    print(comparison.table(rows) + "\n\n" + in_words(*dealt))
     if args.plot:
         from matplotlib.figure import Figure  # an extra, which only a plot needs
 
@@ -77,7 +84,8 @@ def _simulate(args: argparse.Namespace) -> dict[str, Any]:
         comparison.plot(axes, rows)
         axes.set_title(name)
         figure.savefig(args.plot, dpi=110)
-    return {"profile": asdict(machine), "steps": args.steps, "seed": args.seed, "rows": rows}
+    choices = {"epoch_steps": args.epoch_steps, "data": args.data, "seed": args.seed}
+    return {"profile": asdict(machine), "steps": args.steps, **choices, "rows": rows}
 
 
 def chosen(args: argparse.Namespace) -> Machine:

@@ -12,6 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.lab import epochs
+from lightning_dsgd.lab.epochs import EQUAL
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import Run, run
 
@@ -24,12 +26,16 @@ def compare(
     steps: int,
     seed: int,
     trace: Path | None = None,
+    epoch_steps: int | None = None,
+    data: str = EQUAL,
 ) -> list[dict[str, Any]]:
     """Returns all rows; `allreduce` is first, if present, as the others are compared to it.
 
     With `trace`, what each rank did is written into that folder, in one of its own for each row if
-    there are several.
+    there are several.  With `epoch_steps` all ranks stand still after so many steps; `data` says
+    how batches are dealt, to strategies whose ranks do not step together.
     """
+    epochs.check(epoch_steps, data)
     for spec in specs:  # before the first of them takes minutes
         for world_size in ranks:
             make_algorithm(spec).check(world_size)
@@ -44,7 +50,9 @@ def compare(
                 folder = trace
                 if trace is not None and len(specs) * len(ranks) > 1:
                     folder = trace / f"{re.sub('[^a-z0-9.]+', '_', spec.lower())}-{world_size}"
-                done = run(spec, world_size, machine, steps, seed, folder, bar.update)
+                dealt = EQUAL if make_algorithm(spec).lockstep else data
+                options = (seed, folder, bar.update, epoch_steps, dealt)
+                done = run(spec, world_size, machine, steps, *options)
                 baseline = done if spec == "allreduce" else baseline
                 rows.append(summarize(done, name, baseline))
                 took = time.perf_counter() - begin_s

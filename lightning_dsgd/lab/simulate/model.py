@@ -21,7 +21,7 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,8 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
+from lightning_dsgd.lab import epochs
+from lightning_dsgd.lab.epochs import EQUAL, Epochs
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.primitives import rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, evenly
@@ -71,32 +73,38 @@ class Run:
         compute_s: what each rank computed in each step: [rank, step]
         done_s: when each rank had done each step, from the start of the run
         bytes_sent: per rank and step, on average
+        num_own: the number of steps of each rank; where they differ, the rows of `compute_s` end
+            with zeros, and those of `done_s` repeat their last step
     """
 
     algorithm: str
     compute_s: Tensor
     done_s: Tensor
     bytes_sent: float
+    num_own: Tensor
 
     @property
-    def num_steps(self) -> int:
-        """The number of steps of each rank."""
-        return self.done_s.shape[1]
+    def num_steps(self) -> float:
+        """The number of steps of each rank, in the mean."""
+        return float(self.num_own.mean())
 
     @property
     def steps_per_s(self) -> float:
         """The mean of the ranks' steps per second."""
-        return float((self.num_steps / self.done_s[:, -1]).mean())
+        return float((self.num_own / self.done_s[:, -1]).mean())
 
     @property
     def slowest_steps_per_s(self) -> float:
-        """Steps per second until the slowest rank's last step, as in `bench throughput`."""
+        """Steps per second until the slowest rank's last step, as in `bench throughput`.
+
+        It is the job's rate: as many batches as there are ranks, on whichever rank.
+        """
         return self.num_steps / float(self.done_s[:, -1].max())
 
     @property
     def ideal_steps_per_s(self) -> float:
         """Steps per second if nobody waited for anything."""
-        return float((self.num_steps / self.compute_s.sum(1)).mean())
+        return float((self.num_own / self.compute_s.sum(1)).mean())
 
 
 def run(
@@ -107,6 +115,8 @@ def run(
     seed: int = 0,
     trace: Path | None = None,
     on_step: Callable[[], object] = lambda: None,
+    epoch_steps: int | None = None,
+    data: str = EQUAL,
 ) -> Run:
     """Simulates one algorithm.
 
@@ -118,6 +128,8 @@ def run(
         seed: the seed of the step times and of the stragglers
         trace: a folder for what each rank did, as `StepTrace` records it
         on_step: is called after each step of each rank, to show how far the run is
+        epoch_steps: the steps of an epoch, after which all ranks stand still; None: never
+        data: how an epoch's batches are dealt, "equal" or "claimed"
 
     Raises:
         ValueError: for names and hyperparameters that cannot work
@@ -129,6 +141,8 @@ def run(
         )
     algorithm = make_algorithm(spec)
     algorithm.check(world_size)
+    epochs.check(epoch_steps, data, lockstep=algorithm.lockstep)
+    dealt = Epochs(num_steps, world_size, epoch_steps, data)
     compute_s = machine.step_times(world_size, num_steps, seed)
     num_elements = stand_in(algorithm, world_size, machine.num_params)
     world = SimulatedWorld(
@@ -146,20 +160,34 @@ def run(
     core_s = own_s / 2, own_s / 2 + machine.step_core_s
     record = None if trace is None else partial(_recorder, trace, algorithm, _of_this_run())
     with on_one_core():
-        work = algorithm, num_elements, compute_s, core_s, record, on_step
+        work = algorithm, num_elements, dealt, compute_s, core_s, record, on_step
         ranks = world.run(_run_rank, *work)
+    num_own = [len(done_s) for done_s, _ in ranks]
+    most = max(num_own)
+    computed = [
+        [_cyclic(of_rank, step) if step < num else 0.0 for step in range(most)]
+        for of_rank, num in zip(compute_s, num_own, strict=True)
+    ]
+    done = [done_s + done_s[-1:] * (most - len(done_s)) for done_s, _ in ranks]
     return Run(
         spec,
-        torch.tensor(compute_s, dtype=torch.float64),
-        torch.tensor([done_s for done_s, _ in ranks], dtype=torch.float64),
+        torch.tensor(computed, dtype=torch.float64),
+        torch.tensor(done, dtype=torch.float64),
         statistics.mean(num_bytes for _, num_bytes in ranks) / num_steps,
+        torch.tensor(num_own, dtype=torch.float64),
     )
+
+
+def _cyclic(of_rank: Sequence[float], step: int) -> float:
+    """Returns the time of a rank's step; one that makes more than its share has them again."""
+    return of_rank[step % len(of_rank)]
 
 
 def _run_rank(
     net: SimulatedTransport,
     pattern: Algorithm,
     num_elements: int,
+    dealt: Epochs,
     compute_s: list[list[float]],
     core_s: tuple[float, float],
     record: Callable[[SimulatedTransport], Recorder] | None,
@@ -174,8 +202,14 @@ def _run_rank(
     begin_s, before = net.now(), net.counters.bytes_sent
     recorder = None if record is None else record(net)
     net.counters.watch = recorder
-    done_s = []
-    for step, seconds in enumerate(compute_s[net.rank], 1):
+    done_s: list[float] = []
+    for batch in dealt.batches(net.rank):
+        if batch is None:
+            with exchanging(recorder, net.now):
+                algorithm.settle(x)
+                scaling.settle()
+            continue
+        seconds = _cyclic(compute_s[net.rank], len(done_s))
         g = x[:0]
         if isinstance(algorithm, ErrorFeedback):  # which entries are large decides what is sent
             g = torch.randn(num_elements, generator=source)
@@ -198,7 +232,7 @@ def _run_rank(
             algorithm.after_update(x)
         done_s.append(net.now() - begin_s)
         if recorder is not None:
-            recorder.end_step(step)
+            recorder.end_step(len(done_s))
         on_step()
     sent = net.counters.bytes_sent - before
     if recorder is not None:

@@ -30,10 +30,11 @@ def test_the_advice_comes_with_what_to_paste(
     files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "advice.json"
-    some = ["--strategies", "wagma,popsgd", "--steps", "10"]
+    some = ["--strategies", "wagma,popsgd", "--steps", "10", "--epoch-steps", "5"]
     main([*files, "--params", "1e6", "--ranks", "8", *some, "--output", str(output)])
     text = capsys.readouterr().out
     assert "8 ranks, 1,000,000 parameters" in text
+    assert "Epochs of 5 steps, after which all ranks stand still; batches dealt equally." in text
     assert "Advice: wagma" in text
     assert 'L.Trainer(strategy="wagma", ...)' in text
     assert "extrapolated: 8 ranks are more than the 4 that were probed" in text

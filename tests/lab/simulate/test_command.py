@@ -26,6 +26,8 @@ from lightning_dsgd import cli
         ("--ranks four", "invalid literal"),
         ("--ranks 4 --delayed-ranks 5", "at most the number of ranks"),
         ("--delay-ms -1", "delay_s must not be negative, got delay_s=-0.001"),
+        ("--epoch-steps 0", "--epoch-steps must be at least 1"),
+        ("--data claimed", "got it with one endless epoch; try --epoch-steps 30"),
         ("--profile cray", "invalid choice: 'cray'"),
         ("--check missing.json", "No such file"),
     ],

@@ -13,6 +13,7 @@ from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.lab.simulate import model
 from lightning_dsgd.lab.simulate.machines import MACHINES, Machine
 from lightning_dsgd.lab.simulate.model import run
+from lightning_dsgd.lab.simulate.recorded import Recorded
 
 PLAIN = Machine(latency_s=0.0, bandwidth_bytes_s=1e9, compute_s=0.1, num_params=25_000_000)
 """All weights take 0.1 s to send, as long as a step computes."""
@@ -51,6 +52,31 @@ def test_a_step_takes_the_time_of_its_messages(spec: str, messages: float) -> No
 @pytest.mark.parametrize("spec", ["hpsgd", "adpsgd", "wagma:overlap=true:sync_period=100"])
 def test_who_waits_for_nobody_is_as_fast_as_without_messages(spec: str) -> None:
     assert step_s(spec, 8, PLAIN) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_an_epoch_ends_with_its_slowest_rank_unless_batches_are_claimed() -> None:
+    """One of 8 ranks takes 0.3 s for a step and the others 0.1 s, in two epochs of 6 steps."""
+    machine = replace(PLAIN, recorded=Recorded(((0.1,) * 3,) * 7 + ((0.3,) * 3,)))
+    rates = [
+        run("popsgd", 8, machine, 12, epoch_steps=epoch_steps, data=data)
+        for epoch_steps, data in ((None, "equal"), (6, "equal"), (6, "claimed"))
+    ]
+    endless, equal, claimed = (done.slowest_steps_per_s for done in rates)
+    assert endless == pytest.approx(1 / 0.3, rel=0.01)
+    assert equal == pytest.approx(1 / 0.3, rel=0.01)
+    assert rates[1].steps_per_s < 0.8 * rates[0].steps_per_s  # the others wait in between
+    # The slow rank begins its third step when 6 of 48 batches are left, and ends it last.
+    assert claimed == pytest.approx(6 / 1.0, rel=0.02)
+    assert rates[2].num_own.sum() == 8 * 12
+    assert rates[2].num_own[7] == 6
+    with pytest.raises(ValueError, match="strategy whose ranks step together"):
+        run("allreduce", 8, PLAIN, 12, epoch_steps=6, data="claimed")
+
+
+def test_pieces_of_the_gradient_travel_during_the_backward_pass() -> None:
+    """A sum takes 0.175 s, and the first piece a little over a third of a step of 0.1 s."""
+    assert step_s("allreduce:overlap=true", 8, PLAIN) == pytest.approx(0.1 / 3 + 0.175, rel=0.07)
+    assert step_s("allreduce:delay=1", 8, PLAIN) == pytest.approx(0.175, rel=0.07)
 
 
 def test_the_bytes_of_sparse_messages_follow_the_density_and_not_the_stand_in() -> None:
