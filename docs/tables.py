@@ -17,6 +17,7 @@ from lightning_dsgd.catalogue import BRIEF, markdown
 from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.bench import target_tables
 from lightning_dsgd.lab.bench.situations import SITUATIONS
+from lightning_dsgd.lab.in_force import measured_with
 from lightning_dsgd.lab.results import text
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +28,12 @@ SHORT = re.compile(r"(<!-- the strategies in short, with pages in (\S+) -->\n)(?
 EXAMPLES = re.compile(r"(<!-- what examples/\*.py say at their beginning -->\n)(?:.+\n)*")
 
 TIMES = re.compile(r"(<!-- seconds to (99|100)% in (\S+) -->\n)(?:.+\n)*")
+AT_BASELINES_LR = re.compile(
+    r"(<!-- seconds to (99|100)% with the baseline's rate in (\S+) -->\n)(?:.+\n)*"
+)
+ENDS = re.compile(r"(<!-- seconds to the end in (\S+) -->\n)(?:.+\n)*")
 QUALITIES = re.compile(r"(<!-- quality and speed in (\S+) -->\n)(?:.+\n)*")
+IN_FORCE = re.compile(r"(<!-- what was in force in (\S+) -->\n)(?:.+\n)*")
 SOONEST = re.compile(
     r"(<!-- soonest (\w+) to (99|100)% in docs/results/choosing/ of (.+) -->\n)(?:.+\n)*"
 )
@@ -57,6 +63,22 @@ def times(percent: str, file: str) -> str:
     return target_tables.time_table(
         json.loads((ROOT / file).read_text()), f"{int(percent) / 100:g}"
     )
+
+
+def at_baselines_lr(percent: str, file: str) -> str:
+    """The same, where each strategy has the baseline's learning rate."""
+    result = json.loads((ROOT / file).read_text())
+    return target_tables.default_table(result, f"{int(percent) / 100:g}")
+
+
+def ends(file: str) -> str:
+    """When training ends, of a result of `lightning-dsgd bench target`."""
+    return target_tables.end_table(json.loads((ROOT / file).read_text()))
+
+
+def in_force(file: str) -> str:
+    """When a result was measured, and which hyperparameters are others today."""
+    return measured_with(json.loads((ROOT / file).read_text()))
 
 
 def qualities(file: str) -> str:
@@ -118,6 +140,11 @@ def renewed(text: str) -> str:
     text = SHORT.sub(lambda found: f"{found[1]}{markdown(found[2], BRIEF)}\n", text)
     text = RECIPES.sub(lambda found: f"{found[1]}{recipes(found[2])}\n", text)
     text = TIMES.sub(lambda found: f"{found[1]}{times(found[2], found[3])}\n", text)
+    text = AT_BASELINES_LR.sub(
+        lambda found: f"{found[1]}{at_baselines_lr(found[2], found[3])}\n", text
+    )
+    text = ENDS.sub(lambda found: f"{found[1]}{ends(found[2])}\n", text)
+    text = IN_FORCE.sub(lambda found: f"{found[1]}{in_force(found[2])}\n", text)
     text = QUALITIES.sub(lambda found: f"{found[1]}{qualities(found[2])}\n", text)
     text = SOONEST.sub(lambda found: f"{found[1]}{soonest(*found.groups()[1:])}\n", text)
     return EXAMPLES.sub(lambda found: f"{found[1]}{examples()}\n", text)

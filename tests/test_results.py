@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
+from lightning_dsgd.lab.in_force import differences, in_force, measured_with
 from lightning_dsgd.lab.results import provenance, text, write_result
 
 ROOT = Path(__file__).parents[1]
+HEADLINES = {
+    page: name
+    for page in (ROOT / "README.md", *sorted(ROOT.joinpath("docs").glob("**/*.md")))
+    for name in re.findall(r"results/([\w./]+\.json)", page.read_text())[:1]
+}
+"""The first result that a page shows."""
+WITHOUT_A_RECORD = 19
+"""How many results at the heads of pages are older than the record of hyperparameters."""
 STORED = sorted(ROOT.joinpath("docs", "results").rglob("*.json"))
 
 
@@ -84,3 +93,32 @@ def test_the_command_of_a_result_names_files_that_exist(path: Path) -> None:
     if "--output" in words:
         output = ROOT / words[words.index("--output") + 1]
         assert output in (path, path.parent)
+
+
+def headline(name: str) -> dict[str, Any]:
+    return dict(json.loads((ROOT / "docs" / "results" / name).read_text()))
+
+
+@pytest.mark.parametrize("page", HEADLINES, ids=lambda page: page.stem)
+def test_the_first_figures_of_a_page_are_of_todays_defaults(page: Path) -> None:
+    result = headline(HEADLINES[page])
+    if "hyperparameters" in result:
+        stale = differences(result)
+        again = f"measure docs/results/{HEADLINES[page]} anew: {result['command']}"
+        assert not stale, f"{page.name} shows older defaults: {'; '.join(stale)}; {again}"
+
+
+def test_no_new_result_lacks_its_hyperparameters() -> None:
+    known = ["hyperparameters" in headline(name) for name in {*HEADLINES.values()}]
+    assert known.count(False) <= WITHOUT_A_RECORD
+
+
+def test_a_figure_of_other_defaults_is_told() -> None:
+    result = {"made": "2026-11-25T20:00:00+00:00", "hyperparameters": in_force(["wagma", "ddp"])}
+    assert result["hyperparameters"].keys() == {"wagma"}
+    assert measured_with(result) == "Measured on 2026-11-25 with today's defaults."
+    result["hyperparameters"]["wagma"] |= {"sync_period": 10}
+    result["hyperparameters"]["wagmas"] = {}
+    told = measured_with(result)
+    assert "with other defaults: `wagma` had sync_period=10, which is 100 now" in told
+    assert "`wagmas` is refused now: " in told

@@ -5,6 +5,7 @@
     advise      which strategy is fastest, from what `probe` and `StepTrace` recorded
     bench       strategies side by side, measured
     epochs      how simulated ranks are dealt batches
+    in_force    which hyperparameters a result was measured with
     drawing     where a run's time went: the command `timeline`
     results     how they write what they have measured
 

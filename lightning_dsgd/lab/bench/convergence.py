@@ -173,7 +173,10 @@ def main(argv: list[str] | None = None) -> None:
     results = job.run(in_turn(specs, "seed", args.seeds), args.output)
     cells = [flatten(result) for result in results]
     cells.sort(key=lambda cell: (specs.index(cell["strategy"]), cell["seed"]))
+    from lightning_dsgd.lab.in_force import in_force  # loads torch
+
     report = job.provenance(typed("lightning-dsgd bench convergence", argv))
+    report["hyperparameters"] = in_force(args.strategies.split(","))
     report |= {"network": network, "monitor": workload.monitor, "target": args.target}
     report["higher_is_better"] = workload.higher_is_better
     report["summary"] = summarize(

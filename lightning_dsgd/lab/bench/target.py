@@ -295,6 +295,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("target.json"))
     args = parser.parse_args(argv)
     from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm  # loads torch
+    from lightning_dsgd.lab.in_force import in_force  # loads torch
 
     num_steps, lrs = DEFAULTS[args.task]
     args.steps = num_steps if args.steps is None else args.steps
@@ -319,9 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     choices |= {"tuning_seeds": list(tuning), "baseline": args.baseline, "data": args.data}
     report = provenance(typed("lightning-dsgd bench target", argv)) | {
         "settings": settings | choices | {"situations": situations},
-        "hyperparameters": {
-            spec: make_algorithm(spec).hyperparameters() for spec in args.strategies.split(",")
-        },
+        "hyperparameters": in_force(args.strategies.split(",")),
         "higher_is_better": higher_is_better,
         "floors": {name: _floor_s(args, SITUATIONS[name]) for name in situations},
         "summary": summarize(cells, **options),

@@ -105,7 +105,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     options.add_to(
         parser,
-        strategies="ddp,local_sgd:sync_period=1,wagma,no_sync",
+        strategies="ddp,ddp_bf16,ddp_powersgd,allreduce:wire_dtype=int8:overlap=true,"
+        "local_sgd:sync_period=1,wagma,no_sync",
         compute_ms=1e3 * EMULATED.compute_s,
         delay_ms=1e3 * EMULATED.delay_s,
         delayed_ranks=EMULATED.delayed_ranks,
@@ -150,7 +151,10 @@ def main(argv: list[str] | None = None) -> None:
     plan: list[Cell] = [{"strategy": LINK_CHECK, "round": 0}] if args.ranks > 1 else []
     plan += in_turn(specs, "round", args.rounds)
     results = job.run(plan, args.output)
+    from lightning_dsgd.lab.in_force import in_force  # loads torch
+
     report = job.provenance(typed("lightning-dsgd bench throughput", argv))
+    report["hyperparameters"] = in_force(args.strategies.split(","))
     report["network"] = network
     if args.ranks > 1:
         report["link_check"] = check_link(results.pop(0), link)

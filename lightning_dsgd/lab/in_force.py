@@ -1,0 +1,45 @@
+"""The hyperparameters that were in force where a result was measured, and what differs today."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.hyperparameters import parse
+
+
+def in_force(specs: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Returns all hyperparameters of each strategy, as a result file records them.
+
+    Strategies of other packages are left out.
+    """
+    return {
+        spec: make_algorithm(spec).hyperparameters()
+        for spec in specs
+        if parse(spec)[0] in ALGORITHMS
+    }
+
+
+def differences(result: dict[str, Any]) -> list[str]:
+    """Returns what of a result's hyperparameters is another now; an empty list if nothing is."""
+    found = []
+    for spec, then in result["hyperparameters"].items():
+        try:
+            now = make_algorithm(spec).hyperparameters()
+        except ValueError as error:
+            found.append(f"`{spec}` is refused now: {error}")
+            continue
+        for name in sorted({*then, *now}):
+            before, today = (str(each.get(name, "unknown")) for each in (then, now))
+            if before != today:
+                found.append(f"`{spec}` had {name}={before}, which is {today} now")
+    return found
+
+
+def measured_with(result: dict[str, Any]) -> str:
+    """Says when a result was measured, and what of its hyperparameters is another now."""
+    made = str(result["made"]).partition("T")[0]
+    found = differences(result)
+    told = "with today's defaults" if not found else "with other defaults: " + "; ".join(found)
+    return f"Measured on {made} {told}."
