@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -27,7 +28,7 @@ def threshold(value: float) -> Tensor:
 
 
 @DTYPES
-@pytest.mark.parametrize("n", [1, 7, 1000, 70_000, 300_000])
+@pytest.mark.parametrize("n", [1, 7, 70_000])
 def test_the_kth_magnitude_is_exact(n: int, dtype: torch.dtype) -> None:
     x = randn(n, n, dtype)
     for k in {1, 2, n // 100, n // 10, n // 2, n} - {0}:
@@ -35,22 +36,19 @@ def test_the_kth_magnitude_is_exact(n: int, dtype: torch.dtype) -> None:
             assert sparse.kth_magnitude(x, k) == plain_kth(x, k)
 
 
-@pytest.mark.parametrize("shape", ["periodic", "zeros", "equal", "one", "sorted", "heavy"])
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "periodic": lambda x: x.index_fill(0, torch.arange(0, len(x), 61), 1e-6),
+    "zeros": lambda x: x.where(torch.arange(len(x)) < 500, torch.zeros(())),
+    "equal": lambda x: torch.full_like(x, -2.0),
+    "one": lambda x: torch.zeros_like(x).index_fill(0, torch.tensor(len(x) - 1), 3.0),
+    "sorted": lambda x: x.sort().values,
+    "heavy": lambda x: x.pow(9),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_kth_magnitude_is_exact_where_a_sample_misleads(shape: str) -> None:
-    n = 150_000
-    x = randn(n)
-    if shape == "periodic":  # the sample sees nothing but small ones
-        x[::61] *= 1e-6
-    if shape == "zeros":
-        x[500:] = 0
-    if shape == "equal":
-        x.fill_(-2.0)
-    if shape == "one":
-        x.zero_()[n - 1] = 3.0
-    if shape == "sorted":
-        x = x.sort().values
-    if shape == "heavy":
-        x = x.pow(9)
+    x = SHAPES[shape](randn(150_000))
     for k in (1, 10, 1500, 30_000):
         assert sparse.kth_magnitude(x, k) == plain_kth(x, k)
 
@@ -60,8 +58,8 @@ def test_there_is_no_kth_magnitude_beyond_the_last() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 1000, 1 << 18, 600_001])
-@pytest.mark.parametrize("density", [0.0, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 300_001])
+@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
 def test_select_gives_all_from_the_threshold_on(n: int, density: float, dtype: torch.dtype) -> None:
     x = randn(n, 1, dtype)
     least = torch.quantile(x[:1000].abs(), 1 - density) if n else torch.zeros((), dtype=dtype)
@@ -74,14 +72,17 @@ def test_select_gives_all_from_the_threshold_on(n: int, density: float, dtype: t
     assert torch.equal(plain_values, values)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("n", [9, 300_001])
-def test_threads_share_the_work(n: int, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulating_and_selecting_is_both_in_one_also_by_threads(
+    n: int, dtype: torch.dtype, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sparse, "_THREADS_WORTH", 3)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        residual, g = randn(n), randn(n, 1)
+        residual, g = randn(n), randn(n, 1).to(dtype)
         total = residual + g
         values, indices = sparse.accumulate_and_select(residual, g, threshold(2.0))
     finally:
@@ -106,18 +107,6 @@ def test_zeros_are_never_selected_and_nan_and_inf_always_are(times: int) -> None
     for least, expected in ((0.0, [2, 3, 4, 5, 7]), (2.0, [3, 4, 5, 7]), (torch.inf, [3, 4, 5])):
         _, indices = sparse.select(torch.tensor(x * times), threshold(least))
         assert indices.tolist() == [8 * i + place for i in range(times) for place in expected]
-
-
-@pytest.mark.parametrize("n", [5, 1_200_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_accumulating_and_selecting_is_both_in_one(n: int, dtype: torch.dtype) -> None:
-    residual, g = randn(n), randn(n, 1).to(dtype)
-    total = residual + g
-    values, indices = sparse.accumulate_and_select(residual, g, threshold(2.0))
-    assert torch.equal(residual, total)
-    assert not g.any()
-    assert torch.equal(indices, (total.abs() >= 2).nonzero().squeeze(1))
-    assert torch.equal(values, total[indices])
 
 
 def test_the_largest_are_exactly_k_and_the_first_of_equal_ones() -> None:
@@ -175,10 +164,10 @@ def test_messages_come_back_as_they_were(indices: list[int], wire: str, dtype: t
     roundtrip(randn(len(indices)).to(dtype), torch.tensor(indices, dtype=torch.int64), wire)
 
 
-@pytest.mark.parametrize("density", [1.0, 0.4, 0.2, 0.1, 0.02, 0.01, 1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize("density", [1.0, 0.2, 0.02, 1e-3, 1e-4, 1e-5])
 @pytest.mark.parametrize("shape", ["uniform", "clustered", "two ends"])
 def test_an_entry_takes_no_more_bytes_than_is_said(density: float, shape: str) -> None:
-    n = 4_000_000
+    n = 1_000_000
     count = max(2, round(n * density))
     if shape == "uniform":
         indices = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:count]
@@ -198,10 +187,9 @@ def test_an_entry_takes_no_more_bytes_than_is_said(density: float, shape: str) -
 
 
 def test_an_entry_takes_as_many_bytes_as_is_said_at_1_percent() -> None:
-    n = 10_000_000
-    (indices,) = (torch.rand(n, generator=torch.Generator().manual_seed(0)) < 0.01).nonzero(
-        as_tuple=True
-    )
+    n = 2_000_000
+    chance = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    (indices,) = (chance < 0.01).nonzero(as_tuple=True)
     # 1 byte, and 1 more for every 255 that lie between: geometric with mean 1 / (e^2.55 - 1).
     index = 1 + 1 / (math.exp(2.55) - 1)
     for wire, value in {"float32": 4, "bfloat16": 2, "int8": 33 / 32, "int4": 17 / 32}.items():
