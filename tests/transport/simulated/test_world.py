@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_dsgd.transport import TransportError
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 
@@ -32,3 +33,13 @@ def test_ranks_join_and_doubt_each_other_in_a_world_that_goes_on_alone():
         SimulatedWorld(2).join(1.0)
     with pytest.raises(ValueError, match="goes_on=True"):
         SimulatedWorld(2).doubt(0, 1, 1.0)
+
+
+def test_a_world_that_does_not_go_on_says_how_to():
+    def fn(net):
+        with pytest.raises(TransportError, match=r"got on_loss=.continue.; use transport="):
+            net.views.survive(None)
+        with pytest.raises(TransportError, match="only a network that goes on after a loss"):
+            net.views.renew()
+
+    SimulatedWorld(1).run(fn)
