@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_dsgd import StepTrace, StragglerInjector
-from lightning_dsgd.lab.drawing.spans import lanes
+from lightning_dsgd.lab.drawing.spans import tracks
 from lightning_dsgd.timeline.recorder import ALL
 from lightning_dsgd.timeline.trace import Trace, read_folder
 from tests.support.models import Regression, loader, trainer, weights
@@ -46,7 +46,7 @@ def late_rank(step: int) -> int:
 
 def check_waits(traces: list[Trace], src_of: Any) -> None:
     """Whoever was not delayed has waited for the one that was; a busy machine may add a pause."""
-    for lane, trace in zip(lanes(traces, 1, 100), traces, strict=True):
+    for track, trace in zip(tracks(traces, 1, 100), traces, strict=True):
         by_lateness: dict[bool, list[float]] = {True: [], False: []}
         for step in trace.steps:
             late = late_rank(step.number)
@@ -56,7 +56,7 @@ def check_waits(traces: list[Trace], src_of: Any) -> None:
                 assert longest[2] == src_of(late)
                 # A rank that the machine has stopped, once the other's message was there, waits for
                 # nobody meanwhile.
-                waits = [s for s in lane.spans if s.step == step.number and s.kind == "wait"]
+                waits = [s for s in track.spans if s.step == step.number and s.kind == "wait"]
                 blamed = [span for span in waits if span.who >= 0]
                 assert max(blamed, key=lambda span: span.end_s - span.begin_s).who == late
         assert median(by_lateness[False]) > 0.5 * DELAY_S > median(by_lateness[True])
