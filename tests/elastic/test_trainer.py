@@ -147,7 +147,9 @@ def check(outcomes: list[Any], lost: list[int], folder: Path) -> None:
     assert sum(len(f.read_text().splitlines()) for f in folder.rglob("metrics.csv")) > 5
 
 
-@pytest.mark.parametrize(("name", "lost"), [("local_sgd", 0), ("wagma", 2)])
+@pytest.mark.parametrize(
+    ("name", "lost"), [("local_sgd", 0), pytest.param("wagma", 2, marks=pytest.mark.exhaustive)]
+)
 def test_a_rank_is_killed_and_the_others_train_to_the_end(name, lost, tmp_path):
     plan = Plan(lost, "SIGKILL", at=20)
     outcomes = WORLD.outcomes(3, fit, name, str(tmp_path), (plan,), 3)

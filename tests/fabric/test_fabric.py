@@ -27,16 +27,13 @@ from tests.plain.test_training import (
     mean_batch,
     same,
 )
+from tests.support.fits import errors, run
 from tests.support.models import weights
 from tests.support.mpi import ROOT, environment
-from tests.support.worlds import FitWorld, ParentWorld
+from tests.support.worlds import ParentWorld
 
 exhaustive = pytest.mark.exhaustive
 PACKAGES = {"lightning.fabric": FabricStrategy, "lightning_fabric": twin.FabricStrategy}
-
-
-def run(world_size: int, fn: Any, *args: Any) -> list[Any]:
-    return FitWorld().run(world_size, fn, *args)
 
 
 def fabric_of(algorithm: Any, package: str = "lightning.fabric", **options: Any) -> Any:
@@ -226,8 +223,8 @@ def consensus_of_nothing() -> None:
     ],
 )
 def test_what_cannot_work_is_refused(fn: Any, text: str) -> None:
-    for outcome in FitWorld().outcomes(2, fn):
-        assert text in outcome.error
+    for error in errors(2, fn):
+        assert text in error
 
 
 def page_script(folder: Path, change: tuple[str, str] = ("", "")) -> Path:

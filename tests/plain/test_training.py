@@ -19,25 +19,18 @@ import lightning_dsgd as dsgd
 from lightning_dsgd import PeerLost, decentralized
 from lightning_dsgd.plain import launch
 from lightning_dsgd.transport.frames import HEADER
+from tests.support.fits import errors, run, same
 from tests.support.models import Regression, weights
 from tests.support.ports import free_port
-from tests.support.worlds import FitWorld, StartWorld
+from tests.support.worlds import StartWorld
 
 exhaustive = pytest.mark.exhaustive
 
 
-def run(world_size: int, fn: Any, *args: Any) -> list[Any]:
-    return FitWorld().run(world_size, fn, *args)
-
-
-def errors(world_size: int, fn: Any, *args: Any) -> list[str]:
-    return [outcome.error for outcome in FitWorld().outcomes(world_size, fn, *args)]
-
-
-def make(momentum: float = 0.9) -> tuple[Regression, torch.optim.Optimizer]:
+def make() -> tuple[Regression, torch.optim.Optimizer]:
     L.seed_everything(0, verbose=False)
     model = Regression()
-    return model, torch.optim.SGD(model.parameters(), 0.05, momentum=momentum)
+    return model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
 
 def loader_of(rank: int, num_batches: int = 12) -> DataLoader[Any]:
@@ -76,21 +69,6 @@ def steps(model: Regression, optimizer: torch.optim.Optimizer, batches: Any) -> 
         optimizer.zero_grad()
         model.loss(batch).backward()
         optimizer.step()
-
-
-def same(tensors: list[Tensor]) -> bool:
-    return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
-
-
-def train(
-    algorithm: Any, num_batches: int = 12, epochs: int = 1, momentum: float = 0.9
-) -> tuple[Regression, dict[str, float]]:
-    model, optimizer = make(momentum)
-    with replica_of(model, optimizer, algorithm) as replica:
-        for _ in range(epochs):
-            steps(model, optimizer, replica.batches(loader_of(replica.rank, num_batches)))
-        metrics = replica.metrics()
-    return model, metrics
 
 
 # ---- no Lightning ----

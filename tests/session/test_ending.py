@@ -447,7 +447,7 @@ JOBS: dict[str, tuple[Plan, tuple[str, ...], dict[str, Any], int, list[str]]] = 
         *(Plan(2, "SIGKILL"), (), {"name": "no_sync", "devices": 3}, 1),
         [
             *("[rank 0] training ends: rank 2 died", "[rank 1] training ends: rank 2 died"),
-            "ended badly: rank 1 with 1, rank 2 with -9",
+            "rank 2 with -9; why stands above",
         ],
     ),
     "a rank of torchrun raises": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,7 +19,6 @@ from lightning_dsgd.devices import port_of
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("allreduce", "no_sync", "local_sgd", "dpsgd")  # one of each kind
 LATER = pytest.mark.exhaustive
 
@@ -43,6 +41,10 @@ def strategy(name: str, **options: Any) -> Any:
 
 def run(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return FitWorld().run(world_size, fn, *args)
+
+
+def errors(world_size: int, fn: Callable[..., Any], *args: Any) -> list[str]:
+    return [outcome.error for outcome in FitWorld().outcomes(world_size, fn, *args)]
 
 
 class Plain(Regression):

@@ -107,9 +107,8 @@ def check_ends(ranks: list[tuple[Any, int, torch.Tensor]], folder: Path) -> None
 @pytest.mark.parametrize(
     ("name", "num_workers"),
     [
-        ("wagma", 0),
         ("hpsgd", 1),
-        *(pytest.param(name, 0, marks=pytest.mark.exhaustive) for name in ("adpsgd", "eager_sgd")),
+        *(pytest.param(n, 0, marks=pytest.mark.exhaustive) for n in ("wagma", "eager_sgd")),
     ],
 )
 def test_children_end_and_their_ranks_train_on(name: str, num_workers: int, tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def use_in_a_child(net: Any) -> list[str]:
     lane = net.spawn_lane(talk)
     receipt = net.recv(EMPTY, ANY, tag=1)
     texts = []
-    for _ in range(20):
+    for _ in range(6):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -218,7 +217,7 @@ def talk(net: Any) -> None:
 
 def test_a_child_can_use_nothing_of_the_network() -> None:
     for rank, texts in enumerate(ProcessWorld().run(2, use_in_a_child)):
-        assert len(texts) == 20 * 8
+        assert len(texts) == 6 * 8
         for text in texts:
             assert re.match(rf"only process \d+ may train as rank {rank}, got process", text)
             assert "end a forked process where it was forked" in text

@@ -357,12 +357,11 @@ def test_a_checkpoint_goes_on_with_the_same_bits_and_from_other_numbers(tmp_path
     moments = torch.cat(
         [s["exp_avg"].reshape(-1) for s in saved["optimizer_states"][0]["state"].values()]
     )
-    for num_replicas, world_size in ((1, 4), (1, 2)):
-        for loaded, own, after, extras in run(go_on, path, num_replicas, world_size=world_size):
-            assert torch.equal(loaded, weights)
-            assert torch.equal(own, moments)
-            assert not torch.equal(after, weights)
-            assert extras == {"epoch": 1, "rank": 0}
+    for loaded, own, after, extras in run(go_on, path, 1, world_size=2):
+        assert torch.equal(loaded, weights)
+        assert torch.equal(own, moments)
+        assert not torch.equal(after, weights)
+        assert extras == {"epoch": 1, "rank": 0}
     for loaded in run(go_on_unsharded, path, world_size=2):
         assert torch.equal(loaded, weights)
     whole_state = torch.load(tmp_path / "whole.pt", weights_only=True)["state_dict"]
