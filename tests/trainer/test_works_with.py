@@ -219,15 +219,18 @@ def barebones(name: str, folder: Path) -> Any:
     return model
 
 
+def fits(make: Callable[[], L.LightningModule] = Regression, **options: Any) -> Any:
+    """A case of a fit with these options."""
+    return lambda name, folder: fit(name, make(), **options)[0]
+
+
 CASES: dict[str, Callable[[str, Path], Any]] = {
     "`GradientAccumulationScheduler`": accumulation_scheduler,
     "`configure_gradient_clipping`": own_clipping,
-    "`detect_anomaly=True`": lambda name, folder: fit(name, detect_anomaly=True)[0],
-    "Gradient checkpointing (`torch.utils.checkpoint`)": lambda name, folder: fit(
-        name, Checkpointing()
-    )[0],
+    "`detect_anomaly=True`": fits(detect_anomaly=True),
+    "Gradient checkpointing (`torch.utils.checkpoint`)": fits(Checkpointing),
     "`bf16-true`, `64-true`": true_precision,
-    "`configure_model`": lambda name, folder: fit(name, Configured())[0],
+    "`configure_model`": fits(Configured),
     "Parametrizations (`weight_norm`)": parametrizations,
     "`IterableDataset`": iterable_dataset,
     "Several loaders (`CombinedLoader`)": several_loaders,
@@ -242,12 +245,8 @@ CASES: dict[str, Callable[[str, Path], Any]] = {
         name, folder, DeviceStatsMonitor(), "cpu_percent"
     ),
     "`ThroughputMonitor`": throughput,
-    "`TQDMProgressBar`": lambda name, folder: fit(
-        name, callbacks=[TQDMProgressBar()], enable_progress_bar=True
-    )[0],
-    "`ModelSummary`": lambda name, folder: fit(
-        name, callbacks=[ModelSummary(2)], enable_model_summary=True
-    )[0],
+    "`TQDMProgressBar`": fits(callbacks=[TQDMProgressBar()], enable_progress_bar=True),
+    "`ModelSummary`": fits(callbacks=[ModelSummary(2)], enable_model_summary=True),
     "`LambdaCallback`": lambda_callback,
     "`SpikeDetection`": spike_detection,
     "Profilers (`simple`, `advanced`)": lambda name, folder: [
@@ -369,9 +368,9 @@ def test_every_row_without_another_test_has_a_case_and_none_is_listed_twice() ->
 def test_a_test_that_the_table_names_exists(test: str) -> None:
     file, _, name = test.partition("::")
     name, _, parameter = name.removesuffix("]").partition("[")
-    (path,) = (ROOT / "tests").rglob(file)
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    function = getattr(importlib.import_module(module), name)
+    paths = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "tests").rglob(file)]
+    modules = [importlib.import_module(".".join(path.parts)) for path in paths]
+    (function,) = (getattr(module, name) for module in modules if hasattr(module, name))
     if parameter:
         marks = [mark for mark in function.pytestmark if mark.name == "parametrize"]
         values = [value for mark in marks for value in mark.args[1]]

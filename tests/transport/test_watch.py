@@ -55,8 +55,3 @@ def test_waits_are_told_with_the_rank_they_were_for(world: Any) -> None:
     assert first[1] == 1
     assert set(first[0]) <= {(1, False), (1, True)}
     assert set(second[0]) <= {(0, False)}
-
-
-def test_nobody_needs_to_watch() -> None:
-    with exchanging(None, lambda: 0.0):
-        pass
