@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,6 @@ def algorithm_of(name: str) -> Any:
     return ALGORITHMS[name](**PERIODS.get(name, {}))
 
 
-def end_at(where: str, wanted: str, signum: int = signal.SIGKILL) -> None:
-    if where == wanted:
-        os.kill(os.getpid(), signum)
-
-
 class Places:
     """Names each place of the loop that a rank comes to, and ends at one of them."""
 
@@ -69,7 +64,8 @@ class Places:
     def at(self, place: str) -> None:
         """Of a place that it comes to again, the number of the time belongs to its name."""
         self._counts[place] = self._counts.get(place, 0) + 1
-        end_at(f"{place} {self._counts[place]}", self._doomed, self._signum)
+        if f"{place} {self._counts[place]}" == self._doomed:
+            os.kill(os.getpid(), self._signum)
 
 
 class Begun(Places):
@@ -92,7 +88,7 @@ def loop(
 ) -> dict[str, Any]:
     sums = []
     for epoch in range(NUM_EPOCHS):
-        for batch in batches(replica.rank):
+        for batch in batches:
             places.at("batch")
             await_leave(replica._session)
             steps(model, optimizer, [batch])
@@ -117,45 +113,29 @@ def loop(
     }
 
 
-def train(
-    name: str,
-    folder: str,
-    lost: int,
-    doomed: str,
-    uneven: int = 0,
-    signum: int = signal.SIGKILL,
-    algorithm: Callable[[str], Any] = algorithm_of,
-) -> dict[str, Any]:
-    model, optimizer = make()
-    places = Places(doomed if dist.get_rank() == lost else "", signum)
-    with replica_of(model, optimizer, algorithm(name), **SURVIVES) as replica:
-        result = loop(
-            replica,
-            model,
-            optimizer,
-            folder,
-            places,
-            lambda rank: replica.batches(loader_of(rank, 12 + uneven * rank)),
-        )
-    return result | {
-        "weights": weights(model),
-        "loss": loss_of(model),
-        "cpu": time.process_time(),
-    }
-
-
-def train_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
+def train_to(places: Places, name: str, folder: str, uneven: int) -> dict[str, Any]:
     model, optimizer = make_calm()
     with replica_of(model, optimizer, algorithm_of(name), **SURVIVES) as replica:
-        batches = lambda rank: replica.batches(loader_of(rank, 12 + 2 * rank))  # noqa: E731
-        result = loop(replica, model, optimizer, folder, Begun(lost, after_s), batches)
+        batches = replica.batches(loader_of(replica.rank, 12 + uneven * replica.rank))
+        result = loop(replica, model, optimizer, folder, places, batches)
     return result | {"weights": weights(model), "loss": loss_of(model)}
 
 
+def train(
+    name: str, folder: str, lost: int, doomed: str, uneven: int = 0, signum: int = signal.SIGKILL
+) -> dict[str, Any]:
+    places = Places(doomed if dist.get_rank() == lost else "", signum)
+    return train_to(places, name, folder, uneven)
+
+
+def train_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
+    return train_to(Begun(lost, after_s), name, folder, 2)
+
+
 def check_left(
-    outcomes: list[Any], lost: list[int], folder: Path, *, may_be_done: bool = False
+    outcomes: list[Any], lost: list[int], file: Path, *, may_be_done: bool = False
 ) -> None:
-    """The ranks that are left have trained to the end, together, and have saved.
+    """The ranks that are left have trained to the end, together, and have saved to the file.
 
     A rank may be lost after the last figures, when all is done (`may_be_done`): then some or all
     count it.
@@ -168,8 +148,8 @@ def check_left(
         assert set(outcome.result["members"]) >= set(range(len(outcomes))) - set(lost)
         assert outcome.result["members"] == left[0].result["members"] or may_be_done
         assert outcome.result["num_members"] == len(outcome.result["members"])
-    saved = torch.load(folder / "saved.pt", weights_only=True)
-    assert saved["extras"]["epoch"] == NUM_EPOCHS - 1
+    saved = torch.load(file, weights_only=True)
+    assert saved.get("extras", saved)["epoch"] == NUM_EPOCHS - 1
     mark = record.save_of(saved)
     assert mark is not None
     assert len(outcomes) >= mark.world_size >= len(left)
@@ -186,7 +166,7 @@ def check_left(
 )
 def test_a_rank_is_killed_and_the_others_train_to_the_end(name, lost, doomed, uneven, tmp_path):
     outcomes = WORLD.outcomes(3, train, name, str(tmp_path), lost, doomed, uneven)
-    check_left(outcomes, [lost], tmp_path, may_be_done=doomed == "end 1")
+    check_left(outcomes, [lost], tmp_path / "saved.pt", may_be_done=doomed == "end 1")
     left = [rank for rank in range(3) if rank != lost]
     for rank in left:
         result = outcomes[rank].result
@@ -204,7 +184,7 @@ def test_a_rank_that_gets_sigterm_leaves_and_the_others_train_to_the_end(tmp_pat
         3, train, "local_sgd", str(tmp_path), 0, "batch 15", 0, signal.SIGTERM
     )
     assert outcomes[0].error == "SystemExit: rank 0 received SIGTERM and has left; the others go on"
-    check_left(outcomes, [0], tmp_path)
+    check_left(outcomes, [0], tmp_path / "saved.pt")
     assert outcomes[1].result["members"] == (1, 2)
 
 
@@ -212,7 +192,7 @@ def test_sigterm_in_the_last_batch_ends_the_rank_once_all_have_trained_to_the_en
     last = f"batch {12 * NUM_EPOCHS}"
     outcomes = WORLD.outcomes(2, train, "local_sgd", str(tmp_path), 1, last, 0, signal.SIGTERM)
     assert outcomes[1].error == "SystemExit: rank 1 received SIGTERM"
-    check_left(outcomes, [1], tmp_path)
+    check_left(outcomes, [1], tmp_path / "saved.pt")
     assert outcomes[0].result["members"] == (0, 1)
 
 
@@ -345,7 +325,7 @@ def resume(folder: str, path: str) -> tuple[int, bool]:
 @exhaustive
 def test_those_that_are_left_resume_from_what_they_have_saved(tmp_path):
     outcomes = WORLD.outcomes(3, train, "local_sgd", str(tmp_path), 0, "batch 13")
-    check_left(outcomes, [0], tmp_path)
+    check_left(outcomes, [0], tmp_path / "saved.pt")
     assert WORLD.run(2, resume, str(tmp_path), str(tmp_path / "saved.pt")) == [(3, True)] * 2
 
 
@@ -363,12 +343,23 @@ def test_a_rank_that_has_left_gets_no_more_batches():
 @pytest.mark.parametrize("name", [*ALGORITHMS][::2])
 def test_any_rank_is_killed_at_any_time(name, tmp_path):
     """With the other algorithms: test_trainer.py."""
-    for fit in kill_at_random(WORLD, train_until_killed, name, tmp_path, latest_s=1.0):
-        check_left(*fit, may_be_done=True)
+    for outcomes, lost, folder in kill_at_random(WORLD, train_until_killed, name, tmp_path, 1.0):
+        check_left(outcomes, lost, folder / "saved.pt", may_be_done=True)
 
 
-def test_what_cannot_be_honoured_is_refused():
+def in_plain_pytorch(**options: Any) -> None:
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match='min_ranks needs on_loss="continue"'):
-        dsgd.decentralized(model, optimizer, dsgd.WAGMA(), min_ranks=2)
+    dsgd.decentralized(model, torch.optim.SGD(model.parameters(), 0.1), dsgd.WAGMA(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (in_plain_pytorch, "min_ranks"),
+        (partial(dsgd.FabricStrategy, "wagma"), "min_ranks"),
+        (dsgd.WAGMAStrategy, "max_ranks"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(make, option):
+    with pytest.raises(ValueError, match=f'{option} needs on_loss="continue"'):
+        make(**{option: 2})

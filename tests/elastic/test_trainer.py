@@ -207,9 +207,7 @@ def test_any_rank_is_killed_at_any_time(name, tmp_path):
         check(*fit)
 
 
-def test_what_cannot_be_honoured_is_refused():
-    with pytest.raises(ValueError, match='max_ranks needs on_loss="continue"'):
-        STRATEGIES["wagma"](max_ranks=2)
+def test_ranks_that_are_forked_are_refused():
     with pytest.raises(ValueError, match="must not be forked or spawned"):
         members(None).check_start("fork")
 
