@@ -138,7 +138,7 @@ class AllReduce(Algorithm):
     def settle(self, x: Tensor) -> None:
         counts = self.conditions.gradient_counts
         if self.background is not None:
-            while self.background.serve(x):
+            while self.background.complete() or self.background.serve(x):
                 self._share(None if counts is None else counts.zero_())
         else:
             zeros = None
@@ -266,9 +266,26 @@ class _Background:
         self.has_mean = False
         self._turn = 1 - self._turn
 
+    def complete(self) -> bool:
+        """Ends a round of which this rank has handed over pieces, but makes no step.
+
+        So it is where other parameters are trained than in the step before.  Its mean is dropped.
+        """
+        if not self._num_told:
+            return False
+        for place in range(self._num_told, len(self._spans)):
+            self._work[self._spans[place]].zero_()
+            self._tell(place, self._work)
+        self._num_told = 0
+        if len(self._answers) > 1:
+            self._await()
+            self.has_mean = True
+        self._await()
+        return True
+
     def serve(self, x: Tensor) -> bool:
         """Takes part in a round with a gradient of zero; returns False once all stand still."""
-        if self._answers:
+        if self._answers:  # with a delay: of the last step
             self._await()
             self.has_mean = True
         work = self._buffers[1 - self._turn].zero_() if self._buffers else torch.zeros_like(x)
@@ -293,6 +310,7 @@ class _Background:
 
     def _tell(self, what: int, work: Tensor) -> None:
         if not self._num_told:
+            self._work = work
             self._works.append(work)
             self._answers.append(self._home.recv(_WORDS, self._me))
         self._num_told += 1

@@ -12,6 +12,7 @@ gradient that a hook or a loop has changed since, are refused.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica.flat import FlatParameters, Whole
+from lightning_dsgd.transport import PeerLost
 
 
 def check(algorithm: Algorithm, layout: Whole, *, check_finite: bool) -> None:
@@ -82,7 +84,8 @@ class EarlyGradients:
         if self._first < last:
             self._weights.gather(self._first, last)
             self._algorithm = self._algorithm or self._current()
-            self._algorithm.gradient_made(g, self._weights.begin_of(self._first))
+            with contextlib.suppress(PeerLost):  # which the update meets too, and goes on from
+                self._algorithm.gradient_made(g, self._weights.begin_of(self._first))
 
     def gather(self) -> Tensor:
         """Returns g, with all put into it that has not been handed over yet."""

@@ -115,6 +115,24 @@ def test_gradients_that_leave_during_the_backward_pass_are_the_same() -> None:
         assert_same([*plain, *early])
 
 
+def freeze_with(net: Any, algorithm: Any) -> list[Tensor]:
+    model, optimizer, replica = make(net, algorithm)
+    for number in range(6):
+        if number == 3:
+            model[0].requires_grad_(False)
+        step(net, number, optimizer, replica, model)
+    replica.finish()
+    return values(model)
+
+
+def test_what_is_frozen_once_pieces_of_its_gradient_have_left_ends_alike() -> None:
+    plain, early = (
+        SimulatedWorld(2, latency_s=1e-3).run(freeze_with, partial(AllReduce, overlap=overlap))
+        for overlap in (False, True)
+    )
+    assert_same([*plain, *early])
+
+
 def change_early(net: Any, what: str) -> None:
     algorithm = partial(AllReduce, overlap=True)
     model, optimizer, replica = make(net, algorithm)
