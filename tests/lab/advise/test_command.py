@@ -45,22 +45,6 @@ def test_the_advice_comes_with_what_to_paste(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "--params must be given where the trace does not say"),
-        (["--params", "1e6", "--ranks", "1"], "--ranks must be at least 2"),
-        (["--params", "1e6", "--strategies", "wagam"], "--strategies must be among adpsgd"),
-    ],
-)
-def test_what_is_missing_is_said(
-    files: list[str], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([*files, *arguments])
-    assert message in capsys.readouterr().err
-
-
 def test_predictions_are_compared_with_what_no_sync_shows_besides() -> None:
     machine = Machine(0.0, 1e12, 0.0, 1000, recorded=Recorded(((0.1,) * 9, (0.2,) * 9)))
     rates = {"no_sync": [4.0] * 3, "allreduce": [3.9, 4.0, 4.1]}
@@ -82,7 +66,10 @@ def test_the_advised_one_is_verified_with_the_bound_and_all_reduce() -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_first_are_run_here(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_are_run_here(
+    files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "STEPS", 10)
     some = ["--strategies", "popsgd", "--steps", "10"]
     main([*files, "--params", "1e4", *some, "--verify", "--verify-ranks", "2"])
     text = capsys.readouterr().out

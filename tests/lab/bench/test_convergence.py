@@ -1,13 +1,16 @@
-"""`lightning-dsgd bench convergence`."""
+"""`lightning-dsgd bench convergence`, plots and runs of W&B."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
+import wandb
 
-from lightning_dsgd.lab.bench import convergence, report
+from lightning_dsgd.lab.bench import convergence, plots, report, tracking
 from tests.support.bench import run_bench
 
 
@@ -40,3 +43,64 @@ def test_without_wandb_it_ends_before_a_rank_starts(
         convergence.main(["--wandb", "project"])
     assert end.value.code == 2
     assert "--wandb needs the package wandb, which is not installed" in capsys.readouterr().err
+
+
+# ---- plots of result files ----
+
+
+SETTINGS = {"ranks": 4, "compute_s": 0.4, "delay_s": 0.32, "delayed_ranks": 2}
+
+
+def test_ranks_that_never_wait_share_the_delays() -> None:
+    assert plots.ideal_steps_per_s(SETTINGS) == pytest.approx(1 / 0.56)
+    assert plots.ideal_steps_per_s(SETTINGS | {"compute_s": 0, "delay_s": 0}) == math.inf
+
+
+def test_throughput_of_several_files_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = [
+        {
+            "settings": SETTINGS | {"ranks": ranks},
+            "summary": [
+                {"strategy": "ddp", "steps_per_s": 1.3, "mb_sent_per_step": None},
+                {"strategy": "wagma", "steps_per_s": 1.5, "mb_sent_per_step": 6.0},
+            ],
+        }
+        for ranks in (8, 4)
+    ]
+    plots.plot_throughput(results, tmp_path / "t.png")
+    assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+# ---- comparisons as W&B runs ----
+
+
+@pytest.mark.exhaustive
+def test_a_comparison_is_logged_to_offline_wandb_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    curve = [{"step": 10, "seconds": 1.0, "value": 0.5}, {"step": 20, "seconds": 2.0, "value": 0.7}]
+    specs = ("allreduce", "wagma:group_size=2")
+    result = {
+        "settings": {"ranks": 4, "task": "digits"},
+        "monitor": "val_accuracy",
+        "target": 0.6,
+        "higher_is_better": True,
+        "cells": [{"strategy": spec, "seed": 0, "rows": curve} for spec in specs],
+        "summary": [{"strategy": spec, "last": 0.7, "last_range": [0.7, 0.7]} for spec in specs],
+    }
+    output = tmp_path / "convergence.json"
+    output.write_text(json.dumps(result))
+    tracking.log_comparison(result, output, "tests")
+    wandb.teardown()  # what wandb's own process has not written yet, it writes now
+    runs = [file.read_bytes() for file in sorted(tmp_path.rglob("*.wandb"))]
+    assert len(runs) == 3  # one for each strategy and seed, and the comparison
+    (allreduce,) = (run for run in runs if b"allreduce seed 0" in run)
+    (wagma,) = (run for run in runs if b"wagma:group_size=2 seed 0" in run)
+    (comparison,) = (run for run in runs if b"artifact" in run)
+    assert b'{"name":"wagma","num_ranks":4,"group_size":2}' in wagma
+    assert allreduce.count(b"seconds") >= len(curve)
+    assert b"table-file" in comparison
+    assert b"image-file" in comparison

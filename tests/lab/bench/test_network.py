@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_dsgd.lab.bench import options
 from lightning_dsgd.lab.bench.network import Link, Network
 from tests.support.bench import namespaces
 from tests.support.nodes import shaped
@@ -52,3 +53,12 @@ def test_nodes_are_removed_when_the_network_cannot_be_built(
     with pytest.raises(RuntimeError, match="as scripted"), Network(2, Link(1e9)):
         pass
     assert namespaces(os.getpid()) == []
+
+
+def test_without_namespaces_it_says_that_it_measures_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    link, text = options.chosen_link("1gbit")
+    assert link is None
+    assert text == "loopback, not 1gbit: network namespaces need root"

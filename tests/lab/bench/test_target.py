@@ -279,38 +279,6 @@ def test_ranks_wait_at_the_end_for_one_that_is_an_hour_behind(
     assert result["seconds"][-1] > 3500
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--strategies wagma", "must have allreduce"),
-        ("--strategies allreduce,none", "'none'"),
-        ("--strategies allreduce,popsgdd", "did you mean popsgd?"),
-        (
-            "--strategies allreduce,wagma:grace=1",
-            "no option grace, got grace=1; it takes group_s",
-        ),
-        ("--strategies allreduce,wagma:group_size=9", "group_size"),
-        ("--situations rain", "--situations must be of slow-link"),
-        ("--seeds 0", "at least 1"),
-        ("--tuning-seeds -1", "at least 0"),
-        ("--data claimed", "must be equal or equal,claimed"),
-        ("--data equal,claimed", "set --epoch-steps 30"),
-        ("--epoch-steps 0", "--epoch-steps must be at least 1"),
-        ("--baseline sgp:overlap=1 --strategies allreduce", "must have sgp:overlap=1"),
-        ("--lrs much", "0.1,0.2,0.4"),
-        ("--stretch 0.5,2", "--stretch must hold 1"),
-        ("--jobs 0", "--jobs must be at least 1"),
-        ("--jobs 2 --real-ms 200", "1 with --real-ms"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    options: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        target.main(options.split())
-    assert message in capsys.readouterr().err
-
-
 def test_real_ranks_are_refused_where_they_cannot_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,31 +74,6 @@ def test_what_does_not_fit_is_left_out_and_said(runs: Path) -> None:
     assert num_spans(run) <= 150
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--output", "x.pdf"], "--output must end with"),
-        (["--steps", "5"], "--steps must be two numbers"),
-        (["--steps", "30:40"], "--steps must be among those recorded, 1 to 12"),
-        (["--seconds", "3:1"], "--seconds must be two numbers"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(
-    runs: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command.main([str(runs / "wagma-4"), *arguments])
-    assert message in capsys.readouterr().err
-
-
-def test_a_folder_without_a_trace_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command.main([str(tmp_path)])
-    assert "record them with StepTrace" in capsys.readouterr().err
-
-
 USED = """
 const said = [], box = main.getBoundingClientRect()
 for (let x = 100; x < 900; x += 10) {

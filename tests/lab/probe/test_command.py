@@ -10,60 +10,42 @@ from pathlib import Path
 
 import pytest
 
+from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.lab.probe.cluster import Cluster
 from lightning_dsgd.lab.probe.command import main
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("world_size", "arguments", "message"),
     [
-        (["--ranks", "1"], "--ranks must be at least 2, got 1"),
-        (["--ranks", "2", "--accelerator", "cuda"], "--accelerator must be cpu with --ranks"),
-        (["--network", "fast"], "network must be a rate"),
+        ("4", ["--ranks", "2"], "must be left out under a launcher, which has started 4"),
+        ("1", [], "needs at least 2 ranks, got 1 from the launcher"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_what_does_not_suit_a_launcher_is_refused(
+    world_size: str,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world_size)
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
 
 
-def test_a_launcher_has_started_the_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit):
-        main(["--ranks", "2"])
-    assert "must be left out under a launcher, which has started 4" in capsys.readouterr().err
-
-
-def test_one_rank_of_a_launcher_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SystemExit):
-        main([])
-    assert "needs at least 2 ranks, got 1 from the launcher" in capsys.readouterr().err
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "start",
-    [
-        [sys.executable, "-m", "lightning_dsgd", "probe", "--ranks", "2"],
-        [sys.executable, "-m", *TORCHRUN, "-m", "lightning_dsgd", "probe"],
-    ],
-    ids=["alone", "torchrun"],
-)
-def test_ranks_probe_and_rank_0_writes(start: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "torchrun"])
+def test_ranks_probe_and_rank_0_writes(launcher: tuple[str, ...], tmp_path: Path) -> None:
     output = tmp_path / "cluster.json"
+    ranks = [] if launcher else ["--ranks", "2"]
     done = subprocess.run(
-        [*start, "--output", str(output)],
+        [sys.executable, *launcher, "-m", "lightning_dsgd", "probe", *ranks, "--output", output],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -72,5 +54,18 @@ def test_ranks_probe_and_rank_0_writes(start: list[str], tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "probe: all-reduce" in done.stderr  # the progress bar
     assert "all-reduce of 1 MB" in done.stdout
-    assert Cluster.read(output).ranks == 2
+    cluster = Cluster.read(output)
+    assert (cluster.ranks, cluster.ranks_per_node, cluster.between) == (2, 2, None)
+    assert cluster.inside is not None
+    assert 0 < cluster.inside.latency_s < 0.1
+    assert 1e7 < cluster.inside.bandwidth_bytes_s < 1e11
+    assert 0 < cluster.processor.send_s < 0.1
+    assert 0 < cluster.processor.add_s_per_byte < 1e-7
+    sparse, dense = cluster.processor.sparse_s, cluster.processor.dense_s_per_byte
+    assert sparse.keys() == {n for n, a in ALGORITHMS.items() if issubclass(a, ErrorFeedback)}
+    whole = [least + 1e6 * each for least, each in sparse.values()]
+    assert all(0 <= seconds < 10 for seconds in whole)
+    assert max(whole) > 1e-4
+    assert {"allreduce", "local_sgd", "popsgd", "wagma"} <= dense.keys()
+    assert all(0 <= seconds < 1e-6 for seconds in dense.values())
     assert [each["pair"] for each in json.loads(output.read_text())["pairs"]] == [[0, 1]]

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.lab.probe import measure
 from lightning_dsgd.lab.probe.cluster import Cluster, Link, table
 from lightning_dsgd.lab.results import write_result
-from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.transport.simulated import SimulatedWorld
-from tests.support.worlds import ProcessWorld
 
 CPU = torch.device("cpu")
 LATENCY_S, BANDWIDTH = 1e-3, 1e7
@@ -110,34 +107,3 @@ def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path) -> None:
         Cluster.read(path)
     with pytest.raises(ValueError, match="must have two ranks to have a link"):
         _ = replace(measure.cluster(everything("a" * 2)), inside=None).link
-
-
-def all_of_it(net: Any) -> list[dict[str, Any]]:
-    torch.set_num_threads(1)
-    found = [measure.places(net, CPU) | {"transport": net.wire.name}]
-    found += [measure.selection(net, CPU), measure.processor(net), measure.pair(net, 0, 1)]
-    found.append(measure.steps(net, CPU, 1e8))
-    return [*found, measure.together(net, 1, 1e8), measure.all_reduce(net, CPU)]
-
-
-@pytest.mark.exhaustive
-def test_processes_measure_all_of_it() -> None:
-    found = ProcessWorld().run(2, all_of_it)[0]
-    cluster = measure.cluster(found)
-    assert (cluster.ranks, cluster.ranks_per_node, cluster.between) == (2, 2, None)
-    assert cluster.inside is not None
-    assert 0 < cluster.inside.latency_s < 0.1
-    assert 1e7 < cluster.inside.bandwidth_bytes_s < 1e11
-    assert 0 < cluster.processor.send_s < 0.1
-    assert 0 < cluster.processor.add_s_per_byte < 1e-7
-    assert "all-reduce of 16 MB" in table(cluster)
-    assert set(cluster.processor.sparse_s) == {
-        name for name, algorithm in ALGORITHMS.items() if issubclass(algorithm, ErrorFeedback)
-    }
-    costs = cluster.processor.sparse_s.values()
-    whole = [least + 1e6 * each for least, each in costs]
-    assert all(0 <= seconds < 10 for seconds in whole)
-    assert max(whole) > 1e-4
-    dense = cluster.processor.dense_s_per_byte
-    assert {"allreduce", "local_sgd", "popsgd", "wagma"} <= set(dense)
-    assert all(0 <= seconds < 1e-6 for seconds in dense.values())
