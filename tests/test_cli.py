@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -38,32 +39,56 @@ def finish(command: list[str], cwd: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_strategies_are_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["strategies"])
-    lines = capsys.readouterr().out.splitlines()
-    assert set(lightning_dsgd.STRATEGIES) <= {line.split(" ")[0] for line in lines}
-    assert max(map(len, lines)) <= 150
+RECIPE_FIT = ["fit", "--config", str(RECIPE)]
+WRONG = ["--trainer.strategy.sync_perod", "8"]
+SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
+    "all strategies": (["strategies"], None, [*lightning_dsgd.STRATEGIES]),
+    "a strategy": (
+        ["strategies", "local_sgd"],
+        None,
+        ["lightning_dsgd.LocalSGDStrategy(sync_period=8, ", "https://arxiv.org/abs/1805.09767"],
+    ),
+    "no strategy": (["strategies", "local_sdg"], 2, ["got 'local_sdg'; did you mean local_sgd?"]),
+    "help": (["--help"], 0, ["usage: lightning-dsgd"]),
+    "help of strategies": (["strategies", "--help"], 0, ["usage: lightning-dsgd"]),
+    "help of the doctor": (["doctor", "--help"], 0, ["usage: lightning-dsgd"]),
+    "help of a fit is Lightning's": (["fit", "--help"], 0, ["--trainer.strategy"]),
+    "no command": ([], 0, [f"{command:12}{what}" for command, what in COMMANDS.items()]),
+    "no such command": (
+        ["train"],
+        2,
+        ["usage: lightning-dsgd", *(repr(command) for command in ("train", *COMMANDS))],
+    ),
+    "a wrong hyperparameter": ([*RECIPE_FIT, *WRONG], 2, ["sync_perod"]),
+    "a wrong name": (
+        [*RECIPE_FIT, "--trainer.strategy", "wagam", *WRONG],
+        2,
+        ["No strategy is called 'wagam'. Did you mean \"wagma\", of lightning_dsgd?"],
+    ),
+    "a wrong hyperparameter of a name": (
+        [*RECIPE_FIT, "--trainer.strategy", "wagma", *WRONG],
+        2,
+        ["Option 'sync_perod' is not accepted"],
+    ),
+    "what is no name": (
+        [*RECIPE_FIT, "--trainer.strategy", "nonsense", *WRONG],
+        2,
+        ["Expected a dot import path string: nonsense"],
+    ),
+}
 
 
-def test_a_strategy_is_shown_with_its_hyperparameters(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["strategies", "local_sgd"])
-    text = capsys.readouterr().out
-    assert "lightning_dsgd.LocalSGDStrategy(sync_period=8, " in text
-    assert "https://arxiv.org/abs/1805.09767" in text
-
-
-def test_a_strategy_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["strategies", "local_sdg"])
-    assert end.value.code == 2
-    assert "got 'local_sdg'; did you mean local_sgd?" in capsys.readouterr().err
-
-
-def test_help_of_a_command_is_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["fit", "--help"])
-    assert end.value.code == 0
-    assert "--trainer.strategy" in capsys.readouterr().out
+@pytest.mark.parametrize("case", SAID)
+def test_a_command_says_what_it_is_asked_or_what_is_wrong(
+    case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, status, texts = SAID[case]
+    with nullcontext() if status is None else pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end is None or end.value.code == status
+    out, err = capsys.readouterr()
+    assert all(text in (err if status else out) for text in texts)
+    assert arguments != ["strategies"] or max(map(len, out.splitlines())) <= 150
 
 
 def run_as_console_script(code: str, cwd: Path) -> None:
@@ -108,44 +133,6 @@ assert "wagma" in StrategyRegistry
     run_as_console_script(code, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("args", "status"),
-    [
-        (["--help"], 0),
-        (["strategies", "--help"], 0),
-        (["doctor", "--help"], 0),
-        (["train"], 2),
-    ],
-)
-def test_usage(args: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(args)
-    assert end.value.code == status
-    assert "usage: lightning-dsgd" in "".join(capsys.readouterr())
-
-
-def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
-    assert all(f"{command:12}{what}" in text for command, what in COMMANDS.items())
-
-
-def test_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train"])
-    text = capsys.readouterr().err
-    assert all(repr(command) in text for command in ("train", *COMMANDS))
-
-
-def test_unknown_strategy_argument_ends_before_training(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["fit", "--config", str(RECIPE), "--trainer.strategy.sync_perod", "8"])
-    assert end.value.code == 2
-    assert "sync_perod" in capsys.readouterr().err
-
-
 BESIDE_A_NAME = {
     "two flags": ["--trainer.strategy=wagma", "--trainer.strategy.sync_period=20"],
     "two flags, and the name as one likes": [
@@ -173,24 +160,6 @@ def test_a_name_takes_hyperparameters(
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     at = lines.index("class_path: lightning_dsgd.WAGMAStrategy")
     assert lines[at + 2 : at + 4] == ["group_size: null", "sync_period: 20"]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("wagam", "No strategy is called 'wagam'. Did you mean \"wagma\", of lightning_dsgd?"),
-        ("wagma", "Option 'sync_perod' is not accepted"),
-        ("nonsense", "Expected a dot import path string: nonsense"),
-    ],
-)
-def test_a_wrong_name_or_hyperparameter_beside_a_name_is_told(
-    given: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ["--trainer.strategy", given, "--trainer.strategy.sync_perod", "8"]
-    with pytest.raises(SystemExit) as end:
-        main(["fit", "--config", str(RECIPE), *more])
-    assert end.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 def test_a_fit_without_jsonargparse_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.diloco import DiLoCo
@@ -62,14 +63,18 @@ def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
-def differentiate(model: nn.Module, step: int, rank: int) -> None:
-    """Leaves the gradients of a batch."""
-    from sklearn.datasets import (
-        load_digits,
-    )  # an extra, which others' use of this module does without
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    # An extra, which others' use of this module does without.
+    from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    images, goals = torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels)
+    return torch.tensor(pixels, dtype=torch.float32) / 16, torch.tensor(labels)
+
+
+def differentiate(model: nn.Module, step: int, rank: int) -> None:
+    """Leaves the gradients of a batch."""
+    images, goals = digits()
     begin = (step * RANKS + rank) * BATCH
     batch = slice(begin, begin + BATCH)
     nn.functional.cross_entropy(model(images[batch]), goals[batch]).backward()
@@ -80,6 +85,7 @@ def hashed(model: nn.Module) -> str:
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
 
 
+@cache
 def build() -> str:
     """What rounds: torch, and the weights that it makes on this processor."""
     model, optimizer = new_model()

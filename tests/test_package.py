@@ -319,9 +319,6 @@ def test_all_names_can_be_had() -> None:
     assert names["WAGMAStrategy"].__name__ == "WAGMAStrategy"
     with pytest.raises(AttributeError, match="has no attribute 'NoSuchName'"):
         _ = lightning_dsgd.NoSuchName
-
-
-def test_every_algorithm_can_be_had() -> None:
     for algorithm in ALGORITHMS.values():
         assert getattr(lightning_dsgd, algorithm.__name__) is algorithm
 
@@ -370,6 +367,7 @@ def test_wheel_carries_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> N
     assert {name for name in names if name.endswith(".py")} == on_disk
     assert {"lightning_dsgd/trainer/named.pyi", "lightning_dsgd/pytorch_lightning.pyi"} <= {*names}
     assert "Apache License" in text_of(wheel, "licenses/LICENSE")
+    assert "lightning-dsgd = lightning_dsgd.cli:main" in text_of(wheel, "entry_points.txt")
 
 
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
@@ -381,9 +379,10 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
         *("bench", "control", "demo", "dev", "docs", "examples", "images", "mpi")
     }
     requirements = metadata.get_all("Requires-Dist", [])
-    always = {re.split(r"[<>=!\[; ]", r)[0] for r in requirements if "extra ==" not in r}
+    names = {r: re.split(r"[<>=!\[; ]", r)[0] for r in requirements}
+    always = {name for r, name in names.items() if "extra ==" not in r}
     assert always == {"lightning", "torch", "torchmetrics", "numpy", "wandb", "jsonargparse"}
-    mpi = {re.split(r"[<>=!\[; ]", r)[0] for r in requirements if "extra == 'mpi'" in r}
+    mpi = {name for r, name in names.items() if "extra == 'mpi'" in r}
     assert mpi == {"mpi4py", "mpich"}, "mpi4py must not come without an MPI library"
 
 
@@ -416,20 +415,10 @@ def test_only_versions_that_the_smoke_ran_with_are_admitted() -> None:
         assert f"| {torch} | {lightning} | " in page
 
 
-def test_wheel_has_the_console_script(wheel: zipfile.ZipFile) -> None:
-    assert "lightning-dsgd = lightning_dsgd.cli:main" in text_of(wheel, "entry_points.txt")
-
-
-def test_changelog_has_a_place_for_what_is_unreleased() -> None:
-    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
-    releases = [line for line in lines if line.startswith("## ")]
-    assert releases[0] == "## [Unreleased]"
-
-
-def test_a_released_version_is_in_the_changelog() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    version: str = project["version"]
+def test_the_changelog_has_what_is_unreleased_and_a_released_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## .*", changelog, re.MULTILINE)[0] == "## [Unreleased]"
     assert "dev" in version or f"## [{version}]" in changelog
 
 
