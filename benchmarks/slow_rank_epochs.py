@@ -23,7 +23,7 @@ from lightning_dsgd.lab.bench import contestants
 from lightning_dsgd.lab.bench.cells import Cell, finish
 from lightning_dsgd.lab.bench.convergence_cell import Paced
 from lightning_dsgd.lab.bench.job import Job
-from lightning_dsgd.lab.bench.rank import rank_of_this_process
+from lightning_dsgd.lab.bench.run_cells import rank_of_this_process
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 
 STRATEGIES = "ddp,allreduce,wagma,wagma:overlap=true,popsgd,adpsgd,hpsgd"

@@ -57,7 +57,7 @@ from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.training import TrainerSession
+from lightning_dsgd.trainer.sessions import TrainerSession
 from lightning_dsgd.transport import Transport, TransportError
 from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View

@@ -18,7 +18,7 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session.under_way import Training
-from lightning_dsgd.trainer.training import LaunchedSession
+from lightning_dsgd.trainer.sessions import LaunchedSession
 
 if TYPE_CHECKING:
     _Base = DDPStrategy

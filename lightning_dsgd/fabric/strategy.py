@@ -46,7 +46,7 @@ from lightning_dsgd.session.saving import save
 from lightning_dsgd.session.under_way import trained
 from lightning_dsgd.trainer import arguments, names, refusals
 from lightning_dsgd.trainer.arguments import FabricOptions
-from lightning_dsgd.trainer.processes import Processes, start_method
+from lightning_dsgd.trainer.children import Processes, start_method
 from lightning_dsgd.transport.mpi_job import check_launch
 
 

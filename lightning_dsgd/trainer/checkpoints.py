@@ -14,7 +14,7 @@ from lightning_dsgd.session import record
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.saving import save
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.training import TrainerSession
+from lightning_dsgd.trainer.sessions import TrainerSession
 
 if TYPE_CHECKING:
     _Base = DDPStrategy

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.training import TrainerSession
+from lightning_dsgd.trainer.sessions import TrainerSession
 
 if TYPE_CHECKING:
     _Base = DDPStrategy

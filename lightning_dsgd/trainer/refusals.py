@@ -10,7 +10,7 @@ import torch
 from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.training import TrainerSession
+from lightning_dsgd.trainer.sessions import TrainerSession
 
 # ---- when the ranks have met ----
 

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.signals import Handlers
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.training import TrainerSession
+from lightning_dsgd.trainer.sessions import TrainerSession
 
 
 class Signals:

@@ -47,13 +47,13 @@ from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import arguments, joint, refusals, seams
 from lightning_dsgd.trainer.arguments import TrainerOptions
 from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
+from lightning_dsgd.trainer.children import Processes, start_method
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
 from lightning_dsgd.trainer.hooks import Hooks
 from lightning_dsgd.trainer.joint import JointEpochs
-from lightning_dsgd.trainer.processes import Processes, start_method
+from lightning_dsgd.trainer.sessions import TrainerSession, TrainerTraining
 from lightning_dsgd.trainer.signals import Signals
-from lightning_dsgd.trainer.training import TrainerSession, TrainerTraining
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.mpi_job import check_launch
 

@@ -21,8 +21,8 @@ from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.session.phases import FOLLOWING, Phase
 from lightning_dsgd.session.session import Session
-from lightning_dsgd.trainer.processes import Processes
-from lightning_dsgd.trainer.training import TrainerSession
+from lightning_dsgd.trainer.children import Processes
+from lightning_dsgd.trainer.sessions import TrainerSession
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.simulated import Killed, SimulatedWorld

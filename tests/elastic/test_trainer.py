@@ -21,8 +21,8 @@ from lightning_dsgd.session import record
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.trainer.callbacks import CommunicationMonitor
-from lightning_dsgd.trainer.processes import Processes
-from lightning_dsgd.trainer.training import TrainerSession
+from lightning_dsgd.trainer.children import Processes
+from lightning_dsgd.trainer.sessions import TrainerSession
 from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS
 from tests.support.doomed import Doomed, Plan, await_leave
 from tests.support.killed import kill_after, kill_at_random

@@ -66,11 +66,16 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
         )
     machine = probed(cluster, num_params, 0.0, recorded)
     from lightning_dsgd.lab.advise import ranking, words  # load torch
-    from lightning_dsgd.lab.advise.bar import shown
+    from lightning_dsgd.lab.progress import of_candidates
 
     candidates = _candidates(args.strategies)
     ranked = ranking.rank(
-        candidates, machine, num_ranks, args.steps, shown=shown, epoch_steps=args.epoch_steps
+        candidates,
+        machine,
+        num_ranks,
+        args.steps,
+        shown=of_candidates,
+        epoch_steps=args.epoch_steps,
     )
     has_nodes = cluster.between is not None
     beyond = words.warnings(num_ranks, cluster.ranks, recorded.num_ranks, has_nodes)

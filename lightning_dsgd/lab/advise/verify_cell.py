@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd.lab.bench import contestants
 from lightning_dsgd.lab.bench.cells import Cell
-from lightning_dsgd.lab.bench.rank import rank_of_this_process
+from lightning_dsgd.lab.bench.run_cells import rank_of_this_process
 from lightning_dsgd.lab.bench.throughput_cell import Clock, Sleeper
 
 

@@ -25,7 +25,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.lab.bench import options
+from lightning_dsgd.lab.bench import job_arguments
 from lightning_dsgd.lab.bench.cells import Cell, finish, in_turn
 from lightning_dsgd.lab.bench.workloads import WORKLOADS
 from lightning_dsgd.lab.results import typed
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--task", choices=WORKLOADS, default="digits")
-    options.add_to(
+    job_arguments.add_to(
         parser,
         strategies="allreduce,local_sgd,wagma",
         compute_ms=0.0,
@@ -148,17 +148,17 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("convergence.json"))
     args = parser.parse_args(argv)
-    options.refuse(parser, args)
+    job_arguments.refuse(parser, args)
     for package in ("wandb", "matplotlib") if args.wandb is not None else ():
         if importlib.util.find_spec(package) is None:
             parser.error(
                 f"--wandb needs the package {package}, which is not installed; "
                 f"install it (pip install {package}), or leave --wandb out"
             )
-    link, network = options.chosen_link(args.network)
+    link, network = job_arguments.chosen_link(args.network)
     print(f"{args.task}, {args.ranks} ranks, {network}")
     workload, specs = WORKLOADS[args.task], args.strategies.split(",")
-    job = options.job(
+    job = job_arguments.job(
         "lightning_dsgd.lab.bench.convergence_cell:run",
         args,
         link,

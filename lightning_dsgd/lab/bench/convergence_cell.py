@@ -11,7 +11,7 @@ import torch
 from lightning_dsgd.lab.bench import contestants
 from lightning_dsgd.lab.bench.cells import Cell
 from lightning_dsgd.lab.bench.contestants import communication
-from lightning_dsgd.lab.bench.rank import load
+from lightning_dsgd.lab.bench.run_cells import load
 from lightning_dsgd.lab.bench.workloads import WORKLOADS
 from lightning_dsgd.trainer.callbacks import StragglerInjector
 

@@ -123,7 +123,7 @@ class Job:
         self, folder: Path, network: Network | None
     ) -> Iterator[tuple[list[str], dict[str, str]]]:
         """Returns the command and the environment of each process that is to be started."""
-        rank = [str(Path(__file__).with_name("rank.py")), str(folder)]
+        rank = [str(Path(__file__).with_name("run_cells.py")), str(folder)]
         environment = {**os.environ, **_QUIET, "OMP_NUM_THREADS": "1"}
         if network is not None:
             environment["GLOO_SOCKET_IFNAME"] = INTERFACE

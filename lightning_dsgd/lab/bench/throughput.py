@@ -20,7 +20,7 @@ import statistics
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.lab.bench import options
+from lightning_dsgd.lab.bench import job_arguments
 from lightning_dsgd.lab.bench.cells import Cell, finish, in_turn
 from lightning_dsgd.lab.bench.network import Link
 from lightning_dsgd.lab.results import typed
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_to(
+    job_arguments.add_to(
         parser,
         strategies="ddp,ddp_bf16,ddp_powersgd,allreduce:wire_dtype=int8:overlap=true,"
         "local_sgd:sync_period=1,wagma,no_sync",
@@ -129,14 +129,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("throughput.json"))
     args = parser.parse_args(argv)
-    options.refuse(parser, args)
+    job_arguments.refuse(parser, args)
     reason = why_not_on(args.device, args.ranks) or why_not_late(args.delay_on, args.device)
     if reason:
         parser.error(reason)
-    link, network = options.chosen_link(args.network)
+    link, network = job_arguments.chosen_link(args.network)
     print(f"{args.ranks} ranks, {network}")
     specs = args.strategies.split(",")
-    job = options.job(
+    job = job_arguments.job(
         "lightning_dsgd.lab.bench.throughput_cell:run",
         args,
         link,

@@ -59,12 +59,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def _launched(num_ranks: int, accelerator: str) -> list[dict[str, Any]]:
     """Returns what rank 0 has found; on the others, nothing."""
-    from lightning_dsgd.lab.bench.rank import rank_of_this_process
+    from lightning_dsgd.lab.bench.run_cells import rank_of_this_process
     from lightning_dsgd.lab.probe import ranks
-    from lightning_dsgd.lab.probe.bar import shown
+    from lightning_dsgd.lab.progress import of_stages
 
     is_first = rank_of_this_process() == 0
-    found = shown(ranks.stages(num_ranks, accelerator), is_shown=is_first)
+    found = of_stages(ranks.stages(num_ranks, accelerator), is_shown=is_first)
     ranks.leave()
     return found if is_first else []
 

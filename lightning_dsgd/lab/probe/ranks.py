@@ -98,7 +98,7 @@ def leave() -> None:
 
 def run(cell: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Runs all stages, on a rank that `bench.job` has started; returns what rank 0 has found."""
-    from lightning_dsgd.lab.probe.bar import shown
+    from lightning_dsgd.lab.progress import of_stages
 
-    found = shown(stages(settings["ranks"], "cpu"), is_shown=os.environ["RANK"] == "0")
+    found = of_stages(stages(settings["ranks"], "cpu"), is_shown=os.environ["RANK"] == "0")
     return {"found": found}

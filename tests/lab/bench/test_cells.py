@@ -12,7 +12,7 @@ import pytest
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.lab.bench import contestants, throughput_cell
 from lightning_dsgd.lab.bench.convergence_cell import Paced
-from lightning_dsgd.lab.bench.rank import load, rank_of_this_process
+from lightning_dsgd.lab.bench.run_cells import load, rank_of_this_process
 from lightning_dsgd.lab.bench.throughput_cell import Clock, Sleeper
 from lightning_dsgd.lab.bench.workloads import WORKLOADS
 from tests.support.fake_device import FakeDevice

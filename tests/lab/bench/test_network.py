@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.lab.bench import options
+from lightning_dsgd.lab.bench import job_arguments
 from lightning_dsgd.lab.bench.network import Link, Network
 from tests.support.bench import namespaces
 from tests.support.nodes import shaped
@@ -59,6 +59,6 @@ def test_without_namespaces_it_says_that_it_measures_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    link, text = options.chosen_link("1gbit")
+    link, text = job_arguments.chosen_link("1gbit")
     assert link is None
     assert text == "loopback, not 1gbit: network namespaces need root"

@@ -13,9 +13,9 @@ from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import END, END_SIGNALS, SAVE
 from lightning_dsgd.session.under_way import Training, TrainingT
 from lightning_dsgd.trainer import seams
+from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.joint import JointEpochs
-from lightning_dsgd.trainer.processes import Processes
 
 
 @dataclass
