@@ -35,7 +35,7 @@ from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.phases import Phase
-from lightning_dsgd.session.ranks import Ranks
+from lightning_dsgd.session.ranks import Ranks, T
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.under_way import opened
 from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
@@ -154,13 +154,14 @@ class Members(Ranks, ABC):
 
     def together(
         self,
-        call: Callable[[], Any],
+        call: Callable[[], T],
         adopt: Callable[[], None] | None = None,
         *,
         apart: Any = None,
-    ) -> Any:
+    ) -> T:
         self.check_stays()
-        return self.calls.together(call, adopt) if self.session.takes_part else apart
+        result: T = self.calls.together(call, adopt) if self.session.takes_part else apart
+        return result
 
     def step(self, call: Callable[[], None], *, again: bool) -> None:
         self.calls.step(call, again=again)
@@ -271,8 +272,7 @@ class Members(Ranks, ABC):
                 session.meetings.barrier().wait()  # all do
             return [x.view(tensor.shape) for x in session.meetings.all_gather(flat).wait()]
 
-        tensors: list[Tensor] = self.together(gather, apart=[tensor])
-        return tensors
+        return self.together(gather, apart=[tensor])
 
     def reduce(self, tensor: Tensor, op: str, theirs: Callable[[], Any], *, group: Any) -> Any:
         _check_of_all(group)

@@ -56,7 +56,6 @@ class Replica:
     Attributes:
         consensus_distance: how far the ranks were apart when the consensus was last shown:
             sqrt(mean over ranks of |x_i - x|^2) / |x|, with x the consensus
-        settles_whole: whether all parts have settled before the failure of one is told
 
     Args:
         net: the network, with channels of its own
@@ -70,7 +69,7 @@ class Replica:
         everyone: a network of all ranks, where `net` is of those alone that hold the same shard
     """
 
-    settles_whole: ClassVar[bool] = False
+    settles_whole: ClassVar[bool] = False  # even where one part of several fails
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class Replica:
         self._layout = flat.Whole() if layout is None else layout
         self._all_ranks = everyone
         self.module = module
-        self._pattern = algorithm
+        self._pattern, self._scales_steps = algorithm, algorithm.scales_steps
         self._conditions = conditions
         self._average_buffers = average_buffers
         self._check_finite = check_finite
@@ -100,7 +99,6 @@ class Replica:
         self.consensus_distance = 0.0
         self._parts: dict[int, list[Part]] = {}
         self._trained: dict[int, list[int]] = {}  # identities of an optimizer's parameters
-        self._scales_steps = algorithm.scales_steps
         self._to_load = Saved()
         self._optimizers = list(optimizers)
         net.expect_at_most(_MESSAGE_PER_REPLICA * alike.num_bytes(module, optimizers))
@@ -359,10 +357,8 @@ class Replica:
         What its "state_dict" has that does not lie in the module (weights that another callback has
         averaged over time) is averaged over the ranks.  What is frozen stays as it is, to the bit.
         """
-        if self._stash is None:
-            table = self._consensus()
-        else:
-            table = [(live, live) for live, _ in self._stash]
+        stash = self._stash
+        table = self._consensus() if stash is None else [(live, live) for live, _ in stash]
         table += [(same, same) for same in self._untrained()]  # last: those that differ come first
         return averaged(self.net, checkpoint, table)
 

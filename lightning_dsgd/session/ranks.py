@@ -9,7 +9,7 @@ Threads: the training thread; a signal handler calls `request_end`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.transport import Transport
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -121,11 +123,11 @@ class Ranks:
 
     def together(
         self,
-        call: Callable[[], Any],
+        call: Callable[[], T],
         adopt: Callable[[], None] | None = None,
         *,
         apart: Any = None,
-    ) -> Any:
+    ) -> T:
         """Returns what `call` returns; all ranks make their calls in the same order.
 
         Args:

@@ -279,8 +279,7 @@ class Session(Face, Generic[TrainingT]):
         self.check_process()
         if self.training is None or self._phase in (Phase.IN_BATCH, Phase.STOPPING):
             return False
-        met: bool = self.ranks.together(partial(self._meet, what, self.training), apart=True)
-        return met
+        return self.ranks.together(partial(self._meet, what, self.training), apart=True)
 
     def _meet(self, what: int, training: TrainingT) -> bool:
         lateness, meetings = opened(self._lateness), self.meetings
@@ -338,8 +337,7 @@ class Session(Face, Generic[TrainingT]):
     def reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
         """Returns the sum over all ranks, or the mean, once all are here."""
         call = partial(self._reduce, tensor, is_mean=is_mean)
-        total: Tensor = self.ranks.together(call, apart=tensor)
-        return total
+        return self.ranks.together(call, apart=tensor)
 
     def _reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
         self.meet(REDUCE)
@@ -350,8 +348,7 @@ class Session(Face, Generic[TrainingT]):
 
     def texts(self, text: str) -> list[str]:
         """Returns the texts of all ranks."""
-        texts: list[str] = self.ranks.together(partial(self._texts, text), apart=[text])
-        return texts
+        return self.ranks.together(partial(self._texts, text), apart=[text])
 
     def _texts(self, text: str) -> list[str]:
         self.meet()
@@ -402,11 +399,7 @@ class Session(Face, Generic[TrainingT]):
         self._last_resort.cancel()
 
     def fail(self, exception: BaseException) -> str:
-        """Ends this rank's part in the training; tells the others why, unless all stop together.
-
-        Returns:
-            What became of this rank.
-        """
+        """Ends this rank's part; tells the others unless all stop; returns what became of it."""
         if self.is_fork:
             end_fork(exception)
         self.ranks.fail(exception)

@@ -18,6 +18,8 @@ from lightning_dsgd.transport.staging import Staging
 class TCPWire:
     """Carries messages over TCP; has no thread but the mesh's and the stager's."""
 
+    expect = None  # the mesh's thread looks out for messages at all times
+
     name = "process_group"
     """The name by which users choose this wire."""
     carrier = "TCP"
@@ -41,9 +43,6 @@ class TCPWire:
         return self._staging.send(
             dst, header if is_on_host(x) else from_device(header), x, copy=copy
         )
-
-    def expect(self) -> None:
-        """Does nothing: the mesh's thread looks out for messages at all times."""
 
     def close(self) -> bool:
         """Sends what comes from a device; the mesh says farewell and closes the connections."""

@@ -5,6 +5,7 @@ A transport is given a wire; who is alive is the mesh's matter, whatever the wir
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -44,8 +45,9 @@ class Wire(Protocol):
         """
         ...
 
-    def expect(self) -> None:
-        """Hears that a thread has begun to wait for a message."""
+    @property
+    def expect(self) -> Callable[[], None] | None:
+        """Tells the wire that a thread has begun to wait; None where the wire always looks."""
         ...
 
     def close(self) -> bool:

@@ -7,7 +7,7 @@ bytes of the connection, or of MPI, ends it.
 from __future__ import annotations
 
 import threading
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -29,6 +29,10 @@ class Done(Generic[T]):
     def done(self) -> bool:
         """Returns True."""
         return True
+
+
+SENT: Final = Done(None)
+"""The Work of a message that has left at once."""
 
 
 class Life(Protocol):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
+import lightning_dsgd
 from tests.support.fits import (
     NAMES,
     Adversaries,
@@ -36,10 +38,32 @@ from tests.support.fits import (
     some_now,
     strategy,
 )
-from tests.support.models import loader, trainer, weights
+from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
 
 # ---- one optimizer step ----
+
+
+def files_of_a_step() -> list[str]:
+    """The package's files that a training thread comes through from a batch's end to the next."""
+    met: set[str] = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and Path(lightning_dsgd.__file__).parent in file.parents:
+            met.add(f"{file.parent.name}/{file.name}")
+
+    class Way(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            sys.setprofile(note if trainer.global_step == 4 else None)
+
+    trainer("wagma", 2, max_steps=6, callbacks=[Way()]).fit(Regression(), loader(96))
+    return sorted(met)
+
+
+def test_a_step_of_wagma_comes_through_few_files() -> None:
+    for met in run(2, files_of_a_step):
+        assert 10 < len(met) <= 17, "\n".join(met)
 
 
 def test_accumulated_gradients_equal_one_process_on_the_concatenated_batches() -> None:
