@@ -173,9 +173,12 @@ class Members(Ranks, ABC):
             self._at_first, self._rows = session.sharding, session.sharding.rows(session.meetings)
             if self._holds_with_others:
                 self.calls.hold_together(session.sharding.row_of(session, self._rows))
-        session.net.views.survive(self._min_ranks, self._rows if self._holds_with_others else ())
+        if session.world_size > 1:  # else nobody can be lost, and nobody reaches this rank
+            rows = self._rows if self._holds_with_others else ()
+            session.net.views.survive(self._min_ranks, rows)
         register, card = self._entrance.register, self.calls.view.views.card()
         can_be_joined = self.can_be_joined and self._entrance.is_open and not self._rows
+        can_be_joined = can_be_joined and card is not None
         if register is not None and card is not None and can_be_joined:
             register.write_card(session.rank, card)
         if register is not None:

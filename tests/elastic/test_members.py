@@ -310,7 +310,8 @@ def test_ranks_can_meet_before_a_batch_whose_last_one_was_left_by_break():
 
 
 @pytest.mark.filterwarnings("ignore:got one rank")
-def test_a_training_walks_through_the_table_of_phases(monkeypatch):
+@pytest.mark.parametrize("on_loss", ["end", "continue"])
+def test_a_training_walks_through_the_table_of_phases(on_loss, monkeypatch):
     phases, enter = [Phase.OPENING], Session.enter
 
     def note(session: Session[Any], phase: Phase) -> None:
@@ -320,7 +321,7 @@ def test_a_training_walks_through_the_table_of_phases(monkeypatch):
     monkeypatch.setattr(Session, "enter", note)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with decentralized(model, optimizer, LocalSGD(2)) as replica:
+    with decentralized(model, optimizer, LocalSGD(2), on_loss=on_loss) as replica:
         for _ in replica.batches(range(2)):
             model(torch.ones(2)).sum().backward()
             optimizer.step()
