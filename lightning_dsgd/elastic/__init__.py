@@ -1,10 +1,12 @@
 """Training that goes on where ranks are lost, join or leave, or are slow.
 
-    members    goes on where a rank is lost: every call of all ranks, every step of one
+    members    the ranks of a session, in the place of `session.ranks`: they go on where one is lost
     calls      ends calls although a rank is lost, with the same result everywhere
     surviving  the replica begins anew among the ranks that are left
     changes    ranks are lost, or leave
     joining    ranks join the Trainer's training: `handover` gives them what the others have
+    entrance   how processes come to ranks that train
+    suits      whether an algorithm suits all numbers of ranks that there may come to be
     claimed    ranks claim their batches from the epoch, as many as they can train on
     membership how the ranks agree on who goes on: `ballots`, what they believe and say; `quorum`,
                who may agree and go on
