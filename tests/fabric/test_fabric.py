@@ -112,7 +112,10 @@ def train_unevenly() -> tuple[Tensor, Tensor, float, bool, dict[str, float], lis
             for batch in list(loader_of(rank, 5)):
                 steps(fabric, net, optimizer, [batch])
                 fabric.all_reduce(torch.zeros(()))
-    fabric.barrier()  # training has ended: it is Fabric's own
+    fabric.barrier()  # training has ended: what all do now is Fabric's own
+    assert fabric.broadcast({"rank": rank}, 2) == {"rank": 2}
+    assert fabric.all_gather(torch.tensor(rank)).tolist() == [0, 1, 2, 3]
+    assert not fabric.strategy.reduce_boolean_decision(rank > 0)
     return weights(model), consensus, mean, decided, figures, [str(w.message) for w in caught]
 
 
