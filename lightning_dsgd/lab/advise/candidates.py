@@ -40,6 +40,7 @@ class Candidate:
 CANDIDATES: Final = (
     Candidate("no_sync", 0),
     Candidate("allreduce", 1),
+    Candidate("allreduce:wire_dtype=int8:overlap=true", 2),
     Candidate("local_sgd", 0),
     Candidate("local_sgd:sync_period=2", 0),
     Candidate("local_sgd:sync_period=32", 0),

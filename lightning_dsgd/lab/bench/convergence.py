@@ -128,7 +128,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--task", choices=WORKLOADS, default="digits")
     job_arguments.add_to(
         parser,
-        strategies="allreduce,local_sgd,wagma",
+        strategies="allreduce,ddp_bf16,ddp_powersgd,allreduce:wire_dtype=int8:overlap=true,"
+        "local_sgd,wagma",
         compute_ms=0.0,
         delay_ms=0.0,
         delayed_ranks=0,
