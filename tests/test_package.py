@@ -70,17 +70,16 @@ BEHIND_THE_CONTRACT = {
     "transport.endpoint transport.view": "primitives.nodes elastic session sharded",
     "transport.watch": "replica.replica lab.simulate.model",
     "transport.mpi_job": "session.meeting plain.launch trainer.strategy fabric.strategy",
-    "transport.register": "elastic",
     "transport.mesh transport.frames transport.processes transport.tcp": "elastic",
-    "transport.mpi transport.process_group transport.rendezvous": "session.meeting lab",
+    "transport.mpi transport.process_group": "session.meeting lab",
+    "transport.rendezvous": "session.meeting elastic lab",
     "transport.connections": "lab",
     "transport.simulated": "elastic lab",
 }
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {
     "torch.distributed": "elastic session plain.launch transport.native transport.processes "
-    "transport.process_group transport.register transport.rendezvous sharded "
-    "trainer tasks.language fabric lab",
+    "transport.process_group transport.rendezvous sharded trainer tasks.language fabric lab",
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
     f"pytorch_lightning cli tasks {LAB_ON_RANKS}",

@@ -11,7 +11,8 @@
     membership how the ranks agree on who goes on: `ballots`, what they believe and say; `quorum`,
                who may agree and go on
     views      what each rank makes of that: `survival`, between processes; `simulated`
-    newcomer   a process that comes to ranks that were there before
+    newcomer   a process that comes to ranks that were there before: by the `entrance`, where it
+               reads the `register` of their training
     launch     starts ranks, looks after them, and starts lost ones again: `lightning-dsgd launch`
 
 This folder is a wing.  The core reaches it through `lightning_dsgd.wings` alone.

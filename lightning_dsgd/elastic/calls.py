@@ -191,7 +191,7 @@ class Calls:
         if not {*newcomers} <= {*self.view.members} and self.net.views.admit(newcomers):
             self.change_view(PeerLost(newcomers[0], JOINS))
 
-    def part(self, leavers: Sequence[int]) -> None:
+    def dismiss(self, leavers: Sequence[int]) -> None:
         """Goes on in a view without these ranks; all members call it, with the same ranks.
 
         Raises:

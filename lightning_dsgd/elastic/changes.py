@@ -29,11 +29,11 @@ from typing import Any
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.members import Members
+from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.stopping import MEET, STOP, AgreedBatch
 from lightning_dsgd.transport import PeerLost, Transport, TransportError
-from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View
 
 
@@ -169,10 +169,10 @@ class ChangingMembers(Members):
             begin, end = f"rank {leavers[0]} received", "; all ranks stopped, as too few would stay"
             session.end_by(signal.SIGTERM, begin, end)
         if session.rank not in leavers:
-            self.calls.part(leavers)
+            self.calls.dismiss(leavers)
             return
         with contextlib.suppress(PeerLost):
-            self.calls.part(leavers)
+            self.calls.dismiss(leavers)
         self.tell_register(Register.say_left)  # so that the launcher does not start it again
         session.depart()
         self._end_departed()

@@ -8,8 +8,9 @@ from typing import NoReturn
 import torch
 
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
+from lightning_dsgd.elastic.register import ALONE, OVER, STOPPED, Register
 from lightning_dsgd.session.meeting import Meeting
-from lightning_dsgd.transport.register import ALONE, OVER, STOPPED, Register, outlives_ranks
+from lightning_dsgd.transport.rendezvous import outlives_ranks
 
 
 class Entrance:

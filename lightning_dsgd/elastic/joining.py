@@ -52,6 +52,7 @@ from lightning_dsgd.elastic import handover
 from lightning_dsgd.elastic.changes import ChangingMembers
 from lightning_dsgd.elastic.entrance import make_group_of_one
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
+from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.phases import Phase
@@ -59,7 +60,6 @@ from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.sessions import TrainerSession
 from lightning_dsgd.transport import Transport, TransportError
-from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View
 
 

@@ -30,6 +30,7 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.entrance import Entrance
+from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.session.ending import say
@@ -41,7 +42,6 @@ from lightning_dsgd.session.under_way import opened
 from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 from lightning_dsgd.transport.contract import LEAST_LIMIT
 from lightning_dsgd.transport.endpoint import Endpoint
-from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.view import View
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@
     process_group     real ranks over TCP, with torch's own collectives for CUDA tensors
     native            those collectives; `tickets`: the one order that they need
     mpi, mpi_job      real ranks that mpiexec or srun has started; `mpi_flight`: their messages
-    rendezvous        how real ranks meet, before there is a transport; `register`: what is written
-                      there about a training that goes on without a rank
+    rendezvous        how real ranks meet, before there is a transport
     watch             what the network tells who records a training's waits
 
 Whoever uses a transport imports the names below, which are the contract's.

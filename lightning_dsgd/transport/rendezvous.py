@@ -41,7 +41,6 @@ from typing import Any, Final, Generic, TypeVar
 import torch.distributed as dist
 
 from lightning_dsgd.transport.contract import PeerLost, Timeout, TransportError
-from lightning_dsgd.transport.register import num_restarts, outlives_ranks
 
 T = TypeVar("T")
 
@@ -51,6 +50,16 @@ _ANSWER_WITHIN_S: Final = 5.0
 """How long the store may take to answer a question that needs no waiting."""
 _VERDICT_WITHIN_S: Final = 5.0
 """How long a rank that is alive may take to notice `trouble`."""
+
+
+def outlives_ranks() -> bool:
+    """Returns whether the ranks' launcher keeps the store where they meet, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def num_restarts() -> str:
+    """Returns how often torchrun has started the ranks again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 class Rendezvous:

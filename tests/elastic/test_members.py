@@ -15,6 +15,7 @@ from lightning_dsgd import STRATEGIES, FabricStrategy, LocalSGD, decentralized
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.changes import ChangingMembers
 from lightning_dsgd.elastic.joining import TrainerMembers
+from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.fabric.collectives import FabricSession
 from lightning_dsgd.session.figures import gathered
 from lightning_dsgd.session.meeting import Meeting
@@ -24,7 +25,6 @@ from lightning_dsgd.session.session import Session
 from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.sessions import TrainerSession
 from lightning_dsgd.transport import PeerLost
-from lightning_dsgd.transport.register import Register
 from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
 from lightning_dsgd.transport.view import View
 

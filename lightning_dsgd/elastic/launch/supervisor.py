@@ -44,8 +44,8 @@ from typing import Any, Final, TypeVar
 
 from lightning_dsgd.elastic.launch.place import Place
 from lightning_dsgd.elastic.launch.rank import Rank
+from lightning_dsgd.elastic.register import GOES_ON, OVER, SILENT_S, STOPPED, Register, Trained
 from lightning_dsgd.transport import TransportError
-from lightning_dsgd.transport.register import GOES_ON, OVER, SILENT_S, STOPPED, Register, Trained
 
 T = TypeVar("T")
 

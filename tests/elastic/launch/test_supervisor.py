@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.elastic import register
 from lightning_dsgd.elastic.launch import command, supervisor
 from lightning_dsgd.elastic.launch.place import Place
-from lightning_dsgd.transport import register
-from lightning_dsgd.transport.register import Register
+from lightning_dsgd.elastic.register import Register
 from tests.support.launched import Launched, await_files, is_alive, until
 from tests.support.mpi import ROOT
 from tests.support.ports import free_port
@@ -130,7 +130,7 @@ def test_a_plain_loop_whose_ranks_leave_or_are_killed_has_not_come_to_its_end(tm
 TRAINS = (
     SCRIPT
     + """
-from lightning_dsgd.transport.register import Register, Trained
+from lightning_dsgd.elastic.register import Register, Trained
 register = Register(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60.0)
 def meet(name, *ranks):
     register.say(name + rank)
@@ -212,7 +212,7 @@ NODE_LOST = (
     SCRIPT
     + """
 if list(Path(sys.argv[1]).glob("began_*")): sys.exit(2)
-from lightning_dsgd.transport.register import Register
+from lightning_dsgd.elastic.register import Register
 register = Register(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 60.0)
 register.say_trains()
 register.say_survives(can_be_joined=True)

@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from lightning_dsgd.transport.contract import TransportError
+from lightning_dsgd.transport.rendezvous import num_restarts
 
 T = TypeVar("T")
 
@@ -41,16 +42,6 @@ SILENT_S: Final = 20.0
 """A supervisor counts as dead that has not said for so long that it lives."""
 JOINABLE, ALONE, OVER, STOPPED = "joinable", "alone", "over", "stopped"
 GOES_ON: Final = (JOINABLE, ALONE)
-
-
-def outlives_ranks() -> bool:
-    """Returns whether the ranks' launcher keeps the store where they meet, and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def num_restarts() -> str:
-    """Returns how often torchrun has started the ranks again."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _own_rank() -> str:

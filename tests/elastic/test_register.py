@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.transport import TransportError
-from lightning_dsgd.transport.register import Register
 
 
 def two_registers() -> tuple[Register, Register]:
@@ -69,7 +69,7 @@ def test_a_supervisor_lives_for_as_long_as_it_says_something_new(monkeypatch) ->
     keeper, other = two_registers()
     other.say_lives(1)
     assert keeper.living({1, 2}) == {1, 2}  # nobody is dead who was asked after for the first time
-    monkeypatch.setattr("lightning_dsgd.transport.register.SILENT_S", 0.0)
+    monkeypatch.setattr("lightning_dsgd.elastic.register.SILENT_S", 0.0)
     assert keeper.living({1}) == set()
     monkeypatch.undo()
     other.say_lives(1)
