@@ -54,22 +54,10 @@ def test_no_cell_of_the_table_is_empty(algorithm: Any) -> None:
     assert all(catalogue.row(algorithm))
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "README.md",
-        *(
-            f"docs/{page}.md"
-            for page in (
-                "choosing",
-                "time_to_target",
-                "algorithms/wagma",
-                "recipes",
-                "gallery",
-            )
-        ),
-    ],
-)
+PAGES = ("choosing", "time_to_target", "algorithms/wagma", "recipes", "gallery")
+
+
+@pytest.mark.parametrize("file", ["README.md", *(f"docs/{page}.md" for page in PAGES)])
 def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     text = (ROOT / file).read_text()
     tables = runpy.run_path(str(DOCS / "tables.py"))
