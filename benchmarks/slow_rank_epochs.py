@@ -4,7 +4,8 @@
 
 `Trainer.fit` with 4 real ranks on the digits.  A step takes 400 ms, on the last rank 800 ms; most
 of it is a sleep.  All ranks validate together after each epoch.  An epoch's 120 batches are dealt
-equally (30, 30, 30, 30), or by the ranks' speeds (34, 34, 34, 17).  DDP needs equal numbers.
+equally (30, 30, 30, 30), by the ranks' speeds (34, 34, 34, 17), or claimed (`data="claimed"`).  DDP
+and `allreduce` need equal numbers, or known ones.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from lightning_dsgd.lab.bench.run_cells import rank_of_this_process
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 
 STRATEGIES = "ddp,allreduce,wagma,wagma:overlap=true,popsgd,adpsgd,hpsgd"
-EQUALLY, BY_SPEED = (1, 1, 1, 1), (2, 2, 2, 1)
+EQUALLY, BY_SPEED, CLAIMED = (1, 1, 1, 1), (2, 2, 2, 1), ()
+CANNOT = [("ddp", BY_SPEED), ("ddp", CLAIMED), ("allreduce", CLAIMED)]
+DEALT = {EQUALLY: "equally", BY_SPEED: "by speed", CLAIMED: "claimed"}
 BATCH = 8
 SPLIT = (120 * BATCH, 720, 117)
 
@@ -72,11 +75,12 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     rank, is_slow = rank_of_this_process(), rank_of_this_process() == len(EQUALLY) - 1
     data = DigitsData(BATCH, split=SPLIT)
     data.setup("fit")
-    sampler = BySpeed(data.splits["train"], cell["speeds"], rank, cell["seed"])
-    loader = DataLoader(data.splits["train"], BATCH, sampler=sampler, drop_last=True)
+    train, is_claimed = data.splits["train"], tuple(cell["speeds"]) == CLAIMED
+    sampler = None if is_claimed else BySpeed(train, cell["speeds"], rank, cell["seed"])
+    loader = DataLoader(train, BATCH, shuffle=is_claimed, sampler=sampler, drop_last=True)
     clock = Clock()
     trainer = contestants.trainer(
-        cell["strategy"],
+        cell["strategy"] + ":data=claimed" * is_claimed,
         len(EQUALLY),
         max_epochs=settings["epochs"],
         callbacks=[Paced(settings["step_s"] * (2 if is_slow else 1)), clock],
@@ -91,8 +95,8 @@ def cells(specs: list[str], seeds: int) -> list[Cell]:
         {"strategy": spec, "speeds": list(speeds), "seed": seed}
         for seed in range(seeds)
         for spec in specs
-        for speeds in (EQUALLY, BY_SPEED)
-        if spec != "ddp" or speeds == EQUALLY
+        for speeds in DEALT
+        if (spec, speeds) not in CANNOT
     ]
 
 
@@ -105,6 +109,7 @@ def summarize(results: list[Cell]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "strategy": spec,
+                "dealt": DEALT[tuple(speeds)],
                 "batches": [rank["steps"] // epochs for rank in mine[0]["ranks"]],
                 "seconds": [max(rank["seconds"][-1] for rank in r["ranks"]) for r in mine],
                 "accuracy": [r["ranks"][0]["accuracy"][-1] for r in mine],
@@ -115,12 +120,15 @@ def summarize(results: list[Cell]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """In Markdown."""
-    lines = ["| | batches of each rank | training, s | final accuracy |", "|---|---|---|---|"]
+    titles = "| | batches | of each rank | training, s | final accuracy |"
+    lines = [titles, "|---|---|---|---|---|"]
     for row in rows:
         seconds = " / ".join(f"{value:.1f}" for value in row["seconds"])
         accuracy = f"{100 * statistics.mean(row['accuracy']):.1f}%"
         batches = " ".join(map(str, row["batches"]))
-        lines.append(f"| `{row['strategy']}` | {batches} | {seconds} | {accuracy} |")
+        lines.append(
+            f"| `{row['strategy']}` | {row['dealt']} | {batches} | {seconds} | {accuracy} |"
+        )
     return "\n".join(lines)
 
 

@@ -58,6 +58,8 @@ class ChangingMembers(Members):
         self._begin_anew(view, lost)
         has_stopped = session.phase is Phase.STOPPING
         training.agreed = _in_view(training.agreed, view.sub("stop"), has_stopped=has_stopped)
+        if training.claimed is not None:
+            training.claimed.open(view.sub("claims"))
         self._members = view.members
         seconds = time.monotonic() - self.calls.changing_since
         self._changes_s += seconds
@@ -225,7 +227,7 @@ def _in_view(agreed: AgreedBatch, net: Transport, *, has_stopped: bool) -> Agree
     """Makes an agreement among the members of a view that goes on from an earlier one."""
     with contextlib.suppress(TransportError):  # of which its lane has failed
         agreed.close()
-    new = AgreedBatch(net)
+    new = AgreedBatch(net, is_of_each=agreed.is_of_each)
     new.num_begun, new.requested = agreed.num_begun, agreed.requested
     new.leaves = agreed.leaves
     mine = [agreed.stop_at, int(agreed.signum), agreed.origin]
@@ -235,6 +237,7 @@ def _in_view(agreed: AgreedBatch, net: Transport, *, has_stopped: bool) -> Agree
     new.others_stopped = any(stopped for _, stopped in told)
     if new.stop_at >= 0:
         new.is_asked = True
+        new.stop_at = new.num_begun if new.is_of_each else new.stop_at
     elif new.requested:
         new.ask(STOP, new.requested)
     return new

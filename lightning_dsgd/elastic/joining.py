@@ -202,7 +202,7 @@ class TrainerMembers(ChangingMembers):
         new = [rank for rank, each in enumerate(told) if each.is_new]
         if new:
             self._hand_over(view.sub("state"), self._first_of_old(), new)
-        if self.session.takes_part:
+        if self.session.takes_part and self.session.training.claimed is None:
             self._num_unread += len(lost) * _num_left(trainer)
         if view.rank == 0 and self.session.rank != 0 and seams.logs_nothing():
             seams.take_over_logs(trainer, self._versions, f"view_{view.number}")
@@ -258,6 +258,7 @@ class TrainerMembers(ChangingMembers):
                 "divided_for": self._divided_for,
                 "division": self._division and self._division[0],
                 "loaders": seams.loaders_of(training.trainer),
+                "claimed": None if training.claimed is None else training.claimed.counts(),
             }
             handover.give(net, newcomers, training.trainer, session)
         elif self._is_new:
@@ -269,6 +270,8 @@ class TrainerMembers(ChangingMembers):
             self._divided_for = session["divided_for"]
             if session["division"]:  # else the share of the rank that it was started as
                 self._division = session["division"], net.rank % session["division"]
+            if training.claimed is not None:
+                training.claimed.take_counts(session["claimed"])
             self.session.enter(Phase.JOINED)
             self.tell_register(Register.say_trains)
 
@@ -279,8 +282,11 @@ class TrainerMembers(ChangingMembers):
         return sees_newcomers or super()._wants_to_meet(agreed)
 
     def _place(self) -> Any:
-        assert self.session.training is not None
-        return seams.position(self.session.training.trainer)
+        training = self.session.training
+        assert training is not None
+        if training.claimed is not None:
+            return [training.trainer.current_epoch]
+        return seams.position(training.trainer)
 
     def _newcomers(self) -> list[int]:
         view = self.calls.view
@@ -337,7 +343,7 @@ class TrainerMembers(ChangingMembers):
         if training is None or not self.session.takes_part:
             return
         self._divided_for = training.trainer.current_epoch + 1
-        if self._divided_for in self._divides_for:
+        if training.claimed is None and self._divided_for in self._divides_for:
             training.agreed.num_begun = self.together(self._most_begun)
             view = self.calls.view
             now = self.session.sharding

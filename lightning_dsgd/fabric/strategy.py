@@ -78,6 +78,7 @@ class FabricMixin(CollectivesMixin):
             made,
             average_buffers=chosen["average_buffers"],
             check_finite=chosen["check_finite"],
+            data=chosen["data"],
         )
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
@@ -213,8 +214,11 @@ class FabricMixin(CollectivesMixin):
     def batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Yields a loader's batches; with SIGTERM or Ctrl-C all ranks stop after the same batch.
 
-        With on_loss="continue" a rank that gets SIGTERM leaves alone.
+        With on_loss="continue" a rank that gets SIGTERM leaves alone.  With data="claimed" ranks
+        claim the batches of an epoch: set the loader up with `use_distributed_sampler=False`.
         """
+        if self._loop.claims and self.session.training is None:
+            self._build()
         return self._loop.batches(loader)
 
     @contextlib.contextmanager
@@ -295,6 +299,8 @@ class FabricMixin(CollectivesMixin):
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
         has_replicas = any(isinstance(each, Optimizer) for each in state.values())
         with failing(self.session):
+            if self._loop.claimed is not None:
+                self._loop.claimed.save(checkpoint)
             save(
                 self.session,
                 self.checkpoint_io,
@@ -330,6 +336,8 @@ class FabricMixin(CollectivesMixin):
             rest = super().load_checkpoint(path, state, strict, weights_only=weights_only)
         self._build(own)
         record.carry_over(content, trained(self.session.training).replica)
+        if self._loop.claimed is not None:
+            self._loop.claimed.restore(rest)
         return record.without_record(rest)
 
     @contextlib.contextmanager

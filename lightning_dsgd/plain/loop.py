@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_dsgd import wings
 from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.plain.signals import Signals
@@ -49,6 +50,10 @@ class Loop:
         algorithm: how the ranks learn from one another
         average_buffers: whether float buffers are averaged with the weights
         check_finite: whether NaN and inf are looked for before they are sent
+        data: "equal", or "claimed" where ranks claim batches from an epoch
+
+    Attributes:
+        claimed: what this rank trains on, where ranks claim batches and training has begun
     """
 
     def __init__(
@@ -58,8 +63,12 @@ class Loop:
         *,
         average_buffers: bool,
         check_finite: bool,
+        data: str = "equal",
     ) -> None:
+        options.check_data(data, algorithm)
         self._session = session
+        self._data = data
+        self.claimed: Any = None
         self._algorithm = algorithm
         self._average_buffers = average_buffers
         self._check_finite = check_finite
@@ -94,6 +103,11 @@ class Loop:
         return self._session.ranks.is_first
 
     @property
+    def claims(self) -> bool:
+        """Whether ranks claim their batches."""
+        return self._data == "claimed"
+
+    @property
     def num_steps(self) -> int:
         """The number of steps that this rank's optimizers have made."""
         return 0 if self._steps is None else self._steps.num_steps
@@ -119,7 +133,7 @@ class Loop:
         """
         session = self._session
         session.open(net)
-        text = options.describe(self._algorithm, "consensus", self._average_buffers)
+        text = options.describe(self._algorithm, "consensus", self._average_buffers, self._data)
         session.ranks.check_alike(text)
         alike = len(set(everyones(session.meetings, str(ranks_on_node)))) == 1
         self._conditions = Conditions(ranks_on_node if alike else None, skips_overflow=scales)
@@ -163,8 +177,12 @@ class Loop:
         if training is not None:
             training.replica = replica
         else:
-            agreed = AgreedBatch(session.net.sub("stop"))
-            session.training = Training(self._algorithm, replica, agreed)
+            if self.claims:
+                wing: Any = wings.load("elastic.claimed.in_loops", 'data="claimed"')
+                self.claimed = wing.LoopData(session)
+                self.claimed.open(session.net.sub("claims"))
+            agreed = AgreedBatch(session.net.sub("stop"), is_of_each=self.claims)
+            session.training = Training(self._algorithm, replica, agreed, claimed=self.claimed)
             self._steps = Steps(session, optimizers, scaler)
         if own is None:
             replica.synchronize()
@@ -196,6 +214,8 @@ class Loop:
         """
         self._session.ranks.check_stays()
         self._signals.take()
+        if self.claimed is not None:
+            loader = self.claimed.of(loader, self.together)
         return _Batches(loader, self._session)
 
     def reduce_gradients(self, *optimizers: Optimizer) -> None:
@@ -208,6 +228,17 @@ class Loop:
             raise RuntimeError("gradients must be reduced inside of `with decentralized(...)`")
         for optimizer in optimizers or self._steps.optimizers:
             self._steps.exchange(optimizer)
+
+    @property
+    def nominal_batches(self) -> int:
+        """The number of batches that each rank had made by now, if all made as many.
+
+        With data="claimed" a learning rate that follows it is the same on all ranks for batches
+        that lie beside each other in the epoch, whoever makes them.
+        """
+        if self.claimed is None:
+            raise RuntimeError('batches count nominally with data="claimed", got data="equal"')
+        return int(self.claimed.nominal_batches)
 
     # ---- where all ranks meet ----
 

@@ -35,7 +35,7 @@ from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.meeting import Meeting
-from lightning_dsgd.session.options import Options
+from lightning_dsgd.session.options import WholeOptions
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.saving import save
 from lightning_dsgd.session.session import Session
@@ -44,7 +44,7 @@ from lightning_dsgd.session.under_way import Training, trained
 from lightning_dsgd.transport import PeerLost
 
 
-@keywords.lists(Options)
+@keywords.lists(WholeOptions)
 class decentralized(Loop):
     """Trains a model with an algorithm, from entering the `with` to leaving it.
 
@@ -59,7 +59,7 @@ class decentralized(Loop):
             they exchange gradients
         replicas: for a model in shards, the dimension of its DeviceMesh along which its replicas
             lie, as in `mesh["replica"]`; see the page "Sharded models"
-        **given: the options in `Options`
+        **given: the options in `WholeOptions`
 
     Attributes:
         rank: the rank of this process, inside the `with`
@@ -74,9 +74,9 @@ class decentralized(Loop):
         *,
         scaler: GradScaler | None = None,
         replicas: Any = None,
-        **given: Unpack[Options],
+        **given: Unpack[WholeOptions],
     ) -> None:
-        chosen = options.choose("decentralized", Options, given)
+        chosen = options.choose("decentralized", WholeOptions, given)
         _check_algorithm(algorithm)
         _check_model(model)
         self._meeting = Meeting(chosen, self._announce)
@@ -86,12 +86,18 @@ class decentralized(Loop):
             algorithm,
             average_buffers=chosen["average_buffers"],
             check_finite=chosen["check_finite"],
+            data=chosen["data"],
         )
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         _check_optimizers(self._optimizers)
         self._scaler = scaler
         self._replicas = replicas
+        if replicas is not None and self.claims:
+            raise ValueError(
+                "ranks that hold a replica together must read the same number of batches, got "
+                'data="claimed" with replicas=...; use data="equal"'
+            )
         if replicas is not None and scaler is not None:
             raise ValueError(
                 "sharded replicas must be trained without a GradScaler, whose scale would differ "
@@ -180,6 +186,8 @@ class decentralized(Loop):
         }
         if self._scaler is not None:
             checkpoint["scaler"] = self._scaler.state_dict()
+        if self.claimed is not None:
+            self.claimed.save(checkpoint)
         return checkpoint
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -226,6 +234,8 @@ class decentralized(Loop):
         if self._scaler is not None and "scaler" in checkpoint:
             self._scaler.load_state_dict(checkpoint["scaler"])
         self.build(self._model, self._optimizers, self._scaler, own)
+        if self.claimed is not None:
+            self.claimed.restore(checkpoint)
         record.carry_over(checkpoint, trained(session.training).replica)
         extras: dict[str, Any] = checkpoint.get("extras", {})
         return extras

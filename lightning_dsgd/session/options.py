@@ -82,6 +82,21 @@ class Options(TypedDict, total=False):
     ]
 
 
+class WholeOptions(Options, total=False):
+    """The options where each rank holds a whole replica."""
+
+    data: Annotated[
+        str,
+        one_of(
+            *("equal", "claimed"),
+            default="equal",
+            doc='"equal" deals each rank as many batches of an epoch; "claimed" lets ranks claim '
+            "batches from it as they need them, so that a slow rank holds up nobody: see the page "
+            '"Claimed batches"',
+        ),
+    ]
+
+
 def choose(owner: str, table: type[Table], given: Table) -> Table:
     """Returns a face's options, those left out with their defaults; raises for wrong ones.
 
@@ -98,6 +113,16 @@ def choose(owner: str, table: type[Table], given: Table) -> Table:
     chosen = keywords.choose(owner, table, given)
     _check_loss(chosen)
     return chosen
+
+
+def check_data(data: str, algorithm: Algorithm) -> None:
+    """Raises unless ranks that train with the algorithm can divide the data so."""
+    if data == "claimed" and algorithm.lockstep:
+        raise ValueError(
+            "ranks that wait for each other in every step must have as many batches as each other, "
+            f'got data="claimed" with strategy="{algorithm.name}"; use data="equal", or a strategy '
+            'that does not wait, such as "popsgd"'
+        )
 
 
 def _check_loss(chosen: Mapping[str, Any]) -> None:
@@ -117,12 +142,15 @@ def _check_loss(chosen: Mapping[str, Any]) -> None:
         )
 
 
-def describe(algorithm: Algorithm, evaluate: str, average_buffers: bool) -> str:
+def describe(
+    algorithm: Algorithm, evaluate: str, average_buffers: bool, data: str = "equal"
+) -> str:
     """Says all options that must be equal on all ranks, as a text that is equal too."""
     options = {
         **algorithm.hyperparameters(),
         "evaluate": evaluate,
         "average_buffers": average_buffers,
+        "data": data,
     }
     listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
     return re.sub(" at 0x[0-9a-f]+", "", f'strategy="{algorithm.name}" with {listed}')

@@ -202,6 +202,8 @@ class Session(Face, Generic[TrainingT]):
     def end_batch(self) -> None:
         """Notes that this batch is over."""
         self.check_process()
+        if self.training is not None and self.training.claimed is not None:
+            self.training.claimed.end_batch()
         if self._phase is Phase.IN_BATCH:
             self.enter(Phase.TRAINING)
 

@@ -20,6 +20,9 @@ its training ends.  So whoever comes to `at` asks all ranks that wait, and those
 If all are there, they do it.  If not, with STOP all stop where they are; with SAVE the others go on
 without a checkpoint; with END they go on to the end of that epoch which the furthest of them is in,
 so that all have trained, evaluated and saved in as many epochs as each other.
+
+Where ranks claim their batches, `at` is each rank's own: one more than it has begun when it is
+told.  So a fast rank does not wait there until a slow one has done as many.
 """
 
 from __future__ import annotations
@@ -70,9 +73,11 @@ class AgreedBatch:
     Args:
         net: the network, with channels of its own
         serves: whether other ranks are there; without them, nothing is asked or answered
+        is_of_each: whether all do it after a batch of their own, not after the same
     """
 
-    def __init__(self, net: Transport, *, serves: bool = True) -> None:
+    def __init__(self, net: Transport, *, serves: bool = True, is_of_each: bool = False) -> None:
+        self.is_of_each = is_of_each
         self.signum = 0
         self._meet_at = -1
         self._is_to_meet = self.leaves = False
@@ -242,6 +247,8 @@ class AgreedBatch:
 
     def _take(self, what: int, detail: int, origin: int, at: int) -> None:
         with self._changed:
+            if self.is_of_each:
+                at = self.num_begun + 1
             if what == MEET:
                 self._meet_at = max(self._meet_at, at)
             elif what != STOP:

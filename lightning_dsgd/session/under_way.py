@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.session.claimed import Claimed
 from lightning_dsgd.session.stopping import AgreedBatch
 
 
@@ -18,10 +19,12 @@ class Training:
     algorithm: Algorithm
     replica: Replica
     agreed: AgreedBatch
+    claimed: Claimed | None = field(default=None, kw_only=True)
 
     def stop_lanes(self) -> Sequence[Callable[[], None]]:
         """Returns what ends the threads beside the training."""
-        return self.replica.stop, self.agreed.close
+        claims = () if self.claimed is None else (self.claimed.close,)
+        return (self.replica.stop, self.agreed.close, *claims)
 
 
 TrainingT = TypeVar("TrainingT", bound=Training)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dsgd import keywords
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.hyperparameters import at_least, one_of
-from lightning_dsgd.session.options import Options
+from lightning_dsgd.session.options import Options, WholeOptions
 
 
 class Lightnings(TypedDict, total=False):
@@ -23,7 +23,7 @@ class Lightnings(TypedDict, total=False):
     start_method: str
 
 
-class FabricOptions(Options, Lightnings, total=False):
+class FabricOptions(WholeOptions, Lightnings, total=False):
     """The options of Fabric's strategies."""
 
     precision: Any
@@ -41,7 +41,7 @@ class _Evaluated(Options, total=False):
     ]
 
 
-class TrainerOptions(_Evaluated, Lightnings, total=False):
+class TrainerOptions(_Evaluated, WholeOptions, Lightnings, total=False):
     """The options of the Trainer's strategies."""
 
     max_ranks: Annotated[

@@ -47,6 +47,9 @@ class CheckpointsMixin(_Base):
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        claimed = session.training.claimed
+        if claimed is not None:
+            claimed.save(checkpoint)
         save(
             session,
             self.checkpoint_io,
@@ -87,6 +90,8 @@ class CheckpointsMixin(_Base):
         training = self.session.training
         if training is None:
             return
+        if training.claimed is not None:
+            training.claimed.restore(checkpoint)
         if self._resumes_own:
             self._restore(checkpoint)
         else:

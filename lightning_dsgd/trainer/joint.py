@@ -59,7 +59,7 @@ class JointEpochs:
         self._begin = begin
         self.is_out = False
         _take_fit_loop(trainer, self)
-        _take_runs(trainer, self._before_validation, self._after_batches)
+        _take_runs(trainer, self.before_validation, self.after_batches)
 
     @property
     def are_apart(self) -> bool:
@@ -71,6 +71,11 @@ class JointEpochs:
         is_known_uneven = bool(training.is_uneven)
         return is_known_uneven or is_unknown or trainer.reload_dataloaders_every_n_epochs > 0
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps of `max_steps` are made."""
+        return int(self._trainer.global_step)
+
     def begin(self) -> None:
         """Begins, where the Trainer knows its batches and is about to train."""
         self._begin()
@@ -78,7 +83,7 @@ class JointEpochs:
             step = partial(getattr, self._trainer, "global_step")
             _name_alike(self._trainer, lambda: int(self._session.text_of_rank_0(str(step()))))
 
-    def _after_batches(self) -> None:
+    def after_batches(self) -> None:
         """Joins the others once this rank has done all its batches of this epoch."""
         if not self.are_apart or self._session.has_ended:
             return
@@ -87,20 +92,29 @@ class JointEpochs:
         self.is_out = batches.current.ready == 0
         if self.is_out:
             self._session.follow()
-        while not self._session.meet(END_EPOCH):
-            _save_anyhow(self._trainer)
-            _validate(self._trainer)
+        self.await_end()
         _save_anyhow(self._trainer)
         mine = [] if self.is_out else _logged_over_all(self._trainer)
         theirs = self._session.texts(json.dumps(mine))
         if self.is_out:
             _log_nothing(self._trainer, [each for text in theirs for each in json.loads(text)])
 
+    def await_end(self) -> None:
+        """Waits until all ranks have done their batches; validates where others do."""
+        while not self._session.meet(END_EPOCH):
+            self.validate()
+
+    def validate(self) -> None:
+        """Validates as the Trainer does after a batch, where all ranks do."""
+        _save_anyhow(self._trainer)
+        _validate(self._trainer)
+
     def are_all_finished(self, is_finished: bool) -> bool:
         """Returns whether training ends, on all ranks; asked before each epoch."""
         return self._session.meet(FINISHED if is_finished else GO_ON) and is_finished
 
-    def _before_validation(self) -> None:
+    def before_validation(self) -> None:
+        """Waits for all ranks before this one validates, where they may have different numbers."""
         if self.are_apart:
             self._session.meet(VALIDATE)
             _save_anyhow(self._trainer)
@@ -114,15 +128,18 @@ def take_validation_data(trainer: Any, check: Callable[[list[float]], None]) -> 
 
 def give_back(trainer: Any) -> None:
     """Gives back the Trainer's own methods, in whose place others stand."""
-    if isinstance(trainer.fit_loop, _Joint):
-        trainer.fit_loop.__class__ = type(trainer.fit_loop).own
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+        if isinstance(loop, OwnClass):
+            loop.__class__ = type(loop).own
     owners = trainer.fit_loop.epoch_loop, *_evaluations(trainer), *trainer.checkpoint_callbacks
     for owner in owners:
         for name in ("run", "setup_data", "_monitor_candidates"):
             vars(owner).pop(name, None)
 
 
-class _Joint:
+class OwnClass:
+    """Marks a loop whose class stands in the place of Lightning's."""
+
     own: type
     """The class of the loop in whose place this one stands."""
 
@@ -130,7 +147,7 @@ class _Joint:
 def _take_fit_loop(trainer: Any, epochs: JointEpochs) -> None:
     base: Any = type(trainer.fit_loop)
 
-    class JointFitLoop(_Joint, base):  # type: ignore[misc]
+    class JointFitLoop(OwnClass, base):  # type: ignore[misc]
         own = base
 
         @property
@@ -144,7 +161,7 @@ def _take_fit_loop(trainer: Any, epochs: JointEpochs) -> None:
                 return bool(super().done)
             batches, progress = self.epoch_loop, self.epoch_progress.current
             is_finished = bool(
-                0 <= self.max_steps <= batches.global_step
+                0 <= self.max_steps <= epochs.num_steps
                 or 0 <= self.max_epochs <= progress.processed
                 or (self.trainer.should_stop and self._can_stop_early)
                 or epochs.is_out

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_dsgd.session.claimed import Claimed
 from lightning_dsgd.session.ranks import Ranks
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import END, END_SIGNALS, SAVE
@@ -16,6 +17,26 @@ from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.joint import JointEpochs
+
+
+class TrainersClaimed(Claimed, Protocol):
+    """What one rank of a Trainer trains on, where it claims its batches."""
+
+    def counts(self) -> list[int]:
+        """Returns what this rank has counted, for one that joins."""
+        ...
+
+    def take_counts(self, counts: list[int]) -> None:
+        """Takes over what `counts` has returned on another rank."""
+        ...
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the claims to a checkpoint; all ranks call it."""
+        ...
+
+    def restore(self, checkpoint: Any) -> None:
+        """Goes on with the claims in a checkpoint."""
+        ...
 
 
 @dataclass
@@ -29,6 +50,7 @@ class TrainerTraining(Training):
     trainer: Any
     clock: Clock
     epochs: JointEpochs
+    claimed: TrainersClaimed | None = field(default=None, kw_only=True)
     is_uneven: bool = False
 
 

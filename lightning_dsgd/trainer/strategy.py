@@ -72,6 +72,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         name, table = type(self).__name__, self._table
         arguments.check(name, algorithm, table, given)
         chosen = options.choose(name, table, given)
+        self._data = chosen.get("data", "equal")
+        options.check_data(self._data, algorithm)
         algorithm.check_hyperparameters()
         super().__init__(**keywords.passed_on(table, given))
         self.algorithm = algorithm
@@ -81,6 +83,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self._processes = Processes()
         self._min_ranks, self._max_ranks = chosen["min_ranks"], chosen.get("max_ranks")
         self.session = self._new_session()
+        self._claimed: Any = None
         self._trainer: Any = None
         self._hooks = Hooks(self)
         self._signals: Signals | None = None
@@ -101,7 +104,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         meet = partial(self._meeting.open_network, self.world_size, self.root_device)
         self.session.open(ranks.open_network(meet))
         evaluate, averages = chosen["evaluate"], chosen["average_buffers"]
-        ranks.check_alike(options.describe(self.algorithm, evaluate, averages))
+        ranks.check_alike(options.describe(self.algorithm, evaluate, averages, self._data))
         if self.lightning_module is not None:
             refusals.check_searches(self.lightning_module.trainer, self.algorithm)
 
@@ -130,8 +133,16 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self._claimed is not None and self._trainer.training:
+            return {"num_replicas": 1, "rank": 0}
         first: dict[str, Any] = super().distributed_sampler_kwargs
         return self.session.ranks.share(first)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        loader = super().process_dataloader(dataloader)
+        if self._claimed is None or not self._trainer.training:
+            return loader
+        return self._claimed.take(loader)
 
     def _conditions(self) -> Conditions:
         return Conditions(self.num_processes, skips_overflow=self._scaler is not None)
@@ -182,6 +193,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             self.session.ranks.check_trainer(trainer)
             if self._layer_sync is not None:
                 refusals.check_sync_batchnorm(self.algorithm, self.root_device)
+        self._claimed = self._claim(trainer) if is_fitting and self._data == "claimed" else None
         super().setup(trainer)
         trainer.callbacks.insert(0, self._hooks)
         joint.take_validation_data(trainer, partial(refusals.check_validation_data, self.session))
@@ -204,11 +216,27 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         replica = self._make_replica(trainer, *self._lay_out(trainer, net.sub("replica")))
         if not self._resumes_own and self.session.takes_part:
             replica.synchronize()
-        agreed = AgreedBatch(net.sub("stop"), serves=self.session.takes_part)
+        claims, is_there = self._claimed is not None, self.session.takes_part
+        agreed = AgreedBatch(net.sub("stop"), serves=is_there, is_of_each=claims)
         seams.ask_nobody_for_sigterm(trainer)
-        epochs = JointEpochs(self.session, trainer, self.check_numbers_of_batches)
+        begin = self.check_numbers_of_batches
+        if self._claimed is None:
+            epochs = JointEpochs(self.session, trainer, begin)
+        else:
+            epochs = self._claimed.make_epochs(begin)
+            if is_there:
+                self._claimed.open(net.sub("claims"))
         clock = Clock(trainer, agreed)
-        return TrainerTraining(self.algorithm, replica, agreed, trainer, clock, epochs)
+        return TrainerTraining(
+            *(self.algorithm, replica, agreed, trainer, clock, epochs), claimed=self._claimed
+        )
+
+    def _claim(self, trainer: Any) -> Any:
+        """Returns what this rank trains on, where it claims its batches."""
+        wing: Any = wings.load("elastic.claimed.in_trainer", 'data="claimed"')
+        wing.check_trainer(trainer, self.algorithm.name)
+        is_newcomer = not self.session.takes_part
+        return wing.TrainerData(self.session, trainer, self.world_size, is_newcomer=is_newcomer)
 
     def _lay_out(self, trainer: Any, net: Transport) -> tuple[Transport, Whole, Transport | None]:
         """Returns how replicas lie on ranks: their network, the layout, all ranks' network."""

@@ -53,6 +53,7 @@ ARGUMENTS: list[tuple[dict[str, Any], list[str]]] = [
         {"average_buffers": "no"},
         ["average_buffers must be True or False, got average_buffers='no'; try"],
     ),
+    ({"data": "dealt"}, ['data must be "equal" or "claimed"', "got data='dealt'"]),
     ({"timeout_s": 0}, [f"timeout_s {SECONDS}", "got timeout_s=0; try"]),
     ({"timeout_s": float("nan")}, [f"timeout_s {SECONDS}", "got timeout_s=nan; try"]),
     ({"timeout_s": float("inf")}, ["at most", "got timeout_s=inf; try timeout_s=1800"]),

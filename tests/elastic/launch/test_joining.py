@@ -71,8 +71,9 @@ def kill_and_let_join(folder: Path, name: str, lost: int, ranks: int) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_rank_is_killed_and_started_again_and_trains_with_the_others(tmp_path):
-    kill_and_let_join(tmp_path, "wagma", 0, 3)
+@pytest.mark.parametrize("name", ["wagma", "popsgd:claimed"])
+def test_a_rank_is_killed_and_started_again_and_trains_with_the_others(tmp_path, name):
+    kill_and_let_join(tmp_path, name, 0, 3)
 
 
 @pytest.mark.exhaustive

@@ -1,8 +1,8 @@
 """A user's script that `lightning-dsgd launch` starts: trains until it is told to end.
 
-Its arguments: a folder, the strategy, the ranks of a node, the nodes; and how many ranks there may
-be, and from which checkpoint it goes on.  A rank writes how far it is, and what it ends with.
-Training ends with the epoch in which the file `end` is there.
+Its arguments: a folder, the strategy (with claimed batches: "popsgd:claimed"), the ranks of a node,
+the nodes; and how many ranks there may be, and from which checkpoint it goes on.  A rank writes how
+far it is, and what it ends with.  Training ends with the epoch in which the file `end` is there.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def main(
     folder: str, name: str, ranks: int, nodes: int, max_ranks: int | None, resume: str | None
 ) -> None:
     torch.set_num_threads(1)
+    name, _, data = name.partition(":")
     period = {"sync_period": 4} if name == "local_sgd" else {}
     train = trainer(
         STRATEGIES[name](
@@ -74,6 +75,7 @@ def main(
             on_loss="continue",
             min_ranks=1,
             max_ranks=max_ranks,
+            data=data or "equal",
             **period,
         ),
         ranks,
@@ -87,7 +89,7 @@ def main(
     end = {
         "weights": [p.tolist() for p in model.parameters()],
         "epoch": train.current_epoch,
-        "step": train.global_step,
+        "step": -1 if data else train.global_step,
         "lr": train.optimizers[0].param_groups[0]["lr"],
         "num_batches": train.num_training_batches,
         "members": train.strategy.session.world_size,

@@ -1,0 +1,112 @@
+"""What a claim of a batch costs the thread that trains.
+
+    python benchmarks/claim_cost.py
+
+4 real ranks claim an epoch's batches, as a loader without workers does.  A step is a sleep, or
+plain Python, which holds the interpreter all the time.  Timed are the calls
+between two steps: the batch begins, and the next is secured.  The rounds of all cells alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_dsgd.elastic.claimed.claims import Epoch
+from lightning_dsgd.elastic.claimed.dealing import Dealing
+from lightning_dsgd.lab.bench.cells import Cell, finish
+from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+
+NUM_RANKS = 4
+
+
+def step(kind: str, seconds: float) -> None:
+    """Takes the time of a step."""
+    end = time.monotonic() + seconds
+    if kind == "sleep":
+        time.sleep(seconds)
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
+    """One epoch on this rank: the seconds of the calls between two steps."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    net = ProcessGroupTransport()
+    dealing = Dealing(net.sub("claims"))
+    dealing.begin_epoch(Epoch(0, settings["batches"] * NUM_RANKS))
+    seconds, position = [], 0
+    dealing.secure(0, is_urgent=True)
+    while True:
+        begin = time.perf_counter()
+        dealing.begin(position)
+        middle = time.perf_counter()
+        step(cell["step"], settings["step_s"])
+        dealing.end()
+        position += 1
+        after = time.perf_counter()
+        has_more = dealing.secure(position, is_urgent=True)
+        if not has_more:  # the end of the epoch, where it asks again
+            break
+        seconds.append(middle - begin + time.perf_counter() - after)
+    net.barrier().wait()
+    dealing.close()
+    net.barrier().wait()
+    net.close()
+    return {"seconds": seconds}
+
+
+def summarize(results: list[Cell], step_s: float) -> list[dict[str, Any]]:
+    """A row for each kind of step."""
+    rows = []
+    for kind in dict.fromkeys(result["step"] for result in results):
+        ranks = [rank["seconds"] for r in results if r["step"] == kind for rank in r["ranks"]]
+        every = sorted(seconds for mine in ranks for seconds in mine)
+        rows.append(
+            {
+                "step": kind,
+                "median_ms": 1e3 * statistics.median(every),
+                "p95_ms": 1e3 * every[int(0.95 * len(every))],
+                "mean_ms": 1e3 * statistics.mean(every),  # with what other processes take
+                "share_of_step": statistics.median(every) / step_s,
+                "claims": len(every),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--batches", type=int, default=100, help="of each rank")
+    parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/claimed_batches/claim_cost.json")
+    )
+    args = parser.parse_args()
+    settings = {"batches": args.batches, "step_s": args.step_s}
+    cells = [
+        {"step": kind, "round": number}
+        for number in range(args.rounds)
+        for kind in ("sleep", "plain Python")
+    ]
+    job = Job(f"{__file__}:run_cell", settings, NUM_RANKS)
+    results = job.run(cells, args.output)
+    rows = summarize(results, args.step_s)
+    for row in rows:
+        print(
+            f"{row['step']:14} {row['median_ms']:6.3f} ms (95%: {row['p95_ms']:6.3f} ms), "
+            f"{row['share_of_step']:.2%} of a step of {1e3 * args.step_s:g} ms"
+        )
+    finish(job.provenance() | {"rows": rows}, args.output)
+
+
+if __name__ == "__main__":
+    main()

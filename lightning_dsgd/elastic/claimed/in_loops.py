@@ -1,0 +1,134 @@
+"""Claimed batches in loops that their users write: an epoch is one `for` over `batches(loader)`.
+
+All ranks come to the end of the `for`, and the epoch is over once all are there.  If a rank is lost
+until then, the others go on with what it has left.  A loop may leave its `for` early, but then all
+ranks' must: the next `for` is the next epoch, and an error says which ranks are in which.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed, is_claimable
+from lightning_dsgd.session.session import Session
+
+_log: Final = logging.getLogger("lightning_dsgd")
+_KEY: Final = "lightning_dsgd_claims"
+
+
+class LoopData(ClaimedData):
+    """What one rank trains on, epoch by epoch.
+
+    Args:
+        session: the session of this rank
+    """
+
+    def __init__(self, session: Session[Any]) -> None:
+        super().__init__(session, session.world_size)
+        self._number, self._is_over = -1, True
+        self._goes_on = False
+        """Whether a checkpoint was saved within the epoch of this number."""
+        self._batches_before = 0
+        self._seed: int | None = None
+        self._twins: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, loader: Any, meet: Callable[[str], None]) -> Any:
+        """Returns what is to be read in place of a loader; a stream keeps its own split.
+
+        Args:
+            loader: a DataLoader, or Fabric's, which wraps one
+            meet: waits until all ranks are there, for a purpose that is the same on all
+        """
+        inner = getattr(loader, "_dataloader", loader)
+        if not is_claimable(inner):
+            if self._session.ranks.is_first:
+                _log.warning(
+                    'data="claimed" leaves %s as it is: only the batches of a DataLoader of a '
+                    "dataset with indices can be claimed; each rank reads what its own gives",
+                    type(inner).__name__,
+                )
+            return loader
+        if id(loader) not in self._twins:
+            twin = claimed(inner, self, lambda: self._begin(twin))
+            outer = twin
+            if inner is not loader:
+                outer = copy.copy(loader)
+                outer._dataloader = twin
+            self._twins[id(loader)] = loader, outer
+        return _Epoch(self, self._twins[id(loader)][1], meet)
+
+    @property
+    def nominal_batches(self) -> int:
+        """How many batches each rank had made before this one, if all made as many."""
+        now = self.nominal_before(self.unit) if self.unit >= 0 else 0
+        return self._batches_before + (self.nominal(self.num_batches) if self._is_over else now)
+
+    def begin_next(self) -> None:
+        """Begins the next epoch, or goes on with the one that a checkpoint was saved in."""
+        session = self._session
+        session.begin_training()
+        if self._seed is None:
+            mine = os.environ.get("PL_GLOBAL_SEED") or str(torch.initial_seed() % (1 << 32))
+            self._seed = int(session.text_of_rank_0(mine))
+        if not self._goes_on:
+            self._batches_before += self.nominal(self.num_batches)
+            self._number += 1
+        self._goes_on = self._is_over = False
+
+    def _begin(self, twin: Any) -> None:
+        assert self._seed is not None
+        self.begin_epoch(self._number, [twin], seed=self._seed)
+
+    def has_left(self) -> bool:
+        """Returns whether a lost rank has left something, where all have come to the end."""
+        num_left, _ = self.left(has_stopped=False)
+        self._is_over = not num_left
+        return bool(num_left)
+
+    # ---- checkpoints ----
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the claims to a checkpoint; all ranks call it."""
+        if self._number >= 0:
+            before = self._batches_before + self._is_over * self.nominal(self.num_batches)
+            counts = [self._number, int(self._is_over), before, self._seed or 0]
+            checkpoint[_KEY] = self.state() | {"counts": counts}
+
+    def restore(self, checkpoint: Any) -> None:
+        """Goes on with the claims in a checkpoint, and removes them from it."""
+        state = checkpoint.pop(_KEY, None)
+        if state is not None:
+            self._number, is_over, self._batches_before, self._seed = state["counts"]
+            self._is_over, self._goes_on = bool(is_over), not is_over
+            self.load_state(state)
+
+
+class _Epoch:
+    """What a loop reads in one epoch.
+
+    Args:
+        data: the claims
+        loader: the claimed loader
+        meet: waits until all ranks are there
+    """
+
+    def __init__(self, data: LoopData, loader: Any, meet: Callable[[str], None]) -> None:
+        self._data, self._loader, self._meet = data, loader, meet
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        data = self._data
+        data.begin_next()
+        while True:
+            yield from self._loader
+            self._meet("the end of an epoch")
+            if not data.has_left():
+                return

@@ -1,0 +1,373 @@
+"""The Trainer's loops where ranks claim their batches.
+
+    an epoch ends              where all ranks have been told that there is no batch left
+    nominal                    counted as if all ranks made as many batches: `len(loader)`, the
+                               progress bar's total, `estimated_stepping_batches`, `max_steps`,
+                               `limit_train_batches`, `val_check_interval`
+    of this rank               `global_step`, `batch_idx`, what is logged
+
+No rank knows beforehand which batch is its last.  So Lightning's loop ends where its loader says
+so, and what Lightning does with the last batch of an epoch is done once all ranks are there:
+schedulers of epochs, the validation at the end.  If a rank is lost then, the others go on with
+what it has left.
+
+**Schedulers of steps** stand, at each batch, where the batch stands in the epoch: batch b of P
+ranks' is the nominal step b // P, whoever makes it.  So all ranks use the learning rate that DDP
+would use for that batch, and all schedules end at their ends.
+
+**Validations within an epoch** stand before batches of certain nominal steps: a rank whose next
+batch lies behind one validates, and waits there for all ranks.
+
+**Accumulation.**  The batches of one optimizer step are claimed together.
+
+**Resume.**  A checkpoint holds what was trained on in the epoch, how far the schedulers are, and
+how many validations there were.  The epoch goes on with what is left.
+
+Private names of Lightning's loops stand here.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, Final
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_dsgd.elastic.claimed.claims import NONE
+from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed, is_claimable
+from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.session.session import Session
+from lightning_dsgd.trainer import seams
+from lightning_dsgd.trainer.joint import JointEpochs, OwnClass
+
+_KEY: Final = "lightning_dsgd_claims"
+
+
+class TrainerData(ClaimedData):
+    """What one rank of a Trainer's trains on: see the head of the file.
+
+    Args:
+        session: the session of this rank
+        trainer: the Trainer
+        num_ranks: how many ranks there are at the start
+        is_newcomer: whether this rank comes to others that train
+    """
+
+    def __init__(
+        self, session: Session[Any], trainer: Any, num_ranks: int, *, is_newcomer: bool
+    ) -> None:
+        super().__init__(session, num_ranks, is_newcomer=is_newcomer)
+        self._trainer = trainer
+        self._is_told = False
+        self._state: dict[str, Any] | None = None
+        self._num_validations = 0
+        self._num_scheduled = 0
+        """For how many nominal batches of the epoch the schedulers have stepped."""
+        self._has_ended = False
+        """Whether the schedulers have come to the end of the epoch."""
+        self._steps_before = self._batches_before = 0
+        """How many nominal steps and batches the epochs before had."""
+
+    def make_epochs(self, begin: Callable[[], None]) -> ClaimedEpochs:
+        """Takes over the Trainer's loops; `begin` is called once it knows its batches."""
+        return ClaimedEpochs(self._session, self._trainer, begin, self)
+
+    # ---- loaders ----
+
+    def take(self, loader: Any) -> Any:
+        """Returns a training loader with claimed batches; streams keep their own split."""
+        if is_claimable(loader):
+            return claimed(loader, self, self._begin_epoch)
+        if not self._is_told:
+            self._is_told = True
+            rank_zero_info(
+                f'data="claimed" leaves {type(loader).__name__} as it is: only the batches of a '
+                "DataLoader of a dataset with indices can be claimed; each rank reads its own share"
+            )
+        return loader
+
+    @property
+    def is_used(self) -> bool:
+        """Whether batches are claimed; not so where the training data is a stream."""
+        loaders = self._combined.flattened if self._combined is not None else []
+        kinds = {hasattr(loader, "claimed") for loader in loaders}
+        if len(kinds) > 1:
+            raise ValueError(
+                'with data="claimed" all loaders that are read together must be DataLoaders of '
+                'datasets with indices, got some with streams; use data="equal"'
+            )
+        return True in kinds
+
+    @property
+    def _combined(self) -> Any:
+        return self._trainer.fit_loop._combined_loader
+
+    def _begin_epoch(self) -> None:
+        trainer, combined = self._trainer, self._combined
+        unit_size = trainer.accumulate_grad_batches
+        limit = trainer.num_training_batches * self.num_ranks
+        if trainer.fit_loop.max_steps >= 0:
+            left = max(0, trainer.fit_loop.max_steps - self._steps_before)
+            limit = min(limit, left * unit_size * self.num_ranks)
+        if self._session.phase is Phase.JOINED:
+            self._session.enter(Phase.TRAINING)  # from its first claim on it meets the others
+        self.begin_epoch(
+            trainer.fit_loop.epoch_progress.current.processed,
+            combined.flattened,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            shortest=combined._mode == "min_size",
+            cycles=combined._mode == "max_size_cycle",
+            limit=limit,
+            unit_size=unit_size,
+        )
+
+    # ---- progress ----
+
+    @property
+    def num_steps(self) -> int:
+        """How many nominal steps the epochs before had."""
+        return self._steps_before
+
+    @property
+    def _length(self) -> int:
+        return self.nominal(self.num_batches)
+
+    def schedule(self, num_batches: int | None = None) -> None:
+        """Has the schedulers of steps come to the batch in hand, or to so many nominal batches."""
+        if num_batches is None:
+            num_batches = self.nominal_before(self.unit)
+        while self._num_scheduled < num_batches:
+            self._num_scheduled = min(self._num_scheduled + self.unit_size, num_batches)
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+            ready, progress.ready = progress.ready, self._num_scheduled
+            with warnings.catch_warnings():  # this rank may not have made a step before
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self._trainer.fit_loop.epoch_loop._update_learning_rates(
+                    interval="step", update_plateau_schedulers=False
+                )
+            progress.ready = ready
+
+    def schedule_end(self) -> None:
+        """Has all schedulers come to the end of the epoch, unless they had before a resume."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.schedule(self._length)
+            loop = self._trainer.fit_loop.epoch_loop
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    def count_validation(self) -> None:
+        """Notes that this rank validates."""
+        self._num_validations += 1
+
+    def is_validation_due(self) -> bool:
+        """Returns whether a validation within the epoch stands before this rank's next batch."""
+        every = self._trainer.val_check_batch
+        if every is None or not self.is_unit_over or self._due(self._length) <= self._due(0):
+            return False
+        if self._due(self._length - 1) <= self._num_validations:
+            return False  # the next one, if any, stands at the end
+        unit = self.next_unit()
+        return unit != NONE and self._due(self.nominal_before(unit)) > self._num_validations
+
+    def is_due_at_end(self) -> bool:
+        """Returns whether a validation stands at the end of the epoch."""
+        return self._due(self._length) > self._num_validations
+
+    def _due(self, num_batches: int) -> int:
+        """Returns how many validations an epoch has in its first nominal batches."""
+        trainer = self._trainer
+        every = trainer.val_check_batch
+        if every is None or not trainer.fit_loop.epoch_loop._should_check_val_epoch():
+            return 0
+        if every == float("inf"):
+            return int(num_batches == self._length)
+        before = self._batches_before if trainer.check_val_every_n_epoch is None else 0
+        return int((before + num_batches) // every - before // every)
+
+    def end_epoch(self) -> None:
+        """Counts on with the next epoch."""
+        self._batches_before += self._length
+        self._steps_before += -(-self._length // self.unit_size)
+        self._num_validations = self._num_scheduled = 0
+        self._has_ended = False
+
+    # ---- checkpoints and newcomers ----
+
+    def counts(self) -> list[int]:
+        """Returns what this rank has counted."""
+        counted = self._num_validations, self._num_scheduled, int(self._has_ended)
+        return [*counted, self._steps_before, self._batches_before]
+
+    def take_counts(self, counts: list[int]) -> None:
+        """Takes over what `counts` has returned."""
+        self._num_validations, self._num_scheduled, has_ended, *before = counts
+        self._has_ended = bool(has_ended)
+        self._steps_before, self._batches_before = before
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the claims to a checkpoint; all ranks call it."""
+        if self.is_used:
+            checkpoint[_KEY] = self.state() | {"counts": self.counts()}
+
+    def restore(self, checkpoint: Any) -> None:
+        """Goes on with the claims in a checkpoint, once the network is there."""
+        self._state = checkpoint.get(_KEY)
+        if self._state is not None:
+            self.take_counts(self._state["counts"])
+            self.load_state(self._state)
+
+
+class ClaimedEpochs(JointEpochs):
+    """Keeps this rank's epochs in step with the others', where batches are claimed.
+
+    Args:
+        session: the session of all ranks
+        trainer: the Trainer whose loops are taken over
+        begin: called once the Trainer knows its batches, before training
+        data: what this rank trains on
+    """
+
+    def __init__(
+        self, session: Session[Any], trainer: Any, begin: Callable[[], None], data: TrainerData
+    ) -> None:
+        super().__init__(session, trainer, begin)
+        self._data = data
+        self._has_loops = False
+
+    @property
+    def are_apart(self) -> bool:
+        return self._data.is_used or super().are_apart
+
+    @property
+    def num_steps(self) -> int:
+        return self._data.num_steps if self._data.is_used else super().num_steps
+
+    def begin(self) -> None:
+        if self._data.is_used and not self._has_loops:
+            self._has_loops = True
+            _take_epoch_loop(self._trainer, self, self._data)
+        super().begin()
+
+    def validate(self) -> None:
+        self._data.count_validation()
+        super().validate()
+
+    def before_validation(self) -> None:
+        self._data.count_validation()
+        super().before_validation()
+
+    def await_end(self) -> None:
+        """Waits until all have done their batches, those of lost ranks included; ends the epoch."""
+        super().await_end()
+        data, trainer = self._data, self._trainer
+        if not data.is_used:
+            return
+        loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        left, num_stopped = data.left(has_stopped=not fetcher.done)
+        while left and not num_stopped:  # a rank was lost while others stood here
+            fetcher.done = False
+            _train(loop, fetcher)
+            super().await_end()
+            left, num_stopped = data.left(has_stopped=not fetcher.done)
+        self.is_out = loop.batch_progress.current.ready == 0
+        if not left:
+            loop.batch_progress.is_last_batch = True
+            data.schedule_end()
+            if data.is_due_at_end():
+                self.validate()
+        data.end_epoch()
+
+
+def _train(loop: Any, fetcher: Any) -> None:
+    """Goes on with an epoch, as Lightning's loop does."""
+    while not loop.done:
+        try:
+            loop.advance(fetcher)
+            loop.on_advance_end(fetcher)
+        except StopIteration:
+            break
+        finally:
+            loop.on_iteration_done()
+
+
+def _take_epoch_loop(trainer: Any, epochs: ClaimedEpochs, data: TrainerData) -> None:
+    loop = trainer.fit_loop.epoch_loop
+    base: Any = type(loop)
+
+    class ClaimedEpochLoop(OwnClass, base):  # type: ignore[misc]
+        own = base
+
+        def run(self, data_fetcher: Any) -> None:
+            _take_fetcher(data_fetcher, data)
+            super().run(data_fetcher)
+
+        @property
+        def _is_training_done(self) -> bool:
+            return self._num_ready_batches_reached()
+
+        def _num_ready_batches_reached(self) -> bool:
+            return bool(self.batch_progress.is_last_batch)
+
+        def _accumulated_batches_reached(self) -> bool:
+            return data.is_unit_over
+
+        def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+            if interval == "epoch" or update_plateau_schedulers:  # else see `TrainerData.schedule`
+                super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+        def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+            if self.restarting:
+                return False
+            if self.trainer.should_stop and self.trainer.fit_loop._can_stop_early:
+                return bool(self._should_check_val_epoch())
+            return data.is_validation_due()
+
+        def on_advance_end(self, data_fetcher: Any) -> None:
+            super().on_advance_end(data_fetcher)
+            while not self.trainer.should_stop and data.is_validation_due():
+                epochs.before_validation()
+                JointEpochs.validate(epochs)
+
+        def reset(self) -> None:
+            with warnings.catch_warnings():  # what is left of the epoch is in the checkpoint
+                warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
+                super().reset()
+
+    loop.__class__ = ClaimedEpochLoop
+
+
+def _take_fetcher(fetcher: Any, data: TrainerData) -> None:
+    base: Any = type(fetcher)
+    if base.__name__ == "ClaimedFetcher":
+        return
+    if base.__name__ == "_DataLoaderIterDataFetcher":
+        raise ValueError(
+            'with data="claimed" the Trainer must fetch the batches, got a training_step that '
+            'takes dataloader_iter; take a batch, or use data="equal"'
+        )
+
+    class ClaimedFetcher(base):  # type: ignore[misc]
+        length = property(lambda self: None, lambda self, value: None)
+        """Is unknown: the nominal length is no limit."""
+
+        def __next__(self) -> Any:
+            batch = super().__next__()
+            data.schedule()
+            return batch
+
+    vars(fetcher).pop("length", None)
+    fetcher.__class__, fetcher.prefetch_batches = ClaimedFetcher, 0
+
+
+def check_trainer(trainer: Any, algorithm_name: str) -> None:
+    """Raises for options and callbacks that cannot work where ranks claim their batches."""
+    for callback in trainer.checkpoint_callbacks:
+        found = seams.saves_within_epochs(callback)
+        if found is not None and found[0] == "every_n_train_steps":
+            raise ValueError(
+                'ranks must save together, got every_n_train_steps with data="claimed" and '
+                f'strategy="{algorithm_name}", where ranks make different numbers of steps; use '
+                "every_n_epochs, train_time_interval, or val_check_interval in the Trainer"
+            )

@@ -1,0 +1,299 @@
+"""Batches are claimed through `Trainer.fit`, on real processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+
+from lightning_dsgd import STRATEGIES
+from tests.support.fits import Plain, run
+from tests.support.models import trainer
+
+SLOW_S, FAST_S = 0.15, 0.005
+"""The seconds that a batch takes on the last rank, and on the others."""
+
+
+class Numbered(Dataset[Tensor]):
+    """Samples that say which they are."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), *range(9)])
+
+
+class Writing(Plain):
+    """Writes down which samples each epoch has, and what Lightning says of it."""
+
+    def __init__(self, slow_s: float = SLOW_S) -> None:
+        super().__init__()
+        self.slow_s = slow_s
+        self.by_epoch: dict[int, list[int]] = {}
+        self.seen: list[int] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.by_epoch.setdefault(self.current_epoch, [])
+
+    @property
+    def samples(self) -> list[list[int]]:
+        """The samples of each epoch."""
+        return list(self.by_epoch.values())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = batch["one"] if isinstance(batch, dict) else batch
+        self.by_epoch.setdefault(self.current_epoch, []).extend(first[:, 0].int().tolist())
+        time.sleep(self.slow_s if self.global_rank == self.trainer.world_size - 1 else FAST_S)
+        return self.net(first / 1000).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(sum(map(len, self.samples[-1:])))
+        self.log("val_loss", self.net(batch / 1000).mean(), sync_dist=True)
+
+
+def claimed(name: str = "popsgd", **options: Any) -> Any:
+    return STRATEGIES[name](timeout_s=60.0, data="claimed", **options)
+
+
+def fit(
+    size: int = 64,
+    batch_size: int = 2,
+    workers: int = 0,
+    model: Any = None,
+    train: Any = None,
+    ckpt_path: str | None = None,
+    **kwargs: Any,
+) -> tuple[Writing, L.Trainer]:
+    torch.set_num_threads(1)
+    model = model or Writing()
+    fitted = trainer(claimed(), int(os.environ["WORLD_SIZE"]), **kwargs)
+    if train is None:
+        workers_live = {"num_workers": workers, "persistent_workers": workers > 0}
+        train = DataLoader(Numbered(size), batch_size, shuffle=True, **workers_live)
+    val = DataLoader(Numbered(4), 4) if kwargs.get("limit_val_batches") != 0 else None
+    fitted.fit(model, train, val, ckpt_path=ckpt_path)
+    return model, fitted
+
+
+def all_once(ranks: list[list[list[int]]], size: int) -> bool:
+    """Whether each epoch has every sample once, over all ranks."""
+    epochs = [
+        Counter(i for samples in epoch for i in samples) for epoch in zip(*ranks, strict=True)
+    ]
+    return epochs == [Counter(range(size))] * len(epochs)
+
+
+def two_epochs(workers: int) -> Any:
+    model, fitted = fit(workers=workers, max_epochs=2)
+    return model.samples, fitted.num_training_batches, fitted.global_step, len(model.seen)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_slow_rank_makes_its_share_of_an_epoch_and_no_more(workers: int) -> None:
+    ranks = run(3, two_epochs, workers)
+    samples = [samples for samples, *_ in ranks]
+    assert all_once(samples, 64)
+    numbers = [sum(map(len, each)) // 2 for each in samples]
+    assert numbers == [steps for _, _, steps, _ in ranks]
+    assert numbers[2] <= 16, numbers  # of 64
+    assert [length for _, length, *_ in ranks] == [11] * 3
+    assert [validations for *_, validations in ranks] == [1 + 2] * 3  # one before training
+
+
+class OneCycle(Writing):
+    """A schedule that may not have one step more than was planned."""
+
+    num_more = 1
+    """How many steps the schedule has more than planned: it is made one step in."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        planned = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=planned + self.num_more
+        )
+        self.planned, self.schedule = planned, schedule
+        epochs = torch.optim.lr_scheduler.StepLR(optimizer, 1, 1.0)
+        steps = {"scheduler": schedule, "interval": "step"}
+        return [optimizer], [steps, {"scheduler": epochs, "interval": "epoch"}]
+
+
+def scheduled(**kwargs: Any) -> Any:
+    """How far the schedules of steps and of epochs have come, of how many steps planned."""
+    model, fitted = fit(48, model=OneCycle(0.03), max_epochs=2, **kwargs)
+    epochs = fitted.lr_scheduler_configs[1].scheduler.last_epoch
+    return model.samples, model.planned, model.schedule.last_epoch, epochs, model.seen
+
+
+def combined(mode: str) -> Any:
+    """Two loaders of different lengths, which are read together."""
+    loaders = {
+        "one": DataLoader(Numbered(24), 2, shuffle=True),
+        "other": DataLoader(Numbered(12), 3, shuffle=True, num_workers=1),
+    }
+    train = CombinedLoader(loaders, mode)
+
+    class Pairs(Writing):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch["one"] is None:
+                batch["one"] = torch.full((1, 10), -1.0)
+            if batch["other"] is not None:
+                self.others += batch["other"][:, 0].int().tolist()
+            return super().training_step(batch, batch_idx)
+
+    model = Pairs(0.02)
+    model.others = []
+    fit(model=model, train=train, limit_val_batches=0)
+    return model.samples, model.others
+
+
+class Reversed(BatchSampler):
+    """A batch sampler of the user's own, which Lightning makes again with another sampler."""
+
+    def __iter__(self) -> Any:
+        return (batch[::-1] for batch in super().__iter__())
+
+
+def with_own_samplers() -> Any:
+    """Samplers of the user's own: one that draws from torch, one of batches, one split by rank."""
+    data = Numbered(24)
+    weighted = torch.utils.data.WeightedRandomSampler([1.0] * 24, 24, replacement=False)
+    torch.rand(1 + int(os.environ["RANK"]))  # as ranks that have drawn different numbers
+    drawn = DataLoader(data, 2, sampler=weighted)
+    batched = DataLoader(data, batch_sampler=Reversed(RandomSampler(data), 2, drop_last=False))
+    found = [fit(train=each, limit_val_batches=0)[0].samples for each in (drawn, batched)]
+    saver = ModelCheckpoint(every_n_train_steps=2)
+    with pytest.raises(ValueError, match='got every_n_train_steps with data="claimed" and strat'):
+        fit(callbacks=[saver], enable_checkpointing=True)
+    split = torch.utils.data.DistributedSampler(data)
+    with pytest.raises(ValueError, match="must have all batches of an epoch, got one with a Distr"):
+        fit(train=DataLoader(data, 2, sampler=split))
+    return found
+
+
+def series() -> dict[str, Any]:
+    """Several trainings one after the other."""
+    return {
+        "half epochs": scheduled(val_check_interval=0.5),
+        "accumulated": scheduled(accumulate_grad_batches=5),
+        "limited": scheduled(limit_train_batches=5),
+        "by steps": scheduled(max_steps=15),
+        "max_size_cycle": combined("max_size_cycle"),
+        "max_size": combined("max_size"),
+        "min_size": combined("min_size"),
+        "samplers": with_own_samplers(),
+    }
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, list[Any]]:
+    """What each training of the series has come to, by rank."""
+    ranks = run(2, series)
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "planned", "validations", "samples"),
+    [
+        ("half epochs", 24, 4, 48),
+        ("accumulated", 6, 2, 48),
+        ("limited", 10, 2, 20),
+        ("by steps", 15, 1, 48),
+    ],
+)
+def test_lengths_and_schedules_are_nominal_on_every_rank(
+    made: dict[str, list[Any]], name: str, planned: int, validations: int, samples: int
+) -> None:
+    ranks = made[name]
+    assert [(of, at) for _, of, at, *_ in ranks] == [(planned, planned)] * 2
+    assert [epochs for *_, epochs, _ in ranks] == [2] * 2
+    assert [len(seen) - 1 for *_, seen in ranks] == [validations] * 2
+    first = Counter(i for epochs, *_ in ranks for i in epochs[0])
+    assert len(first) == samples == sum(first.values())
+    assert len(ranks[1][0][0]) < len(ranks[0][0][0])
+
+
+def test_each_optimizer_step_has_its_batches_accumulated(made: dict[str, list[Any]]) -> None:
+    for samples, *_ in made["accumulated"]:
+        for epoch in samples:  # 24 batches in steps of 5, of which one has 4
+            assert len(epoch) // 2 % 5 in (0, 4)
+
+
+def test_loaders_that_are_read_together_are_claimed_together(made: dict[str, list[Any]]) -> None:
+    for mode, one, others in (
+        ("max_size_cycle", 1, 3),
+        ("max_size", 1, 1),
+        ("min_size", None, 1),
+    ):
+        ones = Counter(i for samples, _ in made[mode] for i in samples[0])
+        seconds = Counter(i for _, others in made[mode] for i in others)
+        assert seconds == Counter(dict.fromkeys(range(12), others)), mode
+        if one is None:
+            assert sum(ones.values()) == len(ones) == 8
+        else:
+            assert ones == Counter(range(24)), mode
+
+
+def test_samplers_of_the_users_own_are_claimed_from(made: dict[str, list[Any]]) -> None:
+    for ranks in zip(*made["samplers"], strict=True):
+        assert all_once(list(ranks), 24)
+
+
+class LongCycle(OneCycle):
+    num_more = 20
+
+
+def save(folder: str) -> Any:
+    """Trains an epoch with a validation and a checkpoint in its middle and at its end."""
+    saver = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=False)
+    model, _ = fit(
+        48, model=LongCycle(0.03), callbacks=[saver], enable_checkpointing=True,
+        val_check_interval=0.5,
+    )  # fmt: skip
+    return model.samples[0], model.seen[1]
+
+
+def resume(path: str, max_epochs: int) -> Any:
+    model, fitted = fit(48, model=LongCycle(), ckpt_path=path, max_epochs=max_epochs)
+    return model.samples, model.schedule.last_epoch, fitted.current_epoch
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_an_epoch_goes_on_from_a_checkpoint_with_what_was_left(
+    world_size: int, tmp_path: Path
+) -> None:
+    ranks = run(2, save, str(tmp_path))
+    saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    before = [i for samples, at in ranks for i in samples[:at]]
+    after = run(world_size, resume, str(saved[0]), 1)
+    rest = [i for samples, *_ in after for i in samples[-1]]
+    assert sorted(before + rest) == list(range(48))
+    if world_size == 2:
+        assert {at for _, at, _ in after} == {12}
+
+
+def test_a_checkpoint_of_a_whole_epoch_leads_to_the_next(tmp_path: Path) -> None:
+    run(2, save, str(tmp_path))
+    saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    after = run(2, resume, str(saved[-1]), 2)
+    assert sorted(i for samples, *_ in after for i in samples[-1]) == list(range(48))
+    assert [rest for *rest, _ in after] == [[samples, 12 + 12] for samples, *_ in after]
+
+
+def test_ranks_that_wait_in_every_step_claim_nothing() -> None:
+    with pytest.raises(ValueError, match='got data="claimed" with strategy="allreduce"; use dat'):
+        claimed("allreduce")

@@ -1,0 +1,151 @@
+"""Batches are claimed in loops in plain PyTorch and in Fabric, on real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+import lightning_dsgd as dsgd
+from tests.elastic.claimed.test_claimed_fits import Numbered, all_once
+from tests.support.fits import run
+from tests.support.worlds import FitWorld
+
+SIZE, BATCH = 48, 2
+LOADER_WORKERS = {"num_workers": 1, "persistent_workers": True}
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Linear(10, 1)
+    return model, torch.optim.SGD(model.parameters(), 0.01)
+
+
+def pace() -> None:
+    """Takes the time of a step, which is longer on the last rank."""
+    is_slow = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    time.sleep(0.2 if is_slow else 0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> list[int]:
+    optimizer.zero_grad()
+    model(batch / 1000).square().mean().backward()
+    optimizer.step()
+    pace()
+    return batch[:, 0].int().tolist()
+
+
+def loader_of(size: int = SIZE, **options: Any) -> DataLoader[Tensor]:
+    return DataLoader(Numbered(size), BATCH, **{"shuffle": True, **options})
+
+
+def replica_of(model: Any, optimizer: Any, **options: Any) -> Any:
+    given = {"timeout_s": 60.0, "data": "claimed", **options}
+    return dsgd.decentralized(model, optimizer, dsgd.PopSGD(), **given)
+
+
+def in_plain() -> Any:
+    """Two epochs, with an evaluation in each; the nominal count behind each."""
+    model, optimizer = make()
+    loader, epochs, nominal = loader_of(), [], []
+    with replica_of(model, optimizer) as replica:
+        for _ in range(2):
+            batches = replica.batches(loader)
+            epochs.append([i for batch in batches for i in step(model, optimizer, batch)])
+            nominal.append(replica.nominal_batches)
+            with replica.consensus():
+                pass
+    return epochs, len(batches), nominal
+
+
+def in_fabric() -> Any:
+    strategy = dsgd.FabricStrategy(dsgd.PopSGD(), timeout_s=60.0, data="claimed")
+    fabric = L.Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    fabric.launch()
+    model, optimizer = fabric.setup(*make())
+    loader = fabric.setup_dataloaders(loader_of(), use_distributed_sampler=False)
+    with fabric.strategy:
+        epochs = [
+            [i for batch in strategy.batches(loader) for i in step(model, optimizer, batch)]
+            for _ in range(2)
+        ]
+    return epochs, 12, [12, 24]
+
+
+@pytest.mark.parametrize("loop", [in_plain, in_fabric])
+def test_a_loop_reads_every_sample_once_and_a_slow_rank_fewer(loop: Any) -> None:
+    ranks = run(2, loop)
+    samples = [epochs for epochs, *_ in ranks]
+    assert all_once(samples, SIZE)
+    assert all(len(slow) < len(fast) for fast, slow in zip(*samples, strict=True))
+    assert [rest for _, *rest in ranks] == [[12, [12, 24]]] * 2
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.ones(6, 10))
+
+
+def resumes(folder: str) -> Any:
+    """Half an epoch and a save; then another training, which goes on from there."""
+    path = f"{folder}/saved.pt"
+    model, optimizer = make()
+    before, after = [], []
+    with replica_of(model, optimizer) as replica:
+        for number, batch in enumerate(replica.batches(loader_of())):
+            before += step(model, optimizer, batch)
+            if number == 3:
+                replica.save(path)
+                break
+    with replica_of(*make()) as replica:
+        replica.load(path)
+        for _ in range(2):
+            batches = replica.batches(loader_of())
+            after.append([int(i) for batch in batches for i in batch[:, 0]])
+        num_streamed = len(list(replica.batches(DataLoader(Stream(), 2))))
+        with pytest.raises(ValueError, match="must have all batches of an epoch, got one with"):
+            replica.batches(loader_of(sampler=DistributedSampler(Numbered(8)), shuffle=False))
+    return before, after, num_streamed
+
+
+def test_an_epoch_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    ranks = run(2, resumes, str(tmp_path))
+    rest = [[before + first, second] for before, (first, second), _ in ranks]
+    assert all_once(rest, SIZE)
+    assert [streamed for *_, streamed in ranks] == [3] * 2
+
+
+def dies(folder: str) -> Any:
+    """The last rank is killed in its third batch; what each has trained on stands in a file."""
+    model, optimizer = make()
+    rank, mine = int(os.environ["RANK"]), 0
+    options = {"on_loss": "continue", "heartbeat_timeout_s": 20.0}
+    with replica_of(model, optimizer, **options) as replica, Path(folder, str(rank)).open("w") as f:
+        for batch in replica.batches(loader_of(**LOADER_WORKERS)):
+            mine += 1
+            if rank == 2 and mine == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            print(*step(model, optimizer, batch), file=f, flush=True)
+
+
+def test_what_a_killed_rank_has_not_trained_on_goes_to_the_others(tmp_path: Path) -> None:
+    outcomes = FitWorld(timeout_s=60.0).outcomes(3, dies, str(tmp_path))
+    assert [outcome.error for outcome in outcomes[:2]] == ["", ""]
+    lines = [Path(tmp_path, str(rank)).read_text().splitlines() for rank in range(3)]
+    lost, *theirs = ([list(map(int, line.split())) for line in each] for each in lines[::-1])
+    count = Counter(i for batches in theirs for batch in batches for i in batch)
+    assert max(count.values()) == 1
+    assert set(count) | {i for batch in lost for i in batch} == set(range(SIZE))
+    assert set(count).isdisjoint(lost[0])  # it has told of that one
+    assert len(lost) == 2
