@@ -105,7 +105,7 @@ def play(row: Row, world_size: int, seed: int, num_lost: int, num_came: int = 0)
         assert num_came or len(steps) == 2, what
 
 
-FEW_COME = ("allreduce", "wagma", "sgp", "popsgd", "hpsgd", "local_sgd", "wagma_scaled")
+FEW_COME = ("allreduce", "wagma", "sgp", "popsgd", "adpsgd", "hpsgd", "local_sgd", "wagma_scaled")
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if not ROWS[name].is_rounded])
