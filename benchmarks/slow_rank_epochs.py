@@ -25,6 +25,7 @@ from lightning_dsgd.lab.bench.cells import Cell, finish
 from lightning_dsgd.lab.bench.convergence_cell import Paced
 from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.run_cells import rank_of_this_process
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 
 STRATEGIES = "ddp,allreduce,wagma,wagma:overlap=true,popsgd,adpsgd,hpsgd"
@@ -145,10 +146,12 @@ def main() -> None:
     args = parser.parse_args()
     settings = {name: getattr(args, name) for name in ("epochs", "step_s", "lr")}
     job = Job(f"{__file__}:run_cell", settings, len(EQUALLY))
-    results = job.run(cells(args.strategies.split(","), args.seeds), args.output)
+    specs = args.strategies.split(",")
+    results = job.run(cells(specs, args.seeds), args.output)
     rows = summarize(results)
     print("\n" + table(rows))
-    finish(job.provenance() | {"summary": rows, "cells": results}, args.output)
+    made = job.provenance() | {"hyperparameters": in_force(specs)}
+    finish(made | {"summary": rows, "cells": results}, args.output)
 
 
 if __name__ == "__main__":
