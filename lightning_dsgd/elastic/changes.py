@@ -57,7 +57,11 @@ class ChangingMembers(Members):
         lost = [r for r in self._members if r not in view.members] if session.takes_part else []
         self._begin_anew(view, lost)
         has_stopped = session.phase is Phase.STOPPING
-        training.agreed = _in_view(training.agreed, view.sub("stop"), has_stopped=has_stopped)
+        old = training.agreed
+        training.agreed = _in_view(old, view.sub("stop"), has_stopped=has_stopped)
+        training.agreed.leaves |= old.leaves  # a signal may have come meanwhile
+        if old.requested and not training.agreed.requested:
+            training.agreed.request(old.requested)
         if training.claimed is not None:
             training.claimed.open(view.sub("claims"))
         self._members = view.members

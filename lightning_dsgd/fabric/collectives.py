@@ -1,7 +1,7 @@
 """Fabric's collectives: this rank first serves those that still train, and then waits for all.
 
-With `on_loss="end"` torch's process group carries them.  With `on_loss="continue"` that would wait
-for lost ranks, so they travel on our network, among the members.
+Barriers, sums and means travel on our network.  With `on_loss="end"` torch's process group carries
+the others; with `on_loss="continue"` that would wait for lost ranks, so our network does.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class EarlyGradients:
         if index in self._made:
             raise ValueError(
                 "overlap=True needs one backward pass per step, got a second one for parameter "
-                f"{self._weights.names[index]!r}; set overlap=False, or accumulate_grad_batches=1"
+                f"{self._weights.names[index]!r}; set overlap=False, or do not accumulate gradients"
             )
         grad, g = parameter.grad, self._weights.g
         assert grad is not None
@@ -94,13 +94,18 @@ class EarlyGradients:
             if grad is None or _version(grad) != version:
                 raise ValueError(
                     "overlap=True sends a gradient as soon as it is made, got a gradient of "
-                    f"parameter {self._weights.names[index]!r} that was changed since; set "
-                    "overlap=False, or change it in on_before_optimizer_step"
+                    f"parameter {self._weights.names[index]!r} that was changed since; change it "
+                    "once it is reduced (in on_before_optimizer_step with the Trainer, by "
+                    "fabric.clip_gradients, after replica.reduce_gradients()), or set overlap=False"
                 )
         is_same = self._algorithm is self._current()  # another has nothing yet
         g = self._weights.gather(0, self._first if is_same else None)
         self._begin()
         return g
+
+    def take_back(self) -> None:
+        """Notes that the algorithm has dropped what it was handed: the step gathers all anew."""
+        self._algorithm = None
 
     def remove(self) -> None:
         """Ends the watch over the parameters."""

@@ -72,6 +72,8 @@ class Part:
     def settle(self) -> None:
         """Serves the others until every rank has come here."""
         self.algorithm.settle(self.x)
+        if self._early is not None:
+            self._early.take_back()
         self.scaling.settle()
 
     def require_finite(self, values: Tensor, what: str, rank: int, step: int) -> None:

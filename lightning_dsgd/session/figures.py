@@ -35,7 +35,8 @@ def gathered(session: Session[Any], figures: dict[str, float]) -> list[dict[str,
         return [[*session.ranks.members], theirs]
 
     # Who takes them over from others may be in a view with fewer members.
-    members, theirs = session.ranks.together(gather)
+    alone = [[session.rank], [figures]]
+    members, theirs = session.ranks.together(gather, apart=alone)
     by_rank: list[dict[str, float]] = [{} for _ in range(max(members) + 1)]
     for rank, each in zip(members, theirs, strict=True):
         by_rank[rank] = each

@@ -32,10 +32,11 @@ class LastResort:
     def await_notice(self, lost: PeerLost) -> None:
         """Ends this process after a while, unless the training thread notices the loss."""
         session = self._session
-        if session.is_open and session.net.ends_with_peers:
+        net = session.net_if_open  # the training thread may close it at any moment
+        if net is not None and net.ends_with_peers:
             say(f"[rank {session.rank}] {lost}")
         session.quiet_observer()
-        if session.is_open:  # else training is over
+        if net is not None:  # else training is over
             self._timer = threading.Timer(NOTICE_WITHIN_S, self._end, [lost])
             self._timer.daemon = True
             self._timer.start()

@@ -73,7 +73,11 @@ FOLLOWING: Final[dict[Phase, dict[Phase, str]]] = {
         _P.TRAINED: "training has ended before it",
         **_FAILS,
     },
-    _P.OVER: {_P.BROKEN: "this rank fails after the end"},
+    _P.OVER: {
+        _P.READY: "Fabric has launched again, and the network is open",
+        _P.NEWCOMER: "Fabric has launched again, and the others are found training",
+        **_FAILS,
+    },
     _P.LEFT: {},
     _P.STOPPING: {},
     _P.BROKEN: {},

@@ -57,11 +57,9 @@ class Session(Face, Generic[TrainingT]):
         rank: the number of this process, once it is known
         world_size: how many ranks there are, once it is known
         ranks: which ranks there are, and what the loss of one means
-        consensus_distance: the ranks' distance from their mean at the last evaluation, relative to
-            its norm
+        consensus_distance: the ranks' distance from their mean, relative to its norm
         clip: clips the gradients of an optimizer as training does, where the face knows how
-        sharding: which ranks hold the same shard, where several hold a replica together; the ranks
-            have their numbers in the newest view
+        sharding: which ranks of the newest view hold the same shard, where several hold a replica
 
     Args:
         ranks: the ranks; by default a loss ends the job
@@ -115,7 +113,11 @@ class Session(Face, Generic[TrainingT]):
         """The open network."""
         if self._net is None:
             self.ranks.check_stays()
-            return opened(self._net)
+        return opened(self._net)
+
+    @property
+    def net_if_open(self) -> Transport | None:
+        """The network, if it is open; any thread may ask."""
         return self._net
 
     @property

@@ -64,7 +64,13 @@ class ShardedOptions(_Evaluated, total=False):
 
 
 _THE_TRAINERS: Final = ("accelerator", "parallel_devices")
-"""The options that the Trainer sets by itself."""
+"""The options that the Trainer and Fabric set by themselves, and Lightning's strategies take."""
+
+
+def ours(given: Any) -> Any:
+    """Returns options without those that the Trainer and Fabric set by themselves."""
+    return {name: value for name, value in given.items() if name not in _THE_TRAINERS}
+
 
 _NOT_OURS: Final = {
     "find_unused_parameters": "unused parameters need no search here: leave the option out",

@@ -48,10 +48,10 @@ def check_trainer(trainer: Any, algorithm: Algorithm) -> None:
                 f'{type(callback).__name__} with strategy="{algorithm.name}", whose ranks have '
                 'weights of their own; use strategy="allreduce", or prune after training'
             )
-    if algorithm.takes_pieces and trainer.accumulate_grad_batches > 1:
+    if algorithm.takes_pieces and (most := seams.most_accumulated(trainer)) > 1:
         raise ValueError(
             "overlap=True sends a gradient during its backward pass, so a step must have one, got "
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}; set overlap=False"
+            f"accumulate_grad_batches={most}; set overlap=False"
         )
     if seams.validates_by_time(trainer):
         raise ValueError(

@@ -92,6 +92,13 @@ def num_steps_planned(trainer: Any) -> float:
     return float("inf") if planned < 0 else float(planned)
 
 
+def most_accumulated(trainer: Any) -> int:
+    """Returns of how many batches a step is made at most, in any epoch."""
+    schedulers = [c for c in trainer.callbacks if is_a("GradientAccumulationScheduler", c)]
+    scheduled = [number for each in schedulers for number in each.scheduling.values()]
+    return max([int(trainer.accumulate_grad_batches), *scheduled])
+
+
 def is_accumulating(trainer: Any) -> bool:
     """Returns whether the optimizer does not step after the current batch."""
     return bool(trainer.fit_loop._should_accumulate())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 from lightning_dsgd import STRATEGIES, FabricStrategy, LocalSGD, decentralized
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.elastic import changes
 from lightning_dsgd.elastic.changes import ChangingMembers
 from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.elastic.register import Register
@@ -304,6 +306,28 @@ def begin_batch_after_break(net: Any) -> list[Phase]:
 def test_ranks_can_meet_before_a_batch_whose_last_one_was_left_by_break():
     both = SimulatedWorld(2, goes_on=True).run(begin_batch_after_break)
     assert both == [[Phase.TRAINING, Phase.IN_BATCH]] * 2
+
+
+def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
+    def in_view(old, net, *, has_stopped):
+        made = SimpleNamespace(leaves=old.leaves, requested=old.requested, request=asked.append)
+        old.leaves, old.requested = True, signal.SIGINT  # as a handler does
+        return made
+
+    asked: list[int] = []
+    monkeypatch.setattr(changes, "_in_view", in_view)
+
+    def change(net: Any) -> bool:
+        ranks = ChangingMembers(Meeting(CHOSEN, print), None)
+        session = entered(net, Session(ranks)).session
+        agreed = SimpleNamespace(leaves=False, requested=0)
+        session.training = SimpleNamespace(agreed=agreed, claimed=None)
+        monkeypatch.setattr(ranks, "_change_replica", lambda *args: None)
+        ranks._enter_view(ranks.calls.view)
+        return bool(session.training.agreed.leaves)
+
+    assert SimulatedWorld(1, goes_on=True).run(change) == [True]
+    assert asked == [signal.SIGINT]
 
 
 # ---- where a session stands ----

@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lightning_dsgd as dsgd
@@ -128,6 +129,21 @@ def test_ranks_with_uneven_batches_evaluate_the_consensus_and_end_with_it() -> N
         assert figures["bytes_sent"] > 0
         warned = [text for text in said if "was called after each" in text]
         assert len(warned) == (1 if rank == 0 else 0)
+
+
+def launch_twice() -> list[float]:
+    strategy = FabricStrategy(dsgd.AllReduce(), timeout_s=20.0)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+
+    def total(fabric: Any) -> float:
+        with fabric.strategy:
+            return float(fabric.all_reduce(torch.ones(()), reduce_op="sum"))
+
+    return [fabric.launch(total) for _ in range(2)]
+
+
+def test_a_script_may_launch_again_once_it_has_finished() -> None:
+    assert run(2, launch_twice) == [[2.0, 2.0]] * 2
 
 
 def clip_what_is_held_back() -> Tensor:

@@ -133,6 +133,35 @@ def test_what_is_frozen_once_pieces_of_its_gradient_have_left_ends_alike() -> No
     assert_same([*plain, *early])
 
 
+def meet_before_the_step(net: Any, algorithm: Any) -> list[Tensor]:
+    """Between the backward pass and the step; a layer in the midst is not used."""
+    model = nn.Sequential(nn.Linear(4, 20), nn.Linear(9, 9), nn.Linear(20, 4))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    replica = Replica(net, model, [optimizer], algorithm())
+    replica.synchronize()
+    for number in range(4):
+        draw = torch.Generator().manual_seed(100 * number + net.rank)
+        optimizer.zero_grad()
+        model[2](model[0](torch.randn(8, 4, generator=draw))).pow(2).mean().backward()
+        replica.settle()
+        replica.before_update(optimizer)
+        optimizer.step()
+        replica.after_update(optimizer)
+    replica.finish()
+    return values(model)
+
+
+def test_ranks_that_meet_before_a_step_send_its_whole_gradient() -> None:
+    plain, early = (
+        SimulatedWorld(2).run(meet_before_the_step, partial(AllReduce, overlap=o, num_buckets=3))
+        for o in (False, True)
+    )
+    assert_same([*plain, *early])
+
+
 def change_early(net: Any, what: str) -> None:
     algorithm = partial(AllReduce, overlap=True)
     model, optimizer, replica = make(net, algorithm)

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
 )
@@ -92,6 +93,7 @@ def test_an_argument_that_a_strategy_cannot_honour_is_refused_when_it_is_made(
 def test_arguments_at_the_default_of_ddp_say_nothing() -> None:
     """A command line passes all of them."""
     LocalSGDStrategy(find_unused_parameters=False, broadcast_buffers=None, ddp_comm_hook=None)
+    LocalSGDStrategy(accelerator=None, parallel_devices=[torch.device("cpu")])
 
 
 WHOLE, WIDTHS = "a whole number of at least 1", '"float32", "bfloat16", "int8" or "int4"'
@@ -207,6 +209,14 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], list[str], list[str]]] = 
     ),
     "accumulation with pieces of the gradient": (
         lambda: {"strategy": make("allreduce", overlap=True), "accumulate_grad_batches": 2},
+        ["allreduce"],
+        ["a step must have one, got accumulate_grad_batches=2; set overlap=False"],
+    ),
+    "accumulation that is scheduled with pieces of the gradient": (
+        lambda: {
+            "strategy": make("allreduce", overlap=True),
+            "callbacks": [GradientAccumulationScheduler({4: 2})],
+        },
         ["allreduce"],
         ["a step must have one, got accumulate_grad_batches=2; set overlap=False"],
     ),
