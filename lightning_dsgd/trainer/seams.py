@@ -96,7 +96,8 @@ def most_accumulated(trainer: Any) -> int:
     """Returns of how many batches a step is made at most, in any epoch."""
     schedulers = [c for c in trainer.callbacks if is_a("GradientAccumulationScheduler", c)]
     scheduled = [number for each in schedulers for number in each.scheduling.values()]
-    return max([int(trainer.accumulate_grad_batches), *scheduled])
+    most: int = max([trainer.accumulate_grad_batches, *scheduled])
+    return most
 
 
 def is_accumulating(trainer: Any) -> bool:
