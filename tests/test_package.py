@@ -82,9 +82,9 @@ LIBRARIES = {
     "transport.process_group transport.rendezvous sharded trainer tasks.language fabric lab",
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
-    f"pytorch_lightning cli tasks {LAB_ON_RANKS}",
+    f"pytorch_lightning cli tasks elastic.claimed {LAB_ON_RANKS}",
     "torchmetrics": "elastic trainer tasks",
-    "numpy": "primitives session tasks",
+    "numpy": "elastic.claimed primitives session tasks",
     "triton": "primitives.sparse_triton",
     "wandb": "trainer.step_trace trainer.loggers lab",
     "PIL gymnasium sklearn": "tasks lab",
