@@ -24,14 +24,13 @@ for module in pkgutil.walk_packages(lightning_dsgd.__path__, "lightning_dsgd."):
 print(lightning_dsgd.__file__)
 """
 TESTS_OF_THE_CORE = (
-    "tests/plain/test_training.py::test_the_weights_are_those_of_the_trainer_to_the_bit",
-    "tests/fabric/test_fabric.py::test_the_weights_are_those_of_the_trainer_to_the_bit",
+    "tests/session/test_faces.py::test_the_weights_are_the_same_to_the_bit_on_every_face",
     "tests/trainer/test_strategy.py::test_allreduce_equals_ddp",
     "tests/primitives/test_wait_avoiding.py",
     "tests/transport/test_native.py",
     "tests/transport/simulated/test_world.py",
 )
-"""One or two for each face, and of what stands below."""
+"""One for all faces, and of what stands below."""
 
 
 @pytest.fixture(params=WINGS)

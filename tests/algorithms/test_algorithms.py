@@ -222,7 +222,7 @@ def test_who_writes_the_weights_between_steps_leaves_all_ranks_alike(
 
 
 @ROUNDED_LATER
-@pytest.mark.parametrize("world_size", [4, *(pytest.param(p, marks=LATER) for p in (2, 5))])
+@pytest.mark.parametrize("world_size", [4, *(pytest.param(p, marks=LATER) for p in (2, 3))])
 def test_finds_the_minimum_of_a_quadratic_with_the_same_weights_on_all_ranks(
     row: Row, world_size: int
 ) -> None:
