@@ -113,7 +113,7 @@ class Session(Face, Generic[TrainingT]):
         """The open network."""
         if self._net is None:
             self.ranks.check_stays()
-        return opened(self._net)
+        return self._net if self._net is not None else opened(self._net)
 
     @property
     def net_if_open(self) -> Transport | None:
