@@ -61,7 +61,9 @@ class FabricMixin(CollectivesMixin):
     def __init__(self, algorithm: Algorithm | str, **given: Unpack[FabricOptions]) -> None:
         made = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
         arguments.check(type(self).__name__, made, FabricOptions, given)
-        chosen = options.choose(type(self).__name__, FabricOptions, arguments.ours(given))
+        chosen = options.choose(
+            type(self).__name__, FabricOptions, arguments.without_the_trainers(given)
+        )
         made.check_hyperparameters()
         super().__init__(**keywords.passed_on(FabricOptions, given))
         self.algorithm = made

@@ -66,12 +66,6 @@ class ShardedOptions(_Evaluated, total=False):
 _THE_TRAINERS: Final = ("accelerator", "parallel_devices")
 """The options that the Trainer and Fabric set by themselves, and Lightning's strategies take."""
 
-
-def ours(given: Any) -> Any:
-    """Returns options without those that the Trainer and Fabric set by themselves."""
-    return {name: value for name, value in given.items() if name not in _THE_TRAINERS}
-
-
 _NOT_OURS: Final = {
     "find_unused_parameters": "unused parameters need no search here: leave the option out",
     "static_graph": "there is no DDP wrapper to tell: leave the option out",
@@ -118,3 +112,8 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
         elif name not in (*theirs, *_THE_TRAINERS):
             own = [*algorithm.hyperparameters(), *ours]
             raise ValueError(keywords.unknown(strategy, name, value, own, theirs))
+
+
+def without_the_trainers(given: Any) -> Any:
+    """Returns options without those that the Trainer and Fabric set by themselves."""
+    return {name: value for name, value in given.items() if name not in _THE_TRAINERS}

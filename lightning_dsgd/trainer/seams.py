@@ -84,20 +84,22 @@ def num_optimizer_steps(trainer: Any) -> int:
 
 def num_steps_planned(trainer: Any) -> float:
     """Returns how many optimizer steps this rank is to make; inf where Lightning cannot tell."""
-    schedules = any(
-        is_a("GradientAccumulationScheduler", callback) and len(callback.scheduling) > 1
-        for callback in trainer.callbacks
-    )
+    schedules = any(len(scheduling) > 1 for scheduling in _accumulation(trainer))
     planned = -1 if schedules else trainer.estimated_stepping_batches
     return float("inf") if planned < 0 else float(planned)
 
 
 def most_accumulated(trainer: Any) -> int:
     """Returns of how many batches a step is made at most, in any epoch."""
-    schedulers = [c for c in trainer.callbacks if is_a("GradientAccumulationScheduler", c)]
-    scheduled = [number for each in schedulers for number in each.scheduling.values()]
+    scheduled = [number for each in _accumulation(trainer) for number in each.values()]
     most: int = max([trainer.accumulate_grad_batches, *scheduled])
     return most
+
+
+def _accumulation(trainer: Any) -> list[dict[int, int]]:
+    """Returns what the callbacks schedule: from which epoch on, of how many batches a step is."""
+    callbacks = trainer.callbacks
+    return [c.scheduling for c in callbacks if is_a("GradientAccumulationScheduler", c)]
 
 
 def is_accumulating(trainer: Any) -> bool:

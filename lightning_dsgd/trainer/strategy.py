@@ -71,7 +71,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     def __init__(self, algorithm: Algorithm, **given: Unpack[TrainerOptions]) -> None:
         name, table = type(self).__name__, self._table
         arguments.check(name, algorithm, table, given)
-        chosen = options.choose(name, table, arguments.ours(given))
+        chosen = options.choose(name, table, arguments.without_the_trainers(given))
         self._data = chosen.get("data", "equal")
         options.check_data(self._data, algorithm)
         algorithm.check_hyperparameters()

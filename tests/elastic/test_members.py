@@ -59,7 +59,7 @@ class Untrained(ChangingMembers):
 
 
 class UntrainedTrainer(Untrained, TrainerMembers):
-    """Of the Trainer."""
+    """Train nothing under the Trainer."""
 
 
 def entered(net: Any, session: Session[Any]) -> Any:
@@ -71,7 +71,7 @@ def entered(net: Any, session: Session[Any]) -> Any:
 
 
 def members(net: Any, meeting: Meeting | None = None) -> Untrained:
-    """Of no face."""
+    """The ranks of a session that no face leads."""
     made = Untrained(meeting or Meeting(CHOSEN, print), None)
     made.can_be_joined = True  # type: ignore[misc]
     return entered(net, Session(made))
