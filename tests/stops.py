@@ -28,8 +28,17 @@ def descendants(pid: int) -> list[int]:
     return children + [each for child in children for each in descendants(child)]
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped already, as a test that loses a rank may have stopped it."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 def stop_for(pid: int, seconds: float, is_over: threading.Event) -> None:
-    """Stops a process, unless it has ended, and has it go on after so many seconds."""
+    """Stops a process that runs, and has it go on after so many seconds."""
+    if is_stopped(pid):
+        return  # it would go on too, when the seconds are over
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         try:
