@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_dsgd.transport.simulated import POLL_S, SimulatedWorld
+from lightning_dsgd.transport import ANY, LaneStopped
+from lightning_dsgd.transport.simulated import POLL_S, RankFailed, SimulatedWorld
 
 KB = torch.zeros(1000, dtype=torch.uint8)  # 1 s at 1,000 bytes a second
 EMPTY = KB[:0]
@@ -101,3 +102,21 @@ def test_an_error_of_another_library_is_the_ranks_own_if_no_rank_is_lost():
         return net.now()
 
     assert SimulatedWorld(2, heartbeat_timeout_s=5.0).run(fn) == [5.0, 5.0]
+
+
+def test_lanes_that_outlive_their_rank_are_a_failure():
+    def lane(net):
+        try:
+            net.recv(KB, ANY).wait()
+        except LaneStopped:
+            stopped.append(net.rank)
+            raise
+
+    def fn(net):
+        net.spawn_lane(lane, "server")
+        net.compute(1.0)
+
+    stopped: list[int] = []
+    with pytest.raises(RankFailed, match="returned without stopping its lanes:\n  server-1: waits"):
+        SimulatedWorld(2).run(fn)
+    assert stopped == [0, 1]

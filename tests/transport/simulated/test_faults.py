@@ -106,30 +106,6 @@ def test_messages_that_had_not_left_die_with_their_sender():
     assert world.outcomes(fn)[1] == [1.5, 2.5]
 
 
-def test_a_delayed_rank_is_late_and_nothing_else_changes():
-    on_time = SimulatedWorld(4).run(steps)
-    world = SimulatedWorld(4)
-    world.delay(1, 2.5, 7.0)
-    assert on_time == [10.0] * 4
-    assert world.run(steps) == [17.0] * 4
-
-
-def test_a_delay_strikes_a_rank_that_waits():
-    def fn(net):
-        if net.rank == 0:
-            net.compute(2.0)
-            net.send(KB, 1)
-        else:
-            net.recv(KB, 0).wait()
-        return net.now()
-
-    world = SimulatedWorld(2)
-    world.delay(1, 1.0, 0.5)
-    assert world.run(fn) == [2.0, 2.0]
-    world.delay(1, 1.25, 9.0)
-    assert world.run(fn) == [2.0, 10.5]
-
-
 def test_a_dropped_rank_is_lost_after_the_heartbeat_timeout():
     def fn(net):
         try:

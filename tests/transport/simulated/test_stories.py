@@ -1,0 +1,160 @@
+"""What takes how long in a simulated world: stories of its ranks, and the times that they note.
+
+A story is a list of steps: `compute 2` for 2 s, `work 1` on a core of the machine, `send 1 1000` to
+rank 1 so many bytes (of a dtype), `recv 1` or `recv any`, `sum` with all, `now`.  The time is noted
+where a step waits or is `now`, with the rank that a message of `any` has come from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.transport import ANY
+from lightning_dsgd.transport.simulated import Costs, Nodes, SimulatedWorld
+
+HALF_S = {"latency_s": 0.5, "bandwidth_bytes_s": 1000.0}
+MB_S = {"bandwidth_bytes_s": 1e6}
+ADDS = {**MB_S, "costs": Costs(cores=1, ranks=1, add_s_per_byte=1e-6, unpack_s_per_byte=2e-6)}
+INSIDE = {"latency_s": 0.0, "bandwidth_bytes_s": 1e8}
+TEN_STEPS = "; ".join(["compute 1; sum"] * 10)
+PAIRS = ["send 1 1000000; now", "recv 0", "send 3 1000000; now", "recv 2"]
+
+Row = tuple[dict[str, Any], list[str], list[list[Any]]]
+STORIES: dict[str, Row] = {
+    "a message takes the latency, and its bytes over the bandwidth": (
+        {"latency_s": 0.125, "bandwidth_bytes_s": 1000.0},
+        ["compute 2; send 1 1000; now; recv 1", "recv 0; now; compute 0.25; send 0 500"],
+        [[2.0, 3.125 + 0.25 + 0.5 + 0.125], [3.125, 3.125]],
+    ),
+    "a link sends one message at a time": (
+        *(HALF_S, ["send 1 1000; send 2 1000; send 3 1000; now", *["recv 0"] * 3]),
+        [[0.0], [1.5], [2.5], [3.5]],
+    ),
+    "a link receives one message at a time": (
+        HALF_S,
+        [
+            "recv any; recv any; recv any",
+            *(f"compute {rank / 4}; send 0 1000" for rank in (1, 2, 3)),
+        ],
+        [[(1, 1.75), (2, 2.75), (3, 3.75)], [], [], []],
+    ),
+    "a link sends and receives at once": (
+        *(HALF_S, ["send 1 1000; recv 1", "send 0 1000; recv 0"], [[1.5], [1.5]]),
+    ),
+    # Rank 0's third message leaves at 2 s; rank 2's to the same receiver comes long before it.
+    "a queue at one link does not hold up another": (
+        {"bandwidth_bytes_s": 1000.0},
+        [
+            *("send 1 1000; send 1 1000; send 3 1000", "recv 0; recv 0"),
+            *("compute 0.5; send 3 1000", "recv any; recv any"),
+        ],
+        [[], [1.0, 2.0], [], [(2, 1.5), (0, 3.0)]],
+    ),
+    "a shared link carries one message at a time": (
+        HALF_S | {"shared_link": True},
+        [f"send {rank ^ 1} 1000; recv {rank ^ 1}" for rank in range(4)],
+        [[2.5], [1.5], [4.5], [3.5]],
+    ),
+    "any takes the message that was first at the receiver's link": (
+        {"bandwidth_bytes_s": 1000.0},
+        ["recv any; recv any", "send 0 4000", "compute 0.5; send 0 1000"],
+        [[(1, 4.0), (2, 5.0)], [], []],
+    ),
+    "any takes what arrives first and not what was sent first": (
+        {"latency_s": 1.0, "bandwidth_bytes_s": 1000.0, "delays": [(1, 0.0, 2.0)]},
+        ["recv any; recv any", "send 0 4000", "compute 0.5; send 0 1000"],
+        [[(2, 2.5), (1, 7.0)], [], []],
+    ),
+    "a delayed rank is late and nothing else changes": (
+        *({"delays": [(1, 2.5, 7.0)]}, [f"{TEN_STEPS}; now"] * 4),
+        [[1.0, 2.0, *(10.0 + n for n in range(8)), 17.0]] * 4,
+    ),
+    "a delay strikes a rank that waits": (
+        {"delays": [(1, 1.0, 0.5), (1, 1.25, 9.0)]},
+        ["compute 2; send 1 1000; now", "recv 0"],
+        [[2.0], [10.5]],
+    ),
+    "work on a message overlaps with its way": (
+        MB_S | {"costs": Costs(1, 1, send_s_per_byte=4e-7, receive_s_per_byte=5e-7)},
+        ["send 1 1000000; now", "recv 0"],
+        [[0.4], [1.0]],
+    ),
+    "numbers that arrive are added": (
+        *(ADDS, ["send 1 1000000 float32", "recv 0 float32"], [[], [2.0]]),
+    ),
+    "bytes that arrive are unpacked": (
+        *(ADDS, ["send 1 1000000 uint8", "recv 0 uint8"], [[], [3.0]]),
+    ),
+    "whole numbers that arrive are only received": (
+        *(ADDS, ["send 1 80 int64", "recv 0 int64"], [[], [8e-5]]),
+    ),
+    "one core": ({"costs": Costs(1, 4)}, ["work 1"] * 4, [[1], [2], [3], [4]]),
+    "two cores": ({"costs": Costs(2, 4)}, ["work 1"] * 4, [[1], [1], [2], [2]]),
+    "a core for each": ({"costs": Costs(4, 4)}, ["work 1"] * 4, [[1]] * 4),
+    "two machines": ({"costs": Costs(1, 2)}, ["work 1"] * 4, [[1], [2], [1], [2]]),
+    "no costs": ({}, ["work 1"] * 4, [[1]] * 4),
+    "a rank that waits for a core sends later": (
+        *({"latency_s": 0.25, "costs": Costs(1, 4, send_s=1.0)}, PAIRS),
+        [[1.0], [0.25], [2.0], [1.25]],
+    ),
+    "ranks of a node share its uplink": (
+        MB_S | {"nodes": Nodes(2, uplink_bytes_s=1e6, **INSIDE)},
+        ["send 2 1000000", "send 3 1000000", "recv 0", "recv 1"],
+        [[], [], [1.0], [2.0]],
+    ),
+    "an uplink may be faster than a rank's link": (
+        MB_S | {"nodes": Nodes(2, uplink_bytes_s=1e9, **INSIDE)},
+        ["send 2 1000000", "send 3 1000000", "recv 0", "recv 1"],
+        [[], [], [1.0], [1.001]],
+    ),
+    "messages within a node do not take its uplink": (
+        *(MB_S | {"nodes": Nodes(2, uplink_bytes_s=1e6, **INSIDE)}, PAIRS),
+        [[0.0], [0.01], [0.0], [0.01]],
+    ),
+}
+
+
+def live(net: Any, stories: list[str]) -> list[Any]:
+    noted: list[Any] = []
+    for step in filter(None, stories[net.rank].split("; ")):
+        verb, *rest = step.split()
+        if verb == "compute":
+            net.compute(float(rest[0]))
+        elif verb == "work":
+            net.work(float(rest[0]))
+        elif verb == "send":
+            dtype = getattr(torch, rest[2] if rest[2:] else "int8")
+            net.send(torch.zeros(int(rest[1]), dtype=torch.int8).view(dtype), int(rest[0]))
+        elif verb == "recv":
+            like = torch.empty(0, dtype=getattr(torch, rest[1] if rest[1:] else "int8"))
+            receipt = net.recv(like, ANY if rest[0] == "any" else int(rest[0]))
+            receipt.wait()
+        elif verb == "sum":
+            net.all_reduce(torch.ones(4)).wait()
+        if verb not in ("compute", "send"):
+            noted.append((receipt.source, net.now()) if step == "recv any" else net.now())
+    return noted
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_what_takes_how_long(story: str) -> None:
+    options, stories, expected = STORIES[story]
+    delays = options.get("delays", [])
+    world = SimulatedWorld(len(stories), **{k: v for k, v in options.items() if k != "delays"})
+    for delay in delays:
+        world.delay(*delay)
+    for noted, times in zip(world.run(live, stories), expected, strict=True):
+        assert [pytest.approx(each) for each in times] == noted
+
+
+def test_what_is_received_into_its_place_is_worked_on_too() -> None:
+    def to_all(net: Any) -> float:
+        net.broadcast(torch.zeros(250_000), 0).wait()
+        return float(net.now())
+
+    for placed_s_per_byte, expected in ((0.0, 1.0), (1e-6, 2.0)):
+        costs = Costs(1, 1, add_s_per_byte=3e-6, placed_s_per_byte=placed_s_per_byte)
+        assert SimulatedWorld(2, **MB_S, costs=costs).run(to_all)[1] == pytest.approx(expected)
