@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 
 from lightning_dsgd import STRATEGIES
+from tests.support.fits import Plain, Recorder
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
 
@@ -84,10 +85,52 @@ class Checkpointing(Regression):
         return ((self.net[1:](hidden) - batch[1]) ** 2).mean()
 
 
+def mixed_precision(name: str, folder: Path) -> Any:
+    losses = Recorder("train_loss")
+    options: dict[str, Any] = {"max_epochs": 5, "callbacks": [losses]}
+    model, _ = fit(name, Plain(0.01, 0.0), precision="bf16-mixed", **options)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert sum(losses.values[-8:]) < sum(losses.values[:8]) / 2
+    return model
+
+
 def true_precision(name: str, folder: Path) -> Any:
     for precision, dtype in (("64-true", torch.float64), ("bf16-true", torch.bfloat16)):
         model, _ = fit(name, precision=precision)
         assert {p.dtype for p in model.parameters()} == {dtype}
+    return model
+
+
+class Scheduled(Regression):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer, schedulers = super().configure_optimizers(), torch.optim.lr_scheduler
+        config = {"scheduler": schedulers.StepLR(optimizer, 1, gamma=0.5), "interval": self.kind}
+        if self.kind == "plateau":
+            limits: Any = {"factor": 0.5, "patience": 0, "threshold": 10.0}
+            plateau = schedulers.ReduceLROnPlateau(optimizer, threshold_mode="abs", **limits)
+            config = {"scheduler": plateau, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"] / self.lr)
+
+
+RATES = {
+    "step": [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32],
+    "epoch": [1, 1, 1 / 2, 1 / 2, 1 / 4, 1 / 4],
+    "plateau": [1, 1, 1, 1, 1 / 2, 1 / 2],
+}
+
+
+def schedulers(name: str, folder: Path) -> Any:
+    for kind, expected in RATES.items():
+        model, _ = fit(name, Scheduled(kind), loader(32), max_epochs=3)
+        assert model.rates == expected, kind
     return model
 
 
@@ -152,6 +195,36 @@ def limits(name: str, folder: Path) -> Any:
     assert run.global_step == 3
     model, run = fit(name, overfit_batches=2)
     assert run.global_step == 2
+    return model
+
+
+def max_steps(name: str, folder: Path) -> Any:
+    model, run = fit(name, max_steps=13, max_epochs=-1)
+    assert run.global_step == 13
+    return model
+
+
+def fit_twice(name: str, folder: Path) -> Any:
+    model, run = fit(name)
+    first, callbacks = weights(model), len(run.callbacks)
+    run.fit_loop.max_epochs = 3
+    run.fit(model, loader(), loader(32))
+    assert not torch.equal(weights(model), first)
+    assert (run.global_step, run.current_epoch, len(run.callbacks)) == (24, 3, callbacks)
+    return model
+
+
+class Skipping(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+    def on_train_epoch_end(self) -> None:
+        self.log("rank", float(self.global_rank), sync_dist=True)
+
+
+def skipped_epochs(name: str, folder: Path) -> Any:
+    model, run = fit(name, Skipping(), max_epochs=2)
+    assert (float(run.callback_metrics["rank"]), run.global_step) == (0.5, 6)
     return model
 
 
@@ -227,8 +300,10 @@ def fits(make: Callable[[], L.LightningModule] = Regression, **options: Any) -> 
 CASES: dict[str, Callable[[str, Path], Any]] = {
     "`GradientAccumulationScheduler`": accumulation_scheduler,
     "`configure_gradient_clipping`": own_clipping,
+    "Learning rate schedulers, by step, epoch or metric": schedulers,
     "`detect_anomaly=True`": fits(detect_anomaly=True),
     "Gradient checkpointing (`torch.utils.checkpoint`)": fits(Checkpointing),
+    "`bf16-mixed`": mixed_precision,
     "`bf16-true`, `64-true`": true_precision,
     "`configure_model`": fits(Configured),
     "Parametrizations (`weight_norm`)": parametrizations,
@@ -249,6 +324,9 @@ CASES: dict[str, Callable[[str, Path], Any]] = {
     "`ModelSummary`": fits(callbacks=[ModelSummary(2)], enable_model_summary=True),
     "`LambdaCallback`": lambda_callback,
     "`SpikeDetection`": spike_detection,
+    "`fit` called twice": fit_twice,
+    "`max_steps`": max_steps,
+    "`on_train_batch_start` that ends an epoch": skipped_epochs,
     "Profilers (`simple`, `advanced`)": lambda name, folder: [
         fit(name, profiler=p)[0] for p in ("simple", "advanced")
     ][1],
