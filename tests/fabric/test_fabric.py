@@ -21,14 +21,10 @@ from torch import Tensor, nn
 import lightning_dsgd as dsgd
 from lightning_dsgd import FabricStrategy
 from lightning_dsgd.fabric import twin
-from tests.plain.test_training import (
-    loader_of,
-    make,
-    make_plain,
-    mean_batch,
-    same,
-)
-from tests.support.fits import errors, run
+from tests.plain.test_training import loader_of, make, mean_batch
+from tests.session.test_faces import batches_of
+from tests.support.faces import FACES, Loop
+from tests.support.fits import Plain, errors, run, same
 from tests.support.models import weights
 from tests.support.mpi import ROOT, environment
 from tests.support.worlds import ParentWorld
@@ -146,27 +142,25 @@ def test_a_script_may_launch_again_once_it_has_finished() -> None:
     assert run(2, launch_twice) == [[2.0, 2.0]] * 2
 
 
-def clip_what_is_held_back() -> Tensor:
-    model, optimizer = make_plain()
-    fabric = fabric_of(dsgd.OkTopk(density=0.1))
-    before = weights(model)
-    net, optimizer = fabric.setup(model.net, torch.optim.SGD(model.parameters(), 0.02))
-    with fabric.strategy:
-        for x, y in loader_of(fabric.global_rank):
-            fabric.backward((net(x) - y).pow(2).mean())
-            fabric.clip_gradients(net, optimizer, clip_val=1e-9)
-            optimizer.step()
-            optimizer.zero_grad()
-    return weights(model) - before
+def clip_what_is_held_back() -> list[float]:
+    moved = []
+    for face in ("Trainer", "Fabric"):
+        model = Plain()
+        before = weights(model)
+        data = batches_of(dist.get_rank())
+        FACES[face](Loop(model, dsgd.OkTopk(density=0.1), data, clip=1e-9))
+        moved.append(float((weights(model) - before).abs().max()))
+    return moved
 
 
 def test_what_was_held_back_is_clipped_too() -> None:
-    assert max(float(change.abs().max()) for change in run(2, clip_what_is_held_back)) < 1e-6
+    for moved in run(2, clip_what_is_held_back):
+        assert max(moved) < 1e-6
 
 
 def train_apart_in_bf16() -> tuple[Tensor, set[torch.dtype], float, float]:
-    first, _ = make_plain()
-    second, _ = make_plain()
+    first, _ = make(Plain)
+    second, _ = make(Plain)
     fabric = fabric_of(dsgd.DPSGD(), precision="bf16-mixed")
     models = [fabric.setup_module(each.net) for each in (first, second)]
     optimizers = fabric.setup_optimizers(
@@ -220,12 +214,12 @@ def test_models_alone_are_saved_and_loaded_as_with_ddp(tmp_path: Path) -> None:
 
 
 def set_up_late() -> None:
-    model, optimizer = make_plain()
+    model, optimizer = make(Plain)
     fabric = fabric_of(dsgd.LocalSGD(4))
     net, optimizer = fabric.setup(model.net, optimizer)
     with fabric.strategy:
         steps(fabric, net, optimizer, [mean_batch(0)])
-        fabric.setup(*make_plain())
+        fabric.setup(*make(Plain))
 
 
 def consensus_of_nothing() -> None:
@@ -299,7 +293,7 @@ def launch_forks(folder: str) -> None:
 
 
 def train_in_fork(fabric: Any, folder: str) -> None:
-    model, optimizer = make_plain()
+    model, optimizer = make(Plain)
     net, optimizer = fabric.setup(model.net, optimizer)
     with fabric.strategy:
         steps(fabric, net, optimizer, loader_of(fabric.global_rank))
