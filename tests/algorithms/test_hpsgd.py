@@ -1,32 +1,24 @@
-"""HPSGD: Equations (1) and (2), each update once, no waiting, exact resume; simulated and real."""
+"""HPSGD: Equations (1) and (2), each update once, no waiting; simulated."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
-from lightning_dsgd import HPSGDStrategy
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
-from tests.support.fits import Seeded
-from tests.support.models import loader, trainer
 from tests.support.rank import Rank
 from tests.support.thorough import times
-from tests.support.worlds import FitWorld
 
 N = 24
 LR = 0.05
@@ -327,82 +319,3 @@ def test_standing_still_again_sends_three_words_and_changes_nothing() -> None:
     words = 3 * 2 / 3 * 2 * 8  # of each rank in the mean
     for before, after in ((0, 1), (1, 2)):
         assert sum(sent[after] - sent[before] for _, sent in ranks) == pytest.approx(3 * words)
-
-
-# ---- real processes ----
-
-
-def save_in_mid_epoch(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    keep = ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_top_k=-1)
-    run = trainer(
-        HPSGDStrategy(timeout_s=20.0), 2, max_epochs=1, enable_checkpointing=True, callbacks=[keep]
-    )
-    run.fit(Seeded(), loader())
-    shared = torch.load(Path(folder, "step=5.ckpt"), weights_only=True)
-    own = torch.load(
-        Path(folder, f"step=5.ckpt.replicas/rank_{run.global_rank:05d}.pt"), weights_only=True
-    )
-    return shared["state_dict"], own
-
-
-def test_a_save_in_the_middle_of_a_flight_holds_the_global_model(tmp_path: Path) -> None:
-    for shared, own in FitWorld().run(2, save_in_mid_epoch, str(tmp_path)):
-        for name, value in own["state_dict"].items():
-            if value.is_floating_point() and "running" not in name:
-                assert torch.equal(value, shared[name]), name
-        assert own["lightning_dsgd"]["algorithms"][0]["num_synced_steps"] == 5
-
-
-class Counters(L.LightningModule):
-    """Every update of rank r adds 1 to entry r of a global model.
-
-    `often` is updated twice a batch, `seldom` once in every other batch.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.often, self.seldom = (nn.Parameter(torch.zeros(4).double()) for _ in range(2))
-
-    def configure_optimizers(self) -> Any:
-        return SGD([self.often], lr=1.0), SGD([self.seldom], lr=1.0)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        often, seldom = self.optimizers()
-        draw = random.Random(f"{self.global_rank} {batch_idx}")
-        for optimizer, x, num_steps in (
-            (often, self.often, 2),
-            (seldom, self.seldom, batch_idx % 2),
-        ):
-            for _ in range(num_steps):
-                time.sleep(draw.choice([0.0, 0.003]))
-                optimizer.zero_grad()
-                self.manual_backward(-self.trainer.world_size * x[self.global_rank])
-                optimizer.step()
-
-
-def fit_counters(num_batches: tuple[int, ...], options: dict[str, Any]) -> list[list[float]]:
-    model, world_size = Counters(), len(num_batches)
-    run = trainer(
-        HPSGDStrategy(timeout_s=20.0, **options),
-        world_size,
-        max_epochs=3,
-        use_distributed_sampler=False,
-    )
-    run.fit(model, loader(8 * num_batches[run.global_rank]))
-    return [model.often.tolist(), model.seldom.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("num_batches", "max_local_steps"), [((3, 11), 1), ((11, 3), 2), ((9, 2, 5), 1)], ids=str
-)
-def test_no_gradient_of_two_optimizers_is_lost_with_uneven_batches(
-    num_batches: tuple[int, ...], max_local_steps: int
-) -> None:
-    options = {"max_local_steps": max_local_steps}
-    rest = [0.0] * (4 - len(num_batches))
-    often = [3.0 * 2 * num for num in num_batches] + rest
-    seldom = [3.0 * (num // 2) for num in num_batches] + rest
-    for counts in FitWorld().run(len(num_batches), fit_counters, num_batches, options):
-        for mine, expected in zip(counts, (often, seldom), strict=True):
-            assert mine == pytest.approx(expected, abs=1e-12)
