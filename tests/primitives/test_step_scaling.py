@@ -46,8 +46,10 @@ def make_steps(net: Any, num_steps: int, agreement: Tensor) -> tuple[Tensor, Ten
     return scaling.factors(), u, x - before
 
 
-def test_where_all_ranks_agree_steps_stay_as_they_are() -> None:
-    for factors, u, scaled in SimulatedWorld(4).run(make_steps, 30, torch.ones(N)):
+@pytest.mark.parametrize(("world_size", "agreement"), [(4, 1.0), (1, 0.0)])
+def test_where_all_ranks_agree_steps_stay_as_they_are(world_size: int, agreement: float) -> None:
+    shared = torch.full((N,), agreement)
+    for factors, u, scaled in SimulatedWorld(world_size).run(make_steps, 30, shared):
         assert torch.equal(factors, torch.ones(21))
         torch.testing.assert_close(scaled, u, rtol=0, atol=1e-5)
 
@@ -94,12 +96,6 @@ def test_a_rank_whose_steps_have_no_size_keeps_its_weights() -> None:
     for x, factors in ranks:
         assert x.isfinite().all()
         assert factors.isfinite().all()
-
-
-def test_one_rank_alone_is_not_scaled() -> None:
-    [(factors, u, scaled)] = SimulatedWorld(1).run(make_steps, 3, torch.zeros(N))
-    assert torch.equal(factors, torch.ones(21))
-    torch.testing.assert_close(scaled, u, rtol=0, atol=1e-6)
 
 
 class Recorded(StepScaling):

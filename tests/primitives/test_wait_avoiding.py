@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import threading
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.primitives import topology
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding
 from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.support.fits import some_now
 from tests.support.rank import Rank
 from tests.support.thorough import times
 
@@ -119,27 +119,6 @@ def test_every_version_is_executed_once_in_order_by_every_rank(seeds: range) -> 
             check_schedule(seed)
         except Exception as error:
             raise AssertionError(f"replay with check_schedule({seed}): {error}") from error
-
-
-def steady(net: Any, sync_period: int) -> list[int]:
-    """All ranks have as many steps, at random speeds."""
-    chance = random.Random(net.rank)
-    member = Recorder(net, 2, sync_period)
-    engine = WaitAvoiding(net, member, Grace(net, 0.0))
-    for version in range(4 * sync_period):
-        net.compute(chance.choice([0.1, 0.1, 0.9]))
-        engine.arrive(version)
-    assert engine.settle() == 4 * sync_period
-    engine.stop()
-    return member.staleness
-
-
-@pytest.mark.parametrize(("world_size", "sync_period"), [(2, 4), (5, 1), (8, 10)])
-def test_staleness_stays_below_the_period(world_size: int, sync_period: int) -> None:
-    for staleness in SimulatedWorld(world_size, latency_s=1e-3).run(steady, sync_period):
-        assert min(staleness) >= 0
-        assert max(staleness) < sync_period or sync_period == 1
-        assert staleness[sync_period - 1 :: sync_period] == [0] * 4
 
 
 def take_sums(net: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
@@ -347,19 +326,6 @@ def test_rounded_sums_are_rounded_from_the_first_on() -> None:
         assert fewer < most / 3
 
 
-@pytest.mark.parametrize(
-    ("world_size", "size"), [(1, 1), (2, 2), (3, 2), (4, 2), (8, 4), (12, 4), (16, 4)]
-)
-def test_groups_have_as_many_members_as_is_said(world_size: int, size: int) -> None:
-    def start(net: Any) -> int:
-        algorithm = WAGMA()
-        algorithm.start(net, torch.zeros(1))
-        algorithm.stop()
-        return algorithm.size
-
-    assert set(SimulatedWorld(world_size).run(start)) == {size}
-
-
 def evaluate_long(net: Any, make: Any) -> float:
     """How long the second step after an evaluation takes, in which rank 1 is late by a second."""
     rank = Rank(net, make(), torch.zeros(3))
@@ -399,27 +365,25 @@ def widest(trails: list[list[tuple[float, float]]], begin: float, end: float) ->
     return max(widths)
 
 
-@pytest.mark.parametrize("situation", ["back to back", "one slow rank", "both"])
-def test_with_overlap_the_ranks_stay_together(situation: str) -> None:
+# How long steps are on the slow rank, bytes a second, periods, and the bound for what they part by.
+APART: dict[str, tuple[float, float, dict[str, Any], int]] = {
+    "back to back": (0.1, 1e3, {"overlap": True}, 30),
+    "one slow rank": (0.3, 1e6, {"overlap": True}, 30),
+    "both": (0.3, 1e3, {"overlap": True}, 30),
+    "seldom": (0.3, 1e3, {"group_period": 5}, 20),
+    "seldom, with overlap": (0.3, 1e3, {"group_period": 5, "overlap": True}, 30),
+}
+
+
+@some_now("situation", APART, now=("one slow rank", "seldom"))
+def test_the_ranks_stay_together(situation: str) -> None:
     """Where a sum takes as long as three steps, and where one rank is always late."""
-    step_s = [0.1] * 7 + [0.1 if situation == "back to back" else 0.3]
-    bandwidth = 1e6 if situation == "one slow rank" else 1e3
+    slow_s, bandwidth, options, periods = APART[situation]
     world = SimulatedWorld(8, latency_s=1e-3, bandwidth_bytes_s=bandwidth)
-    trails = world.run(drift, lambda: WAGMA(overlap=True, sync_period=10), step_s)
+    trails = world.run(drift, lambda: WAGMA(sync_period=10, **options), [0.1] * 7 + [slow_s])
     early, late = widest(trails, 0.1, 0.5), widest(trails, 0.5, 1.0)
     assert late <= 1.1 * early  # it does not grow
-    assert late < 7 * 30  # what the outermost of eight part by in three periods
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_ranks_that_average_seldom_stay_together(overlap: bool) -> None:
-    """The bound is that of a period without averages, on a slow link and with a slow rank."""
-    world = SimulatedWorld(8, latency_s=1e-3, bandwidth_bytes_s=1e3)
-    make = partial(WAGMA, sync_period=10, group_period=5, overlap=overlap)
-    trails = world.run(drift, make, [0.1] * 7 + [0.3])
-    early, late = widest(trails, 0.1, 0.5), widest(trails, 0.5, 1.0)
-    assert late <= 1.1 * early
-    assert late < 7 * (30 if overlap else 20)
+    assert late < 7 * periods  # what the outermost of eight part by in so many steps
 
 
 def count_messages(net: Any, group_period: int) -> list[int]:
@@ -477,9 +441,9 @@ def test_with_overlap_only_ranks_that_are_a_period_ahead_wait(world_size: int) -
     assert end <= max(end for _, end in blocking)
 
 
-def staleness_with_overlap(net: Any, seed: int, sync_period: int, group_size: int) -> int:
+def staleness(net: Any, seed: int, sync_period: int, overlap: bool) -> int:
     chance = random.Random(f"{seed}/{net.rank}")
-    algorithm = WAGMA(group_size=group_size, sync_period=sync_period, overlap=True)
+    algorithm = WAGMA(group_size=2, sync_period=sync_period, overlap=overlap)
     rank = Rank(net, algorithm, torch.zeros(2).double())
     for _ in range(5 * sync_period):
         rank.step(seconds=chance.choice([0.01, 0.1, 0.1, 2.0]))
@@ -488,9 +452,10 @@ def staleness_with_overlap(net: Any, seed: int, sync_period: int, group_size: in
 
 
 @pytest.mark.parametrize("sync_period", [1, 3])
-def test_with_overlap_staleness_stays_below_the_period(sync_period: int) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_staleness_stays_below_the_period(overlap: bool, sync_period: int) -> None:
     worst = [
-        max(SimulatedWorld(size, latency_s=0.05).run(staleness_with_overlap, seed, sync_period, 2))
+        max(SimulatedWorld(size, latency_s=0.05).run(staleness, seed, sync_period, overlap))
         for seed in range(8)
         for size in (2, 4, 7)
     ]
