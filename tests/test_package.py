@@ -82,7 +82,7 @@ LIBRARIES = {
     "transport.process_group transport.rendezvous sharded trainer tasks.language fabric lab",
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
-    f"pytorch_lightning cli tasks elastic.claimed {LAB_ON_RANKS}",
+    f"pytorch_lightning cli tasks elastic.claimed elastic.taken_over {LAB_ON_RANKS}",
     "torchmetrics": "elastic trainer tasks",
     "numpy": "elastic.claimed primitives session tasks",
     "triton": "primitives.sparse_triton",

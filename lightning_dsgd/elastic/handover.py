@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dsgd.elastic import taken_over
 from lightning_dsgd.session import record
-from lightning_dsgd.trainer import seams
 from lightning_dsgd.transport import Transport
 
 _SIZE = torch.zeros(1, dtype=torch.int64)
@@ -27,7 +27,7 @@ _SIZE = torch.zeros(1, dtype=torch.int64)
 def give(net: Transport, newcomers: Sequence[int], trainer: Any, session: dict[str, Any]) -> None:
     """Gives this rank's state to these ranks of the view."""
     state = {
-        "checkpoint": seams.state_before_batch(trainer),
+        "checkpoint": taken_over.state_before_batch(trainer),
         "random_states": record.random_states(),
         "session": session,
     }

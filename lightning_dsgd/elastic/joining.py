@@ -48,7 +48,7 @@ from torchmetrics import Metric
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.elastic import handover
+from lightning_dsgd.elastic import handover, taken_over
 from lightning_dsgd.elastic.changes import ChangingMembers
 from lightning_dsgd.elastic.entrance import make_group_of_one
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
@@ -204,8 +204,8 @@ class TrainerMembers(ChangingMembers):
             self._hand_over(view.sub("state"), self._first_of_old(), new)
         if self.session.takes_part and self.session.training.claimed is None:
             self._num_unread += len(lost) * _num_left(trainer)
-        if view.rank == 0 and self.session.rank != 0 and seams.logs_nothing():
-            seams.take_over_logs(trainer, self._versions, f"view_{view.number}")
+        if view.rank == 0 and self.session.rank != 0 and taken_over.logs_nothing():
+            taken_over.take_over_logs(trainer, self._versions, f"view_{view.number}")
 
     def _first_of_old(self) -> int:
         """Returns the first of the view's ranks that is no newcomer."""
@@ -257,7 +257,7 @@ class TrainerMembers(ChangingMembers):
                 "changes_s": self._changes_s,
                 "divided_for": self._divided_for,
                 "division": self._division and self._division[0],
-                "loaders": seams.loaders_of(training.trainer),
+                "loaders": taken_over.loaders_of(training.trainer),
                 "claimed": None if training.claimed is None else training.claimed.counts(),
             }
             handover.give(net, newcomers, training.trainer, session)
@@ -286,7 +286,7 @@ class TrainerMembers(ChangingMembers):
         assert training is not None
         if training.claimed is not None:
             return [training.trainer.current_epoch]
-        return seams.position(training.trainer)
+        return taken_over.position(training.trainer)
 
     def _newcomers(self) -> list[int]:
         view = self.calls.view
@@ -331,11 +331,11 @@ class TrainerMembers(ChangingMembers):
         self._trainer = training.trainer
         if self.session.takes_part:
             self._divided_for = training.trainer.current_epoch
-            versions = json.dumps(seams.log_versions(training.trainer))
+            versions = json.dumps(taken_over.log_versions(training.trainer))
             self._versions = json.loads(self.session.text_of_rank_0(versions))
             super().begin()
         else:
-            seams.have_loaders_as(training.trainer, self._state["session"]["loaders"])
+            taken_over.have_loaders_as(training.trainer, self._state["session"]["loaders"])
             self.session.forgive_others()
 
     def end_epoch(self) -> None:
@@ -351,7 +351,7 @@ class TrainerMembers(ChangingMembers):
                 self._division = view.world_size, view.rank
             else:
                 self._division = now.num_replicas, now.members.index(view.rank)
-            seams.make_loaders_again(training.trainer)
+            taken_over.make_loaders_again(training.trainer)
 
     def _left_undone(self) -> str:
         return f": about {self._num_unread} batches of lost ranks were left in their epochs"
