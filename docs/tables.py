@@ -13,10 +13,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.catalogue import BRIEF, markdown
 from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.bench import target_tables
 from lightning_dsgd.lab.bench.situations import SITUATIONS
+from lightning_dsgd.lab.catalogue import BRIEF, markdown
 from lightning_dsgd.lab.in_force import measured_with
 from lightning_dsgd.lab.results import text
 

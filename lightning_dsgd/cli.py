@@ -47,12 +47,6 @@ def main(args: Sequence[str] | None = None) -> None:
     # Lightning's parser also takes options before the command: `--config FILE fit`.
     if not given or given[0] in ("-h", "--help") or not given[0].startswith("-"):
         command = _parser().parse_args(given[:1] or ["--help"]).command
-        if command == "strategies":
-            _show_strategies(given[1:])
-            return
-        if command == "doctor":
-            _examine(given[1:])
-            return
         if command in wings.COMMANDS:
             # Lazily: `--help` of another command needs none of it.
             try:
@@ -72,42 +66,6 @@ def _find_the_users_modules() -> None:
     folder = os.getcwd()
     if not sys.flags.safe_path and folder not in sys.path:
         sys.path.insert(0, folder)
-
-
-def _show_strategies(args: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="lightning-dsgd strategies")
-    parser.add_argument(
-        "name", nargs="?", help="show the hyperparameters, rule and cost of this strategy"
-    )
-    parser.add_argument(
-        "--markdown",
-        metavar="PAGES",
-        help="print a Markdown table that links to the pages in this folder",
-    )
-    given = parser.parse_args(args)
-    from lightning_dsgd import catalogue  # loads torch
-
-    if given.markdown is not None:
-        print(catalogue.markdown(given.markdown))
-    elif given.name is None:
-        print(catalogue.table())
-        print("\nDetails of one: lightning-dsgd strategies NAME")
-    else:
-        try:
-            print(catalogue.describe(given.name))
-        except ValueError as error:
-            parser.error(str(error))
-
-
-def _examine(args: list[str]) -> None:
-    from lightning_dsgd import doctor
-
-    argparse.ArgumentParser(
-        prog="lightning-dsgd doctor",
-        description=doctor.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(args)
-    print(doctor.report(doctor.examine()))
 
 
 def _parser() -> argparse.ArgumentParser:

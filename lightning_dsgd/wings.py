@@ -17,6 +17,8 @@ WINGS: Final = {
 }
 """Each wing, a folder of the package, and what it does."""
 COMMANDS: Final = {
+    "strategies": "lab.strategies",
+    "doctor": "lab.doctor",
     "bench": "lab.bench.command",
     "simulate": "lab.simulate.command",
     "probe": "lab.probe.command",

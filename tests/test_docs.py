@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import lightning_dsgd
-from lightning_dsgd import catalogue
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.lab import catalogue
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.browser import chromium

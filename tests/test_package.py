@@ -37,7 +37,6 @@ CORE = {
     "algorithm": "agreement hyperparameters transport",
     "primitives": "agreement algorithm devices hyperparameters transport",
     "algorithms": "agreement algorithm devices hyperparameters primitives transport",
-    "catalogue": "algorithm algorithms hyperparameters",
     "replica": "agreement algorithm devices primitives transport",
     "session": "agreement algorithm devices hyperparameters keywords primitives replica transport "
     "wings",
@@ -48,8 +47,7 @@ CORE = {
     "fabric": "algorithm algorithms keywords plain session trainer transport wings",
     "pytorch_lightning": "keywords trainer",
     "tasks": "",
-    "doctor": "devices wings",
-    "cli": "catalogue doctor trainer wings",
+    "cli": "trainer wings",
     "__main__": "cli",
     PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport wings "
     "sharded",  # a public name, which type checkers alone import there
@@ -276,7 +274,7 @@ def test_the_import_loads_neither_torch_nor_lightning() -> None:
 
 
 def test_the_core_loads_no_lightning() -> None:
-    core = "algorithms, catalogue, session.session, session.meeting, transport.simulated"
+    core = "algorithms, session.session, session.meeting, transport.simulated"
     modules = ", ".join(f"lightning_dsgd.{name.strip()}" for name in core.split(","))
     code = f"import sys, {modules}; print('lightning' in sys.modules)"
     assert said_by(code) == "False\n"

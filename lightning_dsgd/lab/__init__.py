@@ -1,5 +1,7 @@
 """The laboratory: what measures, predicts and draws trainings; no training needs it.
 
+    strategies  the table of strategies, from their `catalogue`
+    doctor      what works on this machine
     probe       what messages and sums cost on this cluster
     simulate    how fast a strategy would be, on many ranks
     advise      which strategy is fastest, from what `probe` and `StepTrace` recorded

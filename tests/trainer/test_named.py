@@ -45,7 +45,7 @@ BAD = ALGORITHM.replace("patience: int", "timeout_s: int")  # an option of every
 
 LOOK = """
 import lightning, pytorch_lightning, lightning_dsgd, runpy, sys
-from lightning_dsgd import catalogue
+from lightning_dsgd.lab import catalogue
 from lightning_dsgd.cli import main
 for name, title in (("newcomer", "Newcomer"), ("theirs", "Theirs")):
     for package in (lightning, pytorch_lightning):

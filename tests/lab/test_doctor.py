@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dsgd import doctor
 from lightning_dsgd.cli import main
-from lightning_dsgd.doctor import Finding
+from lightning_dsgd.lab import doctor
 from lightning_dsgd.lab.bench import network
+from lightning_dsgd.lab.doctor import Finding
 
 
 @pytest.fixture(autouse=True)

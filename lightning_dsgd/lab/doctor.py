@@ -6,6 +6,7 @@ so many seconds.  Nothing here raises: what a check could not find out is what i
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_dsgd import wings
+from lightning_dsgd.lab.bench import network
 
 CHILD_TIMEOUT_S: Final = 90.0
 
@@ -80,6 +81,16 @@ class Finding:
     works: bool
     found: str
     advice: str = ""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the report."""
+    argparse.ArgumentParser(
+        prog="lightning-dsgd doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args(argv)
+    print(report(examine()))
 
 
 def examine() -> list[Finding]:
@@ -231,7 +242,6 @@ def launcher() -> list[Finding]:
 
 def emulated_networks() -> list[Finding]:
     """Examines whether `bench --network` can emulate links, and their latency."""
-    network = wings.load("lab.bench.network", "a check of emulated networks")
     reason = network.why_not()
     if reason:
         advice = "`bench --network` then measures over loopback, and says so"
