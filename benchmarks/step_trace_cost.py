@@ -27,7 +27,7 @@ from lightning_dsgd import StepTrace
 from lightning_dsgd.lab.bench import contestants
 from lightning_dsgd.lab.bench.cells import Cell, finish
 from lightning_dsgd.lab.bench.job import Job
-from lightning_dsgd.timeline.recorder import Recorder
+from lightning_dsgd.lab.timeline.recorder import Recorder
 
 RANKS = 2
 CALLS = {"2 ranks": 2, "64 ranks": 126}

@@ -40,28 +40,27 @@ CORE = {
     "replica": "agreement algorithm devices primitives transport",
     "session": "agreement algorithm devices hyperparameters keywords primitives replica transport "
     "wings",
-    "timeline": "agreement transport",
     "plain": "agreement algorithm devices keywords replica session transport wings",
     "trainer": "agreement algorithm algorithms devices hyperparameters keywords replica session "
-    "stragglers timeline transport wings",
+    "stragglers transport wings",
     "fabric": "algorithm algorithms keywords plain session trainer transport wings",
     "pytorch_lightning": "keywords trainer",
     "tasks": "",
     "cli": "trainer wings",
     "__main__": "cli",
     PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport wings "
-    "sharded",  # a public name, which type checkers alone import there
+    "sharded lab",  # public names, which type checkers alone import there
 }  # fmt: skip
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
-    "stragglers tasks timeline trainer transport",
+    "stragglers tasks trainer transport",
     "sharded": "agreement algorithm keywords replica session trainer transport",
     "elastic": "agreement algorithm replica session trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (
     "lab.advise.verify_cell lab.probe.ranks lab.bench.peer lab.bench.contestants "
-    "lab.bench.throughput_cell lab.bench.convergence_cell"
+    "lab.bench.throughput_cell lab.bench.convergence_cell lab.timeline.step_trace"
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
@@ -84,11 +83,11 @@ LIBRARIES = {
     "torchmetrics": "elastic trainer tasks",
     "numpy": "elastic.claimed primitives session tasks",
     "triton": "primitives.sparse_triton",
-    "wandb": "trainer.step_trace trainer.loggers lab",
+    "wandb": "trainer.loggers lab",
     "PIL gymnasium sklearn": "tasks lab",
     "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
     "torch": "agreement algorithm algorithms buffers devices elastic fabric lab plain primitives "
-    "replica session sharded tasks timeline trainer transport",
+    "replica session sharded tasks trainer transport",
 }
 
 

@@ -8,6 +8,7 @@
     bench       strategies side by side, measured
     epochs      how simulated ranks are dealt batches
     in_force    which hyperparameters a result was measured with
+    timeline    what each rank records of its time: the callback `StepTrace`
     drawing     where a run's time went: the command `timeline`
     results     how they write what they have measured
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_dsgd.lab.drawing.spans import NOBODY, Span, Track, tracks, union
-from lightning_dsgd.timeline.trace import Trace, missing_ranks, read_folder
+from lightning_dsgd.lab.timeline.trace import Trace, missing_ranks, read_folder
 
 # Okabe and Ito chose these colours, which the colour-blind tell apart; computation is pale, as
 # computing is what a rank should do.

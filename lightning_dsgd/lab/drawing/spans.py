@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_dsgd.timeline.recorder import ALL
-from lightning_dsgd.timeline.trace import Step, Trace
+from lightning_dsgd.lab.timeline.recorder import ALL
+from lightning_dsgd.lab.timeline.trace import Step, Trace
 
 KINDS: Final = ("compute", "fetch", "wait", "exchange", "evaluate", "serve", "late")
 """What a rank does; the last two happen beside the others."""

@@ -23,9 +23,9 @@ from lightning_dsgd import devices
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.lab.probe.cluster import Cluster, Link, Processor
+from lightning_dsgd.lab.timeline.clocks import boot_id
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
-from lightning_dsgd.timeline.clocks import boot_id
 from lightning_dsgd.transport import Transport
 
 MOST_PAIRS: Final = 6

@@ -38,11 +38,11 @@ from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
 from lightning_dsgd.lab import epochs
 from lightning_dsgd.lab.epochs import EQUAL, Epochs
 from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.timeline.recorder import Recorder
 from lightning_dsgd.primitives import rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, evenly
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.primitives.sparse import HEADER_BYTES
-from lightning_dsgd.timeline.recorder import Recorder
 from lightning_dsgd.transport.simulated import (
     Costs,
     Nodes,

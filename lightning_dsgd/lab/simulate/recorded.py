@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from lightning_dsgd.timeline.trace import missing_ranks, read_folder
+from lightning_dsgd.lab.timeline.trace import missing_ranks, read_folder
 
 LEAST_STEPS: Final = 5
 """The least steps of every rank; the first, which warms up, is left out."""

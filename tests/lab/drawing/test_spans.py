@@ -10,10 +10,10 @@ import pytest
 from lightning_dsgd.lab.drawing.spans import NOBODY, Track, tracks, union
 from lightning_dsgd.lab.simulate.machines import MACHINES
 from lightning_dsgd.lab.simulate.model import run
+from lightning_dsgd.lab.timeline.recorder import ALL
+from lightning_dsgd.lab.timeline.trace import read_folder
 from lightning_dsgd.stragglers import delayed_ranks
-from lightning_dsgd.timeline.recorder import ALL
-from lightning_dsgd.timeline.trace import read_folder
-from tests.timeline.support import record
+from tests.lab.timeline.support import record
 
 
 def drawn(folder: Path) -> list[Track]:

@@ -17,7 +17,7 @@ from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.recorded import Recorded
 from lightning_dsgd.trainer.callbacks import StragglerInjector
 from tests.lab.probe.test_measure import everything, measure
-from tests.timeline.support import record
+from tests.lab.timeline.support import record
 
 PLAIN = Machine(latency_s=0.0, bandwidth_bytes_s=1e9, compute_s=0.1, num_params=25_000_000)
 """All weights take 0.1 s to send, as long as a step computes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.timeline.recorder import Recorder
+from lightning_dsgd.lab.timeline.recorder import Recorder
 
 
 class Clock:

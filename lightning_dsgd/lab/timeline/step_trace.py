@@ -18,9 +18,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_dsgd import wings
-from lightning_dsgd.timeline.clocks import boot_id, offset_to_rank_0
-from lightning_dsgd.timeline.recorder import ALL, DEFAULT_MB, Recorder
+from lightning_dsgd.lab.timeline.clocks import boot_id, offset_to_rank_0
+from lightning_dsgd.lab.timeline.recorder import ALL, DEFAULT_MB, Recorder
 from lightning_dsgd.trainer import seams
 
 _MOST_SPANS: Final = 200_000
@@ -202,15 +201,14 @@ class StepTrace(pl.Callback):
             for logger in loggers:
                 try:
                     self._give_timeline(logger)
-                except (ValueError, OSError, wings.WingMissing) as error:
+                except (ValueError, OSError) as error:
                     warnings.warn(f"the W&B run gets no timeline: {error}", stacklevel=2)
 
     def _give_timeline(self, logger: WandbLogger) -> None:
         import wandb
 
-        asked_for = "a W&B run's timeline"
-        picture = wings.load("lab.drawing.picture", asked_for)
-        page = wings.load("lab.drawing.page", asked_for)
+        from lightning_dsgd.lab.drawing import page, picture  # no other rank needs them
+
         run = picture.load(self.folder, most_spans=_MOST_SPANS)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "timeline.html")

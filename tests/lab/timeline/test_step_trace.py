@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import WandbLogger
 
 from lightning_dsgd import StepTrace, StragglerInjector
 from lightning_dsgd.lab.drawing.spans import tracks
-from lightning_dsgd.timeline.recorder import ALL
-from lightning_dsgd.timeline.trace import Trace, read_folder
+from lightning_dsgd.lab.timeline.recorder import ALL
+from lightning_dsgd.lab.timeline.trace import Trace, read_folder
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
 

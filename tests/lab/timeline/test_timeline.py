@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.timeline.clocks import boot_id, offset_to_rank_0
-from lightning_dsgd.timeline.recorder import MOST_SPANS, Recorder, file_of
-from lightning_dsgd.timeline.trace import missing_ranks, read_folder
+from lightning_dsgd.lab.timeline.clocks import boot_id, offset_to_rank_0
+from lightning_dsgd.lab.timeline.recorder import MOST_SPANS, Recorder, file_of
+from lightning_dsgd.lab.timeline.trace import missing_ranks, read_folder
 from lightning_dsgd.transport.simulated import SimulatedWorld
-from tests.timeline.support import record, recorder
+from tests.lab.timeline.support import record, recorder
 
 
 def lines(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ def test_a_full_file_ends_and_says_so(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from lightning_dsgd.timeline import recorder
+from lightning_dsgd.lab.timeline import recorder
 recorder.FLUSH_S = 0.0
 mine = recorder.Recorder(Path(sys.argv[1]), 0, 1, time.monotonic)
 for number in range(1, 1000):

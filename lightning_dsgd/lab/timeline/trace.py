@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.timeline.recorder import FORMAT
+from lightning_dsgd.lab.timeline.recorder import FORMAT
 
 Spans = tuple[tuple[float, float], ...]
 SpansOf = tuple[tuple[float, float, int], ...]
