@@ -167,7 +167,12 @@ ONE_SLOW = (0.02, 0.2, 0.02)
 
 @pytest.mark.parametrize(
     ("face", "name"),
-    [("Trainer", "popsgd"), ("Trainer", "allreduce"), ("plain", "no_sync"), ("Fabric", "no_sync")],
+    [
+        ("Trainer", "popsgd"),
+        pytest.param("Trainer", "allreduce", marks=pytest.mark.exhaustive),
+        ("plain", "no_sync"),
+        pytest.param("Fabric", "no_sync", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_slow_rank_is_named_by_rank_0_once(face: str, name: str, tmp_path: Path) -> None:
     said, *others = run(3, train, face, name, ONE_SLOW, str(tmp_path))
