@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_dsgd.cli import main
+from lightning_dsgd.lab.bench import target
 from lightning_dsgd.lab.results import write_result
 from lightning_dsgd.lab.simulate.machines import MACHINES
 from lightning_dsgd.lab.simulate.model import run
@@ -26,6 +29,8 @@ MEASURED = {
 REFUSED = {
     **{f"bench throughput {options}": said for options, said in MEASURED.items()},
     **{f"bench convergence {options}": said for options, said in MEASURED.items()},
+    "bench throughput --delay-on device": "--delay-on device needs --device cuda, got --device cpu",
+    "bench convergence --wandb project": "--wandb needs the package wandb, which is not installed",
     "bench target --strategies wagma": "must have allreduce",
     "bench target --strategies allreduce,none": "'none'",
     "bench target --strategies allreduce,popsgdd": "did you mean popsgd?",
@@ -43,6 +48,8 @@ REFUSED = {
     "bench target --stretch 0.5,2": "--stretch must hold 1",
     "bench target --jobs 0": "--jobs must be at least 1",
     "bench target --jobs 2 --real-ms 200": "1 with --real-ms",
+    "bench target --real-ms 0": "--real-ms must be positive, got --real-ms 0.0; try 200",
+    "bench target --real-ms 200 --task resnet": "--real-ms needs a network without BatchNorm",
     "bench report none.json": "none.json",
     "simulate --algorithms wagmas": "must be one of wagma, eager_sgd",
     "simulate --algorithms wagma:group_size=8 --ranks 4": "group_size must be at least 1 and no "
@@ -70,6 +77,8 @@ REFUSED = {
     "timeline trace --seconds 3:1": "--seconds must be two numbers",
     "timeline .": "record them with StepTrace",
 }
+if not torch.cuda.is_available():
+    REFUSED["bench throughput --device cuda"] = "cuda needs a GPU, got none that torch"
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +95,8 @@ def test_what_cannot_be_done_is_refused(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(target, "why_not", lambda: "")
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit) as end:
         main(command.split())
     assert end.value.code == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +145,3 @@ def test_it_says_where_it_extrapolates() -> None:
     assert "more than the 4 that were probed" in beyond[0]
     assert "probe two nodes" in beyond[1]
     assert "more than the 8 that were recorded" in beyond[2]
-
-
-def test_the_figures_of_a_table_fall_with_the_rate() -> None:
-    ranked = rank(FEW, machine("slow-link", 2e6), 4, 10)
-    assert all(a.slowest_steps_per_s >= b.slowest_steps_per_s for a, b in pairwise(ranked.rows))

@@ -9,31 +9,14 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd import hyperparameters
 from lightning_dsgd.lab.bench import contestants, throughput_cell
 from lightning_dsgd.lab.bench.convergence_cell import Paced
 from lightning_dsgd.lab.bench.run_cells import load, rank_of_this_process
-from lightning_dsgd.lab.bench.throughput_cell import Clock, Sleeper
+from lightning_dsgd.lab.bench.throughput_cell import Clock
 from lightning_dsgd.lab.bench.workloads import WORKLOADS
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import accelerator_of
 from tests.support.worlds import FakeFitWorld
-
-# ---- contestants ----
-
-
-def test_contestants_are_read_with_their_options() -> None:
-    assert hyperparameters.parse("wagma:overlap=true:grace_s=0.02:evaluate=local") == (
-        "wagma",
-        {"overlap": True, "grace_s": 0.02, "evaluate": "local"},
-    )
-    assert hyperparameters.parse("wagma:overlap=True:grace_s=None:rule=paper") == (
-        "wagma",
-        {"overlap": True, "grace_s": None, "rule": "paper"},
-    )
-    assert contestants.strategy("wagma:group_size=2").algorithm.group_size == 2
-    with pytest.raises(ValueError, match=r"one of .*ddp, .*wagma.* got 'wagner'"):
-        contestants.strategy("wagner")
 
 
 def test_a_group_of_one_node_can_be_measured() -> None:
@@ -93,16 +76,6 @@ def test_a_step_takes_at_least_so_long_and_the_pace_adds_nothing_to_a_longer_one
 
 
 # ---- the model and the clock of `bench throughput` ----
-
-
-def test_a_step_sleeps_and_every_weight_has_a_gradient() -> None:
-    model = Sleeper(params=100, compute_s=0.05)
-    begin = time.perf_counter()
-    model.training_step(None, 0).backward()
-    assert time.perf_counter() - begin >= 0.05
-    assert model.weight.numel() == 100
-    assert model.weight.grad is not None
-    assert model.weight.grad.count_nonzero() == 100
 
 
 def test_communication_is_counted_per_step() -> None:

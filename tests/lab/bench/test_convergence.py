@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,16 +32,6 @@ def test_convergence_counts_steps_and_seconds_to_the_target(tmp_path: Path) -> N
     assert result["summary"][0]["step_to_target"] == first["step"]
     report.main([str(tmp_path / "c.json"), "--output", str(tmp_path / "report")])
     assert (tmp_path / "report" / "c.png").stat().st_size > 10_000
-
-
-def test_without_wandb_it_ends_before_a_rank_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit) as end:
-        convergence.main(["--wandb", "project"])
-    assert end.value.code == 2
-    assert "--wandb needs the package wandb, which is not installed" in capsys.readouterr().err
 
 
 # ---- plots of result files ----

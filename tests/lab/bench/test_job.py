@@ -38,14 +38,6 @@ def job(tmp_path: Path, **settings: Any) -> Job:
     return Job(f"{CELLS_OF_TESTS}:say_rank", {"log": log, "mended": mended, **settings}, ranks=2)
 
 
-def test_job_collects_what_each_rank_says_of_each_cell(tmp_path: Path) -> None:
-    results = job(tmp_path).run(CELLS, tmp_path / "out.json")
-    assert results == [
-        {"number": n, "ranks": [{"square": n * n, "rank": rank} for rank in (0, 1)]}
-        for n in range(3)
-    ]
-
-
 def test_interrupted_job_goes_on_with_the_cells_that_are_missing(tmp_path: Path) -> None:
     failing = job(tmp_path, fails_at=2)
     with pytest.raises(SystemExit, match=r'ended with status 1 while measuring \{"number": 2}'):
@@ -53,8 +45,14 @@ def test_interrupted_job_goes_on_with_the_cells_that_are_missing(tmp_path: Path)
     (tmp_path / "log").unlink()
     (tmp_path / "mended").touch()
     results = failing.run(CELLS, tmp_path / "out.json")
-    assert [result["ranks"][1]["square"] for result in results] == [0, 1, 4]
+    assert results == [
+        {"number": n, "ranks": [{"square": n * n, "rank": rank} for rank in (0, 1)]}
+        for n in range(3)
+    ]
     assert (tmp_path / "log").read_text() == "2\n2\n"
+    (tmp_path / "log").unlink()
+    job(tmp_path, other=1).run(CELLS[:1], tmp_path / "out.json")  # other settings: none is known
+    assert (tmp_path / "log").read_text() == "0\n0\n"
 
 
 def test_a_rank_that_ends_badly_once_all_is_measured_is_told_of(
@@ -63,13 +61,6 @@ def test_a_rank_that_ends_badly_once_all_is_measured_is_told_of(
     results = job(tmp_path, ends_with=3).run(CELLS[:1], tmp_path / "out.json")
     assert [rank["square"] for rank in results[0]["ranks"]] == [0, 0]
     assert capfd.readouterr().err.count("ended with 3") == 2
-
-
-def test_cells_of_other_settings_are_not_taken_over(tmp_path: Path) -> None:
-    job(tmp_path).run(CELLS, tmp_path / "out.json")
-    (tmp_path / "log").unlink()
-    job(tmp_path, other=1).run(CELLS[:1], tmp_path / "out.json")
-    assert (tmp_path / "log").read_text() == "0\n0\n"
 
 
 @pytest.fixture

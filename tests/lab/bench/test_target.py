@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,11 @@ import pytest
 import torch
 
 from lightning_dsgd.lab.bench import report, target, target_cell, target_rows, target_tables
-from lightning_dsgd.lab.bench.cells import take_core
 from lightning_dsgd.lab.bench.network import why_not
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS, Networks
 from tests.support.bench import run_bench
+from tests.support.fits import some_now
 
 ROOT = Path(__file__).parents[3]
 
@@ -198,22 +196,6 @@ def test_interrupted_run_continues_with_the_cells_that_are_missing(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores cannot be chosen here")
-def test_workers_have_cores_of_their_own() -> None:
-    before = os.sched_getaffinity(0)
-    num_taken, found = multiprocessing.Value("i", 0), []
-    try:
-        for _ in range(len(before) + 1):
-            take_core(num_taken)
-            found.append(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, before)
-    finally:
-        os.sched_setaffinity(0, before)
-    assert [len(cores) for cores in found] == [1] * len(found)
-    assert set().union(*found[:-1]) == before
-    assert found[-1] == found[0]
-
-
 def test_several_jobs_give_the_same_result(tmp_path: Path) -> None:
     options = (
         "--strategies allreduce,popsgd --situations random --lrs 0.2,0.4 --seeds 1 --steps 4 "
@@ -239,7 +221,7 @@ def test_what_fills_up_sentences_counts_for_nothing() -> None:
     assert float(task.loss(1e3 * outputs, targets[:32])) == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@some_now("task", TASKS, now=("digits", "translation"))
 def test_gradients_of_several_ranks_are_those_of_each_alone(task: str) -> None:
     networks = Networks(TASKS[task], 3)
     inputs, targets, *_ = TASKS[task].examples(0)
@@ -252,14 +234,6 @@ def test_gradients_of_several_ranks_are_those_of_each_alone(task: str) -> None:
         loss = TASKS[task].loss(networks.module(batches[0][rank]), batches[1][rank])
         alone = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
         torch.testing.assert_close(together[rank], alone, rtol=1e-3, atol=1e-5)
-
-
-def test_a_cell_gives_the_same_result_twice() -> None:
-    one = {"situation": "random", "strategy": "wagma:overlap=true", "lr": 0.4, "seed": 1}
-    results = [target_cell.run(one, {"task": "digits", "steps": 8}) for _ in range(2)]
-    assert results[0] == results[1]
-    assert results[0]["step"][-1] == 8
-    assert results[0]["value"][-1] > 0.3
 
 
 def test_an_all_reduce_takes_three_steps_on_a_slow_link() -> None:
@@ -277,19 +251,6 @@ def test_ranks_wait_at_the_end_for_one_that_is_an_hour_behind(
     one = {"situation": "slow-rank", "strategy": "popsgd", "lr": 0.1, "seed": 0}
     result = target_cell.run(one, {"task": "digits", "steps": 6})
     assert result["seconds"][-1] > 3500
-
-
-def test_real_ranks_are_refused_where_they_cannot_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target, "why_not", lambda: "")
-    for options, says in (
-        ("--real-ms 0", "--real-ms must be positive, got --real-ms 0.0; try 200"),
-        ("--real-ms 200 --task resnet", "--real-ms needs a network without BatchNorm"),
-    ):
-        with pytest.raises(SystemExit):
-            run_bench(target, tmp_path / "t.json", options)
-        assert says in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_dsgd.lab.bench import network, report, throughput
 from tests.support.bench import run_bench
@@ -77,19 +76,3 @@ def test_the_table_has_the_rates_of_the_slowest_rank_and_of_the_mean() -> None:
         text = throughput.table([row], "ddp")
         assert "| steps/s (slowest rank) | steps/s (mean of ranks) |" in text
         assert f"| `ddp` | 2.00 | {mean} |" in text
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(
-    ("option", "value", "error"),
-    [
-        ("--device", "cuda", "cuda needs a GPU, got none that torch"),
-        ("--delay-on", "device", "--delay-on device needs --device cuda, got --device cpu; try"),
-    ],
-)
-def test_a_device_that_is_not_there_is_refused(
-    option: str, value: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        throughput.main([option, value, "--output", str(tmp_path / "never.json")])
-    assert error in capsys.readouterr().err

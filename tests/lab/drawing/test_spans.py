@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dsgd.lab.drawing.spans import NOBODY, Track, tracks, union
+from lightning_dsgd.lab.drawing.spans import NOBODY, Track, tracks
 from lightning_dsgd.lab.simulate.machines import MACHINES
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.timeline.recorder import ALL
@@ -77,7 +77,3 @@ def test_the_late_are_those_that_were_delayed(spec: str, tmp_path: Path) -> None
             assert all(span.who in delayed_ranks(0, step, 6, 2) for span in long if not late)
             waited = sum(span.end_s - span.begin_s for span in long)
             assert (waited < 0.05) if late else (0.29 < waited < 0.34)
-
-
-def test_union_joins_what_touches() -> None:
-    assert union([(2, 3), (0, 1), (0.5, 2), (4, 5)]) == [(0, 3), (4, 5)]

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dsgd.algorithms.oktopk import OkTopk
-from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.lab.simulate import model
 from lightning_dsgd.lab.simulate.machines import MACHINES, Machine, probed
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.recorded import Recorded
@@ -91,25 +88,6 @@ def test_the_bytes_of_sparse_messages_follow_the_density_and_not_the_stand_in() 
         assert done.bytes_sent == pytest.approx(expected, rel=0.25)
         local = run(f"oktopk:density={density}:local_steps=2", 8, PLAIN, 2)
         assert local.bytes_sent == pytest.approx(expected / 2, rel=0.25)
-
-
-def test_a_sparse_stand_in_has_entries_for_each_region() -> None:
-    for world_size in (4, 256):
-        n = model.stand_in(OkTopk(density=0.001), world_size, 10**9)
-        assert 0.001 * n >= world_size
-        assert n % world_size == 0
-    assert model.stand_in(WAGMA(), 6, 10**9) % 6 == 0
-    assert model.stand_in(WAGMA(), 6, 20) == 20
-
-
-def test_only_what_stands_for_the_model_counts_for_more() -> None:
-    count = model.message_bytes(100.0)
-    assert count(torch.zeros(3)) == 1200
-    assert count(torch.zeros(3, dtype=torch.bfloat16)) == 600
-    assert count(torch.zeros(3, dtype=torch.int64)) == 24
-    assert count(torch.zeros(1, dtype=torch.float64)) == 8
-    assert count(torch.zeros(34, dtype=torch.uint8)) == 24 + 1000
-    assert count(torch.zeros(0, dtype=torch.uint8)) == 0
 
 
 def test_selection_costs_what_the_profile_says() -> None:
