@@ -456,27 +456,22 @@ def test_policy_learns_to_walk_to_the_end() -> None:
     assert "episode_steps" in run.callback_metrics
 
 
-class Box:
-    def __init__(self, *shape: int) -> None:
-        self.shape = shape
-
-
-class Discrete:
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-
-@pytest.mark.parametrize("actions", [Discrete(3), Box(3)])
+@pytest.mark.parametrize("is_discrete", [True, False])
 def test_environments_of_gymnasium_are_made_by_name(
-    actions: Any, monkeypatch: pytest.MonkeyPatch
+    is_discrete: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    maze: Any = TMaze()
-    maze.observation_space, maze.action_space = Box(3, 1), actions
+    maze, kinds = (
+        TMaze(),
+        [type(name, (types.SimpleNamespace,), {}) for name in ("Box", "Discrete")],
+    )
+    box, discrete = kinds
+    maze.observation_space = box(shape=(3, 1))
+    maze.action_space = discrete(n=3) if is_discrete else box(shape=(3,))
     module: Any = types.ModuleType("gymnasium")
     module.make = lambda name: maze
-    module.spaces = types.SimpleNamespace(Box=Box, Discrete=Discrete)
+    module.spaces = types.SimpleNamespace(Box=box, Discrete=discrete)
     monkeypatch.setitem(sys.modules, "gymnasium", module)
-    if isinstance(actions, Discrete):
+    if is_discrete:
         assert make_environment("Maze-v0") == (maze, 3, 3)
     else:
         with pytest.raises(ValueError, match="discrete"):
