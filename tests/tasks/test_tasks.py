@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd.tasks.base import Classifier
-from lightning_dsgd.tasks.digits import DigitsData
+from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.images import CIFAR10Data, ImageClassifier, ImageFolderData
 from lightning_dsgd.tasks.language import CausalLanguageModel, MaskedLanguageModel, TextData, hide
 from lightning_dsgd.tasks.networks import NETWORKS, build
@@ -146,6 +146,7 @@ def test_small_residual_network_learns_the_digits(tmp_path: Path) -> None:
     images = torch.rand(3, 1, 8, 8)
     assert torch.equal(again.eval()(images), model.eval()(images))
     assert again.hparams["lr"] == 0.05
+    assert DigitsClassifier(channels=4, lr=0.1).hparams["lr"] == 0.1
 
 
 def cifar_files(per_file: int = 20) -> tuple[dict[str, bytes], Tensor, Tensor]:
