@@ -10,16 +10,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-from lightning_dsgd import (
-    CommunicationMonitor,
-    StragglerInjector,
-)
+from lightning_dsgd import CommunicationMonitor, StragglerInjector
 from lightning_dsgd.replica import flat
-from tests.support.fits import (
-    Plain,
-    fit,
-    run,
-)
+from tests.support.fits import Plain, fit, run
 
 # ---- figures ----
 
@@ -27,11 +20,14 @@ from tests.support.fits import (
 DELAY_S = 0.4  # which is much beside what a busy machine delays the other rank
 
 
-def fit_with_figures(name: str, folder: str) -> tuple[int, list[list[int]]]:
-    straggler = StragglerInjector(DELAY_S, num_ranks=1, seed=1)
+def fit_with_figures(
+    name: str, folder: str, accumulate: int = 1, delay_s: float = DELAY_S
+) -> tuple[int, list[list[int]]]:
+    straggler = StragglerInjector(delay_s, num_ranks=1, seed=1)
     model, run = fit(
         name,
         val={"num_samples": 16},
+        accumulate_grad_batches=accumulate,
         logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=2,
         callbacks=[CommunicationMonitor(), straggler],
@@ -50,20 +46,8 @@ def read_figures(folder: Path) -> list[dict[str, float]]:
         ]
 
 
-def fit_accumulating(folder: str) -> int:
-    model, _ = fit(
-        "allreduce",
-        logger=CSVLogger(folder, name="", version=""),
-        log_every_n_steps=2,
-        accumulate_grad_batches=2,
-        callbacks=[CommunicationMonitor()],
-    )
-    (weights_of,) = flat.flatten(model.named_parameters())
-    return weights_of.x.nbytes
-
-
 def test_figures_count_all_batches_of_an_accumulated_step(tmp_path: Path) -> None:
-    num_bytes, _ = run(2, fit_accumulating, str(tmp_path))
+    (num_bytes, _), *_ = run(2, fit_with_figures, "allreduce", str(tmp_path), 2, 0.0)
     rows = read_figures(tmp_path)
     assert [row["dsgd/bytes_sent"] for row in rows] == [2 * (num_bytes + 8 * (1 + 4))] * len(rows)
     assert len(rows) == 2
