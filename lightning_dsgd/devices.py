@@ -18,7 +18,7 @@ mark, or under a lock that keeps one (`primitives/stream_lock.py`).  A lane's st
 for a slow kernel of the training, for other ranks wait for the lane: it is told of what the device
 has made (`Lane.tell`), and takes what has been made (`primitives/published.py`).
 
-On the CPU every port operation is nothing, or an ordinary copy.  `Accelerator` is written against
+The base class `Port` is the CPU's: nothing, or an ordinary copy.  `Accelerator` is written against
 `torch.accelerator`, so that it knows no vendor.  `add_port` brings in a port for another type of
 device.
 """
@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,77 +50,65 @@ _TIMED_CYCLES: Final = 100_000_000
 """The kernel that spins takes about 50 ms for so many."""
 
 
-class Mark(Protocol):
-    """A point in a stream of work on a device."""
+class Mark:
+    """A point in a stream of work on a device; on the CPU it has passed."""
 
     def has_passed(self) -> bool:
         """Returns whether all that was queued before the mark is done; never blocks."""
-        ...
-
-    def hold(self) -> None:
-        """Has all that this thread queues from now on run after the mark; never blocks."""
-        ...
-
-
-class _Passed:
-    def has_passed(self) -> bool:
         return True
 
     def hold(self) -> None:
-        pass
+        """Has all that this thread queues from now on run after the mark; never blocks."""
 
 
-PASSED: Final[Mark] = _Passed()
+PASSED: Final = Mark()
 
 
-class Port(Protocol):
-    """One device, as threads and messages need it; any thread may use it."""
+class Port:
+    """One device, as threads and messages need it; any thread may use it.
 
-    device: torch.device
+    This one is the CPU's: whatever is queued is done at once.
+    """
+
+    device = torch.device("cpu")
 
     def enter(self) -> None:
         """Has this thread work on the device from now on."""
-        ...
 
     def current(self) -> Any:
         """Returns the stream that this thread queues onto."""
-        ...
 
     def new(self) -> Any:
         """Returns a new stream."""
-        ...
 
     def side(self) -> Any:
         """Returns this thread's stream for copies beside what the thread computes."""
-        ...
 
     def using(self, stream: Any) -> AbstractContextManager[None]:
         """Has this thread queue onto that stream within the block."""
-        ...
+        return contextlib.nullcontext()
 
     def mark(self) -> Mark:
         """Returns a mark at the present end of the current stream."""
-        ...
+        return PASSED
 
     def keep(self, x: Tensor) -> None:
         """Keeps the memory of `x`, made on another stream, until what is queued here is done."""
-        ...
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns a tensor in pinned memory of the host, of any contents."""
-        ...
+        return buffer(numel, dtype)
 
     def is_pinned(self, x: Tensor) -> bool:
         """Returns whether a tensor in the host's memory lies in pinned memory."""
-        ...
+        return True
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Queues a copy from or to pinned memory; neither tensor may change until it is done."""
-        ...
+        into.copy_(source)
 
     def finish(self) -> None:
         """Waits, without a limit, until all queued work is done: for whoever measures time."""
-        ...
 
     def spin(self, seconds: float) -> None:
         """Queues a kernel that runs for `seconds` and computes nothing.
@@ -130,64 +118,16 @@ class Port(Protocol):
         Raises:
             ValueError: if the device has no such kernel
         """
-        ...
+        raise ValueError(
+            f"a kernel that spins needs a CUDA device, got {self.device.type}; delay the host "
+            'instead (on="host", --delay-on host)'
+        )
 
 
-def _no_spin(device: torch.device) -> str:
-    return (
-        f"a kernel that spins needs a CUDA device, got {device.type}; delay the host instead "
-        '(on="host", --delay-on host)'
-    )
+HOST: Final = Port()
 
 
-class Host:
-    """The CPU: whatever is queued is done at once."""
-
-    device = torch.device("cpu")
-
-    def enter(self) -> None:
-        """Does nothing: every thread works on the CPU."""
-
-    def current(self) -> None:
-        """Returns None: the CPU has no streams."""
-
-    new = side = current
-
-    def using(self, stream: Any) -> AbstractContextManager[None]:
-        """Returns a context that changes nothing."""
-        return contextlib.nullcontext()
-
-    def mark(self) -> Mark:
-        """Returns a mark that has passed."""
-        return PASSED
-
-    def keep(self, x: Tensor) -> None:
-        """Does nothing: work on the CPU is done before its memory is freed."""
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor from the pool of `buffers`."""
-        return buffer(numel, dtype)
-
-    def is_pinned(self, x: Tensor) -> bool:
-        """Returns True: the CPU copies from any of its memory."""
-        return True
-
-    def copy(self, into: Tensor, source: Tensor) -> None:
-        """Copies at once."""
-        into.copy_(source)
-
-    def finish(self) -> None:
-        """Does nothing: all queued work is done."""
-
-    def spin(self, seconds: float) -> None:
-        """Raises `ValueError`: the CPU runs no kernels."""
-        raise ValueError(_no_spin(self.device))
-
-
-HOST: Final[Port] = Host()
-
-
-class _Event:
+class _Event(Mark):
     """A mark that is an event in the current stream of a port."""
 
     def __init__(self, port: Accelerator) -> None:
@@ -207,7 +147,7 @@ class _Event:
             self._port.current().wait_event(self._event)
 
 
-class Accelerator:
+class Accelerator(Port):
     """A device of the accelerator that this torch is built for.
 
     Args:
@@ -221,19 +161,15 @@ class Accelerator:
         self._cycles_per_s = 0.0  # cycles of a kernel that spins; 0: not measured yet
 
     def enter(self) -> None:
-        """Selects the device for this thread."""
         torch.accelerator.set_device_index(self.device.index)
 
     def current(self) -> torch.Stream:
-        """Returns this thread's stream; by default all threads share one."""
         return torch.accelerator.current_stream(self.device)
 
     def new(self) -> torch.Stream:
-        """Returns a stream from torch's pool."""
         return torch.Stream(self.device)
 
     def side(self) -> torch.Stream:
-        """Returns this thread's side stream, which the first call makes."""
         if not hasattr(self._of_thread, "side"):
             self._of_thread.side = self.new()
         side: torch.Stream = self._of_thread.side
@@ -241,7 +177,6 @@ class Accelerator:
 
     @contextlib.contextmanager
     def using(self, stream: torch.Stream) -> Iterator[None]:
-        """Makes the stream the current one within the block."""
         before = self.current()
         torch.accelerator.set_stream(stream)
         try:
@@ -250,33 +185,26 @@ class Accelerator:
             torch.accelerator.set_stream(before)
 
     def mark(self) -> Mark:
-        """Returns a mark that is an event."""
         return _Event(self)
 
     def keep(self, x: Tensor) -> None:
-        """Tells torch's allocator that the current stream uses the tensor."""
         x.record_stream(self.current())
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor from torch's pool of pinned memory."""
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def is_pinned(self, x: Tensor) -> bool:
-        """Asks the driver whether the tensor's memory is pinned."""
         return x.is_pinned()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
-        """Queues the copy, and does not wait for it."""
         into.copy_(source, non_blocking=True)
 
     def finish(self) -> None:
-        """Waits until all streams of the device are done."""
         torch.accelerator.synchronize(self.device)
 
     def spin(self, seconds: float) -> None:
-        """Queues torch's kernel that counts cycles; the first call times 100 million of them."""
         if self.device.type != "cuda":
-            raise ValueError(_no_spin(self.device))
+            super().spin(seconds)
         if not self._cycles_per_s:
             self._spin_cycles(1)  # loads the kernel
             self.finish()
