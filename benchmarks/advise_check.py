@@ -27,7 +27,7 @@ from lightning_dsgd.lab.probe.cluster import Cluster, table
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.machines import probed
 from lightning_dsgd.lab.simulate.recorded import Recorded
-from lightning_dsgd.stragglers import delayed_ranks
+from lightning_dsgd.lab.stragglers import delayed_ranks
 
 SPECS = (
     "no_sync", "allreduce", "local_sgd", "sgp:overlap=1", "popsgd", "adpsgd",

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.lab.callbacks import StragglerInjector
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.trainer.callbacks import StragglerInjector
 from lightning_dsgd.transport.simulated import SimulatedWorld
 
 RANKS, PERIOD, COMPUTE_S = 8, 10, 0.4

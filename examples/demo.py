@@ -46,8 +46,8 @@ def train(strategy: str, folder: Path, epochs: int, lr: float, seed: int) -> Non
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
 
+    from lightning_dsgd.lab.callbacks import StragglerInjector
     from lightning_dsgd.tasks import DigitsClassifier, DigitsData
-    from lightning_dsgd.trainer.callbacks import StragglerInjector
 
     class History(L.Callback):
         """One line and one row an epoch, on rank 0."""

@@ -28,7 +28,7 @@ PACKAGE = ROOT / "lightning_dsgd"
 # Folder, or module of the package's own: what else of ours it may import.  Further down may import
 # further up, never the other way round; the core is all that is not in WINGS, and imports no wing.
 CORE = {
-    "arrival": "", "hyperparameters": "", "stragglers": "", "wings": "",
+    "arrival": "", "hyperparameters": "", "wings": "",
     "keywords": "hyperparameters",
     "buffers": "",
     "devices": "buffers",
@@ -42,25 +42,25 @@ CORE = {
     "wings",
     "plain": "agreement algorithm devices keywords replica session transport wings",
     "trainer": "agreement algorithm algorithms devices hyperparameters keywords replica session "
-    "stragglers transport wings",
+    "transport wings",
     "fabric": "algorithm algorithms keywords plain session trainer transport wings",
     "pytorch_lightning": "keywords trainer",
     "tasks": "",
     "cli": "trainer wings",
     "__main__": "cli",
     PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport wings "
-    "sharded lab",  # public names, which type checkers alone import there
+    "sharded tasks lab",  # public names, which type checkers alone import there
 }  # fmt: skip
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
-    "stragglers tasks trainer transport",
+    "tasks trainer transport",
     "sharded": "agreement algorithm keywords replica session trainer transport",
     "elastic": "agreement algorithm replica session trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (
     "lab.advise.verify_cell lab.probe.ranks lab.bench.peer lab.bench.contestants "
-    "lab.bench.throughput_cell lab.bench.convergence_cell lab.timeline.step_trace"
+    "lab.bench.throughput_cell lab.bench.convergence_cell lab.callbacks lab.timeline.step_trace"
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
@@ -83,7 +83,7 @@ LIBRARIES = {
     "torchmetrics": "elastic trainer tasks",
     "numpy": "elastic.claimed primitives session tasks",
     "triton": "primitives.sparse_triton",
-    "wandb": "trainer.loggers lab",
+    "wandb": "tasks.loggers lab",
     "PIL gymnasium sklearn": "tasks lab",
     "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
     "torch": "agreement algorithm algorithms buffers devices elastic fabric lab plain primitives "
@@ -208,7 +208,6 @@ def test_imports_point_one_way() -> None:
         ("trainer.strategy", "self._survivors.share(first)"),
         ("session.session", "from lightning_dsgd.elastic.members import Members"),
         ("algorithm", "import lightning_dsgd"),
-        ("lab.simulate.machines", "from lightning_dsgd.trainer.callbacks import StragglerInjector"),
         ("lab.simulate.model", "from lightning_dsgd.trainer import seams"),
         ("lab.bench.report", "import lightning as L"),
     ],

@@ -6,6 +6,8 @@
     simulate    how fast a strategy would be, on many ranks
     advise      which strategy is fastest, from what `probe` and `StepTrace` recorded
     bench       strategies side by side, measured
+    callbacks   what a training's communication costs; ranks delayed on demand
+    stragglers  which ranks are delayed
     epochs      how simulated ranks are dealt batches
     in_force    which hyperparameters a result was measured with
     timeline    what each rank records of its time: the callback `StepTrace`

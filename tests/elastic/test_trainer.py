@@ -17,10 +17,10 @@ from torch import Tensor
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.joining import TrainerMembers
+from lightning_dsgd.lab.callbacks import CommunicationMonitor
 from lightning_dsgd.session import record
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.options import Options, choose
-from lightning_dsgd.trainer.callbacks import CommunicationMonitor
 from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.sessions import TrainerSession
 from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS

@@ -14,7 +14,7 @@ from typing import Final
 
 from lightning_dsgd.lab.probe.cluster import Cluster, Processor
 from lightning_dsgd.lab.simulate.recorded import Recorded
-from lightning_dsgd.stragglers import delayed_ranks
+from lightning_dsgd.lab.stragglers import delayed_ranks
 
 
 @dataclass(frozen=True)

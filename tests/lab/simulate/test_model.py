@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_dsgd.lab.callbacks import StragglerInjector
 from lightning_dsgd.lab.simulate.machines import MACHINES, Machine, probed
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.recorded import Recorded
-from lightning_dsgd.trainer.callbacks import StragglerInjector
 from tests.lab.probe.test_measure import everything, measure
 from tests.lab.timeline.support import record
 

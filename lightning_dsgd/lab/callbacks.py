@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_dsgd.devices import port_of
-from lightning_dsgd.stragglers import delayed_ranks
+from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.trainer import seams
 
 _COUNTED: Final[frozenset[str]] = frozenset({"bytes_sent", "messages_sent", "wait_s"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_dsgd.stragglers import delayed_ranks
+from lightning_dsgd.lab.stragglers import delayed_ranks
 
 
 def test_a_draw_depends_on_the_seed_and_the_step_alone() -> None:
