@@ -15,7 +15,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
+from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,14 @@ from torch.optim import Optimizer
 from lightning_dsgd import wings
 from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
-from lightning_dsgd.plain.signals import Signals
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.session import figures, notices, options, record
 from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.session.under_way import Training
 from lightning_dsgd.transport import Transport
-
-if TYPE_CHECKING:
-    from lightning_dsgd.session.sharding import Sharding
 
 _log: Final = logging.getLogger("lightning_dsgd")
 
@@ -72,7 +69,6 @@ class Loop:
         self._algorithm = algorithm
         self._average_buffers = average_buffers
         self._check_finite = check_finite
-        self._signals = Signals(session)
         self._steps: Steps | None = None
         self._conditions: Conditions = ORDINARY
         self._num_builds = 0
@@ -213,7 +209,7 @@ class Loop:
         With on_loss="continue" a rank that gets SIGTERM leaves alone: it ends with SystemExit.
         """
         self._session.ranks.check_stays()
-        self._signals.take()
+        self._session.signals.take()
         if self.claimed is not None:
             loader = self.claimed.of(loader, self.together)
         return _Batches(loader, self._session)
@@ -329,10 +325,7 @@ class Loop:
     def _leave(self) -> None:
         if self._steps is not None:
             self._steps.give_back()
-        try:
-            self._session.leave()
-        finally:
-            self._signals.give_back()
+        self._session.leave()
 
 
 class _Batches(Generic[T]):

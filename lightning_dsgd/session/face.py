@@ -11,6 +11,9 @@ from torch import Tensor
 class Face:
     """Does what only a face can do, for a session."""
 
+    is_evaluating = False
+    """Whether a signal ends this rank at once, though it is to train."""
+
     def end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
         """Raises what this rank ends with after a signal; the text surrounds the signal's name."""
         text = f"{begin} {signal.Signals(signum).name}{end}"

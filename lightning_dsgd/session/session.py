@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, NoReturn
+from typing import Final, Generic, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,12 +40,11 @@ from lightning_dsgd.session.purposes import (
     check_together,
 )
 from lightning_dsgd.session.ranks import Ranks
+from lightning_dsgd.session.sharding import Sharding
+from lightning_dsgd.session.signals import Signals
 from lightning_dsgd.session.stopping import END_SIGNALS, STOP
 from lightning_dsgd.session.under_way import TrainingT, opened
 from lightning_dsgd.transport import PeerLost, Transport
-
-if TYPE_CHECKING:
-    from lightning_dsgd.session.sharding import Sharding
 
 _log: Final = logging.getLogger("lightning_dsgd")
 
@@ -59,6 +58,7 @@ class Session(Face, Generic[TrainingT]):
         ranks: which ranks there are, and what the loss of one means
         consensus_distance: the ranks' distance from their mean, relative to its norm
         clip: clips the gradients of an optimizer as training does, where the face knows how
+        signals: what SIGTERM and Ctrl-C do to this rank
         sharding: which ranks of the newest view hold the same shard, where several hold a replica
 
     Args:
@@ -78,6 +78,7 @@ class Session(Face, Generic[TrainingT]):
         self._net: Transport | None = None
         self._meetings: Transport | None = None
         self._lateness: Lateness | None = None
+        self.signals = Signals(self)
         self._last_resort = LastResort(self)
 
     def open(self, net: Transport) -> None:
@@ -147,7 +148,7 @@ class Session(Face, Generic[TrainingT]):
 
     @property
     def is_training(self) -> bool:
-        """Whether ranks train on batches; not where the Trainer only evaluates."""
+        """Whether ranks train on batches."""
         return self._phase in (Phase.TRAINING, Phase.IN_BATCH, Phase.JOINED)
 
     @property
@@ -220,8 +221,7 @@ class Session(Face, Generic[TrainingT]):
             self.begin_training()
         self.check_process()
         if self.training is not None:
-            step = partial(self.training.replica.before_update, optimizer)
-            self.ranks.step(step, again=True)
+            self.ranks.step(partial(self.training.replica.before_update, optimizer), again=True)
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Tells the replica that the optimizer has stepped."""
@@ -340,8 +340,7 @@ class Session(Face, Generic[TrainingT]):
 
     def reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
         """Returns the sum over all ranks, or the mean, once all are here."""
-        call = partial(self._reduce, tensor, is_mean=is_mean)
-        return self.ranks.together(call, apart=tensor)
+        return self.ranks.together(partial(self._reduce, tensor, is_mean=is_mean), apart=tensor)
 
     def _reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
         self.meet(REDUCE)
@@ -377,6 +376,7 @@ class Session(Face, Generic[TrainingT]):
             raise
         finally:
             self._close()
+            self.signals.give_back()
 
     def depart(self) -> None:
         """Ends the part of a rank that has left: the others go on, and wait for nothing of it."""

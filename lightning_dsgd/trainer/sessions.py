@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.session.claimed import Claimed
+from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.ranks import Ranks
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import END, END_SIGNALS, SAVE
@@ -79,6 +81,29 @@ class LaunchedSession(Session[TrainingT]):
 class TrainerSession(LaunchedSession[TrainerTraining]):
     """Leads one rank through one call of the Trainer."""
 
+    _trainer: Any = None
+
+    def take_signals(self, trainer: Any) -> None:
+        """Has the Trainer hand SIGTERM and SLURM's signal over from now on."""
+        self._trainer = trainer
+        seams.take_signals(trainer, self.signals.on_sigterm, self._on_requeue)
+
+    @property
+    def is_evaluating(self) -> bool:  # type: ignore[override]
+        return not self.is_training or bool(self._trainer.validating)
+
+    def _on_requeue(self, signum: int, _: Any) -> None:
+        """Stops all ranks together where SLURM's time is up soon; they save, and are requeued.
+
+        Lightning alone would save in the midst of whatever this rank does.
+        """
+        if self.is_fork:
+            return
+        if self.training is None:
+            say(f"[rank {self.rank}] {signal.Signals(signum).name}: no training to requeue")
+        elif not self.has_ended:
+            self.request_stop(signum)
+
     def do_together(self, what: int, detail: int) -> None:
         """Does what all ranks have agreed to do after this batch."""
         assert self.training is not None
@@ -111,8 +136,8 @@ class TrainerSession(LaunchedSession[TrainerTraining]):
         return are_all_here
 
     def end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
-        if self.training is None:
+        if self._trainer is None:
             super().end_by(signum, begin, end)
         if signum not in END_SIGNALS:
-            seams.requeue(self.training.trainer, signum)
-        seams.interrupt(self.training.trainer, signum, begin, end)
+            seams.requeue(self._trainer, signum)
+        seams.interrupt(self._trainer, signum, begin, end)

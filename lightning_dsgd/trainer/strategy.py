@@ -53,7 +53,6 @@ from lightning_dsgd.trainer.collectives import CollectivesMixin
 from lightning_dsgd.trainer.hooks import Hooks
 from lightning_dsgd.trainer.joint import JointEpochs
 from lightning_dsgd.trainer.sessions import TrainerSession, TrainerTraining
-from lightning_dsgd.trainer.signals import Signals
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.mpi_job import check_launch
 
@@ -86,7 +85,6 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self._claimed: Any = None
         self._trainer: Any = None
         self._hooks = Hooks(self)
-        self._signals: Signals | None = None
         self._resumes_own, self._random_states = False, None
         self._handed_over = None
 
@@ -197,8 +195,9 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         super().setup(trainer)
         trainer.callbacks.insert(0, self._hooks)
         joint.take_validation_data(trainer, partial(refusals.check_validation_data, self.session))
-        self._signals = Signals(self.session, trainer, takes_sigint=is_fitting)
+        self.session.take_signals(trainer)
         if is_fitting:
+            self.session.signals.take_sigint()
             self.session.clip = partial(seams.clip, trainer)
             self.session.training = self._set_up_training(trainer)
             state = self.session.ranks.join()
@@ -309,19 +308,14 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     def on_train_end(self) -> None:
         super().on_train_end()
         self.session.end_training()
-        if self._signals is not None:
-            self._signals.give_back_sigint()
+        self.session.signals.give_back()
 
     def teardown(self) -> None:
         if self.session.is_fork:
             return
         if self._trainer is not None:
             self._give_back(self._trainer)
-        try:
-            self.session.leave()
-        finally:
-            if self._signals is not None:
-                self._signals.give_back_sigint()
+        self.session.leave()
         if self.session.phase is Phase.BROKEN:
             self._processes.end_children()
         super().teardown()
