@@ -7,13 +7,16 @@ With epochs all ranks stand still after each, as Lightning does: they settle, ma
 validate it.  Batches are dealt equally, or claimed: a rank takes the epoch's next batch while there
 is one, so all ranks together train on each batch once, each on as many as it has time for.  The
 learning rate follows what all have claimed (`lab/epochs.py`).
+
+At the end what a strategy has held back of the gradients is applied, as a replica does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -26,6 +29,7 @@ from lightning_dsgd.lab.bench.small_tasks import BATCH, TASKS, Networks, Task
 from lightning_dsgd.lab.epochs import EQUAL, Epochs
 from lightning_dsgd.lab.simulate.model import passes
 from lightning_dsgd.primitives import step_scaling
+from lightning_dsgd.replica.held_back import apply_held_back, unclipped
 from lightning_dsgd.transport.simulated import SimulatedWorld, on_one_core
 
 LATENCY_S: Final = 1e-3
@@ -144,6 +148,9 @@ class Training:
             algorithm.settle(x)
             scaling.settle()
             settled_s = self.now(net)
+            own = SimpleNamespace(g=g, scatter=partial(setattr, weights, "grad", g))
+            part: Any = SimpleNamespace(x=x, algorithm=algorithm, weights=own)
+            apply_held_back(optimizer, [part], unclipped)
             algorithm.finish(x)
             self.end_step(rank, x, settled_s, net.counters.bytes_sent)
         return float(steps_per_s)

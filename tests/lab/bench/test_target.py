@@ -13,6 +13,7 @@ from lightning_dsgd.lab.bench import report, target, target_cell, target_rows, t
 from lightning_dsgd.lab.bench.network import why_not
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS, Networks
+from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.bench import run_bench
 from tests.support.fits import some_now
 
@@ -161,6 +162,18 @@ def test_an_epoch_is_as_many_batches_of_all_ranks(
     assert result["job_steps_per_s"] == 6 / result["seconds"][-1]
     floor_s = SITUATIONS["slow-rank"].floor_s(0, 6)
     assert floor_s == pytest.approx(6 * 8 / 7.5, rel=0.02)
+
+
+def test_what_is_held_back_is_applied_at_the_end() -> None:
+    """After one step and the end, every gradient has had its effect, whoever sends it when."""
+    ends = {}
+    for spec in ("allreduce", "allreduce:wire_dtype=int8:delay=1", "topk_allgather", "oktopk"):
+        one = {"situation": "random", "strategy": spec, "lr": 0.2, "seed": 0}
+        training = target_cell.Training(TASKS["digits"], SITUATIONS["random"], one, {"steps": 1})
+        SimulatedWorld(8).run(training.run)
+        ends[spec] = training.x
+    for x in ends.values():
+        torch.testing.assert_close(x, ends["allreduce"])
 
 
 def test_interrupted_run_continues_with_the_cells_that_are_missing(
