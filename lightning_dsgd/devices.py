@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -308,13 +309,29 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def identity_of(device: torch.device) -> str:
+    """Returns a text that tells this device from all others of the job."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return f"{socket.gethostname()} {port_of(device).device}"
+
+
+def present(device: torch.device) -> torch.device:
+    """Returns a device that is there, where its index counts on through the devices again."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    return torch.device(device.type, (device.index or 0) % count) if count else device
+
+
 def why_no_devices(device_type: str, count: int) -> str:
     """Returns why so many ranks cannot have a device each; an empty text if they can."""
     found = torch.cuda.device_count() if device_type == "cuda" else count
     if found >= count:
         return ""
     if found:
-        return f"each rank needs a GPU of its own, got {count} ranks and {found}; try {found} ranks"
+        return (
+            f"each rank needs a GPU of its own, got {count} ranks and {found}; try {found} ranks, "
+            "or let them share one"
+        )
     return f"{device_type} needs a GPU, got none that torch {torch.__version__} sees; try cpu"
 
 

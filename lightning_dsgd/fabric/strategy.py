@@ -94,6 +94,10 @@ class FabricMixin(CollectivesMixin):
         return FabricSession(self._processes, wing.ChangingMembers(self._meeting, self._min_ranks))
 
     @property
+    def root_device(self) -> torch.device:
+        return self._meeting.device_for(super().root_device)
+
+    @property
     def is_global_zero(self) -> bool:
         if self.session.phase is Phase.OPENING:
             return super().is_global_zero

@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 
+from lightning_dsgd import devices
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.session.options import Options
 from lightning_dsgd.transport import Transport
@@ -51,16 +53,21 @@ class Meeting:
         limit = self.chosen["startup_timeout_s"]
         self._rendezvous = Rendezvous(rank, world_size, host, port, limit)
         store = self._rendezvous.join()
+        shares = self.chosen["share_device"]
+        if shares and device.type != "cpu":
+            backend = "gloo"
 
         def connect() -> None:
             port_of(device).enter()
+            if not shares and device.type != "cpu":
+                _claim(store, rank, device)
             torch.distributed.init_process_group(
                 backend,
                 store=store,
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
-                device_id=device if device.type != "cpu" else None,
+                device_id=None if backend == "gloo" else device,
             )
 
         self._rendezvous.watch(connect, "connect the process group")
@@ -100,9 +107,26 @@ class Meeting:
 
     def _open_transport(self, world_size: int, device: torch.device) -> ProcessGroupTransport:
         transport = self.chosen["transport"]
-        if transport == "mpi" or (transport == "auto" and is_usable(world_size)):
-            return MPITransport(*self._limits, device=device)
-        return ProcessGroupTransport(*self._limits, device=device)
+        takes_mpi = transport == "mpi" or (transport == "auto" and is_usable(world_size))
+        kind = MPITransport if takes_mpi else ProcessGroupTransport
+        if self.chosen["share_device"]:
+            return kind(*self._limits, device=device, native_devices=())
+        return kind(*self._limits, device=device)
+
+    def device_for(self, device: torch.device) -> torch.device:
+        """Returns the device that a rank takes, whose index is the rank's place on its node."""
+        return devices.present(device) if self.chosen["share_device"] else device
+
+
+def _claim(store: Any, rank: int, device: torch.device) -> None:
+    """Raises if another rank has claimed this rank's device."""
+    key = f"lightning_dsgd/{devices.identity_of(device)}"
+    other = int(store.compare_set(key, "", str(rank)))
+    if other != rank:
+        raise ValueError(
+            f"each rank needs a device of its own, got {device} for ranks {other} and {rank}; give "
+            "each another one, or set share_device=True"
+        )
 
 
 def _destroy_process_group() -> None:

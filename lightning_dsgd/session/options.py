@@ -60,6 +60,14 @@ class Options(TypedDict, total=False):
             "pass",
         ),
     ]
+    share_device: Annotated[
+        bool,
+        setting(
+            default=False,
+            doc="whether several ranks may train on one GPU: all that they exchange then travels "
+            "through the host's memory, as NCCL takes one rank per GPU",
+        ),
+    ]
     on_loss: Annotated[
         str,
         one_of(

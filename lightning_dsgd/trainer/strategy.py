@@ -119,6 +119,10 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return TrainerSession(self._processes, ranks)
 
     @property
+    def root_device(self) -> torch.device:
+        return self._meeting.device_for(super().root_device)
+
+    @property
     def is_global_zero(self) -> bool:
         if self.session.phase is Phase.OPENING:
             return super().is_global_zero

@@ -46,8 +46,8 @@ class ProcessGroupTransport(ProcessTransport):
     ) -> None:
         self._native: Native | None = None
         self._has, self._wants = libraries().get(device.type, "none"), backend_for(device)
-        is_native = device.type in native_devices and self._has == self._wants
-        is_native &= dist.get_world_size() > 1
+        self._may = device.type in native_devices
+        is_native = self._may and self._has == self._wants and dist.get_world_size() > 1
         # The group is made before anything can use it, and on all ranks alike.
         group = make_group(device, timeout_s) if is_native else None
         try:
@@ -66,7 +66,9 @@ class ProcessGroupTransport(ProcessTransport):
             sums = f"{self._wants.upper()} makes the sums of all ranks and of fixed groups"
         else:
             sums = "sums are made of messages too"
-            if kind in COLLECTIVES:
+            if kind in COLLECTIVES and not self._may:
+                sums += ", as ranks may share a device"
+            elif kind in COLLECTIVES:
                 wanted = f"the process group's backend for {kind} is {self._has}, not {self._wants}"
                 sums += f", as {wanted}"
         return f"{messages}; {sums}."

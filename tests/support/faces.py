@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision as FabricPrecision
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
@@ -73,7 +73,7 @@ def by_trainer(loop: Loop) -> None:
     precision = [MixedPrecision("16-mixed", "cpu", loop.scaler)] if loop.scaler else None
     fit = trainer(
         DecentralizedStrategy(loop.algorithm, timeout_s=loop.timeout_s, **loop.options),
-        dist.get_world_size(),
+        int(os.environ["WORLD_SIZE"]),
         accelerator=accelerator_of(loop.device),
         max_epochs=loop.epochs,
         accumulate_grad_batches=loop.accumulate,
@@ -118,7 +118,7 @@ def by_fabric(loop: Loop) -> None:
     strategy = FabricStrategy(loop.algorithm, timeout_s=loop.timeout_s, **loop.options)
     fabric = L.Fabric(
         accelerator=accelerator_of(loop.device),
-        devices=dist.get_world_size(),
+        devices=int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
         plugins=[FabricPrecision("16-mixed", "cpu", loop.scaler)] if loop.scaler else None,
     )

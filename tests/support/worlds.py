@@ -3,7 +3,7 @@
 `ProcessWorld`: `fn(net, *args)` in real processes, joined by gloo, each with a transport.
 `FitWorld`: `fn(*args)` in the same processes, set up as torchrun sets them up, for `Trainer.fit`.
 `FakeWorld`, `FakeFitWorld`: the same, with an accelerator that is none.
-`StartWorld`: the same, where the strategy makes the process group.
+`StartWorld`, `FakeStartWorld`: the same, where the strategy makes the process group.
 `ParentWorld`: `fn(*args)` in one process, whose children the ranks are, if there are any.
 
 The processes are forked from a server that has torch and Lightning loaded.  `fn` must be a function
@@ -208,21 +208,25 @@ class FitWorld(ProcessWorld):
 
 
 @dataclass
-class FakeFitWorld(OnFakeDevice, FitWorld):
-    """The same, each with an accelerator that is none: `fn(fake, *args)`."""
+class OneFakeDevice(OnFakeDevice):
+    """Gives each rank an accelerator that is none, with the same index: `fn(fake, *args)`."""
 
     seed: int = 0
 
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        fake = fake_device.install(self.seed + dist.get_rank())
-
         def run() -> Any:
+            fake = fake_device.install(self.seed + int(os.environ["RANK"]))
             with fake_device.parameters_allowed():
                 result = fn(fake, *args)
             fake.check()
             return result
 
-        return super()._call(run, ())
+        return super()._call(run, ())  # type: ignore[misc]
+
+
+@dataclass
+class FakeFitWorld(OneFakeDevice, FitWorld):
+    """A FitWorld on a device that is none."""
 
 
 @dataclass
@@ -239,6 +243,11 @@ class StartWorld(ProcessWorld):
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         _set_up_as_torchrun_does(rank, world_size, self.port)
         return fn(*args)
+
+
+@dataclass
+class FakeStartWorld(OneFakeDevice, StartWorld):
+    """A StartWorld on a device that is none."""
 
 
 @dataclass

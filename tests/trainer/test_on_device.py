@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,11 +29,12 @@ from lightning_dsgd import (
 from lightning_dsgd.devices import PASSED, port_of
 from lightning_dsgd.transport import staging
 from tests.session.test_faces import TIMELESS, batches_of
-from tests.support.faces import Loop, by_fabric, by_loop
+from tests.support.faces import FACES, Loop, by_fabric, by_loop
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import Seeded, accelerator_of, buffers
 from tests.support.models import loader, trainer, weights
-from tests.support.worlds import FakeFitWorld, FitWorld
+from tests.support.ports import free_port
+from tests.support.worlds import FakeFitWorld, FakeStartWorld, FitWorld
 from tests.test_frozen import ALGORITHMS
 
 DEPEND_ON_TIME: dict[str, Any] = {
@@ -158,10 +160,12 @@ def test_stragglers_on_the_device_are_kernels() -> None:
 # ---- the other faces ----
 
 
-def train_by(face: Callable[[Loop], None], name: str, device: torch.device) -> Tensor:
+def train_by(
+    face: Callable[[Loop], None], name: str, device: torch.device, **options: Any
+) -> Tensor:
     model = Seeded().to(device)  # before there is an optimizer: torch keeps no fake parameters
-    batches = [(x.to(device), y.to(device)) for x, y in batches_of(dist.get_rank(), 6)]
-    face(Loop(model, ALL[name](), batches))
+    batches = [(x.to(device), y.to(device)) for x, y in batches_of(int(os.environ["RANK"]), 6)]
+    face(Loop(model, ALL[name](), batches, options=options))
     return weights(model).detach().cpu()
 
 
@@ -170,6 +174,29 @@ def train_with_both(fake: FakeDevice, name: str) -> list[tuple[Tensor, Tensor]]:
         (train_by(face, name, fake.device), train_by(face, name, CPU))
         for face in (by_loop, by_fabric)
     ]
+
+
+def share(fake: FakeDevice, ports: list[int], *, shares: bool) -> list[Tensor]:
+    found = []
+    for face, port in zip(FACES.values(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        found.append(train_by(face, "wagma", fake.device, share_device=shares))
+        dist.destroy_process_group()
+    return found
+
+
+def test_ranks_share_a_device_where_they_may() -> None:
+    ports = [free_port() for _ in FACES]
+    ours, theirs = FakeStartWorld().run(2, partial(share, ports=ports, shares=True))
+    assert all(map(torch.equal, ours, theirs))
+    told = [
+        o.error for o in FakeStartWorld().outcomes(2, partial(share, ports=ports, shares=False))
+    ]
+    assert (
+        sum(error.startswith("ValueError: each rank needs a device of its own") for error in told)
+        == 1
+    )
+    assert sum("for ranks " in error and "share_device=True" in error for error in told) == 2
 
 
 @pytest.mark.exhaustive

@@ -67,12 +67,17 @@ def communication(trainer: L.Trainer) -> dict[str, float]:
     return strategy.communication() if isinstance(strategy, DecentralizedStrategy) else {}
 
 
-def trainer(spec: str, ranks: int, *, device: str = "cpu", **options: Any) -> L.Trainer:
+def trainer(
+    spec: str, ranks: int, *, device: str = "cpu", shares_device: bool = False, **options: Any
+) -> L.Trainer:
     """Makes a Trainer that does nothing but train with a strategy."""
+    made = strategy(spec)
+    if shares_device:
+        made.parallel_devices = [torch.device(device, 0)] * ranks
     return L.Trainer(
-        strategy=strategy(spec),
+        strategy=made,
         accelerator=device,
-        devices=ranks,
+        devices="auto" if shares_device else ranks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

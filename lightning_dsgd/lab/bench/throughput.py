@@ -118,7 +118,10 @@ def main(argv: list[str] | None = None) -> None:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="where ranks train; each needs its own GPU",
+        help="where ranks train; each needs its own GPU, unless they share one",
+    )
+    parser.add_argument(
+        "--share-device", action="store_true", help="whether all ranks train on the first GPU"
     )
     parser.add_argument(
         "--delay-on",
@@ -130,7 +133,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("throughput.json"))
     args = parser.parse_args(argv)
     job_arguments.refuse(parser, args)
-    reason = why_not_on(args.device, args.ranks) or why_not_late(args.delay_on, args.device)
+    shares = args.share_device and args.device != "cpu"
+    reason = why_not_on(args.device, 1 if shares else args.ranks) or why_not_late(
+        args.delay_on, args.device
+    )
     if reason:
         parser.error(reason)
     link, network = job_arguments.chosen_link(args.network)
@@ -144,6 +150,7 @@ def main(argv: list[str] | None = None) -> None:
             "steps": args.steps,
             "params": int(args.params),
             "device": args.device,
+            "shares_device": shares,
             "delay_on": args.delay_on,
             "link_bit_s": link.rate_bit_s if link else None,
         },

@@ -28,7 +28,7 @@ _CHECKED_S: Final = 0.6
 def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     """Makes one fit of one strategy on this rank, or checks the link."""
     if cell["strategy"] == LINK_CHECK:
-        return measure_link(settings["world_size"], settings["link_bit_s"], settings["device"])
+        return measure_link(settings)
     steps, ranks = settings["steps"], settings["world_size"]
     clock = Clock(steps)
     straggler = StragglerInjector(
@@ -39,6 +39,7 @@ def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         cell["strategy"],
         ranks,
         device=settings["device"],
+        shares_device=settings["shares_device"],
         max_steps=steps,
         max_epochs=-1,
         callbacks=[clock, straggler],
@@ -114,11 +115,15 @@ class Clock(L.Callback):
         }
 
 
-def measure_link(world_size: int, link_bit_s: float | None, device: str = "cpu") -> dict[str, Any]:
+def measure_link(settings: dict[str, Any]) -> dict[str, Any]:
     """Measures an all-reduce on the link: it sends 2n(P-1)/P elements in each direction."""
+    world_size, link_bit_s = settings["world_size"], settings["link_bit_s"]
+    device, shares = settings["device"], settings["shares_device"]
     if not dist.is_initialized():
         # Lightning's own opens the process group, whatever the launcher, and nothing besides.
-        contestants.trainer("ddp", world_size, device=device).strategy.setup_environment()
+        ddp = "ddp:process_group_backend=gloo" if shares else "ddp"
+        made = contestants.trainer(ddp, world_size, device=device, shares_device=shares)
+        made.strategy.setup_environment()
     num_params = _MOST_CHECKED_PARAMS
     if link_bit_s:
         num_params = min(num_params, int(_CHECKED_S * link_bit_s / 64))

@@ -96,7 +96,7 @@ def measure_on(fake: FakeDevice, settings: dict[str, Any]) -> tuple[dict[str, An
 
 def test_a_cell_delays_the_device() -> None:
     settings = {"steps": 4, "world_size": 2, "params": 100, "compute_s": 0.0}
-    settings |= {"delay_s": 0.05, "delayed_ranks": 1, "delay_on": "device"}
+    settings |= {"delay_s": 0.05, "delayed_ranks": 1, "delay_on": "device", "shares_device": False}
     spun = []
     for measured, kernels in FakeFitWorld().run(2, measure_on, settings):
         assert measured["seconds"] > 0
