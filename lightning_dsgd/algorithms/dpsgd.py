@@ -48,21 +48,18 @@ class DPSGD(Algorithm):
         self.stepping = list(self.peers)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        sent = [self.net.send(x, peer, copy=False) for peer in self.stepping]
-        theirs = [self.net.recv(x, peer).wait() for peer in self.stepping]
+        works = [self.net.exchange(x, peer) for peer in self.stepping]
+        theirs = [work.wait() for work in works]
         self.stepping = [p for p, y in zip(self.stepping, theirs, strict=True) if len(y)]
         weight = 1 / (len(self.peers) + 1)
-        for work in sent:
-            work.wait()
         x *= 1 - weight * len(self.stepping)
         for y in theirs:
             if len(y):
                 x.add_(y, alpha=weight)
 
     def settle(self, x: Tensor) -> None:
-        for peer in self.peers:
-            self.net.send(x[:0], peer)
-        for peer in self.stepping:
-            while len(self.net.recv(x, peer).wait()):
-                pass  # its neighbour has left it out of that step too
+        works = [self.net.exchange(x[:0], peer) for peer in self.peers]
+        for peer, work in zip(self.peers, works, strict=True):
+            while len(work.wait()):  # the neighbour has left this rank out of that step too
+                work = self.net.exchange(x[:0], peer)
         self.stepping = list(self.peers)

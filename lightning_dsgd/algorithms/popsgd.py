@@ -61,8 +61,7 @@ from lightning_dsgd.primitives import step_scaling, topology
 from lightning_dsgd.primitives.published import publication_of
 from lightning_dsgd.transport import ANY, Lane, Transport
 
-_MODEL, _HELLO, _HASHES = range(3)  # tags; of a lane: _CONTROL in place of _HELLO
-_CONTROL = 1
+_HELLO = _CONTROL = 0  # tags of the training thread and of a lane
 _ARRIVED, _OFFER = range(2)
 
 UNKNOWN: Final = 1 << 30
@@ -145,13 +144,7 @@ class PopSGD(Algorithm):
 
     def _interact(self, x: Tensor, partner: int) -> None:
         self.net.send(torch.tensor([self.clock, self.exponent]), partner, _HELLO)
-        mine = self.on_wire(x)
-        sent = None
-        if self.wire_dtype != "int8":  # which has to know the partner's exponent first
-            sent = self.net.send(mine, partner, _MODEL, copy=False)
         hello = self.net.recv(_WORDS, partner, _HELLO).wait()
-        if sent is not None:
-            sent.wait()
         if not len(hello):
             self.stopped.add(partner)
             return
@@ -159,9 +152,10 @@ class PopSGD(Algorithm):
         if self.wire_dtype == "int8":
             x += self.decoded_difference(self.net, partner, x, exponent)
         elif self.wire_dtype == "float32":
-            x.add_(self.net.recv(mine, partner, _MODEL).wait()).mul_(0.5)
+            x.add_(self.net.exchange(x, partner).wait()).mul_(0.5)
         else:
-            x += half_difference(self.net.recv(mine, partner, _MODEL).wait(), mine, x)
+            mine = self.on_wire(x)
+            x += half_difference(self.net.exchange(mine, partner).wait(), mine, x)
         self.tick(partner, clock)
 
     def on_wire(self, x: Tensor) -> Tensor:
@@ -186,17 +180,15 @@ class PopSGD(Algorithm):
                 mine[-1] = ~net.rank
             code = k.remainder_(256).to(torch.uint8)
             del k
-            net.send(code, partner, _MODEL, copy=False)
-            net.send(mine, partner, _HASHES)
-            ahead = (net.recv(code, partner, _MODEL).wait(timeout_s) - code).view(torch.int8)
+            codes, hashes = net.exchange(code, partner), net.exchange(mine, partner)
+            ahead = (codes.wait(timeout_s) - code).view(torch.int8)
             ahead[ahead == -128] = 0  # else both partners would go the same way
             decoded = mine + hashes_of(ahead)
-            if torch.equal(decoded, net.recv(mine, partner, _HASHES).wait(timeout_s)):
+            if torch.equal(decoded, hashes.wait(timeout_s)):
                 distance = s * max(0.5, float(ahead.abs().max())) if len(x) else 0.0
                 d = ahead.to(x.dtype).mul_(0.5 * s)
         if d is None:  # and, as all above is the same with the opposite sign there, on both sides
-            net.send(x, partner, _MODEL)
-            d = half_difference(net.recv(x, partner, _MODEL).wait(timeout_s), x, x)
+            d = half_difference(net.exchange(x, partner).wait(timeout_s), x, x)
             distance = 2 * float(d.abs().max()) if len(x) else 0.0
         is_known = 0 < distance < math.inf
         self.exponent = max(-100, math.ceil(math.log2(distance / 63))) if is_known else UNKNOWN
@@ -212,23 +204,20 @@ class PopSGD(Algorithm):
         if self.lane is not None:
             self.version = self.lane.settle(self.version, x)
         elif self.blocking:
-            self._drain(x)
+            self._drain()
             [self.version] = largest(self.net, self.version)  # who meets whom is agreed anew
 
-    def _drain(self, x: Tensor) -> None:
-        """Tells possible partners that this rank has stopped; receives what they sent before."""
+    def _drain(self) -> None:
+        """Tells possible partners that this rank has stopped, and waits until they have, too."""
         net = self.net
         everyone = [rank for rank in range(net.world_size) if rank != net.rank]
         peers = topology.ring(net.rank, net.world_size) if self.topology == "cycle" else everyone
-        nothing = self.on_wire(x[:0])
         for peer in peers:
             net.send(_WORDS, peer, _HELLO)
         for peer in peers:
             while peer not in self.stopped:
                 if not len(net.recv(_WORDS, peer, _HELLO).wait()):
                     self.stopped.add(peer)
-                elif self.wire_dtype != "int8":
-                    net.recv(nothing, peer, _MODEL).wait()  # it has gone on without us
         self.stopped.clear()
 
     def _begin(self, x: Tensor) -> None:
@@ -338,8 +327,7 @@ class _Averager:
             d = algorithm.decoded_difference(net, partner, x, exponent, math.inf)
         else:
             mine = algorithm.on_wire(x)
-            net.send(mine, partner, _MODEL, copy=False)
-            d = half_difference(net.recv(mine, partner, _MODEL).wait(math.inf), mine, self.x)
+            d = half_difference(net.exchange(mine, partner).wait(math.inf), mine, self.x)
         self.published.correct(d)
         algorithm.tick(partner, clock)
 

@@ -15,7 +15,7 @@ rank receives as many shares as it sends; if not, (w - 1) z is put aside while t
 The sums of x and of w over ranks and messages in flight are conserved, so (sum x) / (sum w) is the
 mean of the ranks' models, however late or uneven the messages are.
 
-A rank that stops (to evaluate, to save, out of data) tells its neighbours with an empty message.
+A rank that stops (to evaluate, to save, out of data) tells its neighbours with an empty share.
 From then on they keep the shares that were meant for it and expect none from it; shares that
 reached it before are added to its x and w.  Every column of the mixing matrix still sums to one.
 
@@ -40,12 +40,9 @@ from torch import Tensor
 
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
-from lightning_dsgd.devices import is_on_host
 from lightning_dsgd.hyperparameters import at_least, one_of
 from lightning_dsgd.primitives import nodes, rounding, step_scaling, topology
-from lightning_dsgd.transport import Receipt, Transport
-
-_WEIGHT, _WEIGHTS = 0, 1  # tags: w, an empty one says that its sender has stopped; x
+from lightning_dsgd.transport import Transport, Work
 
 
 @dataclass
@@ -114,7 +111,8 @@ class SGP(Algorithm):
         self.lateness = [0, 0]  # messages taken, and how many steps late they were in all
         size = nodes.ranks_per_node(self.node_size, conditions) if self.hierarchical else 1
         self.node = nodes.Node(net, size)
-        self.pusher = _Pusher(net, self, size) if self.node.is_leader else None
+        is_pushing = self.node.is_leader and len(x) > 0  # a shard may be empty, on all ranks alike
+        self.pusher = _Pusher(net, self, size) if is_pushing else None
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         if self.hierarchical:
@@ -190,7 +188,11 @@ class SGP(Algorithm):
 
 
 class _Pusher:
-    """Runs PushSum on biased weights: sends shares, expects shares and takes them."""
+    """Runs PushSum on biased weights: sends shares, expects shares and takes them.
+
+    An empty share says that its sender has stopped.  The weight of any other is a message of its
+    own, sent before the share.
+    """
 
     def __init__(self, net: Transport, algorithm: SGP, node_size: int) -> None:
         self.net = net
@@ -207,8 +209,7 @@ class _Pusher:
         """Starts anew: all neighbours make steps."""
         self.stopped: set[int] = set()
         self.expected: deque[tuple[int, int]] = deque()  # (step, from whom)
-        self.next_weight: dict[int, Receipt] = {}  # posted ahead, one for each neighbour looked at
-        self.next_share: dict[int, Receipt] = {}  # posted once its weight is there
+        self.next: dict[int, Work[Tensor]] = {}  # asked for, one for each neighbour looked at
 
     def push(self, x: Tensor, w: float, step: int) -> float:
         """Sends shares, adds the shares that have come to x, and returns the new w."""
@@ -216,14 +217,14 @@ class _Pusher:
         arguments = (a.topology, step, self.place, self.num_places, a.num_peers)
         receivers = self._ranks(topology.out_peers(*arguments))
         p = 1 / (len(receivers) + 1)
-        going = [peer for peer in receivers if not self._has_stopped(peer)]
+        going = [peer for peer in receivers if not self._has_stopped(peer, x)]
         if going:
             share = x * p
             message = rounding.encode(share, a.wire_dtype)
             weight = torch.tensor([w * p], dtype=torch.float64)
             for peer in going:
-                self.net.send(message, peer, _WEIGHTS, copy=False)
-                self.net.send(weight, peer, _WEIGHT)  # may overtake a share that is on a device
+                self.net.send(weight, peer)
+                self.net.push(message, peer)
             kept = p * (len(receivers) + 1 - len(going))
             x *= kept
             w *= kept
@@ -235,11 +236,13 @@ class _Pusher:
     def _take(self, x: Tensor, step: int) -> float:
         """Adds what has come to x, waits for what is due; returns the weight of both."""
         weight, still_expected, overtaken = 0.0, deque[tuple[int, int]](), set[int]()
+        for _, peer in self.expected:  # all are asked for before one is waited for
+            self._has_stopped(peer, x)
         for sent_at, peer in self.expected:
             is_due = sent_at <= step - self.algorithm.overlap
             if peer in self.stopped:
                 continue
-            if not is_due and (peer in overtaken or not self._has_come(peer, x)):
+            if not is_due and (peer in overtaken or not self._next(peer, x).done()):
                 overtaken.add(peer)  # messages of one rank are taken in order
                 still_expected.append((sent_at, peer))
                 continue
@@ -252,48 +255,34 @@ class _Pusher:
 
     def _take_from(self, peer: int, x: Tensor) -> float:
         """Adds a rank's next share to x; returns its weight, or 0 if the rank has stopped."""
-        weight = self._receipt(peer).wait()
-        if not len(weight):
+        share = self._next(peer, x).wait()
+        if not len(share):
             self.stopped.add(peer)
             return 0.0
-        x += rounding.decode(self._share(peer, x).wait(), like=x)
-        del self.next_weight[peer], self.next_share[peer]
-        return float(weight)
+        x += rounding.decode(share, like=x)
+        del self.next[peer]
+        return float(self.net.recv(_FLOAT64, peer).wait())
 
-    def _has_come(self, peer: int, x: Tensor) -> bool:
-        """Returns whether a rank's next share is complete, or its message says that it stops.
+    def _next(self, peer: int, x: Tensor) -> Work[Tensor]:
+        """Asks for a rank's next share, if it is not asked for yet."""
+        if peer not in self.next:
+            self.next[peer] = self.net.pull(self._nothing(x), peer)
+        return self.next[peer]
 
-        On a device this thread may copy the share in the host's memory: see `Work.done`.
-        """
-        weight = self._receipt(peer)
-        if not weight.done():
-            return False
-        # On the host messages come in order, and the weight behind its share.
-        return is_on_host(x) or not len(weight.wait()) or self._share(peer, x).done()
+    def _nothing(self, x: Tensor) -> Tensor:
+        return rounding.encode(x[:0], self.algorithm.wire_dtype)
 
-    def _share(self, peer: int, x: Tensor) -> Receipt:
-        if peer not in self.next_share:
-            like = rounding.encode(x[:0], self.algorithm.wire_dtype)
-            self.next_share[peer] = self.net.recv(like, peer, _WEIGHTS)
-        return self.next_share[peer]
-
-    def _receipt(self, peer: int) -> Receipt:
-        if peer not in self.next_weight:
-            self.next_weight[peer] = self.net.recv(_FLOAT64, peer, _WEIGHT)
-        return self.next_weight[peer]
-
-    def _has_stopped(self, peer: int) -> bool:
-        if peer in self.stopped:
-            return True
-        receipt = self._receipt(peer)
-        if receipt.done() and not len(receipt.wait()):
-            self.stopped.add(peer)
+    def _has_stopped(self, peer: int, x: Tensor) -> bool:
+        if peer not in self.stopped:
+            share = self._next(peer, x)
+            if share.done() and not len(share.wait()):
+                self.stopped.add(peer)
         return peer in self.stopped
 
     def drain(self, x: Tensor) -> float:
         """Adds all shares under way, until every neighbour has stopped; returns their weight."""
         for peer in self.neighbours:
-            self.net.send(_FLOAT64, peer, _WEIGHT)
+            self.net.push(self._nothing(x), peer)
         weight = 0.0
         for peer in self.neighbours:
             while peer not in self.stopped:

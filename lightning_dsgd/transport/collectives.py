@@ -95,7 +95,7 @@ class Call:
     def __init__(self, verbs: Verbs, group: Group, kind: str) -> None:
         self.members, self.me, self.size = group.members, group.me, len(group.members)
         self._verbs = verbs
-        self._kind = KINDS.index(kind)
+        self.kind, self._kind = kind, KINDS.index(kind)
         self.channel, self.number = group.channel, group.calls
         group.calls += 1
 
@@ -229,6 +229,14 @@ def broadcast(x: Tensor, call: Call, root: int) -> Steps[Tensor]:
         distance *= 2
     yield from _each(sent)
     return x
+
+
+def exchange(x: Tensor, call: Call) -> Steps[Tensor]:
+    """Sends to the other one of two members, and receives a tensor of any length from it."""
+    sent = call.send(x, 1 - call.me)
+    theirs = yield call.receive(x, 1 - call.me)
+    yield sent
+    return theirs  # type: ignore[no-any-return]
 
 
 def num_children(place: int, size: int) -> int:

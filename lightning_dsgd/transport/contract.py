@@ -307,6 +307,23 @@ class Transport(Protocol):
         """Begins a barrier: the Work is done once every member has begun it."""
         ...
 
+    def exchange(self, x: Tensor, peer: int) -> Work[Tensor]:
+        """Sends `x` to `peer` and receives what `peer` sends in its call, of any length.
+
+        Two ranks call it for each other equally often, with one dtype; if they also push, both call
+        all in one order.  A network may carry both ways at once, and begins once both have called
+        and their devices have made what they send.
+        """
+        ...
+
+    def push(self, x: Tensor, dst: int) -> Work[None]:
+        """Sends `x` to a rank that pulls it; a network may keep it here until then."""
+        ...
+
+    def pull(self, like: Tensor, src: int) -> Work[Tensor]:
+        """Receives the next tensor that `src` pushes to this rank, of the dtype of `like`."""
+        ...
+
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Announces groups that will sum and broadcast again and again; has no other effect.
 

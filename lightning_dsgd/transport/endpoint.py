@@ -147,6 +147,20 @@ class Endpoint(ABC):
     def barrier(self, group: Sequence[int] | None = None) -> Work[None]:
         return Collective(collectives.barrier(self._call(group, "barrier")))
 
+    def exchange(self, x: Tensor, peer: int) -> Work[Tensor]:
+        self._check_tensor(x)
+        call = self._call(sorted((self.rank, peer)), "exchange")
+        return self.pair_natively(x, call) or Collective(collectives.exchange(x, call))
+
+    def push(self, x: Tensor, dst: int) -> Work[None]:
+        self._check_tensor(x)
+        call = self._call((self.rank, dst), "push")
+        return self.pair_natively(x, call) or call.send(x, 1)
+
+    def pull(self, like: Tensor, src: int) -> Work[Tensor]:
+        call = self._call((src, self.rank), "push")
+        return self.pair_natively(like[:0], call) or call.receive(like, 0)
+
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Does nothing: sums are made of messages here."""
 
@@ -162,6 +176,15 @@ class Endpoint(ABC):
             x: the argument, which will hold the result
             call: who takes part, and which call it is
             place: the place in the group of a broadcast's source; None: a sum
+        """
+        return None
+
+    def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
+        """Begins to exchange, push or pull without messages; None where messages are needed.
+
+        Args:
+            x: what this rank sends, empty if it pulls
+            call: the two ranks, and which call it is
         """
         return None
 

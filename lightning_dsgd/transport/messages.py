@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dsgd.transport.contract import ANY, TransportError
 
-KINDS: Final = ("message", "all_reduce", "all_gather", "broadcast", "barrier")
+KINDS: Final = ("message", "all_reduce", "all_gather", "broadcast", "barrier", "exchange", "push")
 
 
 def channel_id(*names: object) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.sgp import SGP
-from lightning_dsgd.devices import is_on_host, until
+from lightning_dsgd.devices import is_on_host
 from lightning_dsgd.primitives.step_scaling import made_for
 from lightning_dsgd.transport.collectives import Collective
 from lightning_dsgd.transport.processes import _Receipt
@@ -94,7 +94,7 @@ def test_every_row_trains_on_a_device() -> None:
 
 
 def push_while_a_share_is_late(net: Any, fake: FakeDevice) -> float:
-    """Rank 1's share is behind what its device has not come to; its push weight overtakes it."""
+    """Rank 1's share is behind what its device has not come to; its push weight is not."""
     x, other = torch.zeros(4, device=fake.device), 1 - net.rank
     algorithm, words = SGP(overlap=3), net.sub("words")
     rank = Rank(net, algorithm, x)
@@ -104,7 +104,6 @@ def push_while_a_share_is_late(net: Any, fake: FakeDevice) -> float:
             rank.step()
             words.recv(torch.ones(1), other).wait()
         else:
-            assert until(algorithm.pusher._receipt(other).done, 60, lambda: None)
             for _ in range(3):
                 rank.step()
             words.send(torch.ones(1), other)

@@ -618,6 +618,17 @@ class OnDevice:
     def recv(self, like: Tensor, src: int, tag: int = 0) -> Any:
         return _Then(self._net.recv(self._like(like), src, tag), _down)
 
+    def exchange(self, x: Tensor, peer: int) -> Any:
+        return _Then(self._net.exchange(self._up(x), peer), _down)
+
+    def push(self, x: Tensor, dst: int) -> Any:
+        y = self._up(x)
+        work = self._net.push(y, dst)
+        return work if y.device.type == "cpu" else _Then(work, lambda _: _overwrite(y))
+
+    def pull(self, like: Tensor, src: int) -> Any:
+        return _Then(self._net.pull(self._like(like), src), _down)
+
     def all_reduce(self, x: Tensor, group: Any = None) -> Any:
         y = self._up(x)
         return _Then(self._net.all_reduce(y, group), lambda _: x if y is x else x.copy_(_down(y)))

@@ -42,7 +42,7 @@ def waiting_is_counted(net: Transport) -> None:
 
 
 def traffic(net: Transport) -> dict[str, tuple[int, int]]:
-    right = (net.rank + 1) % net.world_size
+    left, right = ((net.rank + hop) % net.world_size for hop in (-1, 1))
     operations: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: net.all_reduce(torch.ones(12)),
         "all_reduce bf16": lambda: net.all_reduce(torch.ones(12, dtype=torch.bfloat16)),
@@ -50,6 +50,7 @@ def traffic(net: Transport) -> dict[str, tuple[int, int]]:
         "broadcast": lambda: net.broadcast(torch.ones(5), 0),
         "barrier": net.barrier,
         "send": lambda: net.send(torch.ones(7, dtype=torch.int64), right),
+        "push": lambda: (net.push(torch.ones(6), right), net.pull(EMPTY, left))[1],
     }
     table = {}
     counters = net.counters
@@ -58,7 +59,7 @@ def traffic(net: Transport) -> dict[str, tuple[int, int]]:
         operation().wait()
         after = counters.bytes_sent, counters.messages_sent
         table[name] = (after[0] - before[0], after[1] - before[1])
-    net.recv(torch.empty(0, dtype=torch.int64), (net.rank - 1) % net.world_size).wait()
+    net.recv(torch.empty(0, dtype=torch.int64), left).wait()
     return table
 
 

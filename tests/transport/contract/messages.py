@@ -88,6 +88,25 @@ def a_sent_tensor_may_change_at_once(net: Transport) -> None:
                 same(net.recv(EMPTY, src).wait(), torch.full((n,), float(10 * src + i)))
 
 
+def pairs_exchange_push_and_pull(net: Transport) -> None:
+    """Both ways, of different lengths, some empty, each pair and each way for itself."""
+
+    def of(rank: int, i: int) -> torch.Tensor:
+        return noise((i + rank) % 4 * 300, DTYPES[i // 2 % len(DTYPES)], seed=i + 10 * rank)
+
+    works = [
+        (peer, i, net.exchange(of(net.rank, i), peer)) for peer in others(net) for i in range(4)
+    ]
+    pushes = [net.push(of(net.rank, i), dst) for dst in reversed(others(net)) for i in range(4, 12)]
+    works += [(src, i, net.pull(of(src, i)[:0], src)) for src in others(net) for i in range(4, 12)]
+    for src, i, work in reversed(works):
+        same(work.wait(), of(src, i))
+        assert work.done()
+        same(work.wait(), of(src, i))
+    for push in pushes:
+        push.wait()
+
+
 def sub_transports_are_independent(net: Endpoint) -> None:
     a, b = net.sub("a"), net.sub("b")
     for dst in others(net):

@@ -22,6 +22,7 @@ IN_ORDER = (
     messages.messages_have_any_length_and_dtype,
     messages.a_sent_tensor_may_change_at_once,
     messages.a_tensor_sent_without_a_copy_may_change_once_it_is_sent,
+    messages.pairs_exchange_push_and_pull,
     messages.sub_transports_are_independent,
     collectives.all_reduce_is_exact_where_sums_are,
     collectives.all_reduce_is_the_same_to_the_bit_everywhere,
@@ -72,6 +73,7 @@ TRAFFIC = {
         "broadcast": [(20, 1), (0, 0)],
         "barrier": [(0, 1)] * 2,
         "send": [(56, 1)] * 2,
+        "push": [(24, 1)] * 2,
     },
     3: {
         "all_reduce": [(64, 4)] * 3,
@@ -80,6 +82,7 @@ TRAFFIC = {
         "broadcast": [(40, 2), (0, 0), (0, 0)],
         "barrier": [(0, 2)] * 3,
         "send": [(56, 1)] * 3,
+        "push": [(24, 1)] * 3,
     },
     4: {
         "all_reduce": [(72, 4)] * 4,
@@ -88,6 +91,7 @@ TRAFFIC = {
         "broadcast": [(40, 2), (20, 1), (0, 0), (0, 0)],
         "barrier": [(0, 2)] * 4,
         "send": [(56, 1)] * 4,
+        "push": [(24, 1)] * 4,
     },
 }
 """World size: operation: (bytes, messages) of each rank."""
