@@ -224,6 +224,7 @@ def test_nothing_on_the_site_is_fetched_from_elsewhere(site: Path) -> None:
         assert [url for url in found if re.match(r"https?:|//", url)] == [], page.name
 
 
+@pytest.mark.exhaustive
 @once
 def test_the_reference_shows_what_the_docstrings_say(site: Path) -> None:
     text = (site / "api.html").read_text()

@@ -42,8 +42,10 @@ def test_never():
 """
 
 
-@pytest.mark.parametrize("parallel", [[], ["--numprocesses", "1", "--dist", "loadgroup"]])
-@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize(
+    ("always", "parallel"),
+    [(True, []), (False, ["--numprocesses", "1", "--dist", "loadgroup"])],
+)
 def test_what_fails_runs_once_more(tmp_path: Path, always: bool, parallel: list[str]) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = xdist_group\n")
     (tmp_path / "test_it.py").write_text(TESTS + (ALWAYS if always else ""))
