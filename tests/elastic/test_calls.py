@@ -133,10 +133,10 @@ def check_step(before: tuple[int, ...], members: tuple[int, ...], dropped: set[i
 
 def test_ranks_come_and_are_lost_and_all_agree() -> None:
     num_grown = 0
-    for seed in range(100):
+    for seed in range(50):
         views = run(seed, may_end=seed % 2 == 1)
         num_grown += any(max(view) >= len(views[0]) for view in views.values())
-    assert num_grown > 40
+    assert num_grown > 20
 
 
 @pytest.mark.exhaustive

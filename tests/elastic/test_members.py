@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd import STRATEGIES, FabricStrategy, LocalSGD, decentralized
+from lightning_dsgd import STRATEGIES, FabricStrategy
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic import changes
 from lightning_dsgd.elastic.changes import ChangingMembers
@@ -30,7 +29,6 @@ from lightning_dsgd.trainer.sessions import TrainerSession
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
 from lightning_dsgd.transport.view import View
-from tests.support.worlds import ParentWorld
 
 CHOSEN = choose("a test", Options, {"timeout_s": 10.0, "heartbeat_timeout_s": 10.0})
 
@@ -333,33 +331,6 @@ def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
 
 
 # ---- where a session stands ----
-
-
-def walk(on_loss: str) -> list[str]:
-    """The phases of one rank alone."""
-    phases, enter = [Phase.OPENING], Session.enter
-
-    def note(session: Session[Any], phase: Phase) -> None:
-        enter(session, phase)
-        phases.extend([session.phase] if session.phase is not phases[-1] else [])
-
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "got one rank")
-        patch.setattr(Session, "enter", note)
-        with decentralized(model, optimizer, LocalSGD(2), on_loss=on_loss) as replica:
-            for _ in replica.batches(range(2)):
-                model(torch.ones(2)).sum().backward()
-                optimizer.step()
-    return [phase.name for phase in phases]
-
-
-@pytest.mark.parametrize("on_loss", ["end", "continue"])
-def test_a_training_walks_through_the_table_of_phases(on_loss):
-    batches = ["TRAINING", "IN_BATCH"] * 2
-    [phases] = ParentWorld().run(1, walk, on_loss)
-    assert phases == ["OPENING", "READY", *batches, "TRAINING", "TRAINED", "OVER"]
 
 
 @pytest.mark.parametrize("before", Phase)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.plain.test_training import loader_of, make, replica_of, same, steps
 from tests.support.doomed import await_leave
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import Regression, weights
+from tests.support.thorough import some
 from tests.support.worlds import FitWorld
 
 exhaustive = pytest.mark.exhaustive
@@ -255,22 +255,6 @@ def test_a_rank_that_a_loss_keeps_from_stopping_stops_too(tmp_path):
     assert "all ranks stopped" in saved["extras"]["why"]
 
 
-NO_LUCK = "ends all ranks: Diverged: failed: Diverged"
-"""Quotes what the others are told of a divergence."""
-
-
-def raise_on_one_rank(folder: str) -> str:
-    model, optimizer = make()
-    with replica_of(model, optimizer, dsgd.WAGMA(), **SURVIVES) as replica:
-        for number, batch in enumerate(loader_of(replica.rank, 30)):
-            if number == 10 and replica.rank == 1:
-                raise FloatingPointError(NO_LUCK)
-            steps(model, optimizer, [batch])
-        replica.barrier()
-        members = replica.members
-    return str(members)
-
-
 def diverge(name: str, options: dict[str, Any]) -> None:
     model, optimizer = make()
     with replica_of(model, optimizer, algorithm_of(name), **SURVIVES | options) as replica:
@@ -304,13 +288,6 @@ def test_all_ranks_end_where_what_they_train_is_not_finite(name, options, what, 
     assert errors[1].startswith("PeerLost: rank ")
 
 
-@exhaustive
-def test_a_rank_that_raises_is_lost_to_the_others_which_go_on(tmp_path):
-    outcomes = WORLD.outcomes(3, raise_on_one_rank, str(tmp_path))
-    assert [outcome.result for outcome in outcomes] == ["(0, 2)", None, "(0, 2)"]
-    assert outcomes[1].error == f"FloatingPointError: {NO_LUCK}"
-
-
 def resume(folder: str, path: str) -> tuple[int, bool]:
     model, optimizer = make()
     with replica_of(model, optimizer, dsgd.LocalSGD(4), **SURVIVES) as replica:
@@ -340,26 +317,8 @@ def test_a_rank_that_has_left_gets_no_more_batches():
 
 @exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", [*ALGORITHMS][::2])
+@pytest.mark.parametrize("name", some(ALGORITHMS, ("wagma", "oktopk")))
 def test_any_rank_is_killed_at_any_time(name, tmp_path):
-    """With the other algorithms: test_trainer.py."""
+    """In the simulated world, all algorithms: test_algorithms.py."""
     for outcomes, lost, folder in kill_at_random(WORLD, train_until_killed, name, tmp_path, 1.0):
         check_left(outcomes, lost, folder / "saved.pt", may_be_done=True)
-
-
-def in_plain_pytorch(**options: Any) -> None:
-    model = nn.Linear(2, 1)
-    dsgd.decentralized(model, torch.optim.SGD(model.parameters(), 0.1), dsgd.WAGMA(), **options)
-
-
-@pytest.mark.parametrize(
-    ("make", "option"),
-    [
-        (in_plain_pytorch, "min_ranks"),
-        (partial(dsgd.FabricStrategy, "wagma"), "min_ranks"),
-        (dsgd.WAGMAStrategy, "max_ranks"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused(make, option):
-    with pytest.raises(ValueError, match=f'{option} needs on_loss="continue"'):
-        make(**{option: 2})

@@ -220,3 +220,4 @@ def test_replicas_are_lost_or_doubted_at_any_moment_and_the_others_go_on(name: s
         doubt(name, 2 + seed % 3, 2 + seed % 2, 100 + seed)
         lose(name, 2 + seed % 3, 2 + seed % 2, 100 + seed, 1)
         lose(name, 5, 2 + seed % 2, 300 + seed, 2)
+        lose(name, 4, 1, 400 + seed, 1)

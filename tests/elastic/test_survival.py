@@ -114,6 +114,7 @@ def wait_for_more(net: Any, groups: tuple[tuple[int, ...], ...], folder: str) ->
         return str(error)
 
 
+@pytest.mark.exhaustive
 def test_an_error_is_blamed_on_a_rank_of_the_same_group_alone(tmp_path):
     world = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=12.0)  # for so long another is blamed
     outcomes = world.outcomes(4, wait_for_more, ((0, 1), (2, 3)), str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,3 +20,8 @@ def tries(number: int, fast: int) -> list[Any]:
         pytest.param(place, marks=[pytest.mark.exhaustive] if place >= fast else [])
         for place in times(number)
     ]
+
+
+def some(names: Iterable[str], few: Iterable[str]) -> list[str]:
+    """A few of the names by default, and all where everything is tried more than once."""
+    return list(names if len(times(1)) > 1 else few)
