@@ -147,16 +147,6 @@ def test_trains_to_the_bit_like_the_plain_module(model: str, optimizer: str) -> 
     assert all(flat.is_intact() for flat in flats)
 
 
-def test_hooks_stay() -> None:
-    model = build(mlp)
-    seen: list[str] = []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
-    flatten(model.named_parameters())
-    backward(model, batches(1)[0])
-    assert sorted(seen) == sorted(name for name, _ in model.named_parameters())
-
-
 # What x is
 
 
@@ -217,15 +207,6 @@ def test_there_may_be_nothing_to_flatten() -> None:
     (flat,) = flatten([("nothing", Parameter(torch.empty(0)))])
     assert flat.numel == flat.x.numel() == flat.gather().numel() == 0
     assert flat.is_intact()
-
-
-def test_flatten_again_moves_to_the_new_x() -> None:
-    module = build(mlp)
-    (old,) = flatten(module.named_parameters())
-    (new,) = flatten(module.named_parameters())
-    assert new.is_intact()
-    assert not old.is_intact()
-    assert torch.equal(new.x, old.x)
 
 
 # Gradients

@@ -17,6 +17,7 @@ from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.replica.kept import NUM_MEASURED
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.support.fits import some_now
 from tests.support.worlds import ProcessWorld
 
 WIDTH = 48  # more weights than are measured
@@ -35,7 +36,7 @@ MORE = [
 ]
 SPARSE = [name for name in ALGORITHMS if issubclass(ALGORITHMS[name], ErrorFeedback)]
 OWN = [*SPARSE, "eager_sgd"]  # which say it of gradients
-KEEPING = [name for name in ALGORITHMS if name not in (*OWN, "diloco")] + MORE
+PLAIN = [name for name in ALGORITHMS if name not in (*OWN, "diloco")]
 
 
 class Run:
@@ -131,7 +132,7 @@ def shares_in(situation: str, spec: str, **options: bool) -> list[float]:
     return first
 
 
-@pytest.mark.parametrize("spec", KEEPING)
+@some_now("spec", PLAIN + MORE, now=[*PLAIN, *MORE[:1], "wagma:scale_steps=true"])
 def test_what_loses_no_update_is_seen_to_keep_all(spec: str) -> None:
     for situation in SITUATIONS:
         assert shares_in(situation, spec) == [pytest.approx(1.0, abs=1e-3)] * 2, situation
@@ -155,13 +156,13 @@ def test_a_rank_that_had_fewer_batches_has_other_momentum(name: str) -> None:
     assert 1e-4 < abs(second - 1) < 0.2
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *("wagma:rule=paper", "hpsgd:outer_momentum=0.5", "sgp:overlap=1"),
-        *("oktopk:local_steps=4", "oktopk", "oktopk:warmup_steps=5", "gtopk"),
-    ],
-)
+RESUMED = [
+    *("wagma:rule=paper", "hpsgd:outer_momentum=0.5", "oktopk:local_steps=4"),
+    *("sgp:overlap=1", "oktopk", "oktopk:warmup_steps=5", "gtopk"),
+]
+
+
+@some_now("spec", RESUMED, now=RESUMED[:3])
 def test_a_resume_goes_on_counting(spec: str) -> None:
     near = 0.05 if "paper" in spec else 1e-3  # who is late differs a little
     undisturbed, resumed = shares_in("slow rank", spec), shares_in("slow rank", spec, resumes=True)
@@ -248,7 +249,7 @@ def hold_back(net: Any, spec: str) -> tuple[float | None, Tensor, Tensor]:
     return share, algorithm.residual, total
 
 
-@pytest.mark.parametrize("spec", [*SPARSE, "oktopk:warmup_steps=5"])
+@some_now("spec", [*SPARSE, "oktopk:warmup_steps=5"], now=("oktopk", "gtopk"))
 def test_gradients_that_are_held_back_are_not_counted_yet(spec: str) -> None:
     for density in (0.01, 0.2, 1.0):
         ranks = SimulatedWorld(8).run(hold_back, f"{spec}:density={density}")

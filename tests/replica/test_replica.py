@@ -105,16 +105,6 @@ def train_with(net: Any, algorithm: Any) -> list[Tensor]:
     return values(model)
 
 
-def test_gradients_that_leave_during_the_backward_pass_are_the_same() -> None:
-    for world in (SimulatedWorld(2), ProcessWorld()):
-        run = partial(world.run, 2) if isinstance(world, ProcessWorld) else world.run
-        plain, early = (
-            run(train_with, algorithm)
-            for algorithm in (AllReduce, partial(AllReduce, overlap=True, num_buckets=3))
-        )
-        assert_same([*plain, *early])
-
-
 def freeze_with(net: Any, algorithm: Any) -> list[Tensor]:
     model, optimizer, replica = make(net, algorithm)
     for number in range(6):
@@ -123,14 +113,6 @@ def freeze_with(net: Any, algorithm: Any) -> list[Tensor]:
         step(net, number, optimizer, replica, model)
     replica.finish()
     return values(model)
-
-
-def test_what_is_frozen_once_pieces_of_its_gradient_have_left_ends_alike() -> None:
-    plain, early = (
-        SimulatedWorld(2, latency_s=1e-3).run(freeze_with, partial(AllReduce, overlap=overlap))
-        for overlap in (False, True)
-    )
-    assert_same([*plain, *early])
 
 
 def meet_before_the_step(net: Any, algorithm: Any) -> list[Tensor]:
@@ -154,12 +136,18 @@ def meet_before_the_step(net: Any, algorithm: Any) -> list[Tensor]:
     return values(model)
 
 
-def test_ranks_that_meet_before_a_step_send_its_whole_gradient() -> None:
-    plain, early = (
-        SimulatedWorld(2).run(meet_before_the_step, partial(AllReduce, overlap=o, num_buckets=3))
-        for o in (False, True)
-    )
-    assert_same([*plain, *early])
+def train_in_each_way(net: Any, overlap: bool) -> list[Tensor]:
+    algorithm, found = partial(AllReduce, overlap=overlap, num_buckets=3), []
+    for train in (train_with, freeze_with, meet_before_the_step):
+        found += train(net.sub(train.__name__), algorithm)
+    return found
+
+
+def test_gradients_that_leave_during_the_backward_pass_are_the_same() -> None:
+    """Also where a layer is frozen later, or all ranks meet before a step."""
+    for run in (SimulatedWorld(2, latency_s=1e-3).run, partial(ProcessWorld().run, 2)):
+        plain, early = (run(train_in_each_way, overlap) for overlap in (False, True))
+        assert_same([*plain, *early])
 
 
 def change_early(net: Any, what: str) -> None:
