@@ -1,10 +1,8 @@
-"""HPSGD: Equations (1) and (2), each update once, no waiting; simulated."""
+"""HPSGD: Equations (1) and (2), and no waiting.  Random schedules: `test_wait_avoiding.py`."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,6 @@ from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.rank import Rank
-from tests.support.thorough import times
 
 N = 24
 LR = 0.05
@@ -44,79 +41,6 @@ class Recorded(HPSGD):
         self.models.append(self.merged if is_last else self.handed_over + self.merged)
         self.models[-1] = self.models[-1].clone()
         return is_last
-
-
-# ---- each update once, the same models everywhere: random schedules ----
-
-
-@dataclass
-class Schedule:
-    """How many steps each rank makes before each time that all stand still, and at which speeds."""
-
-    seed: int
-
-    def __post_init__(self) -> None:
-        draw = random.Random(self.seed)
-        self.world_size = draw.randint(1, 5)
-        self.max_local_steps = draw.choice([None, None, 1, 3])
-        self.counts = [
-            [draw.choice([0, 1, 2, draw.randint(3, 8)]) for _ in range(self.world_size)]
-            for _ in range(draw.randint(1, 2))
-        ]
-        self.speeds = [draw.choice([0.1, 0.1, 1.0]) for _ in range(self.world_size)]
-        self.latency_s = draw.choice([0.0, 0.01, 0.3])
-        self.bandwidth_bytes_s = draw.choice([math.inf, 1e5, 1e3])
-        numbers = itertools.count()
-        self.steps = [  # of each phase and rank: numbers of its steps
-            [[next(numbers) for _ in range(count)] for count in phase] for phase in self.counts
-        ]
-        self.num_steps = next(numbers)
-
-    def world(self) -> SimulatedWorld:
-        return SimulatedWorld(self.world_size, self.latency_s, self.bandwidth_bytes_s)
-
-
-def count_once(net: Any, schedule: Schedule) -> tuple[list[Tensor], list[Tensor], float]:
-    """Step number n of all has the gradient P at place n: in a mean that counts it once, a one."""
-    draw = random.Random(f"{schedule.seed} {net.rank}")
-    x = torch.zeros(max(1, schedule.num_steps), dtype=torch.float64)
-    algorithm = Recorded(max_local_steps=schedule.max_local_steps)
-    rank, settled, waited = Rank(net, algorithm, x), [], 0.0
-    for phase in schedule.steps:
-        before = net.counters.wait_s
-        for n in phase[net.rank]:
-            seconds = schedule.speeds[net.rank] * draw.choice([0.5, 1.0, 1.0, 4.0])
-            update = torch.zeros_like(x)
-            update[n] = -net.world_size
-            rank.step(update, seconds=seconds)
-        waited += net.counters.wait_s - before
-        rank.settle()
-        settled.append(algorithm.consensus(x))
-        assert torch.equal(rank.settle(), settled[-1])
-    rank.finish()
-    return algorithm.models, settled, waited
-
-
-def test_every_update_is_counted_once_and_all_ranks_merge_the_same_models() -> None:
-    for seed in times(30):
-        schedule = Schedule(seed)
-        ranks = schedule.world().run(count_once, schedule)
-        models, settled, _ = ranks[0]
-        for theirs, their_settled, waited in ranks:
-            assert len(theirs) == len(models)
-            assert all(torch.equal(a, b) for a, b in zip(theirs, models, strict=True)), seed
-            assert all(torch.equal(a, b) for a, b in zip(their_settled, settled, strict=True))
-            assert waited == 0 or schedule.max_local_steps is not None
-        counted = torch.zeros(max(1, schedule.num_steps), dtype=torch.float64)
-        for model in models:  # never less than before, and never more than once
-            assert bool(((model == 0) | (model == -1)).all()), seed
-            assert bool((model <= counted).all())
-            counted = model
-        done = 0
-        for phase, state in zip(schedule.counts, settled, strict=True):
-            done += sum(phase)
-            assert torch.equal(state[:done], -torch.ones(done).double()), seed
-            assert not state[done:].any()
 
 
 # ---- Equations (1) and (2) ----

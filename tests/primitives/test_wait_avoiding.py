@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import threading
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
+from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.primitives import topology
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding
@@ -292,16 +292,19 @@ def check_mean(seed: int) -> None:
         bandwidth_bytes_s=chance.choice([math.inf, 1e3, 1e2]),
         shared_link=chance.random() < 0.2,
     )
-    what = f"P={world_size}, {options}"
-    owns, consensus = zip(*world.run(take_steps, seed, lambda: WAGMA(**options)), strict=True)
-    for x in consensus:
-        assert torch.equal(x, consensus[0]), what
-        torch.testing.assert_close(x, torch.stack(owns).mean(0), rtol=0, atol=1e-12, msg=what)
+    bound = chance.choice([None, 1, 3])
+    made: tuple[Any, ...] = (lambda: WAGMA(**options), lambda: HPSGD(max_local_steps=bound))
+    for make in made:
+        what = f"P={world_size}, {make()}"
+        owns, consensus = zip(*world.run(take_steps, seed, make), strict=True)
+        for x in consensus:
+            assert torch.equal(x, consensus[0]), what
+            torch.testing.assert_close(x, torch.stack(owns).mean(0), rtol=0, atol=1e-12, msg=what)
 
 
 @SEEDS
 def test_the_mean_is_the_start_and_all_updates(seeds: range) -> None:
-    """Random schedules; a failing one names its seed, and `check_mean(seed)` replays it."""
+    """Random schedules, of HPSGD too; `check_mean(seed)` replays one that fails."""
     for seed in seeds:
         try:
             check_mean(seed)
@@ -384,21 +387,6 @@ def test_the_ranks_stay_together(situation: str) -> None:
     early, late = widest(trails, 0.1, 0.5), widest(trails, 0.5, 1.0)
     assert late <= 1.1 * early  # it does not grow
     assert late < 7 * periods  # what the outermost of eight part by in so many steps
-
-
-def count_messages(net: Any, group_period: int) -> list[int]:
-    algorithm = WAGMA(group_size=2, sync_period=12, group_period=group_period)
-    rank, sent = Rank(net, algorithm, torch.zeros(3)), [0]
-    for _ in range(12):
-        rank.step(seconds=1.0)
-        sent.append(net.counters.bytes_sent)
-    rank.finish()
-    return [b > a for a, b in pairwise(sent)]
-
-
-def test_between_two_averages_nothing_is_sent() -> None:
-    for sent in SimulatedWorld(2).run(count_messages, 4):
-        assert sent == [False, False, False, True] * 3
 
 
 def count_together(net: Any, num_steps: list[int]) -> list[int]:
