@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
@@ -55,12 +54,10 @@ ARGUMENTS: list[tuple[dict[str, Any], list[str]]] = [
         ["average_buffers must be True or False, got average_buffers='no'; try"],
     ),
     ({"data": "dealt"}, ['data must be "equal" or "claimed"', "got data='dealt'"]),
-    ({"timeout_s": 0}, [f"timeout_s {SECONDS}", "got timeout_s=0; try"]),
     ({"timeout_s": float("nan")}, [f"timeout_s {SECONDS}", "got timeout_s=nan; try"]),
     ({"timeout_s": float("inf")}, ["at most", "got timeout_s=inf; try timeout_s=1800"]),
     ({"timeout_s": "10m"}, [f"timeout_s {SECONDS}", "got timeout_s='10m'; try timeout_s=1800"]),
     ({"heartbeat_timeout_s": True}, [f"heartbeat_timeout_s {SECONDS}", "timeout_s=True; try"]),
-    ({"heartbeat_timeout_s": -1.0}, [f"heartbeat_timeout_s {SECONDS}", "timeout_s=-1.0; try"]),
     ({"startup_timeout_s": 0.0}, [f"startup_timeout_s {SECONDS}", "timeout_s=0.0; try"]),
     (
         {"find_unused_parameters": True},
@@ -100,13 +97,10 @@ WHOLE, WIDTHS = "a whole number of at least 1", '"float32", "bfloat16", "int8" o
 HYPERPARAMETERS: list[tuple[str, str, Any, str, Any]] = [
     ("local_sgd", "sync_period", 2.5, WHOLE, 8),
     ("wagma", "group_size", "4", f"None or {WHOLE}", 4),
-    ("wagma", "group_size", "four", f"None or {WHOLE}", None),
     ("wagma", "overlap", "True", "True or False", True),
     ("wagma", "wire_dtype", "fp16", WIDTHS, "bfloat16"),
     ("dpsgd", "topology", "star", '"ring"', "ring"),
     ("eager_sgd", "quorum", "all", '"solo" or "majority"', "majority"),
-    ("gtopk", "density", 0.0, "None or a number above 0 and at most 1", None),
-    ("adpsgd", "seed", "x", "a whole number", 0),
 ]
 
 
@@ -118,16 +112,6 @@ def test_a_hyperparameter_that_cannot_work_is_refused_when_the_strategy_is_made(
     text = f"{option} must be {what}, got {option}={value!r}; try {option}={way_out!r}"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         STRATEGIES[name](**{option: value})
-
-
-def test_a_hyperparameter_that_needs_more_ranks_is_refused_before_training() -> None:
-    for outcome in FitWorld().outcomes(2, fit_with_large_groups):
-        assert outcome.error.startswith("ValueError: group_size must be at least 1 and no larger")
-        assert "got group_size=3 with world_size=2; try group_size=" in outcome.error
-
-
-def fit_with_large_groups() -> None:
-    fit(make("wagma", group_size=3))
 
 
 # ---- Trainer, callbacks, optimizers, models ----
@@ -275,6 +259,14 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], list[str], list[str]]] = 
         ["ddp"],
         ["CommunicationMonitor needs a strategy of lightning_dsgd, got DDPStrategy; use"],
     ),
+    "groups of more ranks than there are": (
+        lambda: {"strategy": make("wagma", group_size=3)},
+        ["wagma"],
+        [
+            "group_size must be at least 1 and no larger",
+            "got group_size=3 with world_size=2; try gr",
+        ],
+    ),
     "more stragglers than ranks": (
         lambda: {"callbacks": [StragglerInjector(0.1, num_ranks=3)]},
         ["local_sgd"],
@@ -335,7 +327,11 @@ def test_a_straggler_with_bad_numbers_is_refused_when_it_is_made(
         StragglerInjector(**{"delay_s": 0.1, **options})
 
 
-# ---- processes ----
+# ---- processes, and names ----
+
+
+def fit_with_fewer_processes() -> None:
+    fit(make("local_sgd"), devices=4, plugins=[Elsewhere()])
 
 
 def test_fewer_processes_than_devices_are_refused() -> None:
@@ -344,20 +340,6 @@ def test_fewer_processes_than_devices_are_refused() -> None:
     assert rule in outcome.error
     way_out = "start 4 processes, or set devices and num_nodes so that their product is 1"
     assert way_out in outcome.error
-
-
-def fit_with_fewer_processes() -> None:
-    fit(make("local_sgd"), devices=4, plugins=[Elsewhere()])
-
-
-def test_a_world_of_torchrun_smaller_than_the_devices_is_refused() -> None:
-    (outcome,) = FitWorld().outcomes(1, fit_with_two_devices)
-    assert outcome.error.startswith("ValueError: You set `devices=2`")
-    assert "world size (1)" in outcome.error
-
-
-def fit_with_two_devices() -> None:
-    fit("local_sgd", devices=2)
 
 
 NEAR_MISSES = {
@@ -379,22 +361,12 @@ def test_a_misspelt_name_is_answered_with_what_may_have_been_meant(name: str, pa
     assert f"Did you mean {NEAR_MISSES[name]}, of lightning_dsgd?" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["dpp", "ddp_sharded", "bagua", "horovod", "single", "fsdpp"])
+@pytest.mark.parametrize("name", ["dpp", "bagua"])
 def test_another_unknown_name_is_refused_by_lightning_itself(name: str) -> None:
     """In its own words: nearer to one of its names, or near to none of ours."""
     with pytest.raises(ValueError, match=f"invalid strategy name: `strategy='{name}'`") as caught:
         trainer(name, 2)
     assert str(caught.value).endswith("https://lightning.ai")
-
-
-@pytest.mark.parametrize("name", [*STRATEGIES, "WAGMA", "ddp", "auto"])
-def test_a_name_that_is_known_is_taken(name: str) -> None:
-    trainer(name, 1)
-
-
-def test_an_accelerator_that_is_not_there_is_refused_by_lightning_itself() -> None:
-    with pytest.raises(MisconfigurationException, match="can not run on your system"):
-        L.Trainer(strategy="local_sgd", accelerator="mps", devices=1)
 
 
 # ---- ranks that differ ----

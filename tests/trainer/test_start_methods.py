@@ -20,17 +20,9 @@ from lightning_dsgd.trainer import openmp
 from tests.session.test_ending import SOON_S, run_job
 from tests.support import doomed
 from tests.support.doomed import Plan, num_batches
+from tests.support.fits import some_now
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import ParentWorld
-
-EVERY_METHOD = pytest.mark.parametrize(
-    "method",
-    [
-        "fork",
-        pytest.param("forkserver", marks=pytest.mark.exhaustive),
-        pytest.param("spawn", marks=pytest.mark.exhaustive),
-    ],
-)
 
 
 class Noted(Callback):
@@ -82,7 +74,7 @@ def fit_twice(name: str, method: str, folder: str) -> None:
     assert not ignored
 
 
-@EVERY_METHOD
+@some_now("method", ["fork", "forkserver", "spawn"], now=("fork",))
 def test_weights_of_forked_ranks_come_back_and_are_trained_on(method: str, tmp_path: Path) -> None:
     (found,) = ParentWorld().outcomes(1, fit_twice, "wagma", method, str(tmp_path))
     assert not found.error
@@ -165,16 +157,9 @@ def fit_doomed(method: str, folder: str, plans: tuple[Plan, ...]) -> None:
     doomed.fit("wagma", folder, plans, devices=2, options={"start_method": method})
 
 
-@pytest.mark.parametrize(
-    ("method", "rank"),
-    [
-        ("fork", 0),
-        ("fork", 1),
-        pytest.param("spawn", 1, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_the_parent_raises_what_its_rank_has_raised(method: str, rank: int, tmp_path: Path) -> None:
-    plans = (Plan(rank, "raise"),)
+@some_now("method", ["fork", "spawn"], now=("fork",))
+def test_the_parent_raises_what_its_rank_has_raised(method: str, tmp_path: Path) -> None:
+    plans, rank = (Plan(1, "raise"),), 1
     (found,) = ParentWorld().outcomes(1, fit_doomed, method, str(tmp_path), plans)
     assert found.error.startswith("ProcessRaisedException")
     assert f"Process {rank} terminated with the following error" in found.error
@@ -240,20 +225,9 @@ def test_forked_ranks_that_end_without_a_result_are_not_waited_for(
     assert "terminated with exit code 1" in found.error
 
 
-def fit_until_interrupted(folder: str) -> None:
+def fit_until_the_parent_gets(folder: str, signum: int) -> None:
     strategy = STRATEGIES["local_sgd"](start_method="fork")
-    fitter = trainer(strategy, 2, max_epochs=100_000)
-    with pytest.raises(SystemExit):
-        fitter.fit(ParentKiller(folder, signal.SIGINT), loader())
-
-
-def test_an_interrupt_of_the_parent_alone_ends_its_ranks(tmp_path: Path) -> None:
-    ParentWorld().run(1, fit_until_interrupted, str(tmp_path))
-
-
-def fit_until_killed(folder: str) -> None:
-    strategy = STRATEGIES["local_sgd"](start_method="fork")
-    trainer(strategy, 2, max_epochs=100_000).fit(ParentKiller(folder, signal.SIGKILL), loader())
+    trainer(strategy, 2, max_epochs=100_000).fit(ParentKiller(folder, signum), loader())
 
 
 class ParentKiller(Regression):
@@ -269,9 +243,13 @@ class ParentKiller(Regression):
             os.kill(os.getppid(), self.signum)
 
 
-def test_forked_ranks_end_with_the_script_that_is_killed(tmp_path: Path) -> None:
-    (found,) = ParentWorld().outcomes(1, fit_until_killed, str(tmp_path))
-    assert found.exitcode == -signal.SIGKILL
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_forked_ranks_end_with_the_script_that_gets_a_signal(signum: int, tmp_path: Path) -> None:
+    (found,) = ParentWorld().outcomes(1, fit_until_the_parent_gets, str(tmp_path), signum)
+    if signum == signal.SIGKILL:
+        assert found.exitcode == -signal.SIGKILL
+    else:
+        assert found.error.startswith("SystemExit")
     for rank in range(2):
         wait_for_the_end(int(Path(tmp_path, f"pid_{rank}").read_text()))
 
