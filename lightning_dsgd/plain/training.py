@@ -208,7 +208,7 @@ class decentralized(Loop):
 
     def _load(self, path: str) -> dict[str, Any]:
         session, sharding = self._session, self._sharding
-        io = files.TorchFiles() if sharding is None else files.MappedFiles()
+        io = files.TorchFiles(maps=sharding is not None)
         shared = io.load_checkpoint(path)
         num_shards = 1 if sharding is None else sharding.num_shards
         own = files.load_replica(

@@ -60,7 +60,14 @@ class FileIO(Protocol):
 
 
 class TorchFiles:
-    """Writes and reads files of torch's own, of tensors and plain values."""
+    """Writes and reads files of torch's own, of tensors and plain values.
+
+    Args:
+        maps: whether files are read piece by piece, as for a rank that needs a part of each
+    """
+
+    def __init__(self, *, maps: bool = False) -> None:
+        self._maps = maps
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -73,7 +80,9 @@ class TorchFiles:
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Reads a file, but never pickled objects."""
-        checkpoint: dict[str, Any] = torch.load(path, map_location, weights_only=True)
+        checkpoint: dict[str, Any] = torch.load(
+            path, map_location, weights_only=True, mmap=self._maps
+        )
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -82,17 +91,6 @@ class TorchFiles:
             shutil.rmtree(path)
         elif os.path.exists(path):
             os.remove(path)
-
-
-class MappedFiles(TorchFiles):
-    """Reads torch's files piece by piece, for a rank that needs a part of a file."""
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Maps a file into memory."""
-        checkpoint: dict[str, Any] = torch.load(path, map_location, weights_only=True, mmap=True)
-        return checkpoint
 
 
 def replicas_folder(path: str | Path) -> str:
@@ -286,112 +284,100 @@ def load_replica(
             checkpoint is of another algorithm
     """
     record.check_algorithm(shared, path, algorithm.name)
-    own, reason = _own_replica(io, net, path, shared, weights_only, num_shards)
+    load = _Load(io, net, path, record.save_of(shared), weights_only, num_shards)
+    own, reason = load.own_replica()
     if own is None:
         announce(f"All ranks start from the one model in {path}: {reason}.")
-        mark = record.save_of(shared)
-        if algorithm.holds_back and mark is not None and mark.has_replicas:
-            _add_held_back(io, net, path, shared, mark, announce, weights_only, num_shards)
+        if algorithm.holds_back and load.mark is not None and load.mark.has_replicas:
+            announce(load.add_held_back(shared, load.mark))
     return own
 
 
-def _add_held_back(
-    io: FileIO,
-    net: Transport,
-    path: str | Path,
-    shared: dict[str, Any],
-    mark: record.Save,
-    announce: Callable[[str], None],
-    weights_only: bool | None,
-    num_shards: int,
-) -> None:
-    """Adds the saved ranks' states to the consensus, each on one rank."""
-    folder, faults = replicas_folder(path), []
-    for rank in range(net.rank, mark.world_size, net.world_size):
-        if num_shards == mark.num_shards == 1:
-            own, fault = _read_replica(io, replica_file(folder, rank), rank, mark, weights_only)
-        else:
-            own, fault = None, "of shards"
-        if own is None:
-            faults.append(f"{replica_file(folder, rank)}, {fault}")
-        else:
-            record.add_held_back(shared, own)
-    lost = [fault for theirs in everyones(net, "; ".join(faults)) if (fault := theirs)]
-    announce(
-        f"What the ranks had held back of their gradients is lost as far as it lay in "
-        f"{'; '.join(lost)}."
-        if lost
-        else "They go on with what the ranks had held back of their gradients."
-    )
+@dataclass
+class _Load:
+    """Reads the replicas of one save, on all ranks together; `mark` is the save's."""
 
+    io: FileIO
+    net: Transport
+    path: str | Path
+    mark: record.Save | None
+    weights_only: bool | None
+    num_shards: int
 
-def _own_replica(
-    io: FileIO,
-    net: Transport,
-    path: str | Path,
-    shared: dict[str, Any],
-    weights_only: bool | None,
-    num_shards: int,
-) -> tuple[dict[str, Any] | None, str]:
-    """Returns this rank's replica; or None, and why there is no replica to go on from."""
-    mark = record.save_of(shared)
-    if mark is None:
-        return None, "it was saved by another strategy or after training, with one model for all"
-    if not mark.has_replicas:
-        return None, "it holds the model only"
-    if mark.world_size != net.world_size:
-        return (
-            None,
-            f"it was saved from {mark.world_size} ranks and there are {net.world_size} now",
-        )
-    if mark.num_shards != num_shards:
-        return (
-            None,
-            f"a replica had {mark.num_shards} shards and has {num_shards} now",
-        )
-    folder = replicas_folder(path)
-    own, fault = _read_replica(io, replica_file(folder, net.rank), net.rank, mark, weights_only)
-    faults = everyones(net, fault)
-    if set(faults) == {_ABSENT}:
-        return None, f"there is no replica in {folder}"
-    bad = [f"{replica_file(folder, rank)}, {f}" for rank, f in enumerate(faults) if f]
-    if bad:
-        raise ValueError(
-            "every replica of a checkpoint must be complete and have the number of its rank, got "
-            f"{'; '.join(bad)}; put the right files there, or remove {folder} to start from the "
-            "consensus"
-        )
-    return own, ""
+    def add_held_back(self, shared: dict[str, Any], mark: record.Save) -> str:
+        """Adds the saved ranks' states to the consensus, each on one rank; says which are lost."""
+        net, faults = self.net, []
+        for rank in range(net.rank, mark.world_size, net.world_size):
+            if self.num_shards == mark.num_shards == 1:
+                own, fault = self._read_replica(rank, mark)
+            else:
+                own, fault = None, "of shards"
+            if own is None:
+                faults.append(f"{self._file(rank)}, {fault}")
+            else:
+                record.add_held_back(shared, own)
+        lost = "; ".join(filter(None, everyones(net, "; ".join(faults))))
+        if lost:
+            return (
+                f"What the ranks had held back of their gradients is lost as far as it lay in "
+                f"{lost}."
+            )
+        return "They go on with what the ranks had held back of their gradients."
 
+    def own_replica(self) -> tuple[dict[str, Any] | None, str]:
+        """Returns this rank's replica; or None, and why there is no replica to go on from."""
+        mark, net = self.mark, self.net
+        if mark is None:
+            return None, (
+                "it was saved by another strategy or after training, with one model for all"
+            )
+        if not mark.has_replicas:
+            return None, "it holds the model only"
+        if mark.world_size != net.world_size:
+            saved = f"it was saved from {mark.world_size} ranks"
+            return None, f"{saved} and there are {net.world_size} now"
+        if mark.num_shards != self.num_shards:
+            return None, f"a replica had {mark.num_shards} shards and has {self.num_shards} now"
+        own, fault = self._read_replica(net.rank, mark)
+        faults, folder = everyones(net, fault), replicas_folder(self.path)
+        if set(faults) == {_ABSENT}:
+            return None, f"there is no replica in {folder}"
+        bad = [f"{self._file(rank)}, {f}" for rank, f in enumerate(faults) if f]
+        if bad:
+            raise ValueError(
+                "every replica of a checkpoint must be complete and have the number of its rank, "
+                f"got {'; '.join(bad)}; put the right files there, or remove {folder} to start "
+                "from the consensus"
+            )
+        return own, ""
 
-def _read_replica(
-    io: FileIO, file: str, rank: int, mark: record.Save, weights_only: bool | None
-) -> tuple[dict[str, Any] | None, str]:
-    own, fault = _read(io, file, rank, mark, weights_only)
-    if fault and os.path.exists(_new(file)):
-        newer, newer_fault = _read(io, _new(file), rank, mark, weights_only)
-        if not newer_fault:
-            os.replace(_new(file), file)
-            return newer, ""
-    return own, fault
+    def _file(self, rank: int) -> str:
+        return replica_file(replicas_folder(self.path), rank)
 
+    def _read_replica(self, rank: int, mark: record.Save) -> tuple[dict[str, Any] | None, str]:
+        """Reads a rank's replica, a newer file if the ranks were killed while they saved."""
+        file = self._file(rank)
+        own, fault = self._read(file, rank, mark)
+        if fault and os.path.exists(_new(file)):
+            newer, newer_fault = self._read(_new(file), rank, mark)
+            if not newer_fault:
+                os.replace(_new(file), file)
+                return newer, ""
+        return own, fault
 
-def _read(
-    io: FileIO, file: str, rank: int, mark: record.Save, weights_only: bool | None
-) -> tuple[dict[str, Any] | None, str]:
-    """Reads a rank's replica; returns what is wrong with the file too, or an empty text."""
-    try:
-        own: dict[str, Any] = io.load_checkpoint(
-            file, map_location=lambda storage, _: storage, weights_only=weights_only
-        )
-        of_save, of_rank = record.save_of(own), record.rank_of(own)
-    except FileNotFoundError:
-        return None, _ABSENT
-    except Exception as err:  # whatever a damaged file makes the reader raise
-        said = f"{type(err).__name__}: {err}".splitlines()[0]
-        return None, f"damaged ({said})"
-    if of_save is None or of_save.save_number != mark.save_number:
-        return None, "from another save than the checkpoint"
-    if of_rank != rank:
-        return None, f"the replica of rank {of_rank}"
-    return own, ""
+    def _read(self, file: str, rank: int, mark: record.Save) -> tuple[dict[str, Any] | None, str]:
+        """Reads a rank's replica; returns what is wrong with the file too, or an empty text."""
+        try:
+            own: dict[str, Any] = self.io.load_checkpoint(
+                file, map_location=lambda storage, _: storage, weights_only=self.weights_only
+            )
+            of_save, of_rank = record.save_of(own), record.rank_of(own)
+        except FileNotFoundError:
+            return None, _ABSENT
+        except Exception as err:  # whatever a damaged file makes the reader raise
+            return None, f"damaged ({f'{type(err).__name__}: {err}'.splitlines()[0]})"
+        if of_save is None or of_save.save_number != mark.save_number:
+            return None, "from another save than the checkpoint"
+        if of_rank != rank:
+            return None, f"the replica of rank {of_rank}"
+        return own, ""

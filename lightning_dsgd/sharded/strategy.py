@@ -256,7 +256,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
                 "a sharded checkpoint must hold tensors and plain values, got weights_only=False; "
                 "leave it out"
             )
-        io, sharding, session = files.MappedFiles(), self._sharding, self.session
+        io, sharding, session = files.TorchFiles(maps=True), self._sharding, self.session
         path = session.text_of_rank_0(str(checkpoint_path))
         shared = io.load_checkpoint(path)
         own = None
