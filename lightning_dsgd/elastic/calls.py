@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.session.sharding import Row
+from lightning_dsgd.elastic.rows import Row
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.contract import JOINS, LEAVES
 from lightning_dsgd.transport.endpoint import Endpoint

@@ -41,7 +41,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 import torch
 from torchmetrics import Metric
@@ -53,6 +53,7 @@ from lightning_dsgd.elastic.changes import ChangingMembers
 from lightning_dsgd.elastic.entrance import make_group_of_one
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import Register
+from lightning_dsgd.elastic.rows import ShardingInRows
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.phases import Phase
@@ -249,6 +250,7 @@ class TrainerMembers(ChangingMembers):
         """Gives newcomers a member's state, or takes that state on a newcomer."""
         training = self.session.training
         assert training is not None
+        claimed: Any = training.claimed
         if net.rank == giver:
             session = {
                 "num_begun": training.agreed.num_begun,
@@ -258,7 +260,7 @@ class TrainerMembers(ChangingMembers):
                 "divided_for": self._divided_for,
                 "division": self._division and self._division[0],
                 "loaders": taken_over.loaders_of(training.trainer),
-                "claimed": None if training.claimed is None else training.claimed.counts(),
+                "claimed": None if claimed is None else claimed.counts(),
             }
             handover.give(net, newcomers, training.trainer, session)
         elif self._is_new:
@@ -270,8 +272,8 @@ class TrainerMembers(ChangingMembers):
             self._divided_for = session["divided_for"]
             if session["division"]:  # else the share of the rank that it was started as
                 self._division = session["division"], net.rank % session["division"]
-            if training.claimed is not None:
-                training.claimed.take_counts(session["claimed"])
+            if claimed is not None:
+                claimed.take_counts(session["claimed"])
             self.session.enter(Phase.JOINED)
             self.tell_register(Register.say_trains)
 
@@ -346,7 +348,7 @@ class TrainerMembers(ChangingMembers):
         if training.claimed is None and self._divided_for in self._divides_for:
             training.agreed.num_begun = self.together(self._most_begun)
             view = self.calls.view
-            now = self.session.sharding
+            now = cast(ShardingInRows | None, self.session.sharding)
             if now is None:
                 self._division = view.world_size, view.rank
             else:

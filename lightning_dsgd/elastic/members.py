@@ -21,7 +21,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.register import Register
+from lightning_dsgd.elastic.rows import ShardingInRows
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.session.ending import say
@@ -43,9 +44,6 @@ from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
 from lightning_dsgd.transport.contract import LEAST_LIMIT
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.view import View
-
-if TYPE_CHECKING:
-    from lightning_dsgd.session.sharding import Sharding
 
 _BOUND = (Phase.OPENING, Phase.READY, Phase.BROKEN, Phase.OVER)
 """The phases in which the loss of this rank ends the job, or has done so."""
@@ -70,7 +68,7 @@ class Members(Ranks, ABC):
         self._num_ranks = 1
         self._members: tuple[int, ...] = (0,)
         self._changes_s = 0.0
-        self._at_first: Sharding | None = None
+        self._at_first: ShardingInRows | None = None
         self._rows: list[tuple[int, ...]] = []
         """The ranks of each replica, where several hold one."""
 
@@ -170,9 +168,10 @@ class Members(Ranks, ABC):
         session = self.session
         session.forgive_others()
         if session.sharding is not None:
-            self._at_first, self._rows = session.sharding, session.sharding.rows(session.meetings)
+            sharding = cast(ShardingInRows, session.sharding)
+            self._at_first, self._rows = sharding, sharding.rows(session.meetings)
             if self._holds_with_others:
-                self.calls.hold_together(session.sharding.row_of(session, self._rows))
+                self.calls.hold_together(sharding.row_of(session, self._rows))
         if session.world_size > 1:  # else nobody can be lost, and nobody reaches this rank
             rows = self._rows if self._holds_with_others else ()
             session.net.views.survive(self._min_ranks, rows)

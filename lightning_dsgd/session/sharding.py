@@ -1,6 +1,7 @@
 """What the core asks of replicas that several ranks hold together: a door to the wing `sharded`.
 
-A row of ranks holds a replica; a column of ranks holds the same shard of all replicas.
+A row of ranks holds a replica; a column of ranks holds the same shard of all replicas.  What is
+asked where a rank is lost stands in `elastic.rows`.
 """
 
 from __future__ import annotations
@@ -15,21 +16,6 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.transport import PeerLost, Transport
 from lightning_dsgd.transport.view import View
-
-
-class Row(Protocol):
-    """Asks the ranks that hold a replica together with this one."""
-
-    def has_lost(self, lost: PeerLost | None) -> bool:
-        """Returns whether any rank of the row has met a loss; all call it and get the same answer.
-
-        Args:
-            lost: the loss that this rank has met
-
-        Raises:
-            PeerLost: if a rank of the row is lost
-        """
-        ...
 
 
 class Sharding(Protocol):
@@ -50,14 +36,6 @@ class Sharding(Protocol):
         """How many ranks hold a replica together."""
         ...
 
-    def rows(self, net: Transport) -> list[tuple[int, ...]]:
-        """The ranks of each replica; all ranks call it together."""
-        ...
-
-    def among(self, members: Sequence[int], rows: Sequence[tuple[int, ...]]) -> Sharding:
-        """The same sharding among the ranks of a view, by their numbers in it."""
-        ...
-
     def column(self, net: Transport) -> View:
         """The network of the ranks that hold the same shard."""
         ...
@@ -74,10 +52,6 @@ class Sharding(Protocol):
         algorithm: Algorithm,
     ) -> Whole:
         """How a model that the algorithm can train is laid out; all ranks call it together."""
-        ...
-
-    def row_of(self, session: Any, rows: list[tuple[int, ...]]) -> Row:
-        """The ranks that hold this replica together; all ranks call it together."""
         ...
 
     def lost_behind(self, session: Any, exception: BaseException) -> PeerLost | None:

@@ -24,14 +24,6 @@ from lightning_dsgd.trainer.joint import JointEpochs
 class TrainersClaimed(Claimed, Protocol):
     """What one rank of a Trainer trains on, where it claims its batches."""
 
-    def counts(self) -> list[int]:
-        """Returns what this rank has counted, for one that joins."""
-        ...
-
-    def take_counts(self, counts: list[int]) -> None:
-        """Takes over what `counts` has returned on another rank."""
-        ...
-
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Adds the claims to a checkpoint; all ranks call it."""
         ...
@@ -57,12 +49,7 @@ class TrainerTraining(Training):
 
 
 class LaunchedSession(Session[TrainingT]):
-    """A session of ranks that Lightning may have started.
-
-    Args:
-        processes: the ranks' processes on this node
-        ranks: the ranks; by default a loss ends the job
-    """
+    """A session of ranks that Lightning may have started."""
 
     def __init__(self, processes: Processes, ranks: Ranks | None = None) -> None:
         super().__init__(ranks)
