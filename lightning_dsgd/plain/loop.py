@@ -120,13 +120,7 @@ class Loop:
     # ---- setting up ----
 
     def open(self, net: Transport, ranks_on_node: int | None, *, scales: bool) -> None:
-        """Takes over a network that is open, and checks that all ranks have the same options.
-
-        Args:
-            net: the network
-            ranks_on_node: how many ranks there are on this node, if that is known
-            scales: whether the loss is scaled
-        """
+        """Takes over a network that is open, and checks that all ranks have the same options."""
         session = self._session
         session.open(net)
         text = options.describe(self._algorithm, "consensus", self._average_buffers, self._data)

@@ -30,13 +30,7 @@ from lightning_dsgd.transport import TransportError
 
 
 class Steps:
-    """Hooks one training's optimizers; the training thread alone calls the hooks.
-
-    Args:
-        session: the session that is told of the steps
-        optimizers: the optimizers to hook
-        scaler: the scaler of the loss, if there is one
-    """
+    """Hooks one training's optimizers; the training thread alone calls the hooks."""
 
     def __init__(
         self, session: Session[Any], optimizers: Sequence[Optimizer], scaler: GradScaler | None

@@ -23,11 +23,7 @@ from lightning_dsgd.transport.view import View
 
 
 def hierarchical(what: str) -> Any:
-    """Makes the hyperparameter `hierarchical`.
-
-    Args:
-        what: what the algorithm does besides averaging gradients within a node
-    """
+    """Makes the hyperparameter `hierarchical`."""
     return setting(default=False, doc=f"if True, average gradients within a node, and {what}")
 
 
@@ -58,12 +54,7 @@ def ranks_per_node(size: int | None, conditions: Conditions) -> int:
 
 
 class Node:
-    """Holds the ranks of this rank's node together.
-
-    Args:
-        net: the network of all ranks
-        size: how many ranks each node has
-    """
+    """Holds the ranks of this rank's node together."""
 
     def __init__(self, net: Transport, size: int) -> None:
         self.net = net.sub("node")

@@ -73,13 +73,7 @@ def scale_steps() -> Any:
 
 
 def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
-    """Makes the object that learns of every step that an optimizer makes on x.
-
-    Args:
-        algorithm: the algorithm whose hyperparameter says whether steps are scaled
-        net: the network, with channels of its own
-        x: the weights
-    """
+    """Makes the object that learns of every step that an optimizer makes on x."""
     if not algorithm.scales_steps:
         return Unscaled()
     return StepScaling(net, x, min(algorithm.exchange_period, LONGEST_PERIOD))
@@ -110,13 +104,7 @@ class Unscaled:
 
 
 class StepScaling(Unscaled):
-    """Scales one rank's steps on one flat tensor of weights.
-
-    Args:
-        net: the network, with channels of its own
-        x: the weights
-        period: number of steps from one message to the next
-    """
+    """Scales one rank's steps on one flat tensor of weights."""
 
     def __init__(self, net: Transport, x: Tensor, period: int = 1) -> None:
         self._net = net

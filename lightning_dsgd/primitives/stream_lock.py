@@ -15,9 +15,6 @@ class StreamLock:
 
     The stream of the thread that takes the lock waits for what the last holder has queued; the
     host does not wait.
-
-    Args:
-        x: a tensor on the device
     """
 
     def __init__(self, x: Tensor) -> None:

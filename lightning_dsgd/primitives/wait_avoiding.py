@@ -125,11 +125,7 @@ class Grace:
         self._num_steps = 0  # that have not been measured
 
     def step_ends(self, made: Mark = PASSED) -> None:
-        """Notes that the training thread has computed a step, and is about to arrive.
-
-        Args:
-            made: the device's mark behind the step
-        """
+        """Notes that the training thread has computed a step, and is about to arrive."""
         self._num_steps += 1
         if not made.has_passed():
             return

@@ -26,13 +26,7 @@ from lightning_dsgd.replica.part import Part
 def apply_held_back(
     optimizer: Optimizer, parts: Sequence[Part], clip: Callable[[Optimizer], None]
 ) -> None:
-    """Applies the gradients that the algorithms of an optimizer's parts have held back, if any.
-
-    Args:
-        optimizer: the optimizer
-        parts: what it trains
-        clip: clips the gradients of an optimizer as training does
-    """
+    """Applies the gradients that the algorithms of an optimizer's parts have held back, if any."""
     having = [part for part in parts if _take(part)]
     if not having:
         return

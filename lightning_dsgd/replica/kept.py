@@ -29,9 +29,6 @@ class UpdatesKept:
 
     Attributes:
         share: the share at the last consensus; None before the first consensus or update
-
-    Args:
-        x: the weights, as they are in the beginning
     """
 
     share: float | None

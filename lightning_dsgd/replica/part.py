@@ -23,17 +23,7 @@ _SCALING: Final = "step_scaling"
 
 
 class Part:
-    """Trains one flat tensor of a replica's weights by one algorithm.
-
-    Attributes:
-        x: the weights as a flat tensor
-
-    Args:
-        weights: the parameters
-        algorithm: trains them
-        scaling: scales the optimizer's steps
-        optimizer: steps them
-    """
+    """Trains one flat tensor of a replica's weights by one algorithm."""
 
     def __init__(
         self,

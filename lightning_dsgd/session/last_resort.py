@@ -19,11 +19,7 @@ NOTICE_WITHIN_S: Final = 15.0
 
 
 class LastResort:
-    """Waits for the training thread of one session.
-
-    Args:
-        session: the session
-    """
+    """Waits for the training thread of one session."""
 
     def __init__(self, session: Any) -> None:
         self._session = session

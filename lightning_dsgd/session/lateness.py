@@ -34,9 +34,6 @@ NUM_FIGURES: Final = 3
 class Lateness:
     """Measures how late each rank is; the training thread alone uses it.
 
-    Args:
-        net: the network of all ranks
-
     Attributes:
         num_steps: the number of steps of this rank's optimizers since the last meeting
     """
@@ -60,13 +57,7 @@ class Lateness:
         return torch.tensor([int(1e6 * elapsed_s), int(1e6 * held_up_s), self.num_steps])
 
     def end(self, figures: Tensor, members: Sequence[int], algorithm: Algorithm) -> str:
-        """Ends counting, where all ranks have met; returns a text that names new late ranks.
-
-        Args:
-            figures: the figures of all ranks
-            members: the numbers of the ranks
-            algorithm: tells how the ranks learn from one another
-        """
+        """Ends counting, where all ranks have met; returns a text that names new late ranks."""
         elapsed_us, held_up_us, num_steps = figures.view(-1, NUM_FIGURES).unbind(1)
         self.begin()
         if not num_steps.any():  # between a standstill and a save, for one

@@ -106,13 +106,7 @@ class WholeOptions(Options, total=False):
 
 
 def choose(owner: str, table: type[Table], given: Table) -> Table:
-    """Returns a face's options, those left out with their defaults; raises for wrong ones.
-
-    Args:
-        owner: the name of the face
-        table: `Options`, or a table that adds to it
-        given: what the face was given
-    """
+    """Returns a face's options, those left out with their defaults; raises for wrong ones."""
     if given.get("transport") == "nixl":
         raise ValueError(
             'transport="nixl" is not supported; use transport="auto", or "mpi" for large '

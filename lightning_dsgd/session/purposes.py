@@ -46,13 +46,7 @@ _WORDS: Final = {
 
 
 def check_together(meetings: Transport, mine: int, votes: Tensor) -> None:
-    """Raises `ValueError`, on every rank, where ranks have come for what they cannot do together.
-
-    Args:
-        meetings: the network of all ranks
-        mine: what this rank has come for
-        votes: how many have come for each purpose
-    """
+    """Raises `ValueError`, on every rank, where the votes are for what cannot be done together."""
     given = {purpose for purpose, count in enumerate(votes.tolist()) if count}
     if len(given) > 1 and given not in _TOGETHER:
         texts = everyones(meetings, f"{_WORDS[mine]}")

@@ -102,11 +102,7 @@ class Ranks:
         return None
 
     def share(self, first: dict[str, Any]) -> dict[str, Any]:
-        """Returns a sampler's arguments for this rank's share of the data.
-
-        Args:
-            first: the arguments at the start
-        """
+        """Returns a sampler's arguments for this rank's share of the data."""
         return first
 
     # ---- training ----

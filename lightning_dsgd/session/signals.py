@@ -23,11 +23,7 @@ from lightning_dsgd.session.phases import Phase
 
 
 class Signals:
-    """Handles signals for one session.
-
-    Args:
-        session: the session that the signals stop
-    """
+    """Handles signals for one session."""
 
     def __init__(self, session: Any) -> None:
         self._session = session

@@ -8,11 +8,7 @@ import lightning.pytorch as pl
 
 
 class Hooks(pl.Callback):
-    """Tells a strategy of the Trainer's hooks, before all other callbacks.
-
-    Args:
-        strategy: a decentralised strategy
-    """
+    """Tells a strategy of the Trainer's hooks, before all other callbacks."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
