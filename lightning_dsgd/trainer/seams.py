@@ -28,7 +28,7 @@ def take_signals(
 
 def ask_nobody_for_sigterm(trainer: Any) -> None:
     """Leaves out the broadcast before every batch that asks whether a rank has got SIGTERM."""
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = list  # asks nobody
 
 
 def give_back(trainer: Any) -> None:

@@ -3,7 +3,7 @@
 One optimizer step, and what is done where:
 
     closure: forward, zero_grad, backward, [fp16: unscale]
-    on_before_optimizer_step    Hooks, the first callback      session.before_update
+    on_before_optimizer_step    `Hooks`, the first callback    session.before_update
     clipping, optimizer.step
     return of optimizer_step                                   session.after_update
 
@@ -28,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -50,7 +51,6 @@ from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
 from lightning_dsgd.trainer.children import Processes, start_method
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
-from lightning_dsgd.trainer.hooks import Hooks
 from lightning_dsgd.trainer.joint import JointEpochs
 from lightning_dsgd.trainer.sessions import TrainerSession, TrainerTraining
 from lightning_dsgd.transport import Transport
@@ -359,6 +359,40 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
         """Returns every rank's figures, by rank; all ranks call it, between steps."""
         return gathered(self.session, figures)
+
+
+class Hooks(pl.Callback):
+    """Tells a strategy of the Trainer's hooks, before all other callbacks."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._strategy.before_update(optimizer)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._strategy.session.begin_batch()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        session = self._strategy.session
+        session.end_batch()
+        for what, detail in session.training.agreed.due():
+            session.do_together(what, detail)
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self._strategy.end_epoch()
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self._strategy.session.check_peers()
+
+    def on_test_batch_start(self, *args: Any) -> None:
+        self._strategy.session.check_peers()
+
+    def on_predict_batch_start(self, *args: Any) -> None:
+        self._strategy.session.check_peers()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._strategy.fail(exception)
 
 
 @keywords.lists(TrainerOptions)
