@@ -304,6 +304,12 @@ def backend_for(device: torch.device) -> str:
     return COLLECTIVES.get(device.type, "gloo")
 
 
+def library_for(device: torch.device) -> str:
+    """Returns the same as users know it: NCCL, gloo."""
+    name = backend_for(device)
+    return name if name == "gloo" else name.upper()
+
+
 def name_of(device: torch.device) -> str:
     """Returns the product's name, where torch tells it; the type of device elsewhere."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

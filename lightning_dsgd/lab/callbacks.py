@@ -12,7 +12,6 @@ from lightning_dsgd.devices import port_of
 from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.trainer import seams
 
-_COUNTED: Final[frozenset[str]] = frozenset({"bytes_sent", "messages_sent", "wait_s"})
 _OF_RANK: Final[tuple[str, ...]] = (
     "bytes_sent",
     "wait_s",
@@ -27,6 +26,10 @@ _IN_PROGRESS_BAR: Final[frozenset[str]] = frozenset(
 )
 
 
+def _is_counted(name: str) -> bool:
+    return name == "wait_s" or name.startswith(("bytes_sent", "messages_sent"))
+
+
 class CommunicationMonitor(pl.Callback):
     """Logs what a decentralised strategy sends and waits for, as `dsgd/...`, through all loggers.
 
@@ -35,6 +38,7 @@ class CommunicationMonitor(pl.Callback):
     | name | what |
     |---|---|
     | `dsgd/bytes_sent`, `dsgd/messages_sent` | since the last entry, by this rank |
+    | `dsgd/bytes_sent_tcp`, `dsgd/messages_sent_nccl`, ... | the part that one engine has carried |
     | `dsgd/wait_s` | how long the training thread was held up since the last entry |
     | `dsgd/wait_share` | the same, as a share of the time since the last entry |
     | `dsgd/comm_overlap` | share of the communication so far that was hidden behind computation |
@@ -95,11 +99,9 @@ class CommunicationMonitor(pl.Callback):
         if is_accumulating or num_steps % trainer.log_every_n_steps:
             return
         figures = trainer.strategy.communication()
-        for name in _COUNTED:
-            figures[name], self._last[name] = (
-                figures[name] - self._last.get(name, 0.0),
-                figures[name],
-            )
+        last, self._last = self._last, dict(figures)
+        for name in filter(_is_counted, figures):
+            figures[name] -= last.get(name, 0.0)
         now_s = time.monotonic()
         figures["wait_share"] = min(1.0, figures["wait_s"] / max(1e-9, now_s - self._logged_s))
         self._logged_s = now_s
@@ -116,7 +118,7 @@ class CommunicationMonitor(pl.Callback):
         waited = {"wait_s": trainer.strategy.communication()["wait_s"]}
         own = self._of_rank | waited
         figures = {name: own[name] for name in _OF_RANK if name in own}
-        for name in _COUNTED & figures.keys():
+        for name in filter(_is_counted, figures):
             figures[name] -= self._at_epoch_start[name]
         by_rank = trainer.strategy.gather_figures(figures)
         if not trainer.is_global_zero:

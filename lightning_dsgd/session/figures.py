@@ -18,6 +18,9 @@ def own(session: Session[Any]) -> dict[str, float]:
         "wait_s": counters.wait_s,
         "comm_overlap": max(0.0, hidden),
     }
+    for engine, traffic in sorted(counters.sent.items()):
+        figures[f"bytes_sent_{engine.lower()}"] = float(traffic.bytes)
+        figures[f"messages_sent_{engine.lower()}"] = float(traffic.messages)
     if session.consensus_distance is not None:
         figures["consensus_distance"] = session.consensus_distance
     figures |= training.replica.metrics() if training is not None else {}

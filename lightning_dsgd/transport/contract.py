@@ -33,8 +33,9 @@ ends on all ranks once one has failed with `Diverged`: what they train is not fi
 was forked from that one, `is_forks` is true, whatever would use the network raises
 `TransportError`, and what would end it does nothing.
 
-**Counting.**  `bytes_sent` counts the payload that left this rank, lanes included; `messages_sent`
-the messages.  `wait_s` is the time that the training thread was held up, lanes excluded; `comm_s`
+**Counting.**  `sent` counts the payload that left this rank and the messages, lanes included, by
+the engine that carries them; `bytes_sent` and `messages_sent` are the sums over all engines.
+`wait_s` is the time that the training thread was held up, lanes excluded; `comm_s`
 the time from the start to the completion of every operation that somebody waited for, lanes
 included.
 """
@@ -43,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
@@ -116,15 +117,39 @@ class LaneStopped(BaseException):
 
 
 @dataclass
+class Traffic:
+    """What one engine has carried away from this rank."""
+
+    bytes: int = 0
+    messages: int = 0
+
+
+@dataclass
 class Counters:
     """What this rank has sent and how long it has waited; its lanes share one object."""
 
-    bytes_sent: int = 0
-    messages_sent: int = 0
+    sent: dict[str, Traffic] = field(default_factory=dict)
+    """By engine: "TCP" and "MPI" carry messages; "NCCL", or "gloo" on CPUs, makes sums."""
     wait_s: float = 0.0
     comm_s: float = 0.0
     watch: Watch | None = None
     """Who is told of every wait, the waits of lanes included."""
+
+    def count(self, engine: str, num_bytes: int, num_messages: int = 1) -> None:
+        """Counts what an engine carries away from this rank."""
+        traffic = self.sent.setdefault(engine, Traffic())
+        traffic.bytes += num_bytes
+        traffic.messages += num_messages
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that all engines have carried."""
+        return sum(traffic.bytes for traffic in list(self.sent.values()))
+
+    @property
+    def messages_sent(self) -> int:
+        """The messages that all engines have carried."""
+        return sum(traffic.messages for traffic in list(self.sent.values()))
 
 
 class Work(Protocol[T_co]):

@@ -30,7 +30,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, Final
 
 import torch
@@ -96,7 +96,7 @@ class MPITransport(ProcessGroupTransport):
         heartbeat_timeout_s: float = 20.0,
         communicator: Any = None,
         device: torch.device = CPU,
-        native_devices: Sequence[str] = tuple(COLLECTIVES),
+        native_devices: Collection[str] = COLLECTIVES,
     ) -> None:
         world = world_of_threads()
         job.join(world)  # before the network, so that it ends after it
@@ -120,6 +120,9 @@ class MPIWire:
     Args:
         world: the communicator of the ranks that take part
     """
+
+    engine = "MPI"
+    reads_devices = False
 
     _mesh: Mesh
 
@@ -147,12 +150,6 @@ class MPIWire:
         """The name by which users choose this wire, and what MPI says of this rank."""
         return f"mpi as rank {self._world.Get_rank()} of {self._world_size}"
 
-    @property
-    def carrier(self) -> str:
-        """What carries messages, in the words that users are told once the wire is open."""
-        takes = ", which reads the memory of devices" if self._takes_device_memory else ""
-        return f"MPI{takes}"
-
     def check_names(self, names: list[str]) -> None:
         """Raises unless MPI's ranks are the ranks of the process group."""
         expected = [f"mpi as rank {rank} of {len(names)}" for rank in range(len(names))]
@@ -168,9 +165,9 @@ class MPIWire:
         """Duplicates the communicator, which all ranks do together, and starts the thread."""
         self._mesh = mesh
         self._communicator = self._duplicate()
-        self._takes_device_memory = is_cuda_aware()
+        self.reads_devices = is_cuda_aware()
         self._staging = Staging(
-            mesh, lambda dst: _Outlet(self, dst), whole=True, direct=self._takes_device_memory
+            mesh, lambda dst: _Outlet(self, dst), whole=True, direct=self.reads_devices
         )
         self._thread = threading.Thread(target=self._serve, name="dsgd-mpi", daemon=True)
         self._thread.start()
@@ -361,7 +358,7 @@ class MPIWire:
     def _memory_for(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns memory for a message from a device; only this thread's stream has used it."""
         port = self._mesh.port
-        if self._takes_device_memory and port.device.type != "cpu":
+        if self.reads_devices and port.device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=port.device)
         return self._mesh.pinned.make(port, numel, dtype)
 

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dsgd.devices import PASSED, Port, backend_for, is_on_host, port_of
+from lightning_dsgd.devices import PASSED, Port, backend_for, is_on_host, library_for, port_of
 from lightning_dsgd.transport.collectives import Call, num_children
 from lightning_dsgd.transport.contract import Counters, Timeout, TransportError, failed
 from lightning_dsgd.transport.frames import CODES, DTYPES
@@ -110,6 +110,7 @@ class Native:
     def __init__(self, net: ProcessTransport, group: Any) -> None:
         self._net = net
         self._port = net.mesh.port
+        self.engine = library_for(self._port.device)
         self._groups = [group]
         self._numbers = {tuple(range(net.world_size)): ALL}
         self._asked: dict[Key, NativeCollective] = {}
@@ -162,8 +163,7 @@ class Native:
         else:
             messages = num_children((call.me - place) % call.size, call.size)
             sent = messages * len(x)
-        net.counters.bytes_sent += sent * work.itemsize
-        net.counters.messages_sent += messages
+        net.counters.count(self.engine, sent * work.itemsize, messages)
         self._asked[key] = work
         net.mesh.mailboxes.collect(work)
         self._tickets.ask(key, root, CODES[x.dtype], len(x))

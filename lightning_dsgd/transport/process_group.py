@@ -9,7 +9,7 @@ served by messages there too: a communicator for each would take memory on the d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class ProcessGroupTransport(ProcessTransport):
         self,
         timeout_s: float = 1800.0,
         heartbeat_timeout_s: float = 20.0,
-        native_devices: Sequence[str] = tuple(COLLECTIVES),
+        native_devices: Collection[str] = COLLECTIVES,
         wire: Wire | None = None,
         device: torch.device = CPU,
     ) -> None:
@@ -60,18 +60,24 @@ class ProcessGroupTransport(ProcessTransport):
             self._native = Native(self, group)
 
     def engines(self) -> str:
-        """Says in one line what carries messages, and what makes sums."""
-        messages, kind = f"Messages travel over {self.wire.carrier}", self.mesh.port.device.type
+        """Says in one line what carries messages, what makes sums, and what would be faster."""
+        kind, faster = self.mesh.port.device.type, []
+        line = f"Messages travel over {self.wire.engine}"
+        if self.wire.reads_devices:
+            line += ", which reads the memory of devices"
+        elif kind in COLLECTIVES:
+            faster.append(f"an MPI library that reads the memory of {kind}, for messages")
         if self._native is not None:
-            sums = f"{self._wants.upper()} makes the sums of all ranks and of fixed groups"
+            line += f"; {self._native.engine} makes the sums of all ranks and of fixed groups"
         else:
-            sums = "sums are made of messages too"
+            line += "; sums are made of messages too"
             if kind in COLLECTIVES and not self._may:
-                sums += ", as ranks may share a device"
+                line += ", as ranks may share a device"
+                faster.append("a device for each rank, for sums")
             elif kind in COLLECTIVES:
-                wanted = f"the process group's backend for {kind} is {self._has}, not {self._wants}"
-                sums += f", as {wanted}"
-        return f"{messages}; {sums}."
+                line += f", as the process group's backend for {kind} is {self._has}"
+                faster.append(f"{self._wants} in its place, for sums")
+        return f"{line}." + (f" Faster: {'; '.join(faster)}." if faster else "")
 
     def close(self) -> None:
         native, self._native = self._native, None

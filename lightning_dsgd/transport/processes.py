@@ -233,8 +233,7 @@ class ProcessTransport(Endpoint):
                 f"a message must have at most {self.mesh.most_bytes} bytes here, or its receiver "
                 f"does not take it, got {x.nbytes} for rank {dst}; send it in several"
             )
-        self.counters.bytes_sent += x.nbytes
-        self.counters.messages_sent += 1
+        self.counters.count(self.wire.engine, x.nbytes)
         header = HEADER.pack(channel, tag, x.nbytes, kind, CODES[x.dtype])
         return self.wire.send(dst, header, x, copy=copy)
 

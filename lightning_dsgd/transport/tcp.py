@@ -22,7 +22,8 @@ class TCPWire:
 
     name = "process_group"
     """The name by which users choose this wire."""
-    carrier = "TCP"
+    engine = "TCP"
+    reads_devices = False
 
     _connections: Connections
     _staging: Staging | None = None

@@ -26,8 +26,13 @@ class Wire(Protocol):
         ...
 
     @property
-    def carrier(self) -> str:
-        """What carries messages, in the words that users are told once the wire is open."""
+    def engine(self) -> str:
+        """What carries messages, as users and `Counters` name it."""
+        ...
+
+    @property
+    def reads_devices(self) -> bool:
+        """Whether it reads and writes the memory of devices, once it is open."""
         ...
 
     def check_names(self, names: list[str]) -> None:

@@ -60,7 +60,8 @@ def test_figures_in_the_csv_log_are_those_of_the_formula(tmp_path: Path) -> None
     for row in rows:
         # Two steps, each with 2(P-1)/P |g|, and 8 bytes for this rank and each parameter.
         assert row["dsgd/bytes_sent"] == 2 * (num_bytes + 8 * (1 + 4))
-        assert row["dsgd/messages_sent"] >= 4
+        assert row["dsgd/bytes_sent_tcp"] == row["dsgd/bytes_sent"]
+        assert row["dsgd/messages_sent_tcp"] == row["dsgd/messages_sent"] >= 4
         assert 0 <= row["dsgd/comm_overlap"] <= 1
     # Whoever is not delayed waits for who is.
     assert all(len(ranks) == 1 for ranks in delayed)

@@ -7,7 +7,6 @@ processor.  Each stage takes seconds: sizes follow from what the first small mes
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import socket
@@ -227,11 +226,11 @@ def _awaited_s(net: Transport) -> float:
 def _spent(net: Transport, work: Callable[[], object]) -> Spent:
     """Measures what a rank spends on some work, as the mean of all ranks."""
     net.barrier().wait()
-    sent, begin_s = copy.copy(net.counters), time.process_time()
+    counters, begin_s = net.counters, time.process_time()
+    num_messages, num_bytes = counters.messages_sent, counters.bytes_sent
     work()
     own_s = time.process_time() - begin_s
-    messages = net.counters.messages_sent - sent.messages_sent
-    own = [own_s, messages, net.counters.bytes_sent - sent.bytes_sent]
+    own = [own_s, counters.messages_sent - num_messages, counters.bytes_sent - num_bytes]
     of_all = [json.loads(text) for text in everyones(net, json.dumps(own))]
     return Spent(*(statistics.mean(of_each) for of_each in zip(*of_all, strict=True)))
 

@@ -134,8 +134,7 @@ class SimulatedTransport(Endpoint):
             Message(payload, self.rank, dst, channel, tag, kind, self.path)
         )
         if dst != self.rank:
-            self.counters.bytes_sent += num_bytes
-            self.counters.messages_sent += 1
+            self.counters.count("simulated", num_bytes)
         processors.sleep_until(done_s)
         return Done(None)
 
