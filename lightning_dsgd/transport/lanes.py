@@ -35,11 +35,11 @@ _LONGEST_PAUSE_S: Final = 5e-3
 class Lane:
     """A thread beside the training thread, from its start until its function returns.
 
-    The thread that has started it tells, stops and joins it.  The lane's thread writes `_waiting`
-    and `_failure`, the other one `_is_stopping`.  To wait, the lane says what it waits for and then
-    looks whether it is to stop; to stop it, the other thread says so and then looks what it waits
-    for.  So at least one of the two sees what the other has written, which relies on the
-    interpreter's lock: it lets no thread run ahead of its own writes.
+    The thread that has started it stops and joins it; any thread tells it.  The lane's thread
+    writes `_waiting` and `_failure`, the other one `_is_stopping`.  To wait, the lane says what it
+    waits for and then looks whether it is to stop; to stop it, the other thread says so and then
+    looks what it waits for.  So at least one of the two sees what the other has written, which
+    relies on the interpreter's lock: it lets no thread run ahead of its own writes.
 
     Args:
         mesh: is told if the function fails; the lane uses its port, on a stream of its own
@@ -55,6 +55,7 @@ class Lane:
         self._begun = self._ended = PASSED
         self._told: SimpleQueue[tuple[Mark, Callable[[], object]] | None] = SimpleQueue()
         self._courier: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._thread: threading.Thread
 
     def start(self, net: Endpoint, fn: Callable[[Any], None]) -> None:
@@ -117,21 +118,24 @@ class Lane:
             self._mesh.lose(self.net.rank, failed(failure))
             raise
 
-    # ---- in the thread that has started it ----
+    # ---- in any other thread ----
 
     def tell(self, x: Tensor, tag: int = 0, over: Transport | None = None) -> None:
         """Sends to the lane, which gets it once the device has done what this thread has queued."""
         net: Transport = over or self.net
         mark = self._mesh.port.mark()
-        if self._courier is None and mark.has_passed():
-            net.send(x, net.rank, tag)
-            return
+        with self._starting:
+            if self._courier is None and not mark.has_passed():
+                self._courier = threading.Thread(
+                    target=self._carry, name=f"dsgd{self.net.path}-courier", daemon=True
+                )
+                self._courier.start()
         if self._courier is None:
-            self._courier = threading.Thread(
-                target=self._carry, name=f"dsgd{self.net.path}-courier", daemon=True
-            )
-            self._courier.start()
-        self._told.put((mark, lambda: net.send(x, net.rank, tag)))
+            net.send(x, net.rank, tag)
+        else:
+            self._told.put((mark, lambda: net.send(x, net.rank, tag)))
+
+    # ---- in the thread that has started it ----
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Ends the lane, even in the midst of a receive, and raises the lane's failure, if any."""

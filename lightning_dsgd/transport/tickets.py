@@ -48,6 +48,10 @@ member never asks for ends with `Timeout`.  A lost rank ends every starter's wai
 it gives up what it has begun (`abandon`), and passes nothing on; the waits of all other threads end
 by themselves.
 
+**Pairs** of ranks are groups that nobody forms: the number of a pair tells its members.  Lengths
+may differ, for each rank is told both.  Such an ask is sent once the device has made what is to be
+sent, so nothing is launched before; the head of `pairs` says why.
+
 **Threads.**  Any thread may `ask`; the training thread forms groups.  `_heard` and `_passed_on` are
 the starter's; others read them for errors, in single operations.  `Backend` is called by the
 starter alone.
@@ -56,8 +60,9 @@ starter alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Final, Protocol
 
 import torch
@@ -67,9 +72,12 @@ from lightning_dsgd.transport.contract import ANY, PeerLost, Transport
 Key = tuple[int, int, int]
 """A collective: the number of its group, its channel, and its number on that channel."""
 Form = tuple[int, int, int, int]
-"""The root of a broadcast or SUM, the code of a dtype, a number of elements, and who has asked."""
+"""The root of a broadcast or of what is pushed, SUM or EXCHANGE; the code of a dtype; a number of
+elements; who has asked.
+"""
 
 SUM: Final = -1
+EXCHANGE: Final = -2
 ALL: Final = 0
 """The group of all ranks."""
 
@@ -83,6 +91,10 @@ class Backend(Protocol):
 
     def launch(self, key: Key) -> None:
         """Begins a collective that this rank's thread has asked for."""
+        ...
+
+    def launch_pair(self, key: Key, lengths: Mapping[int, int]) -> None:
+        """Begins what this rank's thread and another rank's have asked for: so long is each's."""
         ...
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
@@ -136,20 +148,24 @@ class Tickets:
 
         Whoever asks for a collective of the group must know that all others have formed the group.
         """
-        top, group = min(members), frozenset(members)
-        while max(members) not in _below(top, self._world_size):
-            top = parent_of(top)
-        children = children_of(self._me, self._world_size)
-        concerned = [c for c in children if not group.isdisjoint(_below(c, self._world_size))]
-        self._groups.append(_Group(group, top, concerned))
+        self._groups.append(_group_of(tuple(members), self._me, self._world_size))
         return len(self._groups) - 1
+
+    def _group(self, number: int) -> _Group:
+        if number >= 0:
+            return self._groups[number]
+        return _group_of(divmod(~number, self._world_size), self._me, self._world_size)
 
     # ---- any thread ----
 
     def ask(self, key: Key, root: int, code: int, numel: int) -> None:
         """Asks for a collective of `numel` elements; the backend may be called from now on."""
         form = (root, code, numel, self._me)
-        self._lane.net.send(_message(_ASK, key, form, form), self._me)
+        message = _message(_ASK, key, form, form)
+        if key[0] < 0:
+            self._lane.tell(message)
+        else:
+            self._lane.net.send(message, self._me)
 
     def known_callers(self, key: Key) -> list[int]:
         """Returns ranks known to have asked for a collective that has no ticket here yet."""
@@ -159,7 +175,7 @@ class Tickets:
         elif (asked := self._heard.get(key)) is not None:
             for source in set(asked.sources) - sources:
                 sources.update(_below(source, self._world_size))
-        return sorted(sources & self._groups[key[0]].members)
+        return sorted(sources & self._group(key[0]).members)
 
     def stop(self, timeout_s: float | None = None) -> None:
         """Ends the starter, and raises its failure, if any."""
@@ -184,7 +200,7 @@ class Tickets:
             raise
 
     def _hear(self, net: Transport, key: Key, least: Form, greatest: Form, source: int) -> None:
-        group = self._groups[key[0]]
+        group = self._group(key[0])
         asked = self._heard.setdefault(key, _Asked(least, greatest))
         asked.least, asked.greatest = min(asked.least, least), max(asked.greatest, greatest)
         asked.sources.append(source)
@@ -198,16 +214,33 @@ class Tickets:
             net.send(_message(_ASK, key, asked.least, asked.greatest), parent_of(self._me))
 
     def _begin(self, net: Transport, key: Key, least: Form, greatest: Form) -> None:
-        group = self._groups[key[0]]
+        group = self._group(key[0])
         self._passed_on.discard(key)
         for child in group.children:
             net.send(_message(_TICKET, key, least, greatest), child)
         if self._me not in group.members:
             return
-        if least[:-1] == greatest[:-1]:
+        if key[0] < 0 and least[:2] == greatest[:2]:
+            self._backend.launch_pair(key, {rank: n for _, _, n, rank in (least, greatest)})
+        elif least[:-1] == greatest[:-1]:
             self._backend.launch(key)
         else:
             self._backend.refuse(key, least, greatest)
+
+
+def pair_number(a: int, b: int, world_size: int) -> int:
+    """Returns the number of a pair's group, whichever of the two comes first."""
+    return ~(min(a, b) * world_size + max(a, b))
+
+
+@lru_cache(maxsize=1024)
+def _group_of(members: tuple[int, ...], me: int, world_size: int) -> _Group:
+    top, group = min(members), frozenset(members)
+    while max(members) not in _below(top, world_size):
+        top = parent_of(top)
+    below = [(child, _below(child, world_size)) for child in children_of(me, world_size)]
+    concerned = [child for child, ranks in below if any(rank in ranks for rank in members)]
+    return _Group(group, top, concerned)
 
 
 def parent_of(rank: int) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -17,7 +17,17 @@ from torch import Tensor
 
 from lightning_dsgd.transport import PeerLost, Timeout
 from lightning_dsgd.transport.simulated import SimulatedWorld
-from lightning_dsgd.transport.tickets import ALL, SUM, Form, Key, Tickets, children_of, parent_of
+from lightning_dsgd.transport.tickets import (
+    ALL,
+    EXCHANGE,
+    SUM,
+    Form,
+    Key,
+    Tickets,
+    children_of,
+    pair_number,
+    parent_of,
+)
 from tests.support.thorough import tries
 
 BLOCK = 15
@@ -45,7 +55,7 @@ class InOrder:
         self.abandoned = 0
         self.failure: Exception | None = None
         self._sums = net.sub("one-order")
-        self._arguments: dict[Key, tuple[Tensor, Any]] = {}
+        self._arguments: dict[Key, tuple[Tensor, Any, Key]] = {}
         self.tickets = Tickets(net.sub("tickets"), self)
         self.groups: list[Sequence[int]] = [range(net.world_size)]
 
@@ -56,20 +66,30 @@ class InOrder:
         self._sums.sub("formed").barrier().wait()
 
     def all_reduce(self, net: Any, key: Key, x: Tensor) -> Any:
-        """Begins a sum; its result is a message to the thread that has called it."""
-        self._arguments[key] = x, net
+        """Begins a sum; its result is a message to the thread that has called it.
+
+        A group of two that has been formed is served as a pair.
+        """
+        members, ticket = self.groups[key[0]], key
+        if key[0] != ALL and len(members) == 2:
+            ticket = (pair_number(*members, net.world_size), *key[1:])
+        self._arguments[ticket] = x, net, key
         receipt = net.recv(x, net.rank, tag=_tag(key))
-        self.tickets.ask(key, SUM, 0, len(x))
+        self.tickets.ask(ticket, SUM if ticket == key else EXCHANGE, 0, len(x))
         return receipt
 
-    def launch(self, key: Key) -> None:
-        x, net = self._arguments.pop(key)
-        self.launched.append(key)
+    def launch_pair(self, ticket: Key, lengths: Mapping[int, int]) -> None:
+        assert lengths == dict.fromkeys(self.groups[self._arguments[ticket][2][0]], 3)
+        self.launch(ticket)
+
+    def launch(self, ticket: Key) -> None:
+        x, net, key = self._arguments.pop(ticket)
+        self.launched.append(ticket)
         total = self._sums.all_reduce(x.clone(), self.groups[key[0]]).wait(math.inf)
         net.send(total, net.rank, tag=_tag(key))
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
-        x, net = self._arguments.pop(key)
+        x, net, _ = self._arguments.pop(key)
         net.send(torch.full_like(x, math.nan), net.rank, tag=_tag(key))
 
     def abandon(self, failure: Exception | None = None) -> None:
@@ -92,7 +112,7 @@ def total(members: Sequence[int], key: Key) -> float:
 
 
 def draw_groups(chance: random.Random, world_size: int) -> list[list[int]]:
-    """Up to four, that overlap as they happen to."""
+    """Up to four, that overlap as they happen to; some are pairs."""
     num_groups = chance.randint(0, 4) if world_size > 1 else 0
     sizes = [chance.randint(2, world_size) for _ in range(num_groups)]
     return [sorted(chance.sample(range(world_size), size)) for size in sizes]
