@@ -9,6 +9,7 @@ A rank that has run out of data brings zeros, and takes over the step of those t
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -103,10 +104,11 @@ class Node:
 
     def shard(self, x: Tensor) -> Tensor:
         """Returns this rank's shard of x, in the same memory."""
-        return self._shard_of(self.place, x)
+        return torch.split(x, self._sizes(len(x)))[self.place]
 
-    def _shard_of(self, place: int, x: Tensor) -> Tensor:
-        return x[place * len(x) // self.size : (place + 1) * len(x) // self.size]
+    def _sizes(self, length: int) -> list[int]:
+        bounds = [length * place // self.size for place in range(self.size + 1)]
+        return [end - begin for begin, end in pairwise(bounds)]
 
     def give_to_idle(self, x: Tensor, num_active: int) -> None:
         """Gives the step that the others have made to ranks that have run out of data."""
@@ -115,10 +117,4 @@ class Node:
 
     def gather(self, x: Tensor) -> None:
         """Puts every rank's shard into x."""
-        works = [
-            self.net.broadcast(self._shard_of(place, x), rank, self.members)
-            for place, rank in enumerate(self.members)
-        ]
-        # First those that this rank passes on to the most others, so that none waits for another.
-        for distance in range(self.size):
-            works[self.place - distance].wait()
+        self.net.gather_into(x, self.shard(x), self._sizes(len(x)), self.members).wait()

@@ -25,6 +25,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.transport.contract import Receipt, TransportError, Work
 from lightning_dsgd.transport.messages import KINDS
 
@@ -199,21 +200,70 @@ def _all_reduce_direct(x: Tensor, y: Tensor, bounds: list[int], call: Call) -> S
     yield from _each(sent)
 
 
-def all_gather(x: Tensor, call: Call) -> Steps[list[Tensor]]:
+def all_gather(
+    x: Tensor, call: Call, places: Sequence[Tensor] | None = None
+) -> Steps[list[Tensor]]:
     """Gathers in log2 P rounds, each with one other member: few connections, P - 1 messages.
 
     After the rounds at distances 1 to d, a member has the tensors of the 2d members from itself
     on.  The last round brings the tensors that are missing.
+
+    Args:
+        x: this member's tensor
+        call: who takes part
+        places: where the other members' tensors go; None: into new memory
     """
-    tensors, sent, distance = [x.clone()], [], 1
+    tensors, sent, distance = [x.clone() if places is None else x], [], 1
     while distance < call.size:
         count = min(distance, call.size - distance)
         sent += [call.send(tensor, (call.me - distance) % call.size) for tensor in tensors[:count]]
         for _ in range(count):
-            tensors.append((yield call.receive(x, (call.me + distance) % call.size)))
+            place = None if places is None else places[(call.me + len(tensors)) % call.size]
+            like = x if place is None else place
+            tensors.append((yield call.receive(like, (call.me + distance) % call.size, place)))
         distance *= 2
     yield from _each(sent)
     return [tensors[(i - call.me) % call.size] for i in range(call.size)]
+
+
+def gather_into(into: Tensor, x: Tensor, sizes: Sequence[int], call: Call) -> Steps[Tensor]:
+    """Gathers as `all_gather` does; on a device, what comes goes up in one piece."""
+    landed = _on_host(into)
+    yield from all_gather(x, call, torch.split(landed, list(sizes)))
+    _take(into, landed, x, sizes, call.me)
+    return into
+
+
+def all_to_all(
+    into: Tensor, x: Tensor, from_each: Sequence[int], to_each: Sequence[int], call: Call
+) -> Steps[Tensor]:
+    """Exchanges a part with every member, each rank with a different one first."""
+    landed, parts = _on_host(into), torch.split(x, list(to_each))
+    places = torch.split(landed, list(from_each))
+    receipts = [call.receive(places[i], i, places[i]) for i in reversed(call.others())]
+    sent = [call.send(parts[i], i) for i in call.others()]
+    yield from _each(receipts)
+    yield from _each(sent)
+    _take(into, landed, parts[call.me], from_each, call.me)
+    return into
+
+
+def _on_host(into: Tensor) -> Tensor:
+    """Returns host memory to receive into: that of `into`, or pinned memory of the same length."""
+    return into if is_on_host(into) else port_of(into.device).pinned(len(into), into.dtype)
+
+
+def _take(into: Tensor, landed: Tensor, own: Tensor, sizes: Sequence[int], me: int) -> None:
+    """Copies what has come to the device, in the thread's stream, and this member's own part."""
+    begin = sum(sizes[:me])
+    end = begin + sizes[me]
+    if landed is not into:
+        for part in (slice(0, begin), slice(end, len(into))):
+            if len(landed[part]):
+                port_of(into.device).copy(into[part], landed[part])
+    place = into[begin:end]
+    if len(place) and place.data_ptr() != own.data_ptr():
+        place.copy_(own)
 
 
 def broadcast(x: Tensor, call: Call, root: int) -> Steps[Tensor]:

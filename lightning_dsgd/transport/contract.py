@@ -324,6 +324,40 @@ class Transport(Protocol):
         """Gathers every member's tensor, in the order of the group; lengths may differ."""
         ...
 
+    def gather_into(
+        self, into: Tensor, x: Tensor, sizes: Sequence[int], group: Sequence[int] | None = None
+    ) -> Work[Tensor]:
+        """Puts every member's tensor into `into`, one behind the other, in the order of the group.
+
+        Args:
+            into: will hold them; has as many elements as they have together
+            x: this rank's tensor; may be its own part of `into`
+            sizes: how many elements each member's tensor has
+            group: who takes part
+        """
+        ...
+
+    def all_to_all(
+        self,
+        into: Tensor,
+        x: Tensor,
+        from_each: Sequence[int],
+        to_each: Sequence[int],
+        group: Sequence[int] | None = None,
+    ) -> Work[Tensor]:
+        """Sends each member its part of `x`; puts what comes from each into its part of `into`.
+
+        Parts lie one behind the other, in the order of the group.
+
+        Args:
+            into: will hold what comes
+            x: what leaves
+            from_each: how many elements come from each member
+            to_each: how many elements leave for each member
+            group: who takes part
+        """
+        ...
+
     def broadcast(self, x: Tensor, src: int, group: Sequence[int] | None = None) -> Work[Tensor]:
         """Overwrites `x` with the `x` of rank `src`."""
         ...

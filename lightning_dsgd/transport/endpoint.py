@@ -117,7 +117,7 @@ class Endpoint(ABC):
         return self.start_lane(fn, f"{self.path}/{name}-{self._num_lanes}")
 
     def send(self, x: Tensor, dst: int, tag: int = 0, *, copy: bool = True) -> Work[None]:
-        self._check_tensor(x)
+        _check_tensor(x)
         self._check_rank("dst", dst)
         return self.post(x, dst, self._messages, tag, 0, copy=copy)
 
@@ -127,16 +127,37 @@ class Endpoint(ABC):
         return self.collect(like, src, self._messages, tag, 0)
 
     def all_reduce(self, x: Tensor, group: Sequence[int] | None = None) -> Work[Tensor]:
-        self._check_tensor(x)
+        _check_tensor(x)
         call = self._call(group, "all_reduce")
         return self.begin_natively(x, call) or Collective(collectives.all_reduce(x, call))
 
     def all_gather(self, x: Tensor, group: Sequence[int] | None = None) -> Work[list[Tensor]]:
-        self._check_tensor(x)
+        _check_tensor(x)
         return Collective(collectives.all_gather(x, self._call(group, "all_gather")))
 
+    def gather_into(
+        self, into: Tensor, x: Tensor, sizes: Sequence[int], group: Sequence[int] | None = None
+    ) -> Work[Tensor]:
+        call = self._call(group, "all_gather")
+        _check_parts(into, "into", sizes, call.size)
+        _check_tensor(x)
+        return Collective(collectives.gather_into(into, x, sizes, call))
+
+    def all_to_all(
+        self,
+        into: Tensor,
+        x: Tensor,
+        from_each: Sequence[int],
+        to_each: Sequence[int],
+        group: Sequence[int] | None = None,
+    ) -> Work[Tensor]:
+        call = self._call(group, "all_to_all")
+        _check_parts(into, "into", from_each, call.size)
+        _check_parts(x, "x", to_each, call.size)
+        return Collective(collectives.all_to_all(into, x, from_each, to_each, call))
+
     def broadcast(self, x: Tensor, src: int, group: Sequence[int] | None = None) -> Work[Tensor]:
-        self._check_tensor(x)
+        _check_tensor(x)
         call = self._call(group, "broadcast")
         if src not in call.members:
             raise ValueError(f"src must be in the group, got src={src} and group={call.members}")
@@ -148,12 +169,12 @@ class Endpoint(ABC):
         return Collective(collectives.barrier(self._call(group, "barrier")))
 
     def exchange(self, x: Tensor, peer: int) -> Work[Tensor]:
-        self._check_tensor(x)
+        _check_tensor(x)
         call = self._call(sorted((self.rank, peer)), "exchange")
         return self.pair_natively(x, call) or Collective(collectives.exchange(x, call))
 
     def push(self, x: Tensor, dst: int) -> Work[None]:
-        self._check_tensor(x)
+        _check_tensor(x)
         call = self._call((self.rank, dst), "push")
         return self.pair_natively(x, call) or call.send(x, 1)
 
@@ -208,13 +229,22 @@ class Endpoint(ABC):
                 f"got {name}={rank} on rank {self.rank}"
             )
 
-    @staticmethod
-    def _check_tensor(x: Tensor) -> None:
-        if x.dim() != 1 or not x.is_contiguous():
-            raise ValueError(
-                f"tensors on the wire must be one-dimensional and contiguous, got the shape "
-                f"{tuple(x.shape)} with the strides {x.stride()}; try x.contiguous().view(-1)"
-            )
+
+def _check_tensor(x: Tensor) -> None:
+    if x.dim() != 1 or not x.is_contiguous():
+        raise ValueError(
+            f"tensors on the wire must be one-dimensional and contiguous, got the shape "
+            f"{tuple(x.shape)} with the strides {x.stride()}; try x.contiguous().view(-1)"
+        )
+
+
+def _check_parts(x: Tensor, name: str, sizes: Sequence[int], num_members: int) -> None:
+    _check_tensor(x)
+    if len(sizes) != num_members or sum(sizes) != len(x):
+        raise ValueError(
+            f"{name} must have a part for each of {num_members} members, of {len(x)} elements "
+            f"together, got parts of {list(sizes)}"
+        )
 
 
 def _check_group(members: tuple[int, ...], rank: int, world_size: int) -> None:

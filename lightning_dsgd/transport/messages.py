@@ -17,7 +17,9 @@ from torch import Tensor
 
 from lightning_dsgd.transport.contract import ANY, TransportError
 
-KINDS: Final = ("message", "all_reduce", "all_gather", "broadcast", "barrier", "exchange", "push")
+KINDS: Final = (
+    "message", "all_reduce", "all_gather", "broadcast", "barrier", "exchange", "push", "all_to_all"
+)  # fmt: skip
 
 
 def channel_id(*names: object) -> int:

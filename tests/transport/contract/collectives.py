@@ -57,6 +57,40 @@ def all_gather_takes_any_lengths(net: Transport) -> None:
         same(got, EMPTY)
 
 
+def gather_into_puts_all_in_order(net: Transport) -> None:
+    me = net.rank
+    for dtype in DTYPES:
+        sent = [noise(3 * rank % 5, dtype, seed=rank) for rank in range(net.world_size)]
+        sizes = [len(x) for x in sent]
+        for is_in_place in (False, True):
+            into = noise(sum(sizes), dtype, seed=7)
+            x = into.split(sizes)[me].copy_(sent[me]) if is_in_place else sent[me]
+            assert net.gather_into(into, x, sizes).wait() is into
+            same(into, torch.cat(sent))
+    group = halves_of(net)[me % 2][::-1]
+    into, x = torch.empty(len(group)), torch.tensor([float(me)])
+    same(net.gather_into(into, x, [1] * len(group), group).wait(), torch.tensor(group).float())
+
+
+def all_to_all_gives_each_its_part(net: Transport) -> None:
+    everyone = range(net.world_size)
+
+    def part(source: int, rank: int, dtype: torch.dtype) -> Tensor:
+        return noise(5 * source * rank % 7, dtype, seed=source + 100 * rank)
+
+    for dtype in DTYPES:
+        parts = [part(net.rank, rank, dtype) for rank in everyone]
+        comes = [part(rank, net.rank, dtype) for rank in everyone]
+        from_each, to_each = ([len(x) for x in xs] for xs in (comes, parts))
+        into = noise(sum(from_each), dtype, seed=7)
+        work = net.all_to_all(into, torch.cat(parts), from_each, to_each)
+        assert work.wait() is into
+        same(into, torch.cat(comes))
+    group = halves_of(net)[net.rank % 2][::-1]
+    x, ones = torch.full((len(group),), float(net.rank)), [1] * len(group)
+    same(net.all_to_all(x.clone(), x, ones, ones, group).wait(), torch.tensor(group).float())
+
+
 def broadcast_comes_from_each_root(net: Transport) -> None:
     for src in range(net.world_size):
         for n in (0, 1, 1000):

@@ -28,6 +28,8 @@ IN_ORDER = (
     collectives.all_reduce_is_the_same_to_the_bit_everywhere,
     collectives.all_reduce_sums_bfloat16_in_float32,
     collectives.all_gather_takes_any_lengths,
+    collectives.gather_into_puts_all_in_order,
+    collectives.all_to_all_gives_each_its_part,
     collectives.broadcast_comes_from_each_root,
     collectives.nobody_leaves_a_barrier_before_the_last_has_come,
     collectives.groups_are_independent,
