@@ -4,9 +4,9 @@
     optimizer.step changes x in place
                            ->  after_update(x)
 
-Legend: x the weights of this rank, one flat tensor that IS the parameters; g the gradient, flat
-like x; P ranks.  The same object runs under Lightning, in the simulated world and in a test: it
-knows no more than a `Transport`.
+Legend: x the weights of this rank, one flat tensor that IS the parameters (their fp32 form where
+they are in half precision: `replica.wide`); g the gradient, flat like x; P ranks.  The same object
+runs under Lightning, in the simulated world and in a test: it knows no more than a `Transport`.
 """
 
 from __future__ import annotations
@@ -124,6 +124,14 @@ class Algorithm:
     def exchange_period(self) -> int:
         """How many steps there are from one exchange with other ranks to the next."""
         return 1
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether the algorithm changes weights, and not gradients alone.
+
+        If so, x and g are fp32 where the parameters are in half precision.
+        """
+        return not self.uses_gradient or bool(getattr(self, "hierarchical", False))
 
     @property
     def scales_steps(self) -> bool:

@@ -27,3 +27,4 @@ class NoSync(Algorithm):
         suits="measurements; the upper bound on steps per second",
     )
     follows_time: ClassVar[bool] = False
+    averages_weights: ClassVar[bool] = False

@@ -20,6 +20,7 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica import alike
 from lightning_dsgd.replica.consensus import average, give
 from lightning_dsgd.replica.flat import FlatParameters
+from lightning_dsgd.replica.part import halves_of
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.transport import Transport, TransportError
 
@@ -174,7 +175,9 @@ class SurvivingReplica(Replica):
     def show_as_shared(self) -> None:
         """Does what `show_consensus` does, where all ranks hold the consensus already."""
         if self._stash is None:
-            live = [*(part.x for part in self.parts), *self.module.buffers(), *self._untrained()]
+            live = [part.x for part in self.parts]
+            live += [half for half, _ in halves_of(self.parts, live)]
+            live += [*self.module.buffers(), *self._untrained()]
             self._stash = [(tensor, tensor.clone()) for tensor in live]
             self.consensus_distance = 0.0
 

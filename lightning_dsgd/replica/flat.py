@@ -159,7 +159,7 @@ class FlatParameters:
         late: list[tuple[Parameter, Tensor]] = []
         for parameter, view in zip(self.parameters, self._g_views, strict=True):
             if parameter.grad is not None:
-                parameter.grad = view
+                parameter.grad = self._as_gradient(parameter, view)
             elif parameter.requires_grad:
                 late.append((parameter, view))
         if not late:
@@ -172,7 +172,11 @@ class FlatParameters:
             arrived = torch.stack([view.any() for _, view in late]).tolist()
         for (parameter, view), has_arrived in zip(late, arrived, strict=True):
             if has_arrived:
-                parameter.grad = view
+                parameter.grad = self._as_gradient(parameter, view)
+
+    def _as_gradient(self, parameter: Parameter, view: Tensor) -> Tensor:
+        """Returns what a parameter gets as its gradient, of a view of g."""
+        return view
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns views of a tensor laid out like x, one per parameter, with shape and strides."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +16,15 @@ from lightning_dsgd.primitives.step_scaling import Decay, Unscaled
 from lightning_dsgd.replica.early import EarlyGradients
 from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.kept import UpdatesKept
+from lightning_dsgd.replica.wide import WideParameters
 from lightning_dsgd.transport import Diverged
+
+T = TypeVar("T")
 
 _SCALING: Final = "step_scaling"
 """The key of the scaling's state in a part's state, beside the algorithm's own keys."""
+_WIDE: Final = "fp32_weights"
+"""The key of weights in fp32, where the parameters are in half precision."""
 
 
 class Part:
@@ -66,6 +71,18 @@ class Part:
             self._early.take_back()
         self.scaling.settle()
 
+    def decays(self) -> list[Decay]:
+        """Returns what AdamW and the like subtract from weights besides the step that comes.
+
+        Only weights that have a gradient count.
+        """
+        decays: list[Decay] = []
+        for group in self.optimizer.param_groups:
+            if group.get("decoupled_weight_decay") and group["weight_decay"]:
+                stepped = [p for p in group["params"] if p.grad is not None]
+                decays.append((self.weights.spans(stepped), group["lr"] * group["weight_decay"]))
+        return decays
+
     def require_finite(self, values: Tensor, what: str, rank: int, step: int) -> None:
         """Raises `Diverged`, naming parameters, where a tensor laid out like x has NaN or inf."""
         if not bool(torch.isfinite(values).all()):
@@ -76,14 +93,22 @@ class Part:
                 f"{step} in {some(bad)}; look at the learning rate and the loss"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the algorithm, and of the scaling of steps, if there is any."""
+    def state_dict(self, x: Tensor) -> dict[str, Any]:
+        """Returns the state of the algorithm, of the scaling of steps, and x if it is wider.
+
+        Args:
+            x: this rank's own weights, also while the consensus is shown
+        """
         known = self.scaling.state_dict()
-        return self.algorithm.state_dict() | ({_SCALING: known} if known else {})
+        state = self.algorithm.state_dict() | ({_SCALING: known} if known else {})
+        return state | ({_WIDE: x.clone()} if isinstance(self.weights, WideParameters) else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned."""
-        self.algorithm.load_state_dict({k: v for k, v in state.items() if k != _SCALING})
+        if isinstance(self.weights, WideParameters) and _WIDE in state:
+            self.weights.restore(state[_WIDE].to(self.x))
+        known = {k: v for k, v in state.items() if k not in (_SCALING, _WIDE)}
+        self.algorithm.load_state_dict(known)
         if _SCALING in state:
             self.scaling.load_state_dict(state[_SCALING])
 
@@ -95,19 +120,6 @@ class Part:
         return figures | self.scaling.metrics() | self.algorithm.metrics()
 
 
-def decays_of(optimizer: Optimizer, weights: FlatParameters) -> list[Decay]:
-    """Returns what AdamW and the like subtract from weights besides the step that comes.
-
-    Only weights that have a gradient count.
-    """
-    decays: list[Decay] = []
-    for group in optimizer.param_groups:
-        if group.get("decoupled_weight_decay") and group["weight_decay"]:
-            stepped = [p for p in group["params"] if p.grad is not None]
-            decays.append((weights.spans(stepped), group["lr"] * group["weight_decay"]))
-    return decays
-
-
 def mean_figures(parts: Sequence[Part]) -> dict[str, float]:
     """Returns all figures of the parts' metrics; those that several give are means."""
     figures: dict[str, list[float]] = {}
@@ -115,6 +127,12 @@ def mean_figures(parts: Sequence[Part]) -> dict[str, float]:
         for name, value in part.metrics().items():
             figures.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in figures.items()}
+
+
+def halves_of(parts: Sequence[Part], others: Sequence[T]) -> list[tuple[Tensor, T]]:
+    """Returns where parameters lie that are not x itself, each with what belongs to its part."""
+    pairs = zip((part.weights for part in parts), others, strict=True)
+    return [(each.home.x, other) for each, other in pairs if isinstance(each, WideParameters)]
 
 
 def some(names: Sequence[str]) -> str:

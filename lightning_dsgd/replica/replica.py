@@ -41,8 +41,9 @@ from lightning_dsgd.replica.consensus import (
     make_alike,
 )
 from lightning_dsgd.replica.held_back import apply_held_back, unclipped
-from lightning_dsgd.replica.part import Part, decays_of, mean_figures, settle_together
+from lightning_dsgd.replica.part import Part, halves_of, mean_figures, settle_together
 from lightning_dsgd.replica.saved import Saved
+from lightning_dsgd.replica.wide import widened
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.watch import exchanging
 
@@ -117,9 +118,10 @@ class Replica:
         names = {p: name for name, p in self.module.named_parameters() if p in set(mine)}
         for index, parameter in enumerate(mine):
             names.setdefault(parameter, f"optimizer parameter {index}")
+        flats = self._layout.flatten((name, p) for p, name in names.items())
         self._parts[id(optimizer)] = [
             Part(weights, self._start(weights), self._start_scaling(weights), optimizer)
-            for weights in self._layout.flatten((name, p) for p, name in names.items())
+            for weights in widened(flats, self._pattern)
         ]
         self._trained[id(optimizer)] = list(map(id, mine))
 
@@ -133,8 +135,7 @@ class Replica:
 
     def _start_scaling(self, weights: flat.FlatParameters) -> Unscaled:
         """Starts the scaling of the part whose algorithm was started last."""
-        net = self.net.sub(f"steps-{self._num_builds}")
-        return made_for(self._pattern, net, weights.x)
+        return made_for(self._pattern, self.net.sub(f"steps-{self._num_builds}"), weights.x)
 
     def _parts_of(self, optimizer: Optimizer) -> list[Part]:
         """Returns an optimizer's parts; makes them anew when it trains other parameters.
@@ -200,7 +201,7 @@ class Replica:
         inside = {p for part in self.parts for p in part.weights.parameters}
         others = [p for p in self.module.parameters() if p not in inside]
         known = [p for p in others if not (is_lazy(p) or p.is_meta or p.is_sparse)]
-        return [self._layout.local(p) for p in known]
+        return [*map(self._layout.local, known)]
 
     # ---- a step ----
 
@@ -218,7 +219,7 @@ class Replica:
                 self._before_update(part)
                 part.kept.update_begins(part.x)
                 if self._scales_steps:
-                    part.scaling.update_begins(part.x, decays_of(part.optimizer, part.weights))
+                    part.scaling.update_begins(part.x, part.decays())
             self._publish(parts)
         self._num_steps += 1  # not before: it may be made again after a loss
 
@@ -268,12 +269,11 @@ class Replica:
         While the consensus is shown, no rank makes a step.
         """
         if self._stash is None and not self._is_finished:
-            parts = self.parts
-            for part in parts:
+            for part in self.parts:
                 part.weights.pull()
             self._copy()
-            settle_together(parts, wait=self.settles_whole)
-            self._publish(parts)
+            settle_together(self.parts, wait=self.settles_whole)
+            self._publish(self.parts)
             self._copy()
 
     @torch.no_grad()
@@ -357,8 +357,7 @@ class Replica:
         What its "state_dict" has that does not lie in the module (weights that another callback has
         averaged over time) is averaged over the ranks.  What is frozen stays as it is, to the bit.
         """
-        stash = self._stash
-        table = self._consensus() if stash is None else [(live, live) for live, _ in stash]
+        table = self._consensus() if self._stash is None else [(x, x) for x, _ in self._stash]
         table += [(same, same) for same in self._untrained()]  # last: those that differ come first
         return averaged(self.net, checkpoint, table)
 
@@ -371,6 +370,7 @@ class Replica:
             part.kept.measure(part.algorithm.net, mean, part.algorithm.team_size)
             part.algorithm.measure_kept()
             weights.append((part.x, mean))
+        weights += [(half, mean.to(half)) for half, (_, mean) in halves_of(self.parts, weights)]
         return weights + self._consensus_of_the_rest()
 
     def _consensus_of_the_rest(self) -> list[tuple[Tensor, Tensor]]:
@@ -385,7 +385,8 @@ class Replica:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Returns what the algorithms keep, in the order of the parts."""
-        return [part.state_dict() for part in self.parts]
+        own = self._stash or [(part.x, part.x) for part in self.parts]
+        return [part.state_dict(x) for part, (_, x) in zip(self.parts, own, strict=False)]
 
     def names(self) -> list[list[str]]:
         """Returns the names of the parameters of each part."""

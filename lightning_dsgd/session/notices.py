@@ -88,8 +88,8 @@ def _adam_where_weights_are_averaged(facts: Facts) -> str:
     algorithm, name = facts.algorithm, facts.algorithm.name
     outer_lr, momentum = (getattr(algorithm, f"outer_{x}", 0.0) for x in ("lr", "momentum"))
     enlarges = outer_lr > 1 - momentum  # which makes up for averages
-    adam, profile = _adam(facts), algorithm.profile
-    averages = not (algorithm.uses_gradient or (profile is not None and profile.when == "never"))
+    adam = _adam(facts)
+    averages = algorithm.averages_weights and not algorithm.uses_gradient
     if adam is None or not averages or algorithm.scales_steps or enlarges:
         return ""
     way_out = "set scale_steps=True"

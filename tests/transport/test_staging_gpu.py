@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, OnDevice
 from tests.support.worlds import AcceleratorWorld, FakeWorld
 from tests.transport.contract.test_in_order import run_in_order
@@ -55,6 +56,17 @@ def test_the_command_for_a_gpu_measures() -> None:
     assert all(rate > 0 for row in found["staging"] for rate in row.values())
     assert found["stream"][0]["moves_per_step"] > 0
     assert num_written == 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(fake_device.WHY_NOT), reason=fake_device.WHY_NOT)
+def test_the_command_trains_on_a_device_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found: dict[str, Any] = {}
+    gpu_command().measure_together(found, lambda: None, "fake", small=True)
+    assert found["fits"][0]["loss"] < 10  # the variance of the target
+    assert found["throughput"][1]["late_share"] >= 0
+    assert found["slow_kernel"][0]["median_s"] > 0
 
 
 BARE = """

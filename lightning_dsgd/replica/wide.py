@@ -1,0 +1,79 @@
+"""Weights in half precision, and what their rounding leaves over.
+
+    x <- x + (p - round(x))      pull: the optimizer has changed p, and p was round(x) before
+    p <- round(x)                push: an algorithm has changed x
+
+Legend: p the parameters, in bfloat16 or fp16; x the same in fp32, which algorithms average.
+
+In bfloat16 a weight of 1 has 1.0078 as its neighbour, so a smaller correction of 1 would round to
+nothing, and a sum of corrections would lose updates.  In x nothing is lost.  What an optimizer
+loses by its own rounding of p is lost on one device, too.
+
+Memory: 4 bytes for each weight; algorithms keep and send fp32 then (`wire_dtype` rounds what they
+send, and keeps the rest).  Three passes over x around each turn of an algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.replica.flat import FlatParameters
+
+_PIECE: Final = 1 << 24
+"""The number of elements whose differences are in memory at a time."""
+
+
+def widened(flats: Sequence[FlatParameters], algorithm: Algorithm) -> list[FlatParameters]:
+    """Returns parameters, with x in fp32 where the algorithm would average weights in less."""
+    halves = (torch.bfloat16, torch.float16) if algorithm.averages_weights else ()
+    return [WideParameters(each) if each.x.dtype in halves else each for each in flats]
+
+
+class WideParameters(FlatParameters):
+    """Holds parameters in half precision, with x and g in fp32.
+
+    Attributes:
+        home: the parameters, as they lie in half precision
+    """
+
+    def __init__(self, home: FlatParameters) -> None:
+        vars(self).update(vars(home))
+        self.home = home
+        self.x = home.x.float()
+        self._g = None
+
+    def is_intact(self) -> bool:
+        """Returns whether the parameters lie where they did."""
+        return self.home.is_intact()
+
+    def refresh(self) -> None:
+        """Takes parameters back that have left their place."""
+        self.home.refresh()
+
+    def pull(self) -> None:
+        """Adds to x by how much the parameters have changed; a weight set to 0 is 0."""
+        self.home.pull()
+        pieces = torch.split(self.x, _PIECE), torch.split(self.home.x, _PIECE)
+        for x, p in zip(*pieces, strict=True):
+            before = x.to(p.dtype)
+            change = p.float().sub_(before).masked_fill_(p == before, 0)
+            x.add_(change).masked_fill_(p == 0, 0)
+
+    def push(self) -> None:
+        """Rounds x into the parameters."""
+        self.home.x.copy_(self.x)
+        self.home.push()
+
+    def restore(self, x: Tensor) -> None:
+        """Takes back what x was, where the parameters are what it rounds to."""
+        is_same = x.to(self.home.x.dtype) == self.home.x
+        self.x.copy_(torch.where(is_same, x, self.home.x.float()))
+
+    def _as_gradient(self, parameter: Parameter, view: Tensor) -> Tensor:
+        return view.to(parameter.dtype)
