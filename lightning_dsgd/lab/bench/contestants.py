@@ -70,21 +70,19 @@ def communication(trainer: L.Trainer) -> dict[str, float]:
 def trainer(
     spec: str, ranks: int, *, device: str = "cpu", shares_device: bool = False, **options: Any
 ) -> L.Trainer:
-    """Makes a Trainer that does nothing but train with a strategy."""
+    """Makes a Trainer that does nothing but train with a strategy, unless options say otherwise."""
     made = strategy(spec)
     if shares_device:
         made.parallel_devices = [torch.device(device, 0)] * ranks
-    return L.Trainer(
-        strategy=made,
-        accelerator=device,
-        devices="auto" if shares_device else ranks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **options,
-    )
+    bare = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    chosen = {**bare, "devices": "auto" if shares_device else ranks, **options}
+    return L.Trainer(strategy=made, accelerator=device, **chosen)
 
 
 class _DDPWithHook(DDPStrategy):
@@ -111,7 +109,9 @@ class _DDPBf16(_DDPWithHook):
 
 class _DDPPowerSGD(_DDPWithHook):
     def __init__(self, rank: int = 1, start: int = 2) -> None:
-        super().__init__()
+        # One bucket: gloo would make the later sums of several buckets in another order on each
+        # rank, and mix them up.
+        super().__init__(bucket_cap_mb=1 << 20)
         self._rank = rank
         self._start = start
 
