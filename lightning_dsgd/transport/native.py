@@ -30,9 +30,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,13 +45,14 @@ from lightning_dsgd.transport.frames import CODES, DTYPES
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S
 from lightning_dsgd.transport.processes import ProcessTransport
-from lightning_dsgd.transport.tickets import ALL, SUM, Form, Key, Tickets
+from lightning_dsgd.transport.tickets import ALL, EXCHANGE, SUM, Form, Key, Tickets
 
 TAKEN: Final = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16}
     | {torch.int64, torch.int32, torch.int8, torch.uint8}
 )
 """The dtypes that NCCL and gloo can sum and broadcast."""
+W = TypeVar("W", bound="NativeCollective")
 _HALVES: Final = (torch.bfloat16, torch.float16)
 _LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 """We end waits ourselves, and torch's calls return at once."""
@@ -138,9 +139,10 @@ class Native:
 
     # ---- any thread ----
 
-    def can_take(self, x: Tensor, members: tuple[int, ...]) -> bool:
-        """Returns whether there is a communicator for these members and this tensor."""
-        return members in self._numbers and x.dtype in TAKEN and x.device == self._port.device
+    def can_take(self, x: Tensor, members: tuple[int, ...] | None = None) -> bool:
+        """Returns whether there is a communicator for these members, or a pair, and this tensor."""
+        has_group = members is None or members in self._numbers
+        return has_group and x.dtype in TAKEN and x.device == self._port.device
 
     def begin(
         self, net: ProcessTransport, x: Tensor, call: Call, place: int | None = None
@@ -156,17 +158,23 @@ class Native:
         number = self._numbers[call.members]
         key = number, call.channel, call.number
         root = SUM if place is None else call.members[place]
-        work = NativeCollective(net, x, key, root, call.members, self._tickets)
+        work = NativeCollective(net, x, key, root, call.members)
         if place is None:
             own = len(x) * (call.me + 1) // call.size - len(x) * call.me // call.size
             sent, messages = len(x) - own + own * (call.size - 1), 2 * (call.size - 1)
         else:
             messages = num_children((call.me - place) % call.size, call.size)
             sent = messages * len(x)
-        net.counters.count(self.engine, sent * work.itemsize, messages)
-        self._asked[key] = work
+        return self.ask(work, sent * work.itemsize, messages)
+
+    def ask(self, work: W, num_bytes: int, messages: int) -> W:
+        """Asks for a ticket, and counts what this rank will send."""
+        net, x = work.net, work.x
+        net.counters.count(self.engine, num_bytes, messages)
+        work.tickets = self._tickets
+        self._asked[work.ticket] = work
         net.mesh.mailboxes.collect(work)
-        self._tickets.ask(key, root, CODES[x.dtype], len(x))
+        self._tickets.ask(work.ticket, work.root, CODES[x.dtype], len(x))
         return work
 
     def close(self) -> None:
@@ -185,19 +193,21 @@ class Native:
 
     # ---- the starter ----
 
-    def launch(self, key: Key) -> None:
+    def launch(self, key: Key, lengths: Mapping[int, int] | None = None) -> None:
         """Calls torch's collective, whose ticket has come."""
         self._under_way = [work for work in self._under_way if not work.has_passed()]
         work = self._asked.pop(key)
         with self._net.blaming(work.describe()):
-            work.launch(self._groups[key[0]], self._port)
+            work.launch(self._groups[max(key[0], ALL)], self._port, lengths or {})
         self._under_way.append(work)
+
+    launch_pair = launch  # on the communicator of all ranks
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
         """Fails a collective in its thread, as ranks have asked for different ones."""
         asked = ", ".join(
             f"rank {rank} has {n} of {DTYPES[code]} "
-            + ("to sum" if root == SUM else f"from {root}")
+            + {SUM: "to sum", EXCHANGE: "to exchange"}.get(root, f"from {root}")
             for root, code, n, rank in (least, greatest)
         )
         work = self._asked.pop(key)
@@ -247,27 +257,28 @@ class NativeCollective(Expected):
     Args:
         net: the endpoint on which the collective was called
         x: the argument and result
-        key: its group, its channel, and its number on that channel
+        ticket: its group, its channel, and its number on that channel
         root: the rank whose x all take, or SUM
         members: the ranks of the group
-        tickets: tell who else has called it
     """
+
+    tickets: Tickets
+    """They tell who else has called it."""
 
     def __init__(
         self,
         net: ProcessTransport,
         x: Tensor,
-        key: Key,
+        ticket: Key,
         root: int,
         members: Sequence[int],
-        tickets: Tickets,
     ) -> None:
-        super().__init__(net.rank, key[1:], None)
-        self._net, self._x, self._ticket, self._root, self._tickets = net, x, key, root, tickets
+        super().__init__(net.rank, ticket[1:], None)
+        self.net, self.x, self.ticket, self.root = net, x, ticket, root
         self._members = members
         self._y = x.float() if root == SUM and x.dtype in _HALVES else x
         self._begin = time.monotonic()
-        self._work: Any = None
+        self._works: Sequence[Any] = ()
         self._mark = PASSED
         self._is_launching = self._is_taken = False
 
@@ -280,10 +291,10 @@ class NativeCollective(Expected):
 
     def describe(self) -> str:
         """Says in words which collective this is."""
-        group, _, number = self._ticket
-        what = "all_reduce" if self._root == SUM else "broadcast"
+        group, _, number = self.ticket
+        what = "all_reduce" if self.root == SUM else "broadcast"
         whose = "all ranks" if group == ALL else f"ranks {', '.join(map(str, self._members))}"
-        path = self._net.path.strip("/")
+        path = self.net.path.strip("/")
         return f"{what} number {number} of {whose}" + (f" [{path}]" if path else "")
 
     @property
@@ -293,45 +304,55 @@ class NativeCollective(Expected):
 
     # ---- the starter ----
 
-    def launch(self, group: Any, port: Port) -> None:
-        """Calls torch's collective, which goes on behind all that has made the argument."""
-        if len(self._y):
-            self._is_launching = True  # no other rank has the sum, and so leaves, before this
-            if self._root == SUM:
-                self._work = dist.all_reduce(self._y, group=group, async_op=True)
-            else:
-                self._work = dist.broadcast(self._y, self._root, group=group, async_op=True)
-            if not is_on_host(self._y):
-                self._work.wait()  # holds up the starter's stream, and not the starter
-                self._mark = port.mark()
+    def launch(self, group: Any, port: Port, lengths: Mapping[int, int]) -> None:
+        """Calls torch's collective, which goes on behind all that has made the argument.
+
+        Args:
+            group: the process group
+            port: the device
+            lengths: of what each of two ranks sends, where this is no collective
+        """
+        self._works = self.call(group, lengths)
+        if self._works and not is_on_host(self._y):
+            for work in self._works:
+                work.wait()  # holds up the starter's stream, and not the starter
+            self._mark = port.mark()
         self.release(None)
+
+    def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
+        """Calls torch's collective, unless there is nothing to do, and returns torch's works."""
+        if not len(self._y):
+            return ()
+        self._is_launching = True  # no other rank has the sum, and so leaves, before this
+        if self.root == SUM:
+            return [dist.all_reduce(self._y, group=group, async_op=True)]
+        return [dist.broadcast(self._y, self.root, group=group, async_op=True)]
 
     def release(self, failure: TransportError | None) -> None:
         """Lets the thread that called it go on: it is launched, or will not be."""
-        self._net.mesh.mailboxes.withdraw(self)
+        self.net.mesh.mailboxes.withdraw(self)
         if self.failure is None:
             self.failure = failure
         self.arrived.set()
 
     def has_passed(self) -> bool:
         """Returns whether the result is there, once it is launched; never blocks."""
-        work = self._work
-        if work is not None and is_on_host(self._x):
-            return bool(work.is_completed())
+        if is_on_host(self.x):
+            return all(work.is_completed() for work in self._works)
         return self._mark.has_passed()
 
     # ---- who has called it ----
 
     def done(self) -> bool:
-        if self._net.lane is not None:
-            self._net.lane.check_stop()
+        if self.net.lane is not None:
+            self.net.lane.check_stop()
         return self.arrived.is_set() and (self.failure is not None or self.has_passed())
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
-        net, begin = self._net, time.monotonic()
+        net, begin = self.net, time.monotonic()
         net.check_process()
         if self._is_taken:
-            return self._x
+            return self.result
         limit = min(net.timeout_s if timeout_s is None else timeout_s, threading.TIMEOUT_MAX)
         try:
             self._await_launch(limit)
@@ -343,37 +364,43 @@ class NativeCollective(Expected):
             if net.counters.watch is not None:
                 net.counters.watch.waited(begin, end, -1, in_lane=net.lane is not None)
         net.counters.comm_s += end - self._begin
-        return self._take()
+        self._is_taken, self._works = True, ()
+        self.take()
+        return self.result
 
     def _await_launch(self, limit: float) -> None:
-        lane = self._net.lane
+        lane = self.net.lane
         if lane is not None:
             lane.begin_waiting(self)
         in_time = self.arrived.wait(limit)
         if lane is not None:
             lane.end_waiting()
         if not in_time:
-            callers = ", ".join(map(str, self._tickets.known_callers(self._ticket)))
+            callers = ", ".join(map(str, self.tickets.known_callers(self.ticket)))
             raise Timeout(
-                f"rank {self._net.rank} has waited {limit:g} s for all to call "
+                f"rank {self.net.rank} has waited {limit:g} s for all to call "
                 f"{self.describe()}; it knows of calls of ranks {callers}"
             )
         if self.failure is not None:
             self.raise_failure(self.describe())
 
     def _await_end(self, limit: float, left: float) -> None:
-        what = f"{self.describe()}, which all have called, to end on {self._x.device}"
-        self._net.await_device(self.has_passed, limit, left, what)
-        if is_on_host(self._x) and self._work is not None:
-            with self._net.blaming(what):
-                self._work.wait()  # returns at once; raises what it has failed with
-        self._net.mesh.check(what)  # a kernel that was aborted has ended, too
+        what = f"{self.describe()}, which all have called, to end on {self.x.device}"
+        self.net.await_device(self.has_passed, limit, left, what)
+        for work in self._works if is_on_host(self.x) else ():
+            with self.net.blaming(what):
+                work.wait()  # returns at once; raises what it has failed with
+        self.net.mesh.check(what)  # a kernel that was aborted has ended, too
 
-    def _take(self) -> Tensor:
-        self._is_taken = True
-        if self._y is not self._x:
-            self._x.copy_(self._y)
+    @property
+    def result(self) -> Tensor:
+        """What `wait` gives."""
+        return self.x
+
+    def take(self) -> None:
+        """Brings the result, which is on the device, to where its caller wants it."""
+        if self._y is not self.x:
+            self.x.copy_(self._y)
             if not is_on_host(self._y):
                 port_of(self._y.device).keep(self._y)
-        self._y, self._work = self._x, None
-        return self._x
+        self._y = self.x

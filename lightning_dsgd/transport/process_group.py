@@ -2,14 +2,16 @@
 
 Messages travel on the wire, over TCP on the mesh's connections (`tcp`); the process group is where
 ranks find each other's addresses.  On CUDA, NCCL sums and broadcasts the tensors of all ranks, and
-of groups that are fixed at the start (`native`), if it is the process group's backend for the
-device, whatever has started the ranks.  Groups that change, such as the groups of `wagma`, are
-served by messages there too: a communicator for each would take memory on the device.
+of groups fixed at the start (`native`), and carries what partners exchange (`pairs`), if it
+is the process group's backend for the device, whatever has started the ranks.  Groups that change,
+such as the groups of `wagma`, are served by messages there too: a communicator for each would take
+memory on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from lightning_dsgd.devices import COLLECTIVES, backend_for
 from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import Work
 from lightning_dsgd.transport.native import Native, destroy_group, make_group
+from lightning_dsgd.transport.pairs import Pair
 from lightning_dsgd.transport.processes import CPU, ProcessTransport, libraries
 from lightning_dsgd.transport.tcp import TCPWire
 from lightning_dsgd.transport.wire import Wire
@@ -98,3 +101,10 @@ class ProcessGroupTransport(ProcessTransport):
             return None
         self.check()
         return self._native.begin(self, x, call, place)
+
+    def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
+        if self._native is None or not self._native.can_take(x):
+            return None
+        self.check()
+        pulls = call.kind == "push" and call.me == 1
+        return self._native.ask(Pair(self, x, call), x.nbytes, 0 if pulls else 1)

@@ -112,6 +112,13 @@ class View(Endpoint):
         below = call.among([self.members[rank] for rank in call.members])
         return self.below.begin_natively(x, below, place)
 
+    def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
+        if len(self.members) < self.below.world_size:  # others may call the engine meanwhile
+            return None
+        return self.below.pair_natively(
+            x, call.among([self.members[rank] for rank in call.members])
+        )
+
     def sub(self, name: str) -> Self:
         return self._over(self.below.sub(name))
 

@@ -21,6 +21,7 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -171,11 +172,37 @@ class FakeWorld(OnFakeDevice, ProcessWorld):
         return super()._call(run, ())
 
 
+class Asked:
+    """Works of gloo's for sends and receives, whose end can be asked for, as that of its sums."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works, self._failure = works, None
+        self._thread = threading.Thread(target=self._await_each, daemon=True)
+        self._thread.start()
+
+    def _await_each(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as failure:
+            self._failure = failure
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+
 @dataclass
 class NativeWorld(ProcessWorld):
-    """P processes whose sums of all ranks gloo makes, in the order and the way of NCCL's."""
+    """P processes whose sums and pairs gloo serves, in the order and the way of NCCL's."""
 
     def _open(self) -> ProcessGroupTransport:
+        by_gloo = dist.batch_isend_irecv
+        dist.batch_isend_irecv = lambda calls: [Asked(by_gloo(calls))]
         return ProcessGroupTransport(
             timeout_s=self.timeout_s,
             heartbeat_timeout_s=self.heartbeat_timeout_s,

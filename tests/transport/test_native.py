@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_dsgd.devices import until
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.native import TAKEN, Native, NativeCollective
+from lightning_dsgd.transport.pairs import Pair
 from lightning_dsgd.transport.tickets import Key
 from lightning_dsgd.transport.view import View
 from tests.support.mpi import MPIJob, MPIWorld, every_mpi
@@ -209,16 +210,64 @@ def in_random_order(net: Any, seed: int, kill_after_s: float | None) -> str:
     return "through"
 
 
-@pytest.mark.parametrize("seed", SCHEDULES)
-def test_sums_in_any_order_of_any_threads_are_right(seed: int) -> None:
-    assert WORLD.run(2 + seed % 3, in_random_order, seed, None) == ["through"] * (2 + seed % 3)
+def pairs_in_random_order(net: Any, seed: int, kill_after_s: float | None) -> str:
+    """Exchanges or pushes, and sums, of three threads, each in an order of its own."""
+    me, size, lost = net.rank, net.world_size, seed % net.world_size
+    if kill_after_s is not None and me == lost:
+        threading.Timer(kill_after_s, died, [me]).start()
+
+    def sent(src: int, to: int, number: int) -> Tensor:
+        return torch.full(((src + number) % 3 * 700,), 100.0 * src + 10 * to + number)
+
+    def run(end: Any, thread: int) -> None:
+        common, own = (random.Random(f"{seed} {thread} {who}") for who in ("all", me))
+        for number in range(5):
+            edges = {tuple(common.sample(range(size), 2)) for _ in range(2 * size)}
+            swaps = {tuple(sorted(edge)) for edge in edges} if common.random() < 0.5 else set()
+            begun: list[tuple[Tensor | None, Any]] = []
+            for a, b in own.sample(sorted(swaps or edges), len(swaps or edges)):
+                time.sleep(own.choice((0.0, 0.001, 0.02)) * own.random())
+                if me not in (a, b):
+                    continue
+                peer = b if a == me else a
+                mine, theirs = sent(me, peer, number), sent(peer, me, number)
+                if swaps:
+                    begun.append((theirs, end.exchange(mine, peer)))
+                elif me == a:
+                    begun.append((None, end.push(mine, peer)))
+                else:
+                    begun.append((theirs, end.pull(mine, peer)))
+            assert all(isinstance(work, Pair) for _, work in begun)
+            total = end.all_reduce(torch.full((500,), float(me)))
+            for expected, work in own.sample(begun, len(begun)):
+                got = work.wait()
+                assert expected is None or got.equal(expected), (thread, number)
+            assert total.wait().eq(sum(range(size))).all()
+
+    with contextlib.ExitStack() as joining:
+        for thread in (1, 2):
+            joining.callback(net.spawn_lane(partial(run, thread=thread)).join)
+        run(net.sub("own"), 0)
+    if kill_after_s is not None:
+        net.recv(torch.empty(0), lost).wait()
+    return "through"
+
+
+IN_RANDOM_ORDER = [in_random_order, pairs_in_random_order]
 
 
 @pytest.mark.parametrize("seed", SCHEDULES)
-def test_all_others_name_a_rank_that_is_killed_at_any_time(seed: int) -> None:
+@pytest.mark.parametrize("calls", IN_RANDOM_ORDER)
+def test_calls_in_any_order_of_any_threads_are_right(seed: int, calls: Any) -> None:
+    assert WORLD.run(2 + seed % 3, calls, seed, None) == ["through"] * (2 + seed % 3)
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+@pytest.mark.parametrize("calls", IN_RANDOM_ORDER)
+def test_all_others_name_a_rank_that_is_killed_at_any_time(seed: int, calls: Any) -> None:
     world_size = 2 + seed % 3
     kill_after_s = 0.3 * random.Random(seed).random()
-    outcomes = WORLD.outcomes(world_size, in_random_order, seed, kill_after_s)
+    outcomes = WORLD.outcomes(world_size, calls, seed, kill_after_s)
     for rank, outcome in enumerate(outcomes):
         lost = seed % world_size
         # Which is noticed at once, and not by a time-out or a heartbeat.

@@ -52,13 +52,34 @@ class FakeNCCL:
 
     def __post_init__(self) -> None:
         self.stream = self.fake.new()
-        self._by_gloo = dist.all_reduce, dist.broadcast
+        self._by_gloo = dist.all_reduce, dist.broadcast, dist.batch_isend_irecv
 
     def all_reduce(self, x: Tensor, group: Any, async_op: bool) -> FakeWork:
         return self._do(partial(self._by_gloo[0], group=group), x)
 
     def broadcast(self, x: Tensor, src: int, group: Any, async_op: bool) -> FakeWork:
         return self._do(partial(self._by_gloo[1], src=src, group=group), x)
+
+    def batch_isend_irecv(self, calls: list[Any]) -> list[FakeWork]:
+        hosts = [self.fake.pinned(len(call.tensor), call.tensor.dtype) for call in calls]
+        ends = list(zip(calls, hosts, strict=True))
+
+        def by_gloo() -> None:
+            ops = [dist.P2POp(call.op, host, call.peer, call.group) for call, host in ends]
+            for work in self._by_gloo[2](ops):
+                work.wait()
+
+        begun = self.fake.mark()
+        with self.fake.using(self.stream):
+            begun.hold()
+            for call, host in ends:
+                if call.op is dist.isend:
+                    self.fake.copy(host, call.tensor)
+            self.stream.queue.put(by_gloo)
+            for call, host in ends:
+                if call.op is dist.irecv:
+                    self.fake.copy(call.tensor, host)
+            return [FakeWork(self.fake.mark())]
 
     def _do(self, by_gloo: Callable[[Tensor], Any], x: Tensor) -> FakeWork:
         host = self.fake.pinned(len(x), x.dtype)
@@ -93,6 +114,7 @@ class FakeNCCLWorld(FakeWorld):
         nccl = FakeNCCL(fake)
         dist.all_reduce = nccl.all_reduce  # type: ignore[assignment]
         dist.broadcast = nccl.broadcast  # type: ignore[assignment]
+        dist.batch_isend_irecv = nccl.batch_isend_irecv  # type: ignore[assignment]
         for module in (process_group, native):
             module.make_group = _group_of_gloo  # type: ignore[attr-defined]
         net = ProcessGroupTransport(
@@ -113,7 +135,11 @@ def test_the_contract_holds_on_a_device(world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["allreduce", "hpsgd"], pytest.param(NAMES, marks=pytest.mark.exhaustive)]
+    "names",
+    [
+        ["allreduce", "hpsgd", "dpsgd", "sgp", "popsgd_blocking"],
+        pytest.param(NAMES, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_algorithms_train_on_a_device(names: list[str]) -> None:
     """With two ranks, to the bit as with messages."""
@@ -124,16 +150,17 @@ def test_algorithms_train_on_a_device(names: list[str]) -> None:
     "spec",
     [
         "wagma:hierarchical=true:node_size=2:group_size=2",
+        *("popsgd", f"sgp:overlap={test_slow_kernels.STEPS - 1}"),
         *(
             pytest.param(spec, marks=pytest.mark.exhaustive)
             for spec in (
                 "wagma:hierarchical=true:node_size=2:group_size=2:overlap=true",
-                *("eager_sgd:quorum=solo", "hpsgd"),
+                *("eager_sgd:quorum=solo", "hpsgd", "popsgd:wire_dtype=int8"),
             )
         ),
     ],
 )
-def test_sums_wait_for_no_slow_kernel_of_another_rank(spec: str) -> None:
+def test_sums_and_pairs_wait_for_no_slow_kernel_of_another_rank(spec: str) -> None:
     test_slow_kernels.check(FakeNCCLWorld(timeout_s=20.0), spec)
 
 

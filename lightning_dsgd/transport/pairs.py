@@ -1,0 +1,102 @@
+"""What two ranks send each other by torch's own calls, such as NCCL's: exchanges, pushes, pulls.
+
+    thread     exchange, push, pull: a mark behind what is to be sent; gives a `Pair`
+    courier    once the mark has passed: asks for the ticket of the pair
+    starter    once both have asked: one batched call of torch's, its send and receive side by side
+    thread     wait, or done: until that is called, then until what is sent and received is there
+
+**Who asks, and when.**  Both ranks know of each other beforehand, by step and seed.  Each asks
+for its own end, in the order in which its threads have called.  It asks once its device has made
+what it had queued.  So a kernel is launched when both ends can run: none spins for a rank whose
+batch or kernel is slow, that has stopped, or that is lost.  Until then a push stays with its
+sender.
+
+**Why there is no cycle.**  A communicator runs what is launched on it one after another.  So pairs
+that share ranks need one order on all of these, and so do pairs and sums.  Tickets give it: a pair
+is a group of two, whose top is the rank of the tree below which both are.  Take the first in that
+order that is not done.  All before it are done on both of its ranks, so both run it.  NCCL connects
+two ranks the first time that one sends to the other.  The starter waits for the other's then, which
+comes to the same pair for the same reason.
+
+**Why nobody waits for ever.**  A thread waits for a ticket as for a message: a lost rank, a limit
+or the end of its lane ends the wait.  What is asked for holds up nothing else, whatever the partner
+does.  Once a rank is lost the starter aborts the communicators, which ends what is launched.
+
+**Stops.**  What is sent may be empty: the ticket tells the partner, and nothing is launched for it.
+So a rank says that it makes no more steps.
+
+**Which communicator.**  torch makes a communicator for each pair whose send or receive is called by
+itself; in a batch it takes the group's, here that of all ranks.  NCCL 2.30 has two pools for all
+that a communicator sends and receives over the network.  Each has up to 64 MiB (32 channels, 16
+chunks, 128 KiB), so with a communicator for each pair a rank would have both once per partner.
+Within a node the rank that receives takes 9.6 MB per channel for each rank that sends to it, either
+way.  The price: what a rank exchanges with different ranks runs one after another.
+
+**Threads.**  As in `native`: any thread makes a `Pair`, and the starter launches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dsgd.devices import is_on_host, port_of
+from lightning_dsgd.transport.collectives import Call
+from lightning_dsgd.transport.native import NativeCollective
+from lightning_dsgd.transport.processes import ProcessTransport
+from lightning_dsgd.transport.tickets import EXCHANGE, pair_number
+
+
+class Pair(NativeCollective):
+    """One end of an exchange, a push or a pull; the result is what the other rank sends.
+
+    Args:
+        net: the endpoint on which it was called
+        x: what this rank sends, which may be empty
+        call: the two ranks, and which of their calls it is
+    """
+
+    def __init__(self, net: ProcessTransport, x: Tensor, call: Call) -> None:
+        number = pair_number(min(call.members), max(call.members), net.world_size)
+        root = EXCHANGE if call.kind == "exchange" else call.members[0]
+        super().__init__(net, x, (number, call.channel, call.number), root, call.members)
+        self._kind = call.kind
+        self._peer = call.members[1 - call.me]
+        self._theirs = x[:0]
+
+    def missing(self, left: set[int]) -> int | None:
+        return self._peer if self._peer in left and not self._is_launching else None
+
+    def describe(self) -> str:
+        """Says in words which exchange this is."""
+        path = self.net.path.strip("/")
+        what = (
+            f"{self._kind} number {self.ticket[-1]} of ranks {self._members[0]}, {self._members[1]}"
+        )
+        return what + (f" [{path}]" if path else "")
+
+    def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
+        """Sends and receives in one call what is not empty."""
+        self._is_launching = True
+        ends: list[tuple[Any, Tensor]] = [(dist.isend, self.x)]
+        if lengths[self._peer]:
+            self._theirs = torch.empty(
+                lengths[self._peer], dtype=self.x.dtype, device=self.x.device
+            )
+            ends.append((dist.irecv, self._theirs))
+        calls = [dist.P2POp(do, y, self._peer, group) for do, y in ends if len(y)]
+        return dist.batch_isend_irecv(calls) if calls else ()
+
+    @property
+    def result(self) -> Tensor:
+        """What the other rank has sent."""
+        return self._theirs
+
+    def take(self) -> None:
+        """Tells the allocator that this thread uses what the starter's stream has received."""
+        if len(self._theirs) and not is_on_host(self._theirs):
+            port_of(self._theirs.device).keep(self._theirs)

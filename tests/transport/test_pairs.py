@@ -1,0 +1,113 @@
+"""Exchanges and pushes by torch's own calls, over gloo: what they make, and what ends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.primitives import topology
+from lightning_dsgd.transport import PeerLost, Timeout, TransportError
+from lightning_dsgd.transport.pairs import Pair
+from lightning_dsgd.transport.view import View
+from tests.support.rank import Rank
+from tests.support.worlds import NativeWorld, ProcessWorld
+from tests.transport.helpers import died
+
+WORLD = NativeWorld(heartbeat_timeout_s=60.0)
+P, N = 4, 1040
+SPECS = [
+    *("dpsgd", "popsgd:blocking=true", "popsgd:blocking=true:wire_dtype=int8"),
+    *(f"sgp:topology={graph}" for graph in topology.GRAPHS),
+    *("sgp:num_peers=2:wire_dtype=int8", "sgp:hierarchical=true:node_size=2"),
+]
+IN_TIME = ["sgp", "sgp:overlap=2", "sgp:overlap=1:topology=random:num_peers=2", "popsgd"]
+"""What they make follows time, and whether a neighbour has stopped yet; no update is lost."""
+
+
+def train(net: Any) -> dict[str, tuple[Tensor, int, Tensor, Tensor]]:
+    """A rank's own weights, its bytes, its updates, and the consensus; ranks stop one by one."""
+    found = {}
+    for spec in SPECS + IN_TIME:
+        x = torch.randn(N, generator=torch.Generator().manual_seed(net.rank)).double()
+        made, before = x.clone(), net.counters.bytes_sent
+        rank = Rank(net.sub(spec), make_algorithm(spec), x)
+        for phase in range(2):
+            more = (net.rank + phase) % 3 if spec in IN_TIME or not spec.startswith("sgp") else 0
+            for step in range(3 + more):
+                update = torch.full((N,), 0.1 * (step + net.rank)).double()
+                made += update
+                rank.descend(-update)
+            own, sent = rank.settle(), net.counters.bytes_sent - before
+        found[spec] = own, sent, made, rank.finish()
+    return found
+
+
+def test_the_weights_are_those_of_messages_to_the_bit() -> None:
+    by_messages, by_gloo = (w.run(P, train) for w in (ProcessWorld(), WORLD))
+    for mine, theirs in zip(by_messages, by_gloo, strict=True):
+        for spec in SPECS:
+            assert mine[spec][0].equal(theirs[spec][0]), spec
+            assert mine[spec][1] == theirs[spec][1], spec
+    for spec in IN_TIME:
+        mean = sum(rank[spec][2] for rank in by_gloo) / P
+        for rank in by_gloo:
+            torch.testing.assert_close(rank[spec][3], mean, msg=spec)
+
+
+def wait_for_pairs(net: Any) -> list[str]:
+    """Rank 1 comes late, then rank 0 asks for something else, then rank 3 dies."""
+    errors: list[str] = []
+
+    def fails(work: Any, error: type[Exception], limit_s: float | None = None) -> None:
+        with pytest.raises(error) as info:
+            work.wait(limit_s)
+        errors.append(str(info.value))
+
+    x = torch.full((3,), float(net.rank))
+    if net.rank < 2:
+        by_messages = View(net.sub("some"), [0, 1]).exchange(x, 1 - net.rank)  # not of all ranks
+        assert by_messages.wait().tolist() == [1.0 - net.rank] * 3
+        assert not isinstance(by_messages, Pair)
+        if net.rank == 0:
+            work = net.exchange(x, 1)
+            fails(work, Timeout, 0.2)
+        net.sub("late").barrier([0, 1]).wait()
+        if net.rank == 1:
+            work = net.exchange(x, 0)
+        assert work.wait().tolist() == [1.0 - net.rank] * 3  # may be waited for again
+        assert work.done()
+        fails(net.exchange(x.long() if net.rank else x, 1 - net.rank), TransportError)
+    net.barrier().wait()
+    last = net.exchange(x, net.rank ^ 1) if net.rank < 3 else None
+    push = net.push(x, 3) if net.rank < 3 else None
+    if last is None:
+        for other in range(3):
+            net.recv(x, other).wait()
+        died(3)
+    if net.rank < 2:
+        last.wait()
+    net.send(x, 3)
+    fails(net.pull(x, 3) if net.rank < 2 else last, PeerLost)
+    fails(push, PeerLost)
+    net.fail("has nothing left to do")
+    return errors
+
+
+def test_errors_name_the_pair_and_who_is_lost() -> None:
+    zero, one, two, three = (outcome.result for outcome in WORLD.outcomes(P, wait_for_pairs))
+    assert three is None
+    assert zero[0] == (
+        "rank 0 has waited 0.2 s for all to call exchange number 0 of ranks 0, 1; it knows of "
+        "calls of ranks 0"
+    )
+    assert zero[1] == one[0]
+    assert "exchange number 1 of ranks 0, 1, but rank 0 has 3 of torch.float32" in one[0]
+    died_in = "rank 3 died (its connection ended without a farewell); noticed in: "
+    assert two[0] == died_in + "exchange number 0 of ranks 2, 3"
+    for errors, rank in ((zero, 0), (one, 1)):
+        assert errors[-2] == died_in + f"push number 0 of ranks 3, {rank}"
+        assert errors[-1] == died_in + f"push number 0 of ranks {rank}, 3"
