@@ -77,14 +77,6 @@ pathlib.Path(sys.argv[1], "ended_" + os.environ["RANK"]).write_text(str(model.we
 """
 
 
-@pytest.mark.exhaustive
-def test_a_loop_in_plain_pytorch_trains_under_it(tmp_path):
-    with Launched(tmp_path, PLAIN, "--ranks", "2") as job:
-        assert job.end() == 0, job.said("stderr")
-    first, second = ((tmp_path / f"ended_{rank}").read_text() for rank in range(2))
-    assert first == second
-
-
 SURVIVING = PLAIN.replace("timeout_s=60.0", 'timeout_s=60.0, on_loss="continue"')
 SURVIVING = SURVIVING.replace(
     "    for", "    replica.barrier()  # from here on all survive a loss\n    for"
@@ -109,21 +101,6 @@ def test_a_rank_of_a_plain_loop_that_is_killed_is_not_replaced(tmp_path):
     assert job.said("stderr").count("rank 0 is not replaced: a rank can join a training of") == 1
     assert not (tmp_path / "logs/rank_0.1.log").exists()
     assert "view 1: rank 0 lost" in job.said("logs/rank_1.0.log")
-
-
-LEAVING = SURVIVING.replace(
-    "        if replica.world_size == 3 and",
-    """        if os.environ["RANK"] == "1": os._exit(0)
-        if replica.world_size < 3: os.kill(os.getpid(), 9)
-        if False and""",
-).replace("range(10 +", "range(10**6 +")
-
-
-@pytest.mark.exhaustive
-def test_a_plain_loop_whose_ranks_leave_or_are_killed_has_not_come_to_its_end(tmp_path):
-    with Launched(tmp_path, LEAVING, "--ranks", "3") as job:
-        assert job.end() == 1
-    assert "rank 1 ended with 0, but training goes on" in job.said("stderr")
 
 
 # What the ranks of a training tell the launcher, without the training.
