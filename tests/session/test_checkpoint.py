@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.abc
-import logging
 import os
 import shutil
 import signal
@@ -25,6 +24,7 @@ from lightning_dsgd import STRATEGIES
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
 from tests.support.fits import every_strategy
+from tests.support.heard import Heard
 from tests.support.models import Regression, loader, trainer
 from tests.support.worlds import FitWorld, Outcome, ParentWorld, ProcessWorld
 
@@ -94,19 +94,6 @@ class Watch(L.Callback):
         self.end = own_state(trainer, pl_module)
 
 
-class Log(logging.Handler):
-    """All that is logged and warned about, also by processes that pytest does not capture."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.texts: list[str] = []
-        for name in ("lightning.pytorch", "pytorch_lightning"):
-            logging.getLogger(name).addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def plain(value: Any) -> Any:
     """Tensors as lists: equal to the bit if they were, and fit for a pipe."""
     if isinstance(value, Tensor):
@@ -152,7 +139,7 @@ def train(
 ) -> dict[str, Any]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(1 + rank)
-    log, watch = Log(), Watch()
+    log, watch = Heard("lightning.pytorch", "pytorch_lightning"), Watch()
     strategy = make(name) if name in STRATEGIES else name
     defaults = {"filename": "{epoch}", "save_top_k": -1, "save_on_train_epoch_end": True}
     saver = ModelCheckpoint(dirpath=folder, **{**defaults, **(save or {})})
@@ -177,7 +164,7 @@ def train(
         "begin": watch.begin,
         "end": watch.end,
         "evaluated": watch.evaluated,
-        "log": "\n".join(log.texts),
+        "log": "\n".join(log.lines),
         "finished": plain(runner.lightning_module.state_dict()),
         "best": saver.best_model_path,
         "last": saver.last_model_path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.faces import FACES, Loop
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import Plain, fit, run
+from tests.support.heard import Heard
 from tests.support.worlds import FakeFitWorld
 
 # ---- who is late: simulated ranks ----
@@ -112,23 +112,13 @@ def test_another_late_rank_is_named_too() -> None:
 NUM_STEPS = 6
 
 
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def late(self) -> list[str]:
-        return [line for line in self.lines if "late" in line]
-
-
 def listen(least_s: float) -> Heard:
     lateness.LEAST_S = least_s
-    heard = Heard()
-    logging.getLogger("lightning_dsgd").addHandler(heard)
-    return heard
+    return Heard("lightning_dsgd")
+
+
+def late(heard: Heard) -> list[str]:
+    return [line for line in heard.lines if "late" in line]
 
 
 class Slow(Plain):
@@ -159,7 +149,7 @@ def train(
     else:
         batches = [(torch.ones(4, 10), torch.ones(4, 1))] * NUM_STEPS
         FACES[face](Loop(Slow(seconds), make_algorithm(name), batches, epochs=2))
-    return heard.late()
+    return late(heard)
 
 
 ONE_SLOW = (0.02, 0.2, 0.02)
@@ -212,7 +202,7 @@ def train_with_slow_kernels(fake: FakeDevice) -> dict[str, list[str]]:
                 model(x).sum().backward()
                 optimizer.step()
             replica.barrier()
-        said[name] = heard.late()
+        said[name] = late(heard)
     return said
 
 

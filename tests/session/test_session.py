@@ -272,7 +272,6 @@ def fit_apart(
 @pytest.mark.parametrize(
     ("name", "case", "steps", "epochs", "num_validated"),
     [
-        ("wagma", "saves", [8, 8, 8], 4, 0),
         pytest.param(*("allreduce", "saves by step", [8, 8, 8], 4, 0), marks=LATER),
         pytest.param(*("wagma", "accumulates", [3, 3, 3], 3, 0), marks=LATER),
         ("local_sgd", "streams", [8, 8, 8], 4, 0),

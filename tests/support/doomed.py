@@ -101,6 +101,7 @@ class Doomed(Regression):
 def _hook(name: str) -> Callable[..., None]:
     def act(self: Doomed, *args: Any, **kwargs: Any) -> None:
         self.act(name)
+        getattr(super(Doomed, self), name)(*args, **kwargs)
 
     return act
 
@@ -108,7 +109,7 @@ def _hook(name: str) -> Callable[..., None]:
 for _name in (
     "setup", "configure_model", "on_fit_start", "on_train_start", "on_train_epoch_start",
     "on_train_epoch_end", "on_validation_epoch_end", "on_train_end", "on_fit_end",
-    "on_save_checkpoint",
+    "on_save_checkpoint", "on_before_optimizer_step",
 ):  # fmt: skip
     setattr(Doomed, _name, _hook(_name))
 

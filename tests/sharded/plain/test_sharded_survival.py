@@ -50,10 +50,8 @@ def come_to(places: Places, name: str, call: Callable[[Any], Any]) -> Callable[[
     return called
 
 
-def train_in(
-    name: str, folder: str, places: Places, num_replicas: int, uneven: int
-) -> dict[str, Any]:
-    mesh = make_mesh(num_replicas)
+def train_in(name: str, folder: str, places: Places, uneven: int) -> dict[str, Any]:
+    mesh = make_mesh()
     model, optimizer = make(mesh)
     together.gathered = come_to(places, "gather", together.gathered)
     rank, number = dist.get_rank(), mesh["replica"].get_local_rank()
@@ -95,9 +93,7 @@ def train_in(
     }
 
 
-def train(
-    name: str, folder: str, lost: int, doomed: str, num_replicas: int = 2, uneven: int = 0
-) -> dict[str, Any]:
+def train(name: str, folder: str, lost: int, doomed: str, uneven: int) -> dict[str, Any]:
     """The same, where a rank is killed at some place."""
 
     class Dated(Places):
@@ -107,28 +103,23 @@ def train(
             super().at(place)
 
     places = Dated(doomed if dist.get_rank() == lost else "")
-    return train_in(name, folder, places, num_replicas, uneven)
+    return train_in(name, folder, places, uneven)
 
 
 def train_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
-    return train_in(name, folder, Begun(lost, after_s), 2, 2)
+    return train_in(name, folder, Begun(lost, after_s), 2)
 
 
 def check_left(
-    outcomes: list[Outcome],
-    lost: list[int],
-    folder: Path,
-    num_shards: int = 2,
-    *,
-    may_be_done: bool = False,
+    outcomes: list[Outcome], lost: list[int], folder: Path, *, may_be_done: bool = False
 ) -> None:
     """Replicas that are whole have trained to the end, together; the others name who is lost.
 
     A rank may be lost after the last figures, when all is done: then these count it.  Then the
     others of its replica may be through with training, if `may_be_done`: what fails is `whole`.
     """
-    broken = {rank // num_shards for rank in lost}
-    left = [o for rank, o in enumerate(outcomes) if rank // num_shards not in broken]
+    broken = {rank // 2 for rank in lost}
+    left = [o for rank, o in enumerate(outcomes) if rank // 2 not in broken]
     assert [outcome.error for outcome in left] == [""] * len(left)
     for outcome in left:
         assert torch.equal(outcome.result["weights"], left[0].result["weights"])
@@ -137,8 +128,8 @@ def check_left(
         assert outcome.result["members"] == left[0].result["members"]
         assert outcome.result["num_members"] == len(outcome.result["members"])
     for rank, outcome in enumerate(outcomes):
-        if rank // num_shards in broken and rank not in lost and outcome.error:
-            [dead] = [r for r in lost if r // num_shards == rank // num_shards]
+        if rank // 2 in broken and rank not in lost and outcome.error:
+            [dead] = [r for r in lost if r // 2 == rank // 2]
             why = f"rank {rank} cannot go on without rank {dead}, which held shards of its replica"
             is_done = may_be_done and Path(folder, f"done_{rank}").exists()
             assert why in outcome.error or is_done, outcome.error
@@ -147,7 +138,7 @@ def check_left(
     assert saved["state_dict"].keys() == Network().state_dict().keys()
     mark = record.save_of(saved)
     assert mark is not None
-    assert mark.num_shards == num_shards
+    assert mark.num_shards == 2
     assert len(outcomes) >= mark.world_size >= len(left)
 
 
@@ -165,7 +156,7 @@ def check_left(
 def test_a_rank_is_killed_and_the_other_replica_trains_to_the_end(
     name: str, lost: int, doomed: str, uneven: int, tmp_path: Path
 ) -> None:
-    outcomes = WORLD.outcomes(4, train, name, str(tmp_path), lost, doomed, 2, uneven)
+    outcomes = WORLD.outcomes(4, train, name, str(tmp_path), lost, doomed, uneven)
     check_left(outcomes, [lost], tmp_path, may_be_done=doomed == "end 1")
     left = (2, 3) if lost < 2 else (0, 1)
     for rank in left:
@@ -183,24 +174,8 @@ def test_a_rank_is_killed_and_the_other_replica_trains_to_the_end(
 
 
 @exhaustive
-def test_two_of_three_replicas_go_on(tmp_path: Path) -> None:
-    outcomes = WORLD.outcomes(6, train, "local_sgd", str(tmp_path), 3, "save 1", 3, 1)
-    check_left(outcomes, [3], tmp_path)
-    left = (0, 1, 4, 5)
-    assert [outcomes[rank].result["members"] for rank in left] == [left] * 4
-
-
-@exhaustive
-def test_replicas_of_one_rank_each_go_on_as_those_without_shards(tmp_path: Path) -> None:
-    args = "local_sgd", str(tmp_path), 0, "backward 20", 4, 1
-    outcomes = WORLD.outcomes(4, train, *args)
-    check_left(outcomes, [0], tmp_path, num_shards=1)
-    assert [outcomes[rank].result["members"] for rank in (1, 2, 3)] == [(1, 2, 3)] * 3
-
-
-@exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["local_sgd", "wagma", "popsgd"])
+@pytest.mark.parametrize("name", ["wagma", "popsgd"])
 def test_any_rank_is_killed_at_any_time(name: str, tmp_path: Path) -> None:
     assert NUM_RANKS == 4
     for outcomes, lost, folder in kill_at_random(
@@ -216,7 +191,7 @@ def train_beside_one_that_stops(folder: str, stopped: int) -> Any:
             if place == "batch" and self._counts["batch"] == 10 and dist.get_rank() == stopped:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-    return train_in("local_sgd", folder, Stops(""), 2, 0)
+    return train_in("local_sgd", folder, Stops(""), 0)
 
 
 @exhaustive

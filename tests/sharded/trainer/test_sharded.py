@@ -100,7 +100,7 @@ def train(name: str, folder: Path, parallel: str) -> tuple[Any, ...]:
     ("name", "parallel"),
     [
         ("wagma", "fsdp"),
-        ("local_sgd", "tensor"),
+        pytest.param("local_sgd", "tensor", marks=exhaustive),
         pytest.param("local_sgd", "fsdp", marks=exhaustive),
     ],
 )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +16,7 @@ from lightning_dsgd import ShardedStrategy
 from lightning_dsgd.session import record
 from lightning_dsgd.sharded import together
 from tests.sharded.trainer.test_sharded import Sharded, whole
+from tests.support.doomed import Doomed, Plan
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import loader, trainer
 from tests.support.worlds import FitWorld, Outcome
@@ -33,52 +31,31 @@ ALGORITHMS = {
 }
 
 
-class Doomed(Sharded):
-    def __init__(self, hook: str, at: int, parallel: str) -> None:
-        super().__init__(parallel)
-        self.hook, self.at, self.begun, self.gathers = hook, at, Path("never"), False
-
-    def act(self, hook: str) -> None:
-        self.at -= hook == self.hook
-        if self.at == 0 and hook == self.hook:
-            os.kill(os.getpid(), signal.SIGKILL)
+class Unlucky(Doomed, Sharded):
+    gathers = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.begun.touch()
-        self.act("training")
         self.log("mean", torch.ones(()), on_step=False, on_epoch=True, sync_dist=True)
         return super().training_step(batch, batch_idx)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.act("step")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.act("validation")
-        super().validation_step(batch, batch_idx)
-
     def on_validation_epoch_end(self) -> None:
-        self.act("shown")
+        super().on_validation_epoch_end()
         if self.gathers:
             whole(self)
-
-    def on_save_checkpoint(self, checkpoint: Any) -> None:
-        self.act("save")
 
 
 def fit(
     name: str,
     folder: str,
     lost: int,
-    hook: str,
-    at: int,
+    hook: str = "",
+    at: int = 0,
     parallel: str = "fsdp",
-    after_s: float = 0.0,
+    after_s: float | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; what this rank has come to."""
-    L.seed_everything(0, verbose=False)
-    rank = dist.get_rank()
-    module = Doomed(hook if rank == lost else "", at, parallel)
-    module.begun, module.gathers = Path(folder, f"begun_{rank}"), hook == "shown"
+    module = Unlucky(folder, (Plan(lost, "SIGKILL", hook, at),))
+    module.parallel, module.gathers = parallel, hook == "on_validation_epoch_end"
     gathered = together.gathered
 
     def gather(checkpoint: Any) -> Any:
@@ -86,8 +63,8 @@ def fit(
         return gathered(checkpoint)
 
     together.gathered = gather
-    if hook == "any" and rank == lost:
-        kill_after(after_s, module.begun.exists)
+    if after_s is not None and dist.get_rank() == lost:
+        kill_after(after_s, Path(folder, f"batches_{lost}").exists)
     strategy = ShardedStrategy(
         ALGORITHMS[name](),
         num_replicas=2,
@@ -118,7 +95,7 @@ def fit(
 
 
 def fit_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
-    return fit(name, folder, lost, "any", 0, "fsdp", after_s)
+    return fit(name, folder, lost, after_s=after_s)
 
 
 def check_left(outcomes: list[Outcome], lost: list[int], folder: Path) -> list[int]:
@@ -142,12 +119,12 @@ def check_left(outcomes: list[Outcome], lost: list[int], folder: Path) -> list[i
 @pytest.mark.parametrize(
     ("name", "lost", "hook", "at", "parallel"),
     [
-        ("local_sgd", 1, "step", 6, "fsdp"),
-        pytest.param("wagma", 3, "training", 6, "fsdp", marks=exhaustive),
-        pytest.param("local_sgd", 0, "validation", 3, "fsdp", marks=exhaustive),
-        pytest.param("local_sgd", 0, "save", 3, "fsdp", marks=exhaustive),
+        pytest.param("local_sgd", 1, "on_before_optimizer_step", 6, "fsdp", marks=exhaustive),
+        pytest.param("wagma", 3, "training_step", 6, "fsdp", marks=exhaustive),
+        pytest.param("local_sgd", 0, "validation_step", 3, "fsdp", marks=exhaustive),
+        pytest.param("local_sgd", 0, "on_save_checkpoint", 3, "fsdp", marks=exhaustive),
         pytest.param("local_sgd", 1, "gather", 2, "fsdp", marks=exhaustive),
-        pytest.param("local_sgd", 0, "training", 10, "tensor", marks=exhaustive),
+        pytest.param("local_sgd", 0, "training_step", 10, "tensor", marks=exhaustive),
     ],
 )
 def test_a_rank_is_killed_and_the_other_replica_trains_to_the_end(
@@ -171,7 +148,7 @@ def test_a_rank_is_killed_and_the_other_replica_trains_to_the_end(
 def test_a_collective_in_a_hook_of_the_users_fails_and_the_other_replica_goes_on(
     tmp_path: Path,
 ) -> None:
-    args = "local_sgd", str(tmp_path), 3, "shown", 3
+    args = "local_sgd", str(tmp_path), 3, "on_validation_epoch_end", 3
     outcomes = WORLD.outcomes(4, fit, *args)
     assert check_left(outcomes, [3], tmp_path) == [0, 1]
     assert outcomes[0].result["members"] == (0, 1)
