@@ -72,13 +72,12 @@ def wait_each_in_its_way(
     return verdict
 
 
-@pytest.mark.parametrize("lost", [0, 7])
 @pytest.mark.parametrize(
-    ("how", "reason", "within_s"),
+    ("lost", "how", "reason", "within_s"),
     [
-        (died, "died (its connection ended without a farewell)", 30.0),
-        (raised, "failed: ValueError: no such luck", 30.0),
-        pytest.param(stopped, "has not answered for", 60.0, marks=pytest.mark.exhaustive),
+        (0, died, "died (its connection ended without a farewell)", 30.0),
+        (7, raised, "failed: ValueError: no such luck", 30.0),
+        pytest.param(0, stopped, "has not answered for", 60.0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_wait_ends_soon_and_names_the_rank_that_is_lost(

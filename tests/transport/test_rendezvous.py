@@ -115,6 +115,7 @@ def test_who_dies_while_all_connect_is_named(who: int, where: str) -> None:
         assert seconds < 50.0
 
 
+@pytest.mark.exhaustive
 def test_a_stranger_at_the_port_is_no_rendezvous() -> None:
     """It lets everyone connect, and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:

@@ -36,6 +36,7 @@ def test_a_view_keeps_the_contract(world_size):
     Simulated().run(world_size + 1, as_member, run_in_order)
 
 
+@pytest.mark.exhaustive
 def test_a_view_of_processes_keeps_the_contract():
     ProcessWorld(PATIENCE_S, PATIENCE_S).run(4, as_member, run_in_order)
 
