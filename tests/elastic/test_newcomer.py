@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,11 @@ from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.transport import TransportError
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.doomed import write_whole
+from tests.support.launched import until
 from tests.support.worlds import StartWorld
 
 WORLD = StartWorld()
 WITHIN_S = 60.0
-
-
-def until(file: Path) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not file.exists():
-        assert time.monotonic() < deadline, file
-        time.sleep(0.02)  # between two looks
 
 
 def sum_ones(calls: Calls, num_all: int, folder: Path, dies_at: int = -1) -> list[int]:
@@ -80,7 +73,7 @@ def member(num_members: int, num_all: int, folder: str, dies: bool) -> Any:
 
 
 def newcomer(rank: int, num_all: int, folder: str) -> Any:
-    until(Path(folder, "begun"))
+    until(Path(folder, "begun").exists)
     cards = {}
     net = NewcomerTransport(rank, timeout_s=40.0, heartbeat_timeout_s=20.0)
     for file in Path(folder).glob("card_*"):
@@ -95,23 +88,15 @@ def newcomer(rank: int, num_all: int, folder: str) -> Any:
     return counts, calls.view.members
 
 
-def test_a_newcomer_becomes_a_member(tmp_path):
-    outcomes = WORLD.outcomes(4, member, 3, 4, str(tmp_path), False)
-    assert [o.error for o in outcomes] == [""] * 4
-    for outcome in outcomes:
-        counts, members = outcome.result
-        assert members == (0, 1, 2, 3)
-        assert counts == sorted(counts)
-        assert counts[-1] == 4
-
-
-def test_a_newcomer_takes_the_place_of_a_rank_that_was_lost(tmp_path):
-    outcomes = WORLD.outcomes(4, member, 3, 3, str(tmp_path), True)
-    assert [o.error for o in outcomes] == ["", "", "died", ""]
-    for rank in (0, 1, 3):
+@pytest.mark.parametrize(("left", "dies"), [((0, 1, 2, 3), False), ((0, 1, 3), True)])
+def test_a_newcomer_becomes_a_member_or_takes_the_place_of_a_lost_one(left, dies, tmp_path):
+    outcomes = WORLD.outcomes(4, member, 3, len(left), str(tmp_path), dies)
+    assert [o.error for o in outcomes] == ["", "", "died" if dies else "", ""]
+    for rank in left:
         counts, members = outcomes[rank].result
-        assert members == (0, 1, 3)
-        assert counts[-1] == 3
+        assert members == left
+        assert counts[-1] == len(left)
+        assert dies or counts == sorted(counts)
 
 
 def test_nobody_can_be_joined_where_nobody_listens():
