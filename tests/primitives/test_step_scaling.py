@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.primitives import rounding
 from lightning_dsgd.primitives.step_scaling import BLOCK, EVERY, StepScaling, made_for
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.transport.simulated import SimulatedWorld
@@ -31,13 +30,16 @@ def step(net: Any, scaling: StepScaling, x: Tensor, update: Tensor | float = 0.0
 def make_steps(net: Any, num_steps: int, agreement: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Steps of which all ranks share a part; gives the factors, the last step and it scaled.
 
-    The part is the same in every step: what comes is a step old.
+    The part is the same in every step: what comes is some steps old.  A message that is lost, or
+    taken for another, shares nothing with the rank's own steps.
     """
     common = torch.randn(N, generator=torch.Generator().manual_seed(0))
+    chance = random.Random(net.rank)
     own = torch.Generator().manual_seed(1 + net.rank)
     x = torch.zeros(N)
     scaling = StepScaling(net, x)
     for _ in range(num_steps):
+        net.compute(chance.choice([0.0, 0.0, 1.9]))
         u = agreement.sqrt() * common
         u += (1 - agreement).sqrt() * torch.randn(N, generator=own)
         before = x.clone()
@@ -54,12 +56,12 @@ def test_where_all_ranks_agree_steps_stay_as_they_are(world_size: int, agreement
         torch.testing.assert_close(scaled, u, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_where_ranks_differ_by_noise_the_mean_is_as_large_as_one(world_size: int) -> None:
     """And in between, where a part is shared."""
     agreement = torch.full((N,), 0.3)
     agreement[: 10 * BLOCK] = 0.0
-    results = SimulatedWorld(world_size).run(make_steps, 150, agreement)
+    results = SimulatedWorld(world_size, latency_s=0.3).run(make_steps, 150, agreement)
     for factors, _, scaled in results:
         assert float(factors[:10].mean()) == pytest.approx(math.sqrt(world_size), rel=0.15)
         expected = 1 / math.sqrt(0.3 + 0.7 / world_size)
@@ -96,58 +98,6 @@ def test_a_rank_whose_steps_have_no_size_keeps_its_weights() -> None:
     for x, factors in ranks:
         assert x.isfinite().all()
         assert factors.isfinite().all()
-
-
-class Recorded(StepScaling):
-    """Keeps what was sent to whom and what came, with the numbers that the two gave it."""
-
-    def __init__(self, net: Any, x: Tensor, period: int) -> None:
-        super().__init__(net, x, period)
-        self.told: list[tuple[int, int, float]] = []
-        self.heard: list[tuple[int, int, float]] = []
-
-    def _tell(self) -> None:
-        before = list(self._num_sent)
-        super()._tell()
-        for rank, (old, new) in enumerate(zip(before, self._num_sent, strict=True)):
-            if new > old:
-                self.told.append((rank, old % EVERY, float(self._part(old)[0])))
-
-    def _take(self) -> tuple[Tensor, int]:
-        before = list(self._num_taken)
-        code, number = super()._take()
-        [source] = [rank for rank, old in enumerate(before) if self._num_taken[rank] > old]
-        like = torch.zeros(len(self._u) // EVERY)
-        self.heard.append((source, number % EVERY, float(rounding.decode(code, like)[0])))
-        return code, number
-
-
-def step_unevenly(net: Any, seed: int) -> tuple[list[Any], list[Any]]:
-    """The k-th step adds 2^(k mod 60) to all weights, which no rounding changes."""
-    chance = random.Random(f"{seed}/{net.rank}")
-    x = torch.zeros(N, dtype=torch.float64)
-    scaling = Recorded(net, x, period=1 + seed % 2)
-    num_steps = 0
-    for _ in range(3):
-        for _ in range(chance.randrange(40)):
-            net.compute(chance.choice([0.0, 0.0, 1.9]))
-            x.zero_()
-            step(net, scaling, x, 2.0 ** (num_steps % 60))
-            num_steps += 1
-        scaling.settle()
-    return scaling.told, scaling.heard
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_every_message_is_taken_and_is_known_by_its_number(world_size: int) -> None:
-    for seed in range(4):
-        world = SimulatedWorld(world_size, latency_s=0.3)
-        told, heard = zip(*world.run(step_unevenly, seed), strict=True)
-        assert any(told)
-        for rank in range(world_size):
-            for source in range(world_size):
-                sent = [message[1:] for message in told[source] if message[0] == rank]
-                assert sent == [message[1:] for message in heard[rank] if message[0] == source]
 
 
 def run_out(net: Any) -> list[int]:
