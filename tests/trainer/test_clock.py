@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.session.stopping import END, SAVE, STOP, AgreedBatch
+from tests.support.fits import some_now
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld, ProcessWorld
 
@@ -197,19 +198,6 @@ def test_a_timer_ends_training_after_the_same_batch_on_all_ranks(tmp_path: Path)
         assert one["validated"] == one["epochs"] == 1, name
 
 
-def fit_for_a_second() -> Any:
-    begin = time.monotonic()
-    result = fit_by_time("local_sgd", None, [128], max_time="00:00:00:01", limit_val_batches=0)
-    return result | {"seconds": time.monotonic() - begin}
-
-
-def test_max_time_ends_training() -> None:
-    first, second = FitWorld().run(2, fit_for_a_second)
-    assert first["steps"] == second["steps"] > 0
-    assert first["model"] == second["model"]
-    assert 1.0 < first["seconds"] < 50.0
-
-
 def fit_by_epoch() -> Any:
     return fit_by_time("local_sgd", Until(0, 20, interval="epoch"), [128])
 
@@ -330,35 +318,31 @@ def fit_and_save(
     return fitter.global_step
 
 
-def save_each(names: list[str], folder: str) -> list[int]:
-    results = []
-    for name in names:
-        own = f"{folder}/{name}"
-        os.makedirs(own, exist_ok=True)
-        saver, model = SaveAt(own, 1, [5, 100]), Paced(own, {10: 6, 105: 101})
-        results.append(fit_and_save(name, saver, [200], 1, model))
-    return results
+def save_by_time(name: str, folder: str) -> int:
+    model = Paced(folder, {10: 6, 105: 101})
+    return fit_and_save(name, SaveAt(folder, 1, [5, 100]), [200], 1, model)
 
 
-def test_a_checkpoint_by_time_is_saved_after_the_same_batch_on_all_ranks(tmp_path: Path) -> None:
+@some_now("name", ["allreduce", "local_sgd"], now=("local_sgd",))
+def test_a_checkpoint_by_time_is_saved_after_the_same_batch_on_all_ranks(
+    name: str, tmp_path: Path
+) -> None:
     """And the next when it is time again, with the callback's state under its own name.
 
     Rank 0 hears of it in the midst of many batches: what it hears after its last one is too late.
     """
-    names = ["allreduce", "local_sgd"]
-    assert FitWorld().run(2, save_each, names, str(tmp_path)) == [[200] * 2] * 2
-    for name in names:
-        steps = sorted(int(file.stem[5:]) for file in (tmp_path / name).glob("*.ckpt"))
-        for step in steps:
-            file = tmp_path / name / f"step={step}.ckpt"
-            shared = torch.load(file, weights_only=True)
-            assert shared["global_step"] == step
-            for own in range(2):
-                replica = torch.load(f"{file}.replicas/rank_{own:05d}.pt", weights_only=True)
-                assert replica["global_step"] == step, name
-            assert any("'train_time_interval': datetime" in key for key in shared["callbacks"])
-        assert len(steps) == 2, name
-        assert 5 < steps[0] <= 100 < steps[1] <= 200, name
+    assert FitWorld().run(2, save_by_time, name, str(tmp_path)) == [200] * 2
+    steps = sorted(int(file.stem[5:]) for file in tmp_path.glob("*.ckpt"))
+    for step in steps:
+        file = tmp_path / f"step={step}.ckpt"
+        shared = torch.load(file, weights_only=True)
+        assert shared["global_step"] == step
+        for own in range(2):
+            replica = torch.load(f"{file}.replicas/rank_{own:05d}.pt", weights_only=True)
+            assert replica["global_step"] == step
+        assert any("'train_time_interval': datetime" in key for key in shared["callbacks"])
+    assert len(steps) == 2
+    assert 5 < steps[0] <= 100 < steps[1] <= 200
 
 
 def fit_with_clocks(folder: str) -> int:

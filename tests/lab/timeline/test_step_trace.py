@@ -79,6 +79,7 @@ def test_a_wait_is_recorded_with_the_rank_it_was_for(tmp_path: Path) -> None:
         assert min(late) > DELAY_S > median(others)
 
 
+@pytest.mark.exhaustive
 def test_with_ddp_a_wait_is_for_all(tmp_path: Path) -> None:
     FitWorld().run(2, fit, "ddp", tmp_path)
     traces = read_folder(tmp_path)
