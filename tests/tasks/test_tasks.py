@@ -135,6 +135,7 @@ def test_network_by_unknown_name_and_too_small_image_are_refused() -> None:
         build("vgg16", (1, 8, 8), 10)
 
 
+@pytest.mark.exhaustive
 def test_small_residual_network_learns_the_digits(tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
     model, data = ImageClassifier(lr=0.05, warmup=0.5, decay="cosine"), DigitsData(32)
@@ -344,7 +345,10 @@ def test_hidden_tokens_are_masked_replaced_or_left_as_in_bert() -> None:
     assert torch.equal(untouched, tokens)
 
 
-@pytest.mark.parametrize("model_class", [CausalLanguageModel, MaskedLanguageModel])
+LATER = pytest.param(MaskedLanguageModel, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("model_class", [CausalLanguageModel, LATER])
 def test_language_models_learn(model_class: Any) -> None:
     L.seed_everything(0, verbose=False)
     data = TextData(seq_len=32, max_chars=20_000, batch_size=32)

@@ -117,6 +117,7 @@ def test_decoder_sees_nothing_of_what_comes_and_no_padding() -> None:
     assert torch.allclose(whole[:, :3], part, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_transformer_learns_to_translate() -> None:
     L.seed_everything(0, verbose=False)
     data = TranslationData(num_generated=600, batch_size=16)
@@ -371,6 +372,7 @@ def test_padding_changes_nothing_of_what_is_heard() -> None:
     assert torch.allclose(alone[:, 0], padded[:15, 0], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_speech_recogniser_learns() -> None:
     L.seed_everything(0, verbose=False)
     model = SpeechRecognizer(24, depth=1, channels=2, lookahead=2, optimizer="adam", lr=1e-2)

@@ -57,6 +57,7 @@ def test_the_most_similar_situation_is_found(situation: str, bandwidth: float) -
     assert ranked.situation == situation
 
 
+@pytest.mark.exhaustive
 def test_all_strategies_are_ranked_below_the_bound() -> None:
     ranked = rank(CANDIDATES, machine("random"), 4, 8)
     assert ranked.refused == {}
