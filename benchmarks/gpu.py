@@ -45,8 +45,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before what is installed, if anything is
 
-from lightning_dsgd import devices
 from lightning_dsgd.devices import Port, port_of, until
+from lightning_dsgd.lab import accelerators
 from lightning_dsgd.lab.results import provenance, save
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.transport.frames import HEADER
@@ -293,7 +293,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so tests end as well
     began = time.monotonic()
     device = torch.device("cpu") if args.rehearse else chosen_device()
-    name = devices.name_of(device)
+    name = accelerators.name_of(device)
     file = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") + ".json"
     folder = "build" if args.rehearse else "docs/results/gpus"
     path = args.output or ROOT / folder / file
@@ -303,7 +303,7 @@ def main() -> None:
         ran = {"seconds": math.ceil(time.monotonic() - began), "is_whole": is_whole}
         save({**made, **ran, **found}, path)
 
-    made = {**provenance(), "device": name, **devices.seen()}
+    made = {**provenance(), "device": name, **accelerators.seen()}
     write()
     print(f"writing: {path}", flush=True)
     measure(found["measured"], write, device, small=args.rehearse)  # the tests may take the rest

@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.devices import port_of
+from lightning_dsgd.lab import accelerators
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives.own_device import await_step
 from tests.support.fake_device import FakeDevice
@@ -65,7 +65,7 @@ def train(net: Any, fake: FakeDevice, spec: str, seconds: float) -> dict[str, An
     until = begin + seconds
     while end < until:
         is_slow = net.rank == SLOW and len(steps_s) >= WARM_UP
-        port_of(x.device).spin(SLOW_KERNEL_S if is_slow else KERNEL_S)
+        accelerators.spin(x.device, SLOW_KERNEL_S if is_slow else KERNEL_S)
         g = torch.full_like(x, 1e-3)
         algorithm.before_update(x, g)
         x -= g

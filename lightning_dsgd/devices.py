@@ -1,4 +1,4 @@
-"""Accelerators: the one module that knows of them.
+"""Accelerators: the one module of the core that knows of them.
 
 A `Port` is what threads and messages need of one device:
 
@@ -47,8 +47,6 @@ COLLECTIVES: Final = {"cuda": "nccl", "xpu": "xccl"}
 """The library that sums tensors of all ranks, for each type of device that has one."""
 
 T = TypeVar("T")
-_TIMED_CYCLES: Final = 100_000_000
-"""The kernel that spins takes about 50 ms for so many."""
 
 
 class Mark:
@@ -111,19 +109,6 @@ class Port:
     def finish(self) -> None:
         """Waits, without a limit, until all queued work is done: for whoever measures time."""
 
-    def spin(self, seconds: float) -> None:
-        """Queues a kernel that runs for `seconds` and computes nothing.
-
-        The first call may wait for the device, to find out how fast it is.
-
-        Raises:
-            ValueError: if the device has no such kernel
-        """
-        raise ValueError(
-            f"a kernel that spins needs a CUDA device, got {self.device.type}; delay the host "
-            'instead (on="host", --delay-on host)'
-        )
-
 
 HOST: Final = Port()
 
@@ -159,7 +144,6 @@ class Accelerator(Port):
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self._of_thread = threading.local()
-        self._cycles_per_s = 0.0  # cycles of a kernel that spins; 0: not measured yet
 
     def enter(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
@@ -202,21 +186,6 @@ class Accelerator(Port):
 
     def finish(self) -> None:
         torch.accelerator.synchronize(self.device)
-
-    def spin(self, seconds: float) -> None:
-        if self.device.type != "cuda":
-            super().spin(seconds)
-        if not self._cycles_per_s:
-            self._spin_cycles(1)  # loads the kernel
-            self.finish()
-            begin = time.perf_counter()
-            self._spin_cycles(_TIMED_CYCLES)
-            self.finish()
-            self._cycles_per_s = _TIMED_CYCLES / (time.perf_counter() - begin)
-        self._spin_cycles(int(seconds * self._cycles_per_s))
-
-    def _spin_cycles(self, cycles: int) -> None:
-        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 # ---- which device ----
@@ -310,11 +279,6 @@ def library_for(device: torch.device) -> str:
     return name if name == "gloo" else name.upper()
 
 
-def name_of(device: torch.device) -> str:
-    """Returns the product's name, where torch tells it; the type of device elsewhere."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def identity_of(device: torch.device) -> str:
     """Returns a text that tells this device from all others of the job."""
     if device.type == "cuda":
@@ -326,33 +290,6 @@ def present(device: torch.device) -> torch.device:
     """Returns a device that is there, where its index counts on through the devices again."""
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     return torch.device(device.type, (device.index or 0) % count) if count else device
-
-
-def why_no_devices(device_type: str, count: int) -> str:
-    """Returns why so many ranks cannot have a device each; an empty text if they can."""
-    found = torch.cuda.device_count() if device_type == "cuda" else count
-    if found >= count:
-        return ""
-    if found:
-        return (
-            f"each rank needs a GPU of its own, got {count} ranks and {found}; try {found} ranks, "
-            "or let them share one"
-        )
-    return f"{device_type} needs a GPU, got none that torch {torch.__version__} sees; try cpu"
-
-
-def seen() -> dict[str, Any]:
-    """Returns the devices that this torch finds, and what it was built for."""
-    count = torch.cuda.device_count()
-    return {
-        "built_for": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(index) for index in range(count)],
-    }
-
-
-def nccl_version() -> str:
-    """Returns the version of NCCL that this torch is built with."""
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def random_states() -> dict[str, list[Tensor]]:

@@ -15,6 +15,7 @@ import torch
 
 from lightning_dsgd import devices
 from lightning_dsgd.devices import HOST, PASSED, port_of, until
+from lightning_dsgd.lab import accelerators
 from lightning_dsgd.primitives.stream_lock import StreamLock
 
 PACKAGE = Path(devices.__file__).parent
@@ -42,6 +43,7 @@ def test_no_other_module_knows_of_accelerators() -> None:
         for path in sorted(PACKAGE.rglob("*.py"))
     }
     assert found.pop("devices.py")
+    assert found.pop("lab/accelerators.py")  # measurements
     assert len(found.pop("lab/bench/throughput.py")) == 1  # a value of its option --device
     assert {name: lines for name, lines in found.items() if lines} == {}
 
@@ -98,7 +100,7 @@ def test_a_wait_that_may_asks_more_seldom_and_sees_its_end_at_most_a_fiftieth_la
 def test_devices_have_libraries_for_sums() -> None:
     for kind, library in (("cuda", "nccl"), ("xpu", "xccl"), ("cpu", "gloo"), ("mps", "gloo")):
         assert devices.backend_for(torch.device(kind)) == library
-    assert devices.name_of(torch.device("cpu")) == "cpu"
+    assert accelerators.name_of(torch.device("cpu")) == "cpu"
 
 
 # ---- on a GPU ----
@@ -131,10 +133,10 @@ def test_an_accelerators_marks_pass_in_the_order_of_its_streams() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's kernel that spins")
 def test_a_kernel_spins_for_about_so_long_and_the_host_goes_on() -> None:
     port = port_of(torch.device("cuda"))
-    port.spin(0.0)
+    accelerators.spin(port.device, 0.0)
     port.finish()
     begin = time.monotonic()
-    port.spin(0.5)
+    accelerators.spin(port.device, 0.5)
     mark, queued = port.mark(), time.monotonic()
     assert not mark.has_passed()
     port.finish()

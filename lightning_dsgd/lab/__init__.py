@@ -12,6 +12,8 @@
     in_force    which hyperparameters a result was measured with
     timeline    what each rank records of its time: the callback `StepTrace`
     drawing     where a run's time went: the command `timeline`
+    accelerators
+                what measurements ask of GPUs
     results     how they write what they have measured
 
 It stands on the core, which reaches it through `lightning_dsgd.wings` alone.

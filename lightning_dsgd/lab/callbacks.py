@@ -8,7 +8,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_dsgd.devices import port_of
+from lightning_dsgd.lab import accelerators
 from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.trainer import seams
 
@@ -167,7 +167,7 @@ class StragglerInjector(pl.Callback):
                 f"try num_ranks={trainer.world_size}"
             )
         if self.on == "device":
-            port_of(trainer.strategy.root_device).spin(0.0)
+            accelerators.spin(trainer.strategy.root_device, 0.0)
         self._step = 0
 
     def delayed_ranks(self, step: int, world_size: int) -> list[int]:
@@ -183,4 +183,4 @@ class StragglerInjector(pl.Callback):
         if self.on == "host":
             time.sleep(self.delay_s)
         else:
-            port_of(trainer.strategy.root_device).spin(self.delay_s)
+            accelerators.spin(trainer.strategy.root_device, self.delay_s)

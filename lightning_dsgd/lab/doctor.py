@@ -23,9 +23,9 @@ CHILD_TIMEOUT_S: Final = 90.0
 
 _LIBRARIES: Final = """
 import json, torch, torch.distributed as dist
-from lightning_dsgd import devices
-found = {"torch": torch.__version__, "gloo": dist.is_gloo_available(), **devices.seen()}
-found["nccl"] = devices.nccl_version() if dist.is_nccl_available() else None
+from lightning_dsgd.lab import accelerators
+found = {"torch": torch.__version__, "gloo": dist.is_gloo_available(), **accelerators.seen()}
+found["nccl"] = accelerators.nccl_version() if dist.is_nccl_available() else None
 print(json.dumps(found), flush=True)
 """
 _VERSIONS: Final = """

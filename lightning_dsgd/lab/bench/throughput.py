@@ -176,9 +176,9 @@ def why_not_on(device: str, ranks: int) -> str:
     """Says why so many ranks cannot train on a device; empty if they can."""
     if device == "cpu":
         return ""
-    from lightning_dsgd import devices  # loads torch
+    from lightning_dsgd.lab import accelerators  # loads torch
 
-    return devices.why_no_devices(device, ranks)
+    return accelerators.why_no_devices(device, ranks)
 
 
 def why_not_late(delay_on: str, device: str) -> str:

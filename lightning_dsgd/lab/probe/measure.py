@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_dsgd import devices
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.lab import accelerators
 from lightning_dsgd.lab.probe.cluster import Cluster, Link, Processor
 from lightning_dsgd.lab.timeline.clocks import boot_id
 from lightning_dsgd.primitives import sparse
@@ -71,7 +72,7 @@ def places(net: Transport, device: torch.device) -> Found:
         "node": socket.gethostname(),
         "machine": boot_id(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-        "device": devices.name_of(device),
+        "device": accelerators.name_of(device),
     }
     return {"places": [json.loads(text) for text in everyones(net, json.dumps(of_this))]}
 

@@ -1,0 +1,81 @@
+"""What measurements ask of accelerators, besides what training does (`devices`)."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any, Final
+
+import torch
+
+from lightning_dsgd.devices import port_of
+
+_TIMED_CYCLES: Final = 100_000_000
+"""The kernel that spins takes about 50 ms for so many."""
+
+
+def name_of(device: torch.device) -> str:
+    """Returns the product's name, where torch tells it; the type of device elsewhere."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def why_no_devices(device_type: str, count: int) -> str:
+    """Returns why so many ranks cannot have a device each; an empty text if they can."""
+    found = torch.cuda.device_count() if device_type == "cuda" else count
+    if found >= count:
+        return ""
+    if found:
+        return (
+            f"each rank needs a GPU of its own, got {count} ranks and {found}; try {found} ranks, "
+            "or let them share one"
+        )
+    return f"{device_type} needs a GPU, got none that torch {torch.__version__} sees; try cpu"
+
+
+def seen() -> dict[str, Any]:
+    """Returns the devices that this torch finds, and what it was built for."""
+    count = torch.cuda.device_count()
+    return {
+        "built_for": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(index) for index in range(count)],
+    }
+
+
+def nccl_version() -> str:
+    """Returns the version of NCCL that this torch is built with."""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def spin(device: torch.device, seconds: float) -> None:
+    """Queues a kernel that runs for so long and computes nothing: torch's, which counts cycles.
+
+    The first call waits for the device, to find out how fast it is.
+
+    Raises:
+        ValueError: if the device has no such kernel
+    """
+    own = getattr(port_of(device), "spin", None)
+    if own is not None:
+        own(seconds)
+    elif device.type == "cuda":
+        _spin_cycles(int(seconds * _cycles_per_s(device)))
+    else:
+        raise ValueError(
+            f"a kernel that spins needs a CUDA device, got {device.type}; delay the host instead "
+            '(on="host", --delay-on host)'
+        )
+
+
+@functools.cache
+def _cycles_per_s(device: torch.device) -> float:
+    port = port_of(device)
+    _spin_cycles(1)  # loads the kernel
+    port.finish()
+    begin = time.perf_counter()
+    _spin_cycles(_TIMED_CYCLES)
+    port.finish()
+    return _TIMED_CYCLES / (time.perf_counter() - begin)
+
+
+def _spin_cycles(cycles: int) -> None:
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
