@@ -32,11 +32,18 @@ from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.sharded.mesh_sharding import MeshSharding, check_algorithm
 from lightning_dsgd.sharded.together import blaming, gathered, lost_behind, save
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.arguments import ShardedOptions
+from lightning_dsgd.trainer.arguments import Evaluated
 from lightning_dsgd.trainer.strategy import DecentralizedMixin
 from lightning_dsgd.transport import Transport
 
 _NAMES: Final = ("replica", "data_parallel", "tensor_parallel")
+
+
+class ShardedOptions(Evaluated, total=False):
+    """The options of the Trainer's strategy for models in shards."""
+
+    process_group_backend: str | None
+    timeout: Any
 
 
 class MeshStrategy(ModelParallelStrategy):

@@ -29,7 +29,9 @@ class FabricOptions(WholeOptions, Lightnings, total=False):
     precision: Any
 
 
-class _Evaluated(Options, total=False):
+class Evaluated(Options, total=False):
+    """The options of strategies whose Trainer evaluates."""
+
     evaluate: Annotated[
         str,
         one_of(
@@ -41,7 +43,7 @@ class _Evaluated(Options, total=False):
     ]
 
 
-class TrainerOptions(_Evaluated, WholeOptions, Lightnings, total=False):
+class TrainerOptions(Evaluated, WholeOptions, Lightnings, total=False):
     """The options of the Trainer's strategies."""
 
     max_ranks: Annotated[
@@ -54,13 +56,6 @@ class TrainerOptions(_Evaluated, WholeOptions, Lightnings, total=False):
         ),
     ]
     precision_plugin: Any
-
-
-class ShardedOptions(_Evaluated, total=False):
-    """The options of the Trainer's strategy for models in shards."""
-
-    process_group_backend: str | None
-    timeout: Any
 
 
 _THE_TRAINERS: Final = ("accelerator", "parallel_devices")

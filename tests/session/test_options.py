@@ -13,7 +13,8 @@ from lightning_dsgd import keywords
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.session.options import Options, choose
-from lightning_dsgd.trainer.arguments import FabricOptions, ShardedOptions, TrainerOptions
+from lightning_dsgd.sharded.strategy import ShardedOptions
+from lightning_dsgd.trainer.arguments import FabricOptions, TrainerOptions
 
 
 @pytest.mark.parametrize(
