@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any, Final
 
@@ -120,7 +121,7 @@ class CommunicationMonitor(pl.Callback):
         figures = {name: own[name] for name in _OF_RANK if name in own}
         for name in filter(_is_counted, figures):
             figures[name] -= self._at_epoch_start[name]
-        by_rank = trainer.strategy.gather_figures(figures)
+        by_rank = gathered(trainer.strategy.session, figures)
         if not trainer.is_global_zero:
             return
         # Not by `log`, which would warn that the other ranks' values are left out.
@@ -131,6 +132,25 @@ class CommunicationMonitor(pl.Callback):
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=seams.num_optimizer_steps(trainer))
+
+
+def gathered(session: Any, figures: dict[str, float]) -> list[dict[str, float]]:
+    """Returns every rank's figures, by rank; a lost rank has none.
+
+    All ranks call it, between steps.
+    """
+
+    def gather() -> list[Any]:
+        theirs = [json.loads(text) for text in session.texts(json.dumps(figures))]
+        return [[*session.ranks.members], theirs]
+
+    # Who takes them over from others may be in a view with fewer members.
+    alone = [[session.rank], [figures]]
+    members, theirs = session.ranks.together(gather, apart=alone)
+    by_rank: list[dict[str, float]] = [{} for _ in range(max(members) + 1)]
+    for rank, each in zip(members, theirs, strict=True):
+        by_rank[rank] = each
+    return by_rank
 
 
 class StragglerInjector(pl.Callback):

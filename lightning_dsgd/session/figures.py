@@ -1,8 +1,7 @@
-"""Figures of a training: what each rank has sent and waited for, and what its algorithm tells."""
+"""Figures of a training: what this rank has sent and waited for, and what its algorithm tells."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from lightning_dsgd.session.session import Session
@@ -25,22 +24,3 @@ def own(session: Session[Any]) -> dict[str, float]:
         figures["consensus_distance"] = session.consensus_distance
     figures |= training.replica.metrics() if training is not None else {}
     return figures | session.ranks.figures()
-
-
-def gathered(session: Session[Any], figures: dict[str, float]) -> list[dict[str, float]]:
-    """Returns every rank's figures, by rank; a lost rank has none.
-
-    All ranks call it, between steps.
-    """
-
-    def gather() -> list[Any]:
-        theirs = [json.loads(text) for text in session.texts(json.dumps(figures))]
-        return [[*session.ranks.members], theirs]
-
-    # Who takes them over from others may be in a view with fewer members.
-    alone = [[session.rank], [figures]]
-    members, theirs = session.ranks.together(gather, apart=alone)
-    by_rank: list[dict[str, float]] = [{} for _ in range(max(members) + 1)]
-    for rank, each in zip(members, theirs, strict=True):
-        by_rank[rank] = each
-    return by_rank

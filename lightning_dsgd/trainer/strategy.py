@@ -40,7 +40,7 @@ from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import notices, options, record
-from lightning_dsgd.session.figures import gathered, own
+from lightning_dsgd.session.figures import own
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.scaling import agree_on_overflow
@@ -355,10 +355,6 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     def communication(self) -> dict[str, float]:
         """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
         return own(self.session)
-
-    def gather_figures(self, figures: dict[str, float]) -> list[dict[str, float]]:
-        """Returns every rank's figures, by rank; all ranks call it, between steps."""
-        return gathered(self.session, figures)
 
 
 class Hooks(pl.Callback):

@@ -19,7 +19,7 @@ from lightning_dsgd.elastic.changes import ChangingMembers
 from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.fabric.collectives import FabricSession
-from lightning_dsgd.session.figures import gathered
+from lightning_dsgd.lab.callbacks import gathered
 from lightning_dsgd.session.meeting import Meeting
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.session.phases import FOLLOWING, Phase
