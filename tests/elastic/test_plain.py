@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -322,3 +325,46 @@ def test_any_rank_is_killed_at_any_time(name, tmp_path):
     """In the simulated world, all algorithms: test_algorithms.py."""
     for outcomes, lost, folder in kill_at_random(WORLD, train_until_killed, name, tmp_path, 1.0):
         check_left(outcomes, lost, folder / "saved.pt", may_be_done=True)
+
+
+# ---- the way of a lost rank ----
+
+
+def files_of_a_loss(lost: int) -> tuple[list[str], list[str]]:
+    """The package's files through which calls come to the wing's code, in a step and in a loss.
+
+    A loss begins in the batch in which a rank is killed, and ends when the next one begins.
+    """
+    root, now = Path(dsgd.__file__).parent, [""]
+    met: dict[str, set[str]] = {"step": set(), "loss": set()}
+
+    def note(frame: FrameType | None, event: str, _: Any) -> None:
+        if now[0] and event == "call" and frame and "/elastic/" in frame.f_code.co_filename:
+            while frame is not None:
+                file = Path(frame.f_code.co_filename)
+                if root in file.parents:
+                    met[now[0]].add(f"{file.relative_to(root)}")
+                frame = frame.f_back
+
+    threading.setprofile(note)  # for the mesh's thread, which is to come
+    sys.setprofile(note)
+    model, optimizer = make()
+    with replica_of(model, optimizer, algorithm_of("dpsgd"), **SURVIVES) as replica:
+        for number, batch in enumerate(replica.batches(loader_of(replica.rank, 64))):
+            now[0] = {4: "step", 5: "loss"}.get(number, "" if len(replica.members) < 3 else now[0])
+            if number == 5 and replica.rank == lost:
+                os.kill(os.getpid(), signal.SIGKILL)
+            steps(model, optimizer, [batch])
+        threading.setprofile(None)
+        sys.setprofile(None)
+    return sorted(met["step"]), sorted(met["loss"])
+
+
+def test_a_lost_rank_comes_through_few_files_of_two_rooms() -> None:
+    """Whoever follows a loss reads these; other rooms are on the way of every step as well."""
+    outcomes = WORLD.outcomes(3, files_of_a_loss, 2)
+    for step, loss in (each.result for each in outcomes[:2]):
+        rooms = "transport/", "elastic/"
+        way = [file for file in loss if file.startswith(rooms)]
+        assert 8 < len(way) <= 12, "\n".join(way)
+        assert {file for file in loss if not file.startswith(rooms)} <= {*step}
