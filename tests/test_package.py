@@ -66,10 +66,10 @@ LAB_ON_RANKS = (
 BEHIND_THE_CONTRACT = {
     "transport.endpoint transport.view": "primitives.nodes elastic session sharded",
     "transport.watch": "replica.replica lab.simulate.model",
-    "transport.mpi_job": "session.meeting plain.launch trainer.strategy fabric.strategy",
+    "transport.mpi_job": "session.opening plain.launch trainer.strategy fabric.strategy",
     "transport.mesh transport.frames transport.processes transport.tcp": "elastic",
-    "transport.mpi transport.process_group": "session.meeting lab",
-    "transport.rendezvous": "session.meeting elastic lab",
+    "transport.mpi transport.process_group": "session.opening lab",
+    "transport.rendezvous": "session.opening elastic lab",
     "transport.connections": "lab",
     "transport.simulated": "elastic lab",
 }
@@ -272,7 +272,7 @@ def test_the_import_loads_neither_torch_nor_lightning() -> None:
 
 
 def test_the_core_loads_no_lightning() -> None:
-    core = "algorithms, session.session, session.meeting, transport.simulated"
+    core = "algorithms, session.session, session.opening, transport.simulated"
     modules = ", ".join(f"lightning_dsgd.{name.strip()}" for name in core.split(","))
     code = f"import sys, {modules}; print('lightning' in sys.modules)"
     assert said_by(code) == "False\n"

@@ -9,7 +9,7 @@ import torch
 
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import ALONE, OVER, STOPPED, Register
-from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.transport.rendezvous import outlives_ranks
 
 
@@ -17,11 +17,11 @@ class Entrance:
     """Leads a process to the training of others, or others to its own.
 
     Args:
-        meeting: how the ranks meet that start together
+        opening: how the ranks that start together open their network
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
         self._register: Register | None = None
 
     @property
@@ -31,7 +31,7 @@ class Entrance:
         are_known = {"MASTER_ADDR", "MASTER_PORT"} <= {*variables}
         if self._register is None and outlives_ranks() and are_known:
             host, port = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-            self._register = Register(host, port, self._meeting.chosen["startup_timeout_s"])
+            self._register = Register(host, port, self._opening.chosen["startup_timeout_s"])
         return self._register
 
     @property
@@ -40,7 +40,7 @@ class Entrance:
 
         Where a script, or an earlier training, has made the process group, the process waits in it.
         """
-        return self._meeting.has_met
+        return self._opening.has_met
 
     def find_training(self, address: tuple[str, int]) -> bool:
         """Returns whether a training goes on, to which this process comes.
@@ -50,7 +50,7 @@ class Entrance:
         """
         if not outlives_ranks():
             return False
-        register = Register(*address, self._meeting.chosen["startup_timeout_s"])
+        register = Register(*address, self._opening.chosen["startup_timeout_s"])
         training = register.training()
         if training == ALONE:
             _refuse()
@@ -70,7 +70,7 @@ class Entrance:
 
     def come_later(self, world_size: int) -> NewcomerTransport:
         """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
-        register, chosen = self._register, self._meeting.chosen
+        register, chosen = self._register, self._opening.chosen
         assert register is not None
         number = register.new_number(world_size)
         return NewcomerTransport(number, chosen["timeout_s"], chosen["heartbeat_timeout_s"])
@@ -84,7 +84,7 @@ class Entrance:
         register.write_card(net.rank, (host, port, secret))
         register.say_left(has_left=False)  # if it did, it has come back
         cards = register.cards(net.rank, world_size)
-        net.join(cards, bytes.fromhex(secret), min_ranks, self._meeting.chosen["timeout_s"])
+        net.join(cards, bytes.fromhex(secret), min_ranks, self._opening.chosen["timeout_s"])
 
 
 def make_group_of_one() -> None:

@@ -55,7 +55,7 @@ from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.rows import ShardingInRows
 from lightning_dsgd.elastic.suits import check_survival
-from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import seams
@@ -80,7 +80,7 @@ class TrainerMembers(ChangingMembers):
     """The ranks of a Trainer's training, which others join; the head of the file tells how.
 
     Args:
-        meeting: how the ranks have met
+        opening: how the ranks have opened their network
         min_ranks: how many ranks must be left; None: more than half of those before a loss
         max_ranks: how many ranks there may be; None: as many as at the start
     """
@@ -89,9 +89,9 @@ class TrainerMembers(ChangingMembers):
     can_be_joined: ClassVar[bool] = True
 
     def __init__(
-        self, meeting: Meeting, min_ranks: int | None, max_ranks: int | None = None
+        self, opening: Opening, min_ranks: int | None, max_ranks: int | None = None
     ) -> None:
-        super().__init__(meeting, min_ranks)
+        super().__init__(opening, min_ranks)
         self._max_ranks = max_ranks
         self._trainer: Any = None
         self._options = ""

@@ -35,7 +35,7 @@ from lightning_dsgd.elastic.rows import ShardingInRows
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.session.ending import say
-from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.ranks import Ranks, T
 from lightning_dsgd.session.session import Session
@@ -53,7 +53,7 @@ class Members(Ranks, ABC):
     """The ranks of a session, which go on where one is lost; the head of the file tells how.
 
     Args:
-        meeting: how the ranks have met
+        opening: how the ranks have opened their network
         min_ranks: how many ranks must be left; None: more than half of those before a loss
     """
 
@@ -61,8 +61,8 @@ class Members(Ranks, ABC):
     can_be_joined: ClassVar[bool] = False
     """Whether a rank that is started again can join the others."""
 
-    def __init__(self, meeting: Meeting, min_ranks: int | None) -> None:
-        self._entrance = Entrance(meeting)
+    def __init__(self, opening: Opening, min_ranks: int | None) -> None:
+        self._entrance = Entrance(opening)
         self._min_ranks = min_ranks
         self._calls: Calls | None = None
         self._num_ranks = 1

@@ -40,7 +40,7 @@ from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import say
-from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.saving import save
 from lightning_dsgd.session.under_way import trained
@@ -69,7 +69,7 @@ class FabricMixin(CollectivesMixin):
         self.algorithm = made
         self._has_start_method = "start_method" in given
         self._backward_sync_control: Any = _NothingToSync()
-        self._meeting = Meeting(chosen, rank_zero_info)
+        self._opening = Opening(chosen, rank_zero_info)
         self._processes = Processes()
         self._on_loss, self._min_ranks = chosen["on_loss"], chosen["min_ranks"]
         self._clips: dict[int, Callable[[Iterable[Tensor]], Any]] = {}
@@ -91,11 +91,11 @@ class FabricMixin(CollectivesMixin):
         if self._on_loss == "end":
             return FabricSession(self._processes)
         wing: Any = wings.load("elastic.changes", 'on_loss="continue"')
-        return FabricSession(self._processes, wing.ChangingMembers(self._meeting, self._min_ranks))
+        return FabricSession(self._processes, wing.ChangingMembers(self._opening, self._min_ranks))
 
     @property
     def root_device(self) -> torch.device:
-        return self._meeting.device_for(super().root_device)
+        return self._opening.device_for(super().root_device)
 
     @property
     def is_global_zero(self) -> bool:
@@ -121,7 +121,7 @@ class FabricMixin(CollectivesMixin):
         scales = self._scaler is not None
         self.algorithm.check(self.world_size, Conditions(self.num_processes, scales))
         self.session.ranks.check(self.algorithm, self.world_size, self.root_device)
-        net = self._meeting.open_network(self.world_size, self.root_device)
+        net = self._opening.open_network(self.world_size, self.root_device)
         self._loop.open(net, self.num_processes, scales=scales)
         atexit.register(self._end_with_process, os.getpid())
 
@@ -132,7 +132,7 @@ class FabricMixin(CollectivesMixin):
         if not torch.distributed.is_initialized() and environment is not None:
             address = environment.main_address, environment.main_port
             self.session.ranks.find_training(address)
-            self._meeting.join_process_group(
+            self._opening.join_process_group(
                 self.global_rank,
                 self.world_size,
                 address,

@@ -34,7 +34,7 @@ from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
-from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import WholeOptions
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.saving import save
@@ -79,7 +79,7 @@ class decentralized(Loop):
         chosen = options.choose("decentralized", WholeOptions, given)
         _check_algorithm(algorithm)
         _check_model(model)
-        self._meeting = Meeting(chosen, self._announce)
+        self._opening = Opening(chosen, self._announce)
         self._on_loss, self._min_ranks = chosen["on_loss"], chosen["min_ranks"]
         super().__init__(
             self._new_session(),
@@ -109,7 +109,7 @@ class decentralized(Loop):
         if self._on_loss == "end":
             return Session()
         wing: Any = wings.load("elastic.changes", 'on_loss="continue"')
-        return Session(wing.ChangingMembers(self._meeting, self._min_ranks))
+        return Session(wing.ChangingMembers(self._opening, self._min_ranks))
 
     # ---- entering ----
 
@@ -143,7 +143,7 @@ class decentralized(Loop):
         device = next(self._model.parameters(), torch.empty(0)).device
         session.ranks.check(self._algorithm, num_replicas, device)
         self._join(launch, device)
-        net = self._meeting.open_network(session.world_size, device)
+        net = self._opening.open_network(session.world_size, device)
         self.open(net, ranks_on_node, scales=scales)
         if self._sharding is not None:
             self._sharding.check_ranks(self._session.meetings)
@@ -153,7 +153,7 @@ class decentralized(Loop):
         if launch.address is not None:
             self._session.ranks.find_training(launch.address)
             backend = devices.backend_for(device)
-            self._meeting.join_process_group(
+            self._opening.join_process_group(
                 launch.rank, launch.world_size, launch.address, backend, None, device
             )
 

@@ -41,7 +41,7 @@ from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import notices, options, record
 from lightning_dsgd.session.figures import own
-from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.scaling import agree_on_overflow
 from lightning_dsgd.session.stopping import AgreedBatch
@@ -78,7 +78,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self.algorithm = algorithm
         self._chosen = chosen
         self._has_start_method = "start_method" in given
-        self._meeting = Meeting(chosen, rank_zero_info)
+        self._opening = Opening(chosen, rank_zero_info)
         self._processes = Processes()
         self._min_ranks, self._max_ranks = chosen["min_ranks"], chosen.get("max_ranks")
         self.session = self._new_session()
@@ -99,7 +99,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self.algorithm.check(self.num_replicas, self._conditions())
         ranks, chosen = self.session.ranks, self._chosen
         ranks.check(self.algorithm, self.num_replicas, self.root_device)
-        meet = partial(self._meeting.open_network, self.world_size, self.root_device)
+        meet = partial(self._opening.open_network, self.world_size, self.root_device)
         self.session.open(ranks.open_network(meet))
         evaluate, averages = chosen["evaluate"], chosen["average_buffers"]
         ranks.check_alike(options.describe(self.algorithm, evaluate, averages, self._data))
@@ -115,12 +115,12 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         if self._chosen["on_loss"] == "end":
             return TrainerSession(self._processes)
         wing: Any = wings.load("elastic.joining", 'on_loss="continue"')
-        ranks = wing.TrainerMembers(self._meeting, self._min_ranks, self._max_ranks)
+        ranks = wing.TrainerMembers(self._opening, self._min_ranks, self._max_ranks)
         return TrainerSession(self._processes, ranks)
 
     @property
     def root_device(self) -> torch.device:
-        return self._meeting.device_for(super().root_device)
+        return self._opening.device_for(super().root_device)
 
     @property
     def is_global_zero(self) -> bool:
@@ -174,7 +174,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             address = environment.main_address, environment.main_port
             self.session.ranks.find_training(address, self._trainer_state())
             if self.session.takes_part:
-                self._meeting.join_process_group(
+                self._opening.join_process_group(
                     self.global_rank,
                     self.world_size,
                     address,

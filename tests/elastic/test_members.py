@@ -20,7 +20,7 @@ from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.fabric.collectives import FabricSession
 from lightning_dsgd.lab.callbacks import gathered
-from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.session.phases import FOLLOWING, Phase
 from lightning_dsgd.session.session import Session
@@ -68,9 +68,9 @@ def entered(net: Any, session: Session[Any]) -> Any:
     return session.ranks
 
 
-def members(net: Any, meeting: Meeting | None = None) -> Untrained:
+def members(net: Any, opening: Opening | None = None) -> Untrained:
     """The ranks of a session that no face leads."""
-    made = Untrained(meeting or Meeting(CHOSEN, print), None)
+    made = Untrained(opening or Opening(CHOSEN, print), None)
     made.can_be_joined = True  # type: ignore[misc]
     return entered(net, Session(made))
 
@@ -78,8 +78,8 @@ def members(net: Any, meeting: Meeting | None = None) -> Untrained:
 # ---- where the members are written down ----
 
 
-def train_with(net: Any, meeting: Meeting) -> None:
-    ranks = members(net, meeting)
+def train_with(net: Any, opening: Opening) -> None:
+    ranks = members(net, opening)
     ranks.begin()
     ranks.calls.leave()
 
@@ -89,7 +89,7 @@ def test_a_launcher_learns_of_a_training_whose_process_group_the_script_has_made
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(keeper.port))
-    SimulatedWorld(2, goes_on=True).run(train_with, Meeting(CHOSEN, print))
+    SimulatedWorld(2, goes_on=True).run(train_with, Opening(CHOSEN, print))
     assert keeper.survives()
     assert not keeper.can_be_joined()  # it would wait in that process group
 
@@ -149,7 +149,7 @@ def of_all_that_are_left(make: Callable[[Any], Any], num_kills: int = 20) -> Ite
 
 def fabrics(net: Any) -> FabricStrategy:
     strategy = FabricStrategy("local_sgd", on_loss="continue")
-    strategy.session = FabricSession(Processes(), Untrained(strategy._meeting, None))
+    strategy.session = FabricSession(Processes(), Untrained(strategy._opening, None))
     entered(net, strategy.session)
     strategy._loop = SimpleNamespace(together=lambda what: None, num_steps=0)  # type: ignore[assignment]
     return strategy
@@ -157,7 +157,7 @@ def fabrics(net: Any) -> FabricStrategy:
 
 def trainers(net: Any) -> Any:
     strategy = STRATEGIES["local_sgd"](on_loss="continue")
-    strategy.session = TrainerSession(Processes(), UntrainedTrainer(strategy._meeting, None))
+    strategy.session = TrainerSession(Processes(), UntrainedTrainer(strategy._opening, None))
     entered(net, strategy.session)
     return strategy
 
@@ -262,7 +262,7 @@ def timers(monkeypatch) -> Timers:
 
 
 def hanging() -> Session[Any]:
-    session = Session[Any](Untrained(Meeting(CHOSEN, print), None))
+    session = Session[Any](Untrained(Opening(CHOSEN, print), None))
     session._net = SimpleNamespace(ends_with_peers=False)  # type: ignore[assignment]
     session.training, session._phase = SimpleNamespace(stop_lanes=lambda: ()), Phase.TRAINING
     return session
@@ -318,7 +318,7 @@ def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
     monkeypatch.setattr(changes, "_in_view", in_view)
 
     def change(net: Any) -> bool:
-        ranks = ChangingMembers(Meeting(CHOSEN, print), None)
+        ranks = ChangingMembers(Opening(CHOSEN, print), None)
         session = entered(net, Session(ranks)).session
         agreed = SimpleNamespace(leaves=False, requested=0)
         session.training = SimpleNamespace(agreed=agreed, claimed=None)

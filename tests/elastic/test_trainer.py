@@ -19,7 +19,7 @@ from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.lab.callbacks import CommunicationMonitor
 from lightning_dsgd.session import record
-from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.sessions import TrainerSession
@@ -207,7 +207,7 @@ def test_ranks_that_are_forked_are_refused():
 
 
 def members(max_ranks: int | None) -> TrainerMembers:
-    made = TrainerMembers(Meeting(choose("a test", Options, {}), print), None, max_ranks)
+    made = TrainerMembers(Opening(choose("a test", Options, {}), print), None, max_ranks)
     TrainerSession(Processes(), made)
     return made
 

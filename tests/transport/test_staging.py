@@ -18,7 +18,7 @@ from lightning_dsgd import devices
 from lightning_dsgd.devices import PASSED, until
 from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.primitives.stream_lock import StreamLock
-from lightning_dsgd.session.meeting import Meeting
+from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.transport import PeerLost, Timeout, staging
 from lightning_dsgd.transport.connection import Connection
@@ -415,8 +415,8 @@ def use_a_device_that_nobody_has_entered() -> None:
         fake.mark()
     lines: list[str] = []
     with mock.patch.dict(devices.COLLECTIVES, {"fake": "nccl"}):
-        meeting = Meeting(choose("a test", Options, {"timeout_s": 60.0}), lines.append)
-        net = meeting.open_network(2, fake.device)
+        opening = Opening(choose("a test", Options, {"timeout_s": 60.0}), lines.append)
+        net = opening.open_network(2, fake.device)
     assert lines == [
         "Messages travel over TCP; sums are made of messages too, as the process group's backend "
         "for fake is none. Faster: an MPI library that reads the memory of fake, for messages; "

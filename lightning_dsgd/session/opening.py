@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: at a rendezvous, in torch's process group, then on our network."""
+"""How ranks open their network: they meet at a rendezvous, then in torch's process group."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.rendezvous import Rendezvous
 
 
-class Meeting:
-    """Lets this rank meet the others; a process keeps it from one training to the next.
+class Opening:
+    """Opens the network among all ranks; a process keeps it from one training to the next.
 
     Args:
         chosen: what carries messages, and how long this rank waits
