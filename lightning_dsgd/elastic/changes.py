@@ -25,13 +25,14 @@ import json
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.members import Members
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.session.stopping import MEET, STOP, AgreedBatch
 from lightning_dsgd.transport import PeerLost, Transport, TransportError
 from lightning_dsgd.transport.view import View
@@ -83,7 +84,7 @@ class ChangingMembers(Members):
             self.replica.change_view(net, old, giver)
         else:
             now = self._at_first.among(view.members, self._rows)
-            self.session.sharding = now
+            self.session.sharding = cast(Sharding, now)
             self.replica.change_view(now.column(net), everyone=net)
 
     def _begun_anew(self, view: View, lost: list[int]) -> None:

@@ -41,7 +41,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, NoReturn, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torchmetrics import Metric
@@ -53,7 +53,6 @@ from lightning_dsgd.elastic.changes import ChangingMembers
 from lightning_dsgd.elastic.entrance import make_group_of_one
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import Register
-from lightning_dsgd.elastic.rows import ShardingInRows
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
@@ -348,8 +347,8 @@ class TrainerMembers(ChangingMembers):
         if training.claimed is None and self._divided_for in self._divides_for:
             training.agreed.num_begun = self.together(self._most_begun)
             view = self.calls.view
-            now = cast(ShardingInRows | None, self.session.sharding)
-            if now is None:
+            now: Any = self.session.sharding
+            if not now.in_rows:
                 self._division = view.world_size, view.rank
             else:
                 self._division = now.num_replicas, now.members.index(view.rank)

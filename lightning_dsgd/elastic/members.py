@@ -108,8 +108,7 @@ class Members(Ranks, ABC):
     @property
     def _holds_with_others(self) -> bool:
         """Whether other ranks hold this rank's replica with it."""
-        sharding = self.session.sharding
-        return sharding is not None and sharding.num_shards > 1
+        return bool(self.session.sharding.num_shards > 1)
 
     @abstractmethod
     def _enter_view(self, view: View) -> None:
@@ -167,7 +166,7 @@ class Members(Ranks, ABC):
     def begin(self) -> None:
         session = self.session
         session.forgive_others()
-        if session.sharding is not None:
+        if session.sharding.in_rows:
             sharding = cast(ShardingInRows, session.sharding)
             self._at_first, self._rows = sharding, sharding.rows(session.meetings)
             if self._holds_with_others:

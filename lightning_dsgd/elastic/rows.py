@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.transport import PeerLost, Transport
+from lightning_dsgd.transport.view import View
 
 
 class Row(Protocol):
@@ -24,8 +24,22 @@ class Row(Protocol):
         ...
 
 
-class ShardingInRows(Sharding, Protocol):
+class ShardingInRows(Protocol):
     """Which ranks hold the same shard, and which ranks are lost together."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that hold this rank's shard, one of each replica, in the replicas' order."""
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas of the model there are."""
+        ...
+
+    def column(self, net: Transport) -> View:
+        """The network of the ranks that hold the same shard."""
+        ...
 
     def rows(self, net: Transport) -> list[tuple[int, ...]]:
         """The ranks of each replica; all ranks call it together."""

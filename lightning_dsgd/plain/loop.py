@@ -26,10 +26,8 @@ from lightning_dsgd import wings
 from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.plain.steps import Steps, failing
-from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.session import figures, notices, options, record
 from lightning_dsgd.session.session import Session
-from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.session.under_way import Training
 from lightning_dsgd.transport import Transport
@@ -72,11 +70,6 @@ class Loop:
         self._steps: Steps | None = None
         self._conditions: Conditions = ORDINARY
         self._num_builds = 0
-
-    @property
-    def _sharding(self) -> Sharding | None:
-        """Which ranks hold the same shard, where several hold a replica together."""
-        return self._session.sharding
 
     @property
     def rank(self) -> int:
@@ -152,9 +145,12 @@ class Loop:
             training.replica.stop()
         self._num_builds += 1
         net = session.net.sub(f"replica-{self._num_builds}")
-        layout = self._layout(net, model, optimizers)
+        sharding = session.sharding
+        layout = sharding.layout(net, model, optimizers, self._algorithm)
+        if self._num_builds == 1 and layout.describe():
+            self._announce(f"Sharded replicas: {layout.describe()}.")
         replica = session.ranks.make_replica(
-            net if self._sharding is None else self._sharding.column(net),
+            sharding.column(net),
             model,
             optimizers,
             self._algorithm,
@@ -162,7 +158,7 @@ class Loop:
             average_buffers=self._average_buffers,
             check_finite=self._check_finite,
             layout=layout,
-            everyone=None if self._sharding is None else net,
+            everyone=net if sharding.in_rows else None,
         )
         if training is not None:
             training.replica = replica
@@ -180,15 +176,6 @@ class Loop:
             record.restore(own, replica)
         if self._num_builds == 1:
             notices.tell(session, self._announce)
-
-    def _layout(self, net: Transport, model: nn.Module, optimizers: Sequence[Optimizer]) -> Whole:
-        """Returns how a replica of the model is laid out over ranks."""
-        if self._sharding is None:
-            return Whole()
-        layout = self._sharding.layout(net, model, optimizers, self._algorithm)
-        if self._num_builds == 1 and layout.describe():
-            self._announce(f"Sharded replicas: {layout.describe()}.")
-        return layout
 
     def _announce(self, text: str) -> None:
         if self.rank == 0:

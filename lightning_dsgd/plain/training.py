@@ -37,11 +37,8 @@ from lightning_dsgd.session import options, record
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import WholeOptions
 from lightning_dsgd.session.phases import Phase
-from lightning_dsgd.session.saving import save
 from lightning_dsgd.session.session import Session
-from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.session.under_way import Training, trained
-from lightning_dsgd.transport import PeerLost
 
 
 @keywords.lists(WholeOptions)
@@ -134,7 +131,7 @@ class decentralized(Loop):
             num_replicas = session.world_size
         else:
             wing = wings.load("sharded.mesh_sharding", "replicas=...")
-            sharding: Sharding = wing.MeshSharding.of_mesh(self._replicas, session.world_size)
+            sharding: Any = wing.MeshSharding.of_mesh(self._replicas, session.world_size)
             wing.check_algorithm(self._algorithm)
             session.sharding = sharding
             num_replicas = sharding.num_replicas
@@ -145,8 +142,7 @@ class decentralized(Loop):
         self._join(launch, device)
         net = self._opening.open_network(session.world_size, device)
         self.open(net, ranks_on_node, scales=scales)
-        if self._sharding is not None:
-            self._sharding.check_ranks(self._session.meetings)
+        session.sharding.check_ranks(session.meetings)
         self.build(self._model, self._optimizers, self._scaler)
 
     def _join(self, launch: Launch, device: torch.device) -> None:
@@ -172,11 +168,8 @@ class decentralized(Loop):
         _check_extras(extras)
         self.together("save")
         with failing(self._session):
-            if self._sharding is not None:
-                self._sharding.save(self._session, str(path), lambda: self._state(extras))
-            else:
-                io, state = files.TorchFiles(), self._state(extras)
-                save(self._session, io, str(path), state, has_replicas=True)
+            sharding = self._session.sharding
+            sharding.save(self._session, str(path), lambda: self._state(extras))
 
     def _state(self, extras: dict[str, Any]) -> dict[str, Any]:
         checkpoint = {
@@ -207,19 +200,15 @@ class decentralized(Loop):
             return self._load(self._session.text_of_rank_0(str(path)))
 
     def _load(self, path: str) -> dict[str, Any]:
-        session, sharding = self._session, self._sharding
-        io = files.TorchFiles(maps=sharding is not None)
+        session, sharding = self._session, self._session.sharding
+        io = files.TorchFiles(maps=sharding.in_rows)
         shared = io.load_checkpoint(path)
-        num_shards = 1 if sharding is None else sharding.num_shards
         own = files.load_replica(
             *(io, session.meetings, path, shared, self._algorithm, self._announce),
-            num_shards=num_shards,
+            num_shards=sharding.num_shards,
         )
         checkpoint = shared if own is None else own
-        if sharding is None:
-            self._model.load_state_dict(checkpoint["state_dict"])
-        else:
-            sharding.load_model(self._model, checkpoint["state_dict"])
+        sharding.load_model(self._model, checkpoint["state_dict"])
         states = checkpoint.get("optimizer_states", [])
         if len(states) not in (0, len(self._optimizers)):
             raise ValueError(
@@ -227,10 +216,7 @@ class decentralized(Loop):
                 f"{len(self._optimizers)} here; give decentralized those that it was saved with"
             )
         for optimizer, state in zip(self._optimizers, states, strict=False):
-            if sharding is None:
-                optimizer.load_state_dict(state)
-            else:
-                sharding.load_optimizer(optimizer, state)
+            sharding.load_optimizer(optimizer, state)
         if self._scaler is not None and "scaler" in checkpoint:
             self._scaler.load_state_dict(checkpoint["scaler"])
         self.build(self._model, self._optimizers, self._scaler, own)
@@ -254,15 +240,10 @@ class decentralized(Loop):
             self.finish()
 
     def _end_with(self, exception: BaseException) -> None:
-        lost = self._lost_behind(exception)
+        lost = self._session.sharding.lost_behind(self._session, exception)
         self.give_up(exception if lost is None else lost)
         if lost is not None:
             raise lost from exception
-
-    def _lost_behind(self, exception: BaseException) -> PeerLost | None:
-        """Returns the lost rank that has made a collective of the shards fail, if one has."""
-        sharding = self._sharding
-        return None if sharding is None else sharding.lost_behind(self._session, exception)
 
 
 def _check_algorithm(algorithm: Any) -> None:

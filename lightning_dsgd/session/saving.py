@@ -6,12 +6,11 @@ from typing import Any
 
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
-from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.under_way import trained
 
 
 def save(
-    session: Session[Any],
+    session: Any,
     io: files.FileIO,
     path: str,
     checkpoint: dict[str, Any],

@@ -59,7 +59,7 @@ class Session(Face, Generic[TrainingT]):
         consensus_distance: the ranks' distance from their mean, relative to its norm
         clip: clips the gradients of an optimizer as training does, where the face knows how
         signals: what SIGTERM and Ctrl-C do to this rank
-        sharding: which ranks of the newest view hold the same shard, where several hold a replica
+        sharding: which ranks of the newest view hold the same shard of a replica, or all of it
 
     Args:
         ranks: the ranks; by default a loss ends the job
@@ -74,7 +74,7 @@ class Session(Face, Generic[TrainingT]):
         self.training: TrainingT | None = None
         self.consensus_distance: float | None = None
         self.clip: Callable[[Optimizer], None] = unclipped
-        self.sharding: Sharding | None = None
+        self.sharding = Sharding()
         self._net: Transport | None = None
         self._meetings: Transport | None = None
         self._lateness: Lateness | None = None

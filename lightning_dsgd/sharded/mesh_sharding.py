@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_dsgd.agreement import by_rank, everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.sharded.shards import SHARD, Shards, local
 from lightning_dsgd.sharded.together import ProcessRow, lost_behind, save
 from lightning_dsgd.transport import PeerLost, Transport
@@ -44,7 +45,7 @@ def check_algorithm(algorithm: Algorithm) -> None:
 
 
 @dataclass(frozen=True)
-class MeshSharding:
+class MeshSharding(Sharding):
     """The `Sharding` of a DeviceMesh.
 
     Args:
@@ -54,6 +55,7 @@ class MeshSharding:
 
     members: tuple[int, ...]
     world_size: int
+    in_rows = True
 
     @staticmethod
     def of_mesh(mesh: Any, world_size: int) -> MeshSharding:

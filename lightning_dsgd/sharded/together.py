@@ -90,8 +90,7 @@ def _gathered_consensus(
         session.ranks.show(replica.show_consensus)
     # All ranks of this replica are here: none changes the view while another gathers.
     try:
-        sharding = session.sharding
-        assert sharding is not None
+        sharding: Any = session.sharding
         is_first = sharding.members[0] == session.meetings.rank
         with blaming(session):
             whole = gathered(checkpoint()) if is_first else {}
@@ -123,7 +122,6 @@ def _write(
 ) -> bool:
     """Writes unless a rank has gathered in an earlier view; returns whether files were written."""
     meetings, sharding = session.meetings, session.sharding
-    assert sharding is not None
     if set(everyones(meetings, str(number))) != {str(session.ranks.number)}:
         return False
     files.save(files.TorchFiles(), meetings, path, shared, own, num_shards=sharding.num_shards)
