@@ -76,6 +76,6 @@ class Sending:
         self._life.check_process()
         what = f"rank {self._dst} to take a message"
         limit = self._life.timeout_s if timeout_s is None else timeout_s
-        if not self._finished.wait(limit):
+        if not self._finished.wait(min(limit, threading.TIMEOUT_MAX)):
             raise Timeout(f"rank {self._life.rank} has waited {limit:g} s for {what}")
         self._life.check(what)

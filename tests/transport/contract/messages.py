@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from lightning_dsgd.transport import ANY, Transport
@@ -99,12 +101,12 @@ def pairs_exchange_push_and_pull(net: Transport) -> None:
     ]
     pushes = [net.push(of(net.rank, i), dst) for dst in reversed(others(net)) for i in range(4, 12)]
     works += [(src, i, net.pull(of(src, i)[:0], src)) for src in others(net) for i in range(4, 12)]
+    for push in pushes:  # as lanes that serve wait
+        push.wait(math.inf)
     for src, i, work in reversed(works):
-        same(work.wait(), of(src, i))
+        same(work.wait(math.inf), of(src, i))
         assert work.done()
         same(work.wait(), of(src, i))
-    for push in pushes:
-        push.wait()
 
 
 def sub_transports_are_independent(net: Endpoint) -> None:
