@@ -264,6 +264,8 @@ class NativeCollective(Expected):
 
     tickets: Tickets
     """They tell who else has called it."""
+    awaited = -1
+    """For which rank its caller waits; -1: all."""
 
     def __init__(
         self,
@@ -362,7 +364,7 @@ class NativeCollective(Expected):
             if net.lane is None:
                 net.counters.wait_s += end - begin
             if net.counters.watch is not None:
-                net.counters.watch.waited(begin, end, -1, in_lane=net.lane is not None)
+                net.counters.watch.waited(begin, end, self.awaited, in_lane=net.lane is not None)
         net.counters.comm_s += end - self._begin
         self._is_taken, self._works = True, ()
         self.take()

@@ -65,7 +65,7 @@ class Pair(NativeCollective):
         root = EXCHANGE if call.kind == "exchange" else call.members[0]
         super().__init__(net, x, (number, call.channel, call.number), root, call.members)
         self._kind = call.kind
-        self._peer = call.members[1 - call.me]
+        self._peer = self.awaited = call.members[1 - call.me]
         self._theirs = x[:0]
 
     def missing(self, left: set[int]) -> int | None:

@@ -15,6 +15,7 @@ from lightning_dsgd.transport.view import View
 from tests.support.rank import Rank
 from tests.support.worlds import NativeWorld, ProcessWorld
 from tests.transport.helpers import died
+from tests.transport.test_watch import Notes
 
 WORLD = NativeWorld(heartbeat_timeout_s=60.0)
 P, N = 4, 1040
@@ -72,8 +73,9 @@ def wait_for_pairs(net: Any) -> list[str]:
         assert by_messages.wait().tolist() == [1.0 - net.rank] * 3
         assert not isinstance(by_messages, Pair)
         if net.rank == 0:
-            work = net.exchange(x, 1)
+            work, net.counters.watch = net.exchange(x, 1), Notes()
             fails(work, Timeout, 0.2)
+            assert net.counters.watch.waits == [(1, False)]
         net.sub("late").barrier([0, 1]).wait()
         if net.rank == 1:
             work = net.exchange(x, 0)
