@@ -72,6 +72,7 @@ class ProcessGroupTransport(ProcessTransport):
             faster.append(f"an MPI library that reads the memory of {kind}, for messages")
         if self._native is not None:
             line += f"; {self._native.engine} makes the sums of all ranks and of fixed groups"
+            line += ", and carries what partners exchange"
         else:
             line += "; sums are made of messages too"
             if kind in COLLECTIVES and not self._may:

@@ -64,7 +64,9 @@ def test_torchs_collectives_sum_under_mpiexec_too(
 ) -> None:
     """To the bit as where messages travel over TCP."""
     world = MPIWorld(job=mpi_jobs(python), native_devices=("cpu",))
-    makes = "gloo makes the sums of all ranks and of fixed groups."
+    makes = (
+        "gloo makes the sums of all ranks and of fixed groups, and carries what partners exchange."
+    )
     by_mpi, by_tcp = (w.run(4, sums_in_groups) for w in (world, WORLD))
     assert [line for line, _ in by_mpi] == [f"Messages travel over MPI; {makes}"] * 4
     assert [line for line, _ in by_tcp] == [f"Messages travel over TCP; {makes}"] * 4
