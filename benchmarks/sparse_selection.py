@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.primitives import sparse
+from lightning_dsgd.primitives import sparse, sparse_wire
 
 
 def main() -> None:
@@ -48,7 +48,12 @@ def main() -> None:
     x, g, a, b = (torch.randn(n, generator=generator).to(args.device) for _ in range(4))
     threshold, residual = sparse.kth_magnitude(x, k), x.clone()
     values, indices = sparse.select(x, threshold)
-    message = sparse.pack(values, indices)
+    cuts = torch.tensor([0, len(indices)], device=args.device)
+    parts, _ = sparse_wire.measure(values, indices, cuts, n)
+    message, _ = sparse_wire.pack(values, indices, parts)
+
+    def pack() -> None:
+        sparse_wire.pack(values, indices, sparse_wire.measure(values, indices, cuts, n)[0])
 
     def take_out(selected: tuple[torch.Tensor, torch.Tensor]) -> None:
         residual[selected[1]] = 0
@@ -60,8 +65,8 @@ def main() -> None:
         "accumulate": lambda: take_out(sparse.accumulate_and_select(residual, g, threshold)),
         "kth": lambda: sparse.kth_magnitude(x, k),
         "topk": lambda: torch.topk(x.abs(), k),
-        "pack": lambda: sparse.pack(values, indices),
-        "unpack": lambda: sparse.unpack(message, torch.float32),
+        "pack": pack,
+        "unpack": lambda: sparse_wire.unpack([message], parts, x),
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
     order, loads = list(variants), []

@@ -231,12 +231,13 @@ def selected(device: torch.device) -> Iterator[None]:
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
     """Returns a few integers of 64 bits; unlike `torch.tensor`, waits for no device."""
+    x, port = torch.tensor(values, dtype=torch.int64), port_of(device)
     if device.type == "cpu":
-        return torch.tensor(values, dtype=torch.int64)
-    x = torch.empty(len(values), dtype=torch.int64, device=device)
-    for place, value in enumerate(values):
-        x[place].fill_(value)
-    return x
+        return x
+    pinned = port.pinned(len(x), x.dtype).copy_(x)  # torch's pool keeps it until it is copied
+    into = torch.empty_like(x, device=device)
+    port.copy(into, pinned)
+    return into
 
 
 # ---- waiting ----

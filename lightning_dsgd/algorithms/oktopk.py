@@ -24,7 +24,10 @@ Differs from the paper:
 - The exact global threshold is found by counting digits, in four all-reduces of 1 KB; the paper
   gathers all sums on all ranks, up to P k of them.
 - Any P: the all-gather is Bruck's, which is recursive doubling where P is a power of two.
-- Indices are packed (`sparse.pack`), not sent as coordinates of 4 bytes.
+- Indices are packed (`sparse_wire`), not sent as coordinates of 4 bytes.
+- All destinations are one bucket: the sums of a region are made once all its entries are there, in
+  as many operations for any P.  On a GPU they are added in any order, unless
+  `torch.use_deterministic_algorithms` is on.
 - A rank that has run out of data continues with its residual, and all residuals are applied at the
   end of training (`error_feedback`).
 - Not in the paper: `wire_dtype` (`rounding`; what a rank rounds off, of its values or of the sums
@@ -34,7 +37,7 @@ Differs from the paper:
 Every rank waits for every other in every exchange, once in `local_steps` steps.  Sends about 2k
 (P-1)/P values with their indices per exchange, 5.1 bytes each at a density of 1%: about 10k (P-1)/P
 bytes.  The paper's bound is 6k (P-1)/P numbers of 4 bytes.  It also holds for unfavourable
-positions of the entries, if k is large compared with the headers and counts (60 P bytes per
+positions of the entries, if k is large compared with the headers and counts (64 P bytes per
 exchange) and, with two ranks, not all entries lie in the other's region in both phases.
 """
 
@@ -48,22 +51,13 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
+from lightning_dsgd import devices
 from lightning_dsgd.algorithm import ORDINARY, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least
 from lightning_dsgd.primitives import rounding, sparse
-from lightning_dsgd.primitives.error_feedback import (
-    BALANCE,
-    SPLIT,
-    ErrorFeedback,
-    Selected,
-    evenly,
-    joined,
-    split,
-)
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
+from lightning_dsgd.primitives.sparse_wire import Part
 from lightning_dsgd.transport import Transport
-
-BUCKET_SIZE: Final = 8
-"""How many destinations a rank sends to before it reduces what came from the bucket before."""
 
 DIGIT_BITS: Final = 8
 FEW: Final = 4096
@@ -108,7 +102,7 @@ class OkTopk(ErrorFeedback):
         super().start(net, x, conditions)
         self.local_threshold = self.residual.new_zeros(())
         self.global_threshold = self.residual.new_zeros(())
-        self.boundaries = evenly(len(x), net.world_size)
+        self.divide(evenly(len(x), net.world_size))
         self.marks = torch.zeros_like(x, dtype=torch.bool)  # local entries; none between two steps
         self.room = self.residual.new_zeros(0)  # for the region; zeros between two steps
         self.num_dense = math.ceil(self.warmup_steps / self.local_steps)  # exchanges of the warm-up
@@ -134,11 +128,12 @@ class OkTopk(ErrorFeedback):
             self.local_threshold = self.th_re_evaluate()
             local = self.cut(self.select(self.local_threshold), self.k)
         else:
-            local = self.select_local(self.select(self.local_threshold, g))
+            selected = sparse.accumulate_and_select(self.residual, g, self.local_threshold)
+            local = self.select_local(selected)
         self.num_selected = len(local[0])
         self.marks[local[1]] = True
         if t % self.repartition_period == 0:
-            self.boundaries = self.space_repartition(local[1])
+            self.divide(self.space_repartition(local[1]))
         region, touched, rounded_off = self.split_and_reduce(*local)
         if is_exact:
             self.global_threshold = self.th_re_evaluate_global(region)
@@ -164,6 +159,7 @@ class OkTopk(ErrorFeedback):
         if self.may_go_on(self.local_threshold, len(values)):
             self.local_threshold = sparse.corrected(self.local_threshold, len(values), self.k)
             return selected
+        self.require_finite(bool(values.isfinite().all()))
         if len(values) >= self.k:
             self.local_threshold = sparse.kth_magnitude(values, self.k)
         else:
@@ -199,43 +195,41 @@ class OkTopk(ErrorFeedback):
             bits = bits[digits == digit]
         return torch.tensor(prefix, dtype=bits.dtype, device=region.device).view(region.dtype)
 
-    def select_global(self, region: Tensor, is_exact: bool) -> tuple[Selected, list[int]]:
-        """Returns the global top-k's entries in this rank's region, and how many each rank has.
+    def select_global(self, region: Tensor, is_exact: bool) -> tuple[Selected, list[Part]]:
+        """Returns the global top-k's entries in this rank's region, and every rank's part of them.
 
         The ranks have at most 5k/4 entries, and at most k by an exact threshold; of equal entries
         the first are taken.
         """
         if not is_exact:
-            selected, sizes, _ = self.count(region)
-            total = sum(sizes)
+            selected, parts = self.select_near(region)
+            total = sum(part.count for part in parts)
             if self.may_go_on(self.global_threshold, total):
                 self.global_threshold = sparse.corrected(self.global_threshold, total, self.k)
-                return selected, sizes
+                return selected, parts
             self.global_threshold = self.th_re_evaluate_global(region)
-        selected, sizes, ties = self.count(region)
-        excess = sum(sizes) - self.k
-        if excess <= 0:
-            return selected, sizes
-        values, indices = selected
-        may_stay = sum(ties) - excess
-        for rank, num in enumerate(ties):
-            stay = min(num, max(0, may_stay))
-            may_stay -= stay
-            sizes[rank] -= num - stay
-            if rank == self.net.rank:
-                keep = values.abs() > self.global_threshold
-                tied = keep.logical_not()
-                keep |= tied & (tied.cumsum(0) <= stay)
-        kept = sparse.places(keep, sizes[self.net.rank])
-        return (values[kept], indices[kept]), sizes
+        selected = self.select_exactly(region)
+        return selected, self.announce(*self.measure(selected))
 
-    def count(self, region: Tensor) -> tuple[Selected, list[int], list[int]]:
-        """Selects by the global threshold; counts each rank's entries, and those equal to it."""
+    def select_near(self, region: Tensor) -> tuple[Selected, list[Part]]:
+        """Selects by an earlier threshold, at most one entry more than all ranks may have."""
+        most = 5 * self.k // 4 + 1
+        values, places, cuts = sparse.select_at_most(region, self.global_threshold, most)
+        indices = places + self.boundaries[self.net.rank]
+        (part,) = self.measure((values, indices), cuts)
+        return (values[: part.count], indices[: part.count]), self.announce(part)
+
+    def select_exactly(self, region: Tensor) -> Selected:
+        """Selects this rank's entries of the k largest, by the k-th magnitude of all regions."""
         values, places = sparse.select(region, self.global_threshold)
-        counts = torch.tensor([len(values), int((values.abs() == self.global_threshold).sum())])
+        ties = values.abs() == self.global_threshold
+        counts = torch.tensor([len(values), int(ties.sum())])
         theirs = torch.stack(self.net.all_gather(counts).wait())
-        selected = values, places + self.boundaries[self.net.rank]
-        return selected, theirs[:, 0].tolist(), theirs[:, 1].tolist()
+        num, num_ties = theirs.sum(0).tolist()
+        before = int(theirs[: self.net.rank, 1].sum())
+        may_stay = self.k - (num - num_ties) - before  # of this rank's ties, the first ones
+        kept = (ties.logical_not() | (ties.cumsum(0) <= may_stay)).nonzero().squeeze(1)
+        return values[kept], places[kept] + self.boundaries[self.net.rank]
 
     # ---- the two phases ----
 
@@ -248,90 +242,48 @@ class OkTopk(ErrorFeedback):
         self.net.all_reduce(wishes).wait()
         return [0, *(wishes // num_ranks).tolist(), n]
 
+    def divide(self, boundaries: list[int]) -> None:
+        """Divides the entries into one region for each rank."""
+        self.boundaries = boundaries
+        self.edges = devices.integers(boundaries, self.residual.device)
+
     def split_and_reduce(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sends each rank the entries of its region; sums the entries of this rank's region.
-
-        Rank i sends to i + 1, i + 2, ..., so that no rank is overrun.  While one bucket of messages
-        is under way, the bucket before is reduced.
 
         Returns:
             The region's sums, the places that may differ from zero, and what was rounded off the
             values.
         """
-        net = self.net
-        start, stop = self.boundaries[net.rank : net.rank + 2]
-        parts = split((values, indices), self.boundaries)
-        rounded_off = torch.zeros_like(values)
-        errors = torch.split(rounded_off, [len(part) for part, _ in parts])
+        rank, num_ranks = self.net.rank, self.net.world_size
+        start, stop = self.boundaries[rank : rank + 2]
+        cuts = torch.searchsorted(indices, self.edges)
+        order = downwards(rank, num_ranks)
+        (terms, places), rounded_off = self.swap((values, indices), cuts, order, self.wire_dtype)
         if len(self.room) < stop - start:
             self.room = self.residual.new_zeros(stop - start)
-        region = self.room[: stop - start]
-        mine, places = parts[net.rank]
-        touched = [places - start]
-        region[touched[0]] = mine
-
-        def reduce(distances: Sequence[int]) -> None:
-            for distance in distances:
-                source = (net.rank - distance) % net.world_size
-                theirs, places = self.recv(source, SPLIT, self.wire_dtype)
-                touched.append(places.sub_(start))
-                region[places] += theirs  # no place comes twice in one message
-
-        bucket: Sequence[int] = ()
-        for first in range(1, net.world_size, BUCKET_SIZE):
-            before, bucket = bucket, range(first, min(first + BUCKET_SIZE, net.world_size))
-            for distance in bucket:
-                rank = (net.rank + distance) % net.world_size
-                part, places = parts[rank]
-                self.send(self.encode(part, errors[rank]), places, rank, SPLIT)
-            reduce(before)
-        reduce(bucket)
-        return region, torch.cat(touched), rounded_off
+        region, touched = self.room[: stop - start], places - start
+        return region.index_add_(0, touched, terms), touched, rounded_off
 
     def balance_and_allgatherv(self, region: Tensor, is_exact: bool) -> tuple[Selected, Selected]:
         """Returns the global top-k from all regions, and what was rounded off this rank's sums."""
-        (values, indices), sizes = self.select_global(region, is_exact)
+        selected, parts = self.select_global(region, is_exact)
+        sizes = [part.count for part in parts]
         if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
-            values, indices = self.balance(values, indices, sizes)
-        rounded_off = torch.zeros_like(values)
-        gathered = self.allgatherv(sparse.pack(self.encode(values, rounded_off), indices))
-        u = joined([self.unpack(message, self.wire_dtype) for message in gathered])
-        return u, (rounded_off, indices)
+            selected = self.balance(selected, sizes)
+            parts = self.announce(*self.measure(selected))
+        u, rounded_off = self.gather(selected, parts, self.wire_dtype)
+        return u, (rounded_off, selected[1])
 
-    def balance(self, values: Tensor, indices: Tensor, sizes: Sequence[int]) -> Selected:
-        """Spreads the entries evenly, in their order; every rank knows who sends what to whom."""
-        net = self.net
-        ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        goals = evenly(ends[-1], net.world_size)
-
-        def shared(source: int, goal: int) -> slice:
-            """Returns one rank's entries that another rank shall have."""
-            first = max(ends[source], goals[goal])
-            last = min(ends[source + 1], goals[goal + 1])
-            return slice(first - ends[source], max(first, last) - ends[source])
-
-        for distance in range(1, net.world_size):
-            rank = (net.rank + distance) % net.world_size
-            span = shared(net.rank, rank)
-            if span.start < span.stop:
-                self.send(values[span], indices[span], rank, BALANCE)
-        received = []
-        for rank in range(net.world_size):
-            span = shared(rank, net.rank)
-            if rank == net.rank:
-                received.append((values[span], indices[span]))
-            elif span.start < span.stop:
-                received.append(self.recv(rank, BALANCE))
-        return joined(received)
+    def balance(self, selected: Selected, sizes: Sequence[int]) -> Selected:
+        """Spreads the entries evenly, in their order."""
+        rank, num_ranks = self.net.rank, self.net.world_size
+        begin = sum(sizes[:rank])
+        goals = evenly(sum(sizes), num_ranks)
+        cuts = [min(max(goal - begin, 0), sizes[rank]) for goal in goals]
+        parts = devices.integers(cuts, self.residual.device)
+        return self.swap(selected, parts, range(num_ranks))[0]
 
     # ---- the residual ----
-
-    def encode(self, values: Tensor, rounded_off: Tensor) -> Tensor:
-        """Encodes values for the wire; writes what the encoding rounds off into `rounded_off`."""
-        code = rounding.encode(values, self.wire_dtype)
-        if code is not values:
-            torch.sub(values, rounding.decode(code, like=values), out=rounded_off)
-        return code
 
     def update_residual(
         self, local_indices: Tensor, global_indices: Tensor, rounded_off: Tensor
@@ -361,7 +313,7 @@ class OkTopk(ErrorFeedback):
         super().load_state_dict(state)
         self.local_threshold = state["local_threshold"].to(self.residual)
         self.global_threshold = state["global_threshold"].to(self.residual)
-        self.boundaries = list(state["boundaries"])
+        self.divide(list(state["boundaries"]))
 
     def metrics(self) -> dict[str, float]:
         n = max(1, len(self.residual))

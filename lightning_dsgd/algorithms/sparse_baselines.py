@@ -17,7 +17,7 @@ Papers: TopkAllgather and TopkDSA: SparCML (Renggli et al., SC 2019,
 https://arxiv.org/abs/1802.08021); GTopk: Shi et al., ICDCS 2019, https://arxiv.org/abs/1901.04359;
 GaussianTopk: Shi et al. 2019, https://arxiv.org/abs/1911.08772.
 
-Differences from the papers: indices are packed (`sparse.pack`) in all of them; a rank that has run
+Differences from the papers: indices are packed (`sparse_wire`) in all of them; a rank that has run
 out of data continues with its residual; not in the papers is `local_steps`, which sums what several
 steps have changed (both: `error_feedback`).  Every rank waits for every other in every exchange,
 once in `local_steps` steps.
@@ -27,24 +27,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from lightning_dsgd import devices
 from lightning_dsgd.algorithm import Profile
-from lightning_dsgd.primitives import sparse
-from lightning_dsgd.primitives.error_feedback import (
-    GATHER,
-    SPLIT,
-    ErrorFeedback,
-    Selected,
-    evenly,
-    joined,
-    split,
-)
+from lightning_dsgd.primitives import sparse, sparse_wire
+from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
+from lightning_dsgd.primitives.sparse_wire import Part
 
+UP: Final = 1
+DOWN: Final = 2
+_HEAD: Final = torch.empty(0, dtype=torch.int64)
 LOWERED_BY: Final = 0.9
 """The factor of a Gaussian threshold until enough entries get through."""
 
@@ -67,9 +63,8 @@ class TopkAllgather(ErrorFeedback):
         values, indices = self.local_topk()
         self.take_out(indices)
         total = g if g.dtype == values.dtype else torch.zeros_like(self.residual)
-        for message in self.allgatherv(sparse.pack(values, indices)):
-            theirs, places = self.unpack(message)
-            total[places] += theirs
+        theirs, places = self.gather_all((values, indices))
+        total.index_add_(0, places, theirs)
         return sparse.select(total, total.new_zeros(()))
 
 
@@ -123,38 +118,24 @@ class TopkDSA(ErrorFeedback):
     )
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
-        net = self.net
+        rank, world_size = self.net.rank, self.net.world_size
         self.accumulate(g)
         selected = self.local_topk()
         self.take_out(selected[1])
-        bounds = evenly(len(g), net.world_size)
-        start, stop = bounds[net.rank : net.rank + 2]
-        parts = split(selected, bounds)
-        for distance in range(1, net.world_size):
-            rank = (net.rank + distance) % net.world_size
-            self.send(*parts[rank], rank, SPLIT)
-        region = self.residual.new_zeros(stop - start)
-        region[parts[net.rank][1] - start] = parts[net.rank][0]
-        for distance in range(1, net.world_size):
-            theirs, places = self.recv((net.rank - distance) % net.world_size, SPLIT)
-            region[places - start] += theirs
+        bounds = evenly(len(g), world_size)
+        start, stop = bounds[rank : rank + 2]
+        cuts = torch.searchsorted(selected[1], devices.integers(bounds, g.device))
+        (values, places), _ = self.swap(selected, cuts, downwards(rank, world_size))
+        region = self.residual.new_zeros(stop - start).index_add_(0, places - start, values)
         values, places = sparse.select(region, region.new_zeros(()))
-        message = sparse.pack(values, places + start)
-        if len(message) >= region.nbytes:
-            message = region.view(torch.uint8)
-        messages = self.allgatherv(message)
-        return joined(
-            [self.read(m, *span) for m, span in zip(messages, pairwise(bounds), strict=True)]
-        )
-
-    def read(self, message: Tensor, start: int, stop: int) -> Selected:
-        """Reads a region's sums; a full region is dense, and no sparse message is as long."""
-        if len(message) != (stop - start) * self.residual.itemsize:
-            return self.unpack(message)
-        values, places = sparse.select(
-            message.view(self.residual.dtype), self.residual.new_zeros(())
-        )
-        return values, places + start
+        sums = values, places + start
+        (part,) = self.measure(sums)
+        if part.num_bytes("float32", region.dtype) >= region.nbytes:
+            sums = region, torch.arange(start, stop, device=region.device)
+            part = Part(0, len(region), start)
+        values, indices = self.gather(sums, self.announce(part))[0]
+        kept = values.nonzero().squeeze(1)  # a dense region has zeros
+        return values[kept], indices[kept]
 
 
 @dataclass
@@ -183,19 +164,30 @@ class GTopk(ErrorFeedback):
         distances = [1 << i for i in range((world_size - 1).bit_length())]
         for distance in distances:
             if rank % (2 * distance) == distance:
-                self.send(*selected, rank - distance, SPLIT)
+                self.send(selected, rank - distance, UP)
             elif rank % (2 * distance) == 0 and rank + distance < world_size:
-                selected = self.merge(selected, self.recv(rank + distance, SPLIT))
+                selected = self.merge(selected, self.recv(rank + distance, UP))
         for distance in reversed(distances):
             if rank % (2 * distance) == distance:
-                selected = self.recv(rank - distance, GATHER)
+                selected = self.recv(rank - distance, DOWN)
             elif rank % (2 * distance) == 0 and rank + distance < world_size:
-                self.send(*selected, rank + distance, GATHER)
+                self.send(selected, rank + distance, DOWN)
         return selected
+
+    def send(self, selected: Selected, rank: int, tag: int) -> None:
+        parts = self.measure(selected)
+        self.net.send(sparse_wire.heads_of(parts), rank, tag)
+        self.net.send(sparse_wire.pack(*selected, parts)[0], rank, tag)
+
+    def recv(self, rank: int, tag: int) -> Selected:
+        parts = sparse_wire.parts_of(self.net.recv(_HEAD, rank, tag).wait())
+        like = self.residual.new_empty(0, dtype=torch.uint8)
+        message = self.net.recv(like, rank, tag).wait()
+        return sparse_wire.unpack([message], parts, self.residual)
 
     def merge(self, ours: Selected, theirs: Selected) -> Selected:
         """Returns the k largest entries of the sum; the rest goes into the residual."""
-        values, indices = joined([ours, theirs])
+        values, indices = map(torch.cat, zip(ours, theirs, strict=True))
         indices, place = indices.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         sums = values.new_zeros(len(indices)).index_add_(0, place, values)  # two terms at most
         if len(sums) <= self.k:

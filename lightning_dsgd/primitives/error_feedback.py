@@ -35,8 +35,7 @@ residuals of which it was taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -52,7 +51,8 @@ from lightning_dsgd.agreement import (
 )
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least
-from lightning_dsgd.primitives import sparse, step_scaling
+from lightning_dsgd.primitives import sparse, sparse_wire, step_scaling
+from lightning_dsgd.primitives.sparse_wire import Part
 from lightning_dsgd.transport import Diverged, Transport
 
 Selected = tuple[Tensor, Tensor]
@@ -60,9 +60,6 @@ Selected = tuple[Tensor, Tensor]
 
 NUM_MEASURED: Final = 1024
 """The least number of entries that the share of applied gradients is measured on."""
-SPLIT: Final = 1
-BALANCE: Final = 2
-GATHER: Final = 3
 
 
 @dataclass
@@ -120,7 +117,6 @@ class ErrorFeedback(Algorithm):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         self.residual = torch.zeros_like(x, dtype=wide)
         sparse.prepare(self.residual, net.world_size, is_told=net.rank == 0)
-        self.bytes = x.new_empty(0, dtype=torch.uint8)  # what messages are received like
         self.k = self.num_selected_of(len(x))
         self.step = self.steps_before = 0  # made among these ranks, and before another was lost
         self.round = 0  # in which this rank took part, with or without a gradient
@@ -289,13 +285,15 @@ class ErrorFeedback(Algorithm):
         """Returns the k largest entries of the residual, fewer where all others are zero."""
         return self.cut(self.select(sparse.kth_magnitude(self.residual, self.k)), self.k)
 
-    def select(self, threshold: Tensor, g: Tensor | None = None) -> Selected:
-        """Adds g to the residual, if given; selects the residual's entries by a threshold."""
-        if g is None:
-            values, indices = sparse.select(self.residual, threshold)
-        else:
-            values, indices = sparse.accumulate_and_select(self.residual, g, threshold)
-        if not values.isfinite().all():
+    def select(self, threshold: Tensor) -> Selected:
+        """Selects the residual's entries by a threshold."""
+        selected = sparse.select(self.residual, threshold)
+        self.require_finite(bool(selected[0].isfinite().all()))
+        return selected
+
+    def require_finite(self, is_finite: bool) -> None:
+        """Raises unless what this rank has selected is finite."""
+        if not is_finite:
             what = "gradients" if self.uses_gradient else "weights"
             step = self.steps_before + self.step + self.uses_gradient  # it is under way
             raise Diverged(
@@ -303,7 +301,6 @@ class ErrorFeedback(Algorithm):
                 f"{step}; look at the learning rate and the loss, or set check_finite=True, which "
                 "names the parameter"
             )
-        return values, indices
 
     def cut(self, selected: Selected, k: int) -> Selected:
         """Returns the k largest selected entries; of equal entries, the first."""
@@ -319,36 +316,94 @@ class ErrorFeedback(Algorithm):
 
     # ---- the wire ----
 
-    def unpack(self, message: Tensor, wire_dtype: str = "float32") -> Selected:
-        return sparse.unpack(message, self.residual.dtype, wire_dtype)
+    def measure(self, selected: Selected, cuts: Tensor | None = None) -> list[Part]:
+        """Returns the parts of a selection between the cuts, or the whole as one part."""
+        values, indices = selected
+        if cuts is None:
+            cuts = devices.integers([0, len(indices)], indices.device)
+        parts, is_finite = sparse_wire.measure(values, indices, cuts, len(self.residual))
+        self.require_finite(is_finite)
+        return parts
 
-    def send(self, code: Tensor, indices: Tensor, rank: int, tag: int) -> None:
-        self.net.send(sparse.pack(code, indices), rank, tag)
+    def swap(
+        self, selected: Selected, cuts: Tensor, order: Sequence[int], wire_dtype: str = "float32"
+    ) -> tuple[Selected, Tensor]:
+        """Sends every rank its part of a selection.
 
-    def recv(self, rank: int, tag: int, wire_dtype: str = "float32") -> Selected:
-        return self.unpack(self.net.recv(self.bytes, rank, tag).wait(), wire_dtype)
+        Args:
+            selected: this rank's entries
+            cuts: where the part of each rank begins, and the last one ends
+            order: the ranks; their parts are returned in this order, this rank's own among them
+            wire_dtype: what values are rounded to; a rank's own are not rounded
 
-    def allgatherv(self, message: Tensor) -> list[Tensor]:
-        """Returns every rank's message, in the order of the ranks.
-
-        In ceil(log2 P) exchanges with ranks 1, 2, 4, ... further on, each of all that has come
-        together by then (Bruck et al. 1997; recursive doubling for any P): every rank receives each
-        message once.
+        Returns:
+            The parts of all ranks for this one, and what was rounded off the values sent.
         """
-        net = self.net
-        messages = [message]  # of this rank, the next one, ...
-        while (distance := len(messages)) < net.world_size:
-            num = min(distance, net.world_size - distance)
-            for known in messages[:num]:
-                net.send(known, (net.rank - distance) % net.world_size, GATHER)
-            source = (net.rank + distance) % net.world_size
-            messages += [net.recv(message, source, GATHER).wait() for _ in range(num)]
-        return [messages[(rank - net.rank) % net.world_size] for rank in range(net.world_size)]
+        net, (values, indices) = self.net, selected
+        parts = self.measure(selected, cuts)
+        own, parts[net.rank] = parts[net.rank], Part(0, 0)
+        kept = slice(own.begin, own.end)
+        if net.world_size == 1:
+            return selected, torch.zeros_like(values)
+        heads = sparse_wire.heads_of(parts)
+        each = [sparse_wire.HEAD_WORDS] * net.world_size
+        theirs = sparse_wire.parts_of(
+            net.all_to_all(torch.empty_like(heads), heads, each, each).wait()
+        )
+        message, errors = sparse_wire.pack(values, indices, parts, wire_dtype)
+        to_each, from_each = (
+            [part.num_bytes(wire_dtype, values.dtype) for part in ones] for ones in (parts, theirs)
+        )
+        into = message.new_empty(sum(from_each))
+        net.all_to_all(into, message, from_each, to_each).wait()
+        messages, others = (
+            torch.split(into, from_each),
+            [rank for rank in order if rank != net.rank],
+        )
+        came = sparse_wire.unpack(
+            [messages[rank] for rank in others],
+            [theirs[rank] for rank in others],
+            self.residual,
+            wire_dtype,
+        )
+        place = sum(theirs[rank].count for rank in order[: order.index(net.rank)])
+        all_values, all_indices = (
+            torch.cat([x[:place], mine[kept], x[place:]])
+            for x, mine in zip(came, selected, strict=True)
+        )
+        rounded_off = torch.zeros_like(values)
+        if len(errors):
+            rounded_off[: own.begin] = errors[: own.begin]
+            rounded_off[own.end :] = errors[own.begin :]
+        return (all_values, all_indices), rounded_off
 
+    def announce(self, part: Part) -> list[Part]:
+        """Tells all ranks what a part has; returns every rank's part."""
+        heads = torch.empty(sparse_wire.HEAD_WORDS * self.net.world_size, dtype=torch.int64)
+        each = [sparse_wire.HEAD_WORDS] * self.net.world_size
+        head = sparse_wire.heads_of([part])
+        return sparse_wire.parts_of(self.net.gather_into(heads, head, each).wait())
 
-def joined(parts: Sequence[Selected]) -> Selected:
-    """Joins selections, one after the other."""
-    return torch.cat([values for values, _ in parts]), torch.cat([indices for _, indices in parts])
+    def gather(
+        self, selected: Selected, parts: Sequence[Part], wire_dtype: str = "float32"
+    ) -> tuple[Selected, Tensor]:
+        """Gathers what all ranks have announced.
+
+        Returns:
+            The entries of all ranks, and what was rounded off this rank's values.
+        """
+        own = replace(parts[self.net.rank], begin=0)
+        message, rounded_off = sparse_wire.pack(*selected, [own], wire_dtype)
+        sizes = [part.num_bytes(wire_dtype, self.residual.dtype) for part in parts]
+        into = message.new_empty(sum(sizes))
+        self.net.gather_into(into, message, sizes).wait()
+        all_of_them = sparse_wire.unpack(torch.split(into, sizes), parts, self.residual, wire_dtype)
+        return all_of_them, rounded_off
+
+    def gather_all(self, selected: Selected) -> Selected:
+        """Gathers the selections of all ranks."""
+        (part,) = self.measure(selected)
+        return self.gather(selected, self.announce(part))[0]
 
 
 def evenly(length: int, num_parts: int) -> list[int]:
@@ -356,8 +411,6 @@ def evenly(length: int, num_parts: int) -> list[int]:
     return [length * i // num_parts for i in range(num_parts + 1)]
 
 
-def split(selected: Selected, bounds: Sequence[int]) -> list[Selected]:
-    """Splits a selection into the entries of each region."""
-    values, indices = selected
-    cuts = torch.searchsorted(indices, devices.integers(bounds, indices.device)).tolist()
-    return [(values[a:b], indices[a:b]) for a, b in pairwise(cuts)]
+def downwards(rank: int, world_size: int) -> list[int]:
+    """Returns all ranks, in the order in which a rank adds up what comes: its own part first."""
+    return [(rank - distance) % world_size for distance in range(world_size)]

@@ -77,11 +77,17 @@ def decode(code: Tensor, like: Tensor) -> Tensor:
     return values.view(-1)[: len(like)]
 
 
-def num_bytes(count: int, wire_dtype: str, dtype: torch.dtype) -> int:
-    """Returns the number of bytes of a message that holds so many values of this dtype."""
+def planes(count: int, wire_dtype: str, dtype: torch.dtype) -> list[int]:
+    """Returns the bytes of what stands for so many values of this dtype: exponents, then values."""
     if wire_dtype in _BITS:
-        return _num_blocks(count) * (1 + BLOCK * _BITS[wire_dtype] // 8)
-    return count * (torch.bfloat16 if wire_dtype == "bfloat16" else dtype).itemsize
+        num_blocks = _num_blocks(count)
+        return [num_blocks, num_blocks * BLOCK * _BITS[wire_dtype] // 8]
+    return [count * (torch.bfloat16 if wire_dtype == "bfloat16" else dtype).itemsize]
+
+
+def padding(count: int, wire_dtype: str) -> int:
+    """Returns how many values are missing in the last block."""
+    return -count % BLOCK if wire_dtype in _BITS else 0
 
 
 def _num_blocks(num_values: int) -> int:

@@ -1,9 +1,8 @@
-"""What is sent where only the largest entries are: thresholds, selection, the wire format.
+"""What is sent where only the largest entries are: thresholds and selection.
 
     kth_magnitude           th <- k-th largest |x_i|          reads x once, and 1.3 k candidates
     select                  values, indices <- |x_i| >= th    reads x once
     accumulate_and_select   r += g, g <- 0, select from r     reads r and g, writes r and g
-    pack, unpack            (values, indices) <-> bytes       passes over what was selected
 
 Legend: n elements of x, k of them wanted, th a threshold (a tensor of one element), r the residual.
 
@@ -11,24 +10,10 @@ On a CPU a selection goes by pieces that stay in the cache, so what is written t
 operations touches memory once (with g of another dtype than r, twice).  On a GPU it is a kernel
 (`sparse_triton.py`) where Triton can be imported and is the faster form there (`sparse_choice.py`);
 nothing waits for the device there but what returns a tensor whose length depends on the values:
-`select`, `accumulate_and_select`, `pack` and `unpack`.
+`select` and `accumulate_and_select`.  `sparse_wire` has the wire format.
 
 **NaN and inf** are selected, whatever the threshold: who looks at what was selected has found them,
 without a pass of its own.  **Zeros** are never selected, nor are subnormal numbers.
-
-**The wire format.**  Indices go as distances from one to the next, in units of w bytes that hold
-less than L = 2^(8w) - 1, preceded by a unit of L for each L that the distance exceeds.  Such a code
-of c indices over a range of m takes at most w (c + m / L) bytes, whatever lies where; w is 1, 2 or
-4, whichever makes that least.  Where a bit for each of the m places takes less, these bits go: m/8
-bytes.  An fp32 value with its index takes, for indices that are spread evenly at random:
-
-    density       40%     20%     10%     1%      0.1%    0.01%    0.001%   (8 bytes as coordinates)
-    bytes         4.31    4.63    5.00    5.09    6.00    6.00     8.00
-    at most       4.31    4.63    5.04    5.40    6.04    6.31     8.00
-
-and 24 bytes a message.  Rounded values (`rounding`) take 2, 2.97 and 3.47 bytes less: at a density
-of 1% 2.12 bytes with "int8" and 1.62 with "int4", at 40% 1.34 and 0.84.  Messages of these hold
-whole blocks.  Indices are integers of 64 bits until then: no length is too large.
 """
 
 from __future__ import annotations
@@ -42,7 +27,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dsgd import devices
-from lightning_dsgd.primitives import rounding
 from lightning_dsgd.primitives.sparse_choice import Choice, Form
 
 _PIECE: Final = 1 << 17
@@ -57,10 +41,6 @@ _BITS: Final = {
     4: (torch.int32, np.uint32),
     8: (torch.int64, np.uint64),
 }
-_WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-MARKS: Final = 0
-"""Stands for a width where a message has a bit for each place."""
-HEADER_BYTES: Final = 24
 _choice: Final = Choice()
 """The measured choices of this process, which has the devices."""
 
@@ -115,8 +95,29 @@ def accumulate_and_select(residual: Tensor, g: Tensor, threshold: Tensor) -> tup
     return _select(residual, threshold, g)
 
 
+def select_at_most(x: Tensor, threshold: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Selects no more than `most` elements, the first ones; waits for no device.
+
+    Returns:
+        Values and indices, which on a device are `most` or as many as x has, and where those that
+        were selected begin and end among these.
+    """
+    if devices.is_on_host(x):
+        values, indices = select(x, threshold)
+        return values, indices, torch.tensor([0, min(most, len(values))])
+    marks = (x.abs() < _least(x, threshold)).logical_not_()
+    indices = torch.nonzero_static(marks, size=min(most, len(x)), fill_value=0).squeeze(1)
+    count = marks.sum(0, keepdim=True).clamp_(max=most)
+    return x[indices], indices, torch.cat([count.new_zeros(1), count])
+
+
+def _least(x: Tensor, threshold: Tensor) -> Tensor:
+    """Returns the least magnitude to be selected: no zero, and no subnormal number."""
+    return threshold.clamp(min=torch.finfo(x.dtype).smallest_normal)
+
+
 def _select(x: Tensor, threshold: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
-    least = threshold.clamp(min=torch.finfo(x.dtype).smallest_normal)
+    least = _least(x, threshold)
     if devices.is_on_host(x):
         return select_by_pieces(x, least, g)
     return _choice.among(forms(x), x)(x, least, g)
@@ -227,98 +228,3 @@ def count_each(digits: Tensor, num: int) -> Tensor:
         return torch.bincount(digits, minlength=num)
     counts = torch.zeros(num, dtype=torch.int64, device=digits.device)
     return counts.index_add_(0, digits.to(torch.int64), torch.ones_like(digits, dtype=torch.int64))
-
-
-# ---- the wire ----
-
-
-def pack(code: Tensor, indices: Tensor) -> Tensor:
-    """Packs values, which may be encoded, and their ascending indices into one message of bytes."""
-    count, device = len(indices), indices.device
-    if not count:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    first, last = indices[:: max(1, count - 1)].tolist()[:2] if count > 1 else [int(indices)] * 2
-    span = last - first
-    num_bytes = {w: w * (count + span / _limit(w)) for w in _WIDTHS} | {MARKS: span / 8 + 1}
-    width = min(num_bytes, key=num_bytes.__getitem__)
-    units = _marks(indices - first, span) if width == MARKS else _distances(indices, width, span)
-    parts = (devices.integers((count, first, width), device), code, units)
-    return torch.cat([part.view(torch.uint8) for part in parts])
-
-
-def unpack(
-    message: Tensor, dtype: torch.dtype, wire_dtype: str = "float32"
-) -> tuple[Tensor, Tensor]:
-    """Unpacks and decodes a message; returns values, in `dtype`, and indices."""
-    if not len(message):
-        return message.to(dtype), message.to(torch.int64)
-    count, first, width = message[:HEADER_BYTES].view(torch.int64).tolist()
-    middle = HEADER_BYTES + rounding.num_bytes(count, wire_dtype, dtype)
-    travelled = rounding.encode(message.new_empty(0, dtype=dtype), wire_dtype).dtype
-    like = message.new_empty(count, dtype=dtype)
-    values = rounding.decode(message[HEADER_BYTES:middle].view(travelled), like)
-    units = message[middle:]
-    indices = _marked(units, count) if width == MARKS else _summed(units, count, width)
-    return values, indices.add_(first)
-
-
-def _distances(indices: Tensor, width: int, span: int) -> Tensor:
-    """Returns the distances from one index to the next, in units of so many bytes."""
-    limit, count = _limit(width), len(indices)
-    narrow = torch.int32 if max(span, limit) < 1 << 31 else torch.int64
-    units = torch.diff(indices).to(narrow)
-    (far,) = (units >= limit).nonzero(as_tuple=True)
-    if len(far):
-        distances, device = units, indices.device
-        escapes = torch.zeros(count - 1, dtype=torch.int64, device=device)
-        escapes[far] = (distances[far] // limit).to(torch.int64)
-        distances[far] %= limit
-        ends = torch.arange(count - 1, device=device) + escapes.cumsum(0)
-        units = torch.full((int(ends[-1]) + 1,), limit, dtype=narrow, device=device)
-        units[ends] = distances
-    # A distance of more than half the range turns negative, and back in `_summed`.
-    return units.to(_WIDTHS[width])
-
-
-def _summed(units: Tensor, count: int, width: int) -> Tensor:
-    """Sums up distances; returns the indices, less the first."""
-    limit = _limit(width)
-    steps = units.clone().view(_WIDTHS[width]).to(torch.int64).bitwise_and_(limit)
-    indices = torch.zeros(count, dtype=torch.int64, device=units.device)
-    if len(steps) == count - 1:
-        torch.cumsum(steps, 0, out=indices[1:])
-    else:
-        indices[1:] = steps.cumsum(0)[places(steps != limit, count - 1)]
-    return indices
-
-
-def _marks(indices: Tensor, span: int) -> Tensor:
-    """Returns a bit for each number up to the span, set if the number is there; eight a byte."""
-    marks = torch.zeros((span // 8 + 1) * 8, dtype=torch.uint8, device=indices.device)
-    marks[indices] = 1
-    if devices.is_on_host(marks):
-        return torch.from_numpy(np.packbits(marks.numpy(), bitorder="little"))
-    bits = [column << bit for bit, column in enumerate(marks.view(-1, 8).unbind(1))]
-    return torch.stack(bits).sum(0, dtype=torch.uint8)
-
-
-def _marked(units: Tensor, count: int) -> Tensor:
-    """Returns the numbers whose bits are set, so many of them."""
-    if devices.is_on_host(units):
-        return places(
-            torch.from_numpy(np.unpackbits(units.numpy(), bitorder="little")).bool(), count
-        )
-    in_each = torch.stack([units >> bit & 1 for bit in range(8)]).sum(0)
-    target = in_each.cumsum(0).sub_(in_each)  # of a byte's first mark, then of its next ones
-    first = torch.arange(0, 8 * len(units), 8, device=units.device)
-    found = torch.zeros(count + 1, dtype=torch.int64, device=units.device)
-    for bit in range(8):
-        marks = (units >> bit & 1).bool()
-        found.scatter_(0, target.where(marks, count), first + bit)  # others one place behind
-        target += marks
-    return found[:count]
-
-
-def _limit(width: int) -> int:
-    """Returns the distance that a unit of so many bytes cannot hold, and that an escape means."""
-    return (1 << 8 * width) - 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_dsgd.primitives import rounding, sparse
+from lightning_dsgd.primitives import rounding, sparse, sparse_wire
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
@@ -130,14 +131,32 @@ def test_thresholds_follow_their_counts_gently() -> None:
 # ---- the wire ----
 
 
-def roundtrip(values: Tensor, indices: Tensor, wire: str = "float32") -> Tensor:
-    code = rounding.encode(values, wire)
-    message = sparse.pack(code, indices)
-    assert (message.dtype, message.dim()) == (torch.uint8, 1)
-    back, places = sparse.unpack(message, values.dtype, wire)
+def pack(values: Tensor, indices: Tensor, cuts: list[int], wire: str) -> tuple[list[int], Tensor]:
+    """The bytes of each part, and all of them, which have come back as they were."""
+    parts, is_finite = sparse_wire.measure(values, indices, torch.tensor(cuts), 1 << 62)
+    assert is_finite
+    message, rounded_off = sparse_wire.pack(values, indices, parts, wire)
+    theirs = sparse_wire.parts_of(sparse_wire.heads_of(parts))
+    assert theirs == parts
+    sizes = [part.num_bytes(wire, values.dtype) for part in theirs]
+    back, places = sparse_wire.unpack(torch.split(message, sizes), theirs, values, wire)
     assert torch.equal(places, indices)
-    assert torch.equal(back, rounding.decode(code, like=values))
-    return message
+    assert torch.equal(back + rounded_off if len(rounded_off) else back, values)
+    expected = [rounding.encode(values[a:b], wire) for a, b in pairwise(cuts)]
+    expected = [
+        rounding.decode(x, values[a:b]) for x, (a, b) in zip(expected, pairwise(cuts), strict=True)
+    ]
+    assert torch.equal(back, torch.cat(expected))
+    return sizes, message
+
+
+def roundtrip(values: Tensor, indices: Tensor, wire: str = "float32") -> Tensor:
+    """One message; parts that are packed together are each as long as alone."""
+    cuts = [0, 0, len(indices) // 7, len(indices) // 2, len(indices)]
+    sizes, _ = pack(values, indices, cuts, wire)
+    for size, (a, b) in zip(sizes, pairwise(cuts), strict=True):
+        assert [size] == pack(values[a:b], indices[a:b], [0, b - a], wire)[0]
+    return pack(values, indices, [0, len(indices)], wire)[1]
 
 
 INDICES = {
@@ -179,11 +198,11 @@ def test_an_entry_takes_no_more_bytes_than_is_said(density: float, shape: str) -
     message = roundtrip(randn(len(indices)), indices)
     bound = min(w * (1 + 1 / ((2 ** (8 * w) - 1) * density)) for w in (1, 2, 4))
     bound = min(bound, 1 / 8 / density)
-    assert len(message) <= 25 + (4 + bound) * len(indices)
+    assert len(message) <= 1 + (4 + bound) * len(indices)
     if density >= 0.01:
-        assert len(message) <= 24 + 5.4 * len(indices)  # whatever lies where
+        assert len(message) <= 5.4 * len(indices)  # whatever lies where
     if density >= 1e-4:
-        assert len(message) <= 24 + 6.5 * len(indices)
+        assert len(message) <= 6.5 * len(indices)
 
 
 def test_an_entry_takes_as_many_bytes_as_is_said_at_1_percent() -> None:
@@ -200,5 +219,5 @@ def test_an_entry_takes_as_many_bytes_as_is_said_at_1_percent() -> None:
 def test_marks_of_what_is_dense_are_the_same_on_a_device() -> None:
     indices = (torch.rand(1003, generator=torch.Generator().manual_seed(0)) < 0.3).nonzero()[:, 0]
     message = roundtrip(randn(len(indices)), indices)
-    with mock.patch.object(sparse.devices, "is_on_host", return_value=False):
+    with mock.patch.object(sparse_wire.devices, "is_on_host", return_value=False):
         assert torch.equal(roundtrip(randn(len(indices)), indices), message)

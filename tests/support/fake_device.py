@@ -636,6 +636,17 @@ class OnDevice:
     def all_gather(self, x: Tensor, group: Any = None) -> Any:
         return _Then(self._net.all_gather(self._up(x), group), lambda all_: [*map(_down, all_)])
 
+    def gather_into(self, into: Tensor, x: Tensor, sizes: Any, group: Any = None) -> Any:
+        y = self._up(into)
+        begin = (x.data_ptr() - into.data_ptr()) // x.itemsize
+        is_in_place = 0 <= begin <= len(into) - len(x) and len(x)
+        z = y[begin : begin + len(x)] if is_in_place else self._up(x)
+        return _Then(self._net.gather_into(y, z, sizes, group), lambda _: _put(y, into))
+
+    def all_to_all(self, into: Tensor, x: Tensor, *sizes: Any) -> Any:
+        y = self._up(into)
+        return _Then(self._net.all_to_all(y, self._up(x), *sizes), lambda _: _put(y, into))
+
     def broadcast(self, x: Tensor, src: int, group: Any = None) -> Any:
         y = self._up(x)
         work = self._net.broadcast(y, src, group)
@@ -685,6 +696,10 @@ class _Lane:
 
 def _down(x: Tensor) -> Tensor:
     return x if x.device.type == "cpu" else x.clone().cpu()
+
+
+def _put(y: Tensor, into: Tensor) -> Tensor:
+    return into if y is into else into.copy_(_down(y))
 
 
 def _overwrite(x: Tensor) -> None:

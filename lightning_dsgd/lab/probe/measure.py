@@ -24,7 +24,7 @@ from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.lab import accelerators
 from lightning_dsgd.lab.probe.cluster import Cluster, Link, Processor
 from lightning_dsgd.lab.timeline.clocks import boot_id
-from lightning_dsgd.primitives import sparse
+from lightning_dsgd.primitives import sparse, sparse_wire
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.transport import Transport
 
@@ -312,11 +312,13 @@ def _selection(device: torch.device) -> Found:
     x, y = (torch.randn(n, generator=source).to(device) for _ in range(2))
     threshold, residual = sparse.kth_magnitude(x, k), x.clone()
     values, indices = sparse.select(x, threshold)
-    message = sparse.pack(values, indices)
+    cuts = devices.integers([0, len(indices)], device)
+    parts, _ = sparse_wire.measure(values, indices, cuts, n)
+    message, _ = sparse_wire.pack(values, indices, parts)
     none = torch.zeros_like(x)
 
     def unpack_and_add() -> None:
-        theirs, places = sparse.unpack(message, torch.float32)
+        theirs, places = sparse_wire.unpack([message], parts, x)
         y.index_add_(0, places.long(), theirs)
 
     def accumulate() -> None:

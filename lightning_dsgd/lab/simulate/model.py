@@ -42,7 +42,6 @@ from lightning_dsgd.lab.timeline.recorder import Recorder
 from lightning_dsgd.primitives import rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, evenly
 from lightning_dsgd.primitives.periodic import PeriodicAverage
-from lightning_dsgd.primitives.sparse import HEADER_BYTES
 from lightning_dsgd.transport.simulated import (
     Costs,
     Nodes,
@@ -324,16 +323,13 @@ def message_bytes(scale: float) -> Callable[[Tensor], float]:
     """Returns what a message counts for where each element stands for `scale` of them.
 
     Weights and gradients are fp32, or halves or rounded to int8 on the wire; selected entries are
-    packed in bytes, after a header; integers and fp64 are counts, indices of regions, activations,
+    packed in bytes; integers and fp64 are heads of these, counts, indices of regions, activations,
     push weights.
     """
 
     def count(x: Tensor) -> float:
-        if x.dtype in MODEL_DTYPES:
-            return x.nbytes * scale
-        if x.dtype == torch.uint8 and x.nbytes > HEADER_BYTES:
-            return HEADER_BYTES + (x.nbytes - HEADER_BYTES) * scale
-        return x.nbytes
+        is_data = x.dtype in MODEL_DTYPES or x.dtype == torch.uint8
+        return x.nbytes * scale if is_data else x.nbytes
 
     return count
 
