@@ -98,10 +98,6 @@ class Port:
         """Returns a tensor in pinned memory of the host, of any contents."""
         return buffer(numel, dtype)
 
-    def is_pinned(self, x: Tensor) -> bool:
-        """Returns whether a tensor in the host's memory lies in pinned memory."""
-        return True
-
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Queues a copy from or to pinned memory; neither tensor may change until it is done."""
         into.copy_(source)
@@ -177,9 +173,6 @@ class Accelerator(Port):
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
-
-    def is_pinned(self, x: Tensor) -> bool:
-        return x.is_pinned()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         into.copy_(source, non_blocking=True)

@@ -8,7 +8,7 @@
     mailboxes         where messages and receives meet; `staging`: tensors on a device, on their way
     wire              what carries messages between processes: `tcp` or `mpi`
     mesh              who is alive, over `connections`, each a `connection` after its `handshake`
-    frames            a message as bytes; `pinned`: the memory for one that goes to a device
+    frames            a message as bytes; `pinned`: the chunks by which one comes to a device
     process_group     real ranks over TCP, with torch's own collectives for CUDA tensors
     native            those collectives; `tickets`: the one order that they need
     mpi, mpi_job      real ranks that mpiexec or srun has started; `mpi_flight`: their messages

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from lightning_dsgd.buffers import buffer, copy_of
 from lightning_dsgd.transport.contract import Work
-from lightning_dsgd.transport.frames import DTYPES, FROM_DEVICE, HEADER, bytes_of, is_news
+from lightning_dsgd.transport.frames import DTYPES, HEADER, bytes_of, is_news
 from lightning_dsgd.transport.mailboxes import Mailboxes
-from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.works import Done, Life, Sending
 
 EMPTY: Final = torch.empty(0, dtype=torch.uint8)
@@ -45,7 +44,6 @@ class Owner(Life, Protocol):
 
     mailboxes: Mailboxes
     heartbeat_timeout_s: float
-    pinned: Pinned
 
     def lose(self, rank: int, reason: str) -> None:
         """Hears that a rank is lost."""
@@ -251,11 +249,9 @@ class Connection:
         if is_news(kind):
             self._payload = torch.empty(nbytes, dtype=torch.uint8)
         else:
-            dtype = DTYPES[code & ~FROM_DEVICE]
+            dtype = DTYPES[code]
             numel = nbytes // dtype.itemsize
             payload = self._owner.mailboxes.claim(self.rank, (channel, tag), dtype, nbytes)
-            if payload is None and code & FROM_DEVICE:
-                payload = self._owner.pinned.take(numel, dtype)
             self._payload = buffer(numel, dtype) if payload is None else payload
         self._target = bytes_of(self._payload)
         self._read = 0

@@ -166,9 +166,8 @@ class Work(Protocol[T_co]):
     def done(self) -> bool:
         """Returns whether `wait` would return at once; waits for nothing itself.
 
-        It moves a collective on.  It copies a message for a device to pinned memory, if the message
-        is elsewhere; that takes as long as any copy of so many bytes, and longer where memory is
-        pinned for it.
+        It moves a collective on.  It copies a part of a message for a device to pinned memory,
+        16 MiB at most.
         """
         ...
 

@@ -27,7 +27,7 @@ DTYPES: Final = (
 )  # fmt: skip
 CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 FROM_DEVICE: Final = 128
-"""Marks, with the code of the dtype, a message from a device, most likely to another device."""
+"""Marks, with the code of the dtype, a message of MPI's from a device, most likely to another."""
 _LONGEST_NEWS: Final = 1 << 20
 MEMORY_BYTES: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

@@ -46,7 +46,6 @@ from lightning_dsgd.transport.contract import (
 from lightning_dsgd.transport.frames import (
     AGREEMENT,
     FAREWELL,
-    FROM_DEVICE,
     HEADER,
     HEARTBEAT,
     LOST,
@@ -228,7 +227,7 @@ class Mesh:
 
     def takes(self, sender: int, nbytes: int, kind: int, code: int) -> bool:
         """Returns whether a header announces a message; if not, its sender counts as lost."""
-        why_not = why_no_message(nbytes, kind, code & ~FROM_DEVICE, self.most_bytes)
+        why_not = why_no_message(nbytes, kind, code, self.most_bytes)
         if why_not:
             self.lose(sender, why_not)
         return not why_not

@@ -342,8 +342,7 @@ class MPIWire:
         into = self._mesh.mailboxes.claim(source, key, dtype, nbytes) if may_claim else None
         payload = into
         if payload is None:
-            is_from_device = bool(code & FROM_DEVICE)
-            payload = self._memory_for(numel, dtype) if is_from_device else buffer(numel, dtype)
+            payload = self._memory_for(numel, dtype, is_from_device=bool(code & FROM_DEVICE))
         chunks = []
         if len(frame) > HEADER.size:
             bytes_of(payload)[:] = memoryview(frame)[HEADER.size :]
@@ -355,12 +354,12 @@ class MPIWire:
             request = self._communicator.Irecv([chunk, load_mpi().BYTE], source, _PAYLOAD)
             self._in_flight.add(request, arriving)
 
-    def _memory_for(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns memory for a message from a device; only this thread's stream has used it."""
-        port = self._mesh.port
-        if self.reads_devices and port.device.type != "cpu":
-            return torch.empty(numel, dtype=dtype, device=port.device)
-        return self._mesh.pinned.make(port, numel, dtype)
+    def _memory_for(self, numel: int, dtype: torch.dtype, *, is_from_device: bool) -> Tensor:
+        """Returns memory for a message; on a device only this thread's stream has used it."""
+        device = self._mesh.port.device
+        if is_from_device and self.reads_devices and device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return buffer(numel, dtype)
 
     def _deliver(self) -> None:
         """Delivers what is here, each mailbox in the order in which its messages were sent."""

@@ -2,7 +2,7 @@
 
     send        training or lane   a mark behind what has made x; a copy on the device, if asked for
     stager      its own thread     the mark has passed -> chunk -> pinned memory -> passed -> wire
-    landing     who receives       pinned memory -> the device, on a stream of its own -> passed
+    landing     who receives       chunk -> pinned memory -> the device, on a stream of its own
 
 The thread that sends goes on at once, and so does its stream.  Copies run on streams that wait for
 nothing: each copy is queued once the host has seen that what it reads is there, and what it has
@@ -15,7 +15,7 @@ also messages of CPU tensors; other messages may overtake them until their first
 to pinned memory, or once the wire has read what it takes from where it lies.
 
 **Memory.**  `_SLOTS` chunks of pinned memory for each rank that is sent to; an outlet that takes
-messages whole has one piece of pinned memory for each message, and so has each message that lands
+messages whole has one piece of pinned memory for each message.  What lands shares a few chunks
 (`pinned`).
 
 **Threads.**  Any thread may `send`: `_changed` guards `_new` and `_pending`.  All else is the
@@ -46,10 +46,9 @@ from lightning_dsgd.devices import (
 )
 from lightning_dsgd.transport.contract import Work, failed
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S, Mesh
-from lightning_dsgd.transport.pinned import Pinned
+from lightning_dsgd.transport.pinned import CHUNK_BYTES, Pinned
 from lightning_dsgd.transport.works import Done, Sending
 
-CHUNK_BYTES: Final = 1 << 21
 _SLOTS: Final = 4
 
 
@@ -374,38 +373,48 @@ class Landing:
         payload: the message, in host memory
         into: where the message goes; None: into new memory
         mark: the mark after which `into` may be written
-        pool: the pool of pinned memory
+        pinned: the pinned memory of the network
     """
 
     def __init__(
-        self, port: Port, payload: Tensor, into: Tensor | None, mark: Mark, pool: Pinned
+        self, port: Port, payload: Tensor, into: Tensor | None, mark: Mark, pinned: Pinned
     ) -> None:
-        self._port, self._payload, self._into, self._mark = port, payload, into, mark
-        self._pool = pool
+        self._port, self._into, self._mark = port, into, mark
+        self._pinned = pinned
+        self._bytes = payload.view(torch.uint8)
+        self._dtype, self._numel = payload.dtype, len(payload)
         self._is_new = into is None
-        self._copied: Mark | None = None
-        self._has_landed = False
+        self._num_queued = 0
+        self._copied: Mark | None = None  # behind the last chunk, once all are queued
 
     def has_landed(self) -> bool:
         """Returns whether the message is on the device; waits for neither device nor network.
 
-        The call that begins the copy to the device first copies a message that is not in pinned
-        memory there, all of it, and pins that memory where none is free.
+        It moves the message on, by as many chunks as are free.
         """
         if self._copied is None and self._mark.has_passed():
-            if not self._port.is_pinned(self._payload):
-                pinned = self._pool.make(self._port, len(self._payload), self._payload.dtype)
-                self._payload = pinned.copy_(self._payload)
-            with self._port.using(self._port.side()):
-                if self._into is None:  # memory of that stream: nothing queued elsewhere reads it
-                    kind, device = self._payload.dtype, self._port.device
-                    self._into = torch.empty(len(self._payload), dtype=kind, device=device)
-                self._port.copy(self._into, self._payload)
-                self._copied = self._port.mark()
-        if not self._has_landed and self._copied is not None and self._copied.has_passed():
-            self._has_landed = True
-            self._pool.give(self._payload)
-        return self._has_landed
+            self._copied = self._queue_chunks()
+        return self._copied is not None and self._copied.has_passed()
+
+    def _queue_chunks(self) -> Mark | None:
+        """Queues copies of the next chunks; returns the mark behind the last of all of them."""
+        port, mark = self._port, PASSED
+        with port.using(port.side()):
+            if self._into is None:  # memory of that stream: nothing queued elsewhere reads it
+                self._into = torch.empty(self._numel, dtype=self._dtype, device=port.device)
+            target = self._into.view(torch.uint8)
+            while self._num_queued < len(self._bytes):
+                chunk = self._pinned.take(port)
+                if chunk is None:
+                    return None
+                place = slice(self._num_queued, self._num_queued + CHUNK_BYTES)
+                piece = self._bytes[place]
+                port.copy(target[place], chunk[: len(piece)].copy_(piece))
+                mark = port.mark()
+                self._pinned.give(chunk, mark)
+                self._num_queued += len(piece)
+        self._bytes = self._bytes.new_empty(0)
+        return mark
 
     def take(self) -> Tensor:
         """Returns the message, once it has landed."""

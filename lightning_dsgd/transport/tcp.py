@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_dsgd.devices import is_on_host
 from lightning_dsgd.transport.connections import Connections
 from lightning_dsgd.transport.contract import Work
-from lightning_dsgd.transport.frames import from_device
 from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.staging import Staging
 
@@ -41,9 +39,7 @@ class TCPWire:
         assert self._staging is not None
         if not self._staging.takes(dst, header, x):
             return self._connections.to(dst).send(header, x, copy=copy)
-        return self._staging.send(
-            dst, header if is_on_host(x) else from_device(header), x, copy=copy
-        )
+        return self._staging.send(dst, header, x, copy=copy)
 
     def close(self) -> bool:
         """Sends what comes from a device; the mesh says farewell and closes the connections."""

@@ -1,52 +1,32 @@
-"""The pool of pinned memory keeps what a later message can take, up to so many bytes."""
+"""The pinned chunks of a network: as many as there may be, each free once its mark has passed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pytest
-import torch
-
-from lightning_dsgd.devices import HOST
-from lightning_dsgd.transport.pinned import Pinned
-
-MOST_BYTES = 1024
+from lightning_dsgd.devices import HOST, Mark
+from lightning_dsgd.transport.pinned import CHUNK_BYTES, NUM_CHUNKS, Pinned
 
 
-def kept(given: Sequence[int]) -> list[int]:
-    pool = Pinned(MOST_BYTES)
-    for nbytes in given:
-        pool.give(HOST.pinned(nbytes, torch.uint8))
-    found = []
-    for size in sorted({*given}):
-        while (piece := pool.take(size, torch.uint8)) is not None:
-            found.append(piece.untyped_storage().nbytes())
-    return found
+class Later(Mark):
+    """A mark that passes when it is told to."""
+
+    is_passed = False
+
+    def has_passed(self) -> bool:
+        return self.is_passed
+
+    def hold(self) -> None:
+        raise AssertionError("no stream waits for a chunk")
 
 
-@pytest.mark.parametrize(
-    ("given", "left"),
-    [
-        ([256] * 3, [256] * 3),
-        ([512] + [1] * 100, [1] * 100 + [512]),  # many small pieces drive out no large one
-        ([256] * 5, [256] * 4),
-        ([512, 256, 256, 128], [128, 256, 256]),  # the size that was given back longest ago goes
-        ([512, 256, 512, 256], [256, 512]),
-        ([1024, 2048], [1024]),  # one that is too large drives out nothing
-        ([2048], []),
-        ([1024, 1000], [1024]),  # no message asks for such a size
-    ],
-)
-def test_what_is_kept_has_a_limit_in_bytes(given: list[int], left: list[int]) -> None:
-    assert kept(given) == left
-
-
-def test_a_piece_is_used_again_by_messages_of_about_its_size() -> None:
-    pool = Pinned(MOST_BYTES)
-    x = pool.make(HOST, 200, torch.float32)
-    assert (len(x), x.untyped_storage().nbytes()) == (200, 1024)
-    pool.give(x)
-    assert pool.take(100, torch.float32) is None
-    again = pool.make(HOST, 100, torch.float64)
-    assert (len(again), again.dtype, again.data_ptr()) == (100, torch.float64, x.data_ptr())
-    assert pool.take(200, torch.float32) is None, "it is in use"
+def test_a_chunk_is_free_once_the_device_has_it() -> None:
+    pool, marks = Pinned(), [Later() for _ in range(NUM_CHUNKS)]
+    chunks = [pool.take(HOST) for _ in marks]
+    assert pool.take(HOST) is None
+    for chunk, mark in zip(chunks, marks, strict=True):
+        assert chunk is not None
+        assert len(chunk) == CHUNK_BYTES
+        pool.give(chunk, mark)
+    assert pool.take(HOST) is None
+    marks[3].is_passed = True
+    assert pool.take(HOST) is chunks[3]
+    assert pool.take(HOST) is None
