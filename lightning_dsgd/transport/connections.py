@@ -25,6 +25,10 @@ from lightning_dsgd.transport.contract import TransportError
 from lightning_dsgd.transport.handshake import MOST_STRANGERS, Secret, Stranger
 
 _SIOCGIFADDR: Final = 0x8915
+_PLACE_ON_NODE: Final = (
+    "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID",
+)  # fmt: skip
+"""Variables in which a launcher tells a rank which of its node's ranks it is."""
 _CONNECT_TIMEOUT_S: Final = 30.0
 """A rank that cannot be reached for so long, or for `heartbeat_timeout_s`, is lost."""
 _CONNECT_AGAIN_S: Final = 0.05
@@ -295,11 +299,15 @@ def own_address() -> str:
     """Returns the address at which the other ranks reach this one.
 
     The interface that GLOO_SOCKET_IFNAME names has this address, as for gloo; without the variable,
-    the interface from which the rendezvous host, MASTER_ADDR, is reached.
+    the interface from which the rendezvous host, MASTER_ADDR, is reached.  Where it names several,
+    the ranks of a node take them in turn.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface:
-        request = struct.pack("256s", interface.split(",")[0].encode())
+        given = interface.split(",")
+        place = next((int(os.environ[v]) for v in _PLACE_ON_NODE if v in os.environ), 0)
+        interface = given[place % len(given)].strip()
+        request = struct.pack("256s", interface.encode())
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)

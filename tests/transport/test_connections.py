@@ -1,4 +1,4 @@
-"""A rank that has no descriptor left for those who connect."""
+"""Where a rank listens; and one that has no descriptor left for those who connect."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
+from lightning_dsgd.transport import TransportError
+from lightning_dsgd.transport.connections import own_address
 from lightning_dsgd.transport.handshake import NONCE_BYTES
 from tests.support.worlds import ProcessWorld
 
@@ -45,3 +49,19 @@ def run_out_of_descriptors(net: Any) -> float:
 
 def test_a_rank_without_descriptors_does_not_spin() -> None:
     assert ProcessWorld().run(2, run_out_of_descriptors)[0] < 0.3
+
+
+@pytest.mark.parametrize(
+    "place", ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"]
+)
+def test_the_ranks_of_a_node_take_interfaces_in_turn(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo, none-such")
+    for rank in ("0", "2"):
+        monkeypatch.setenv(place, rank)
+        assert own_address() == "127.0.0.1"
+    monkeypatch.setenv(place, "1")
+    with pytest.raises(TransportError, match="an IPv4 address, got 'none-such'; this machine has"):
+        own_address()
