@@ -5,7 +5,7 @@
 
 It runs from a checkout, which need not be installed; torch, Lightning and pytest are all it needs.
 
-    tests       those marked `gpu`
+    tests       those marked `gpu`: the transports' contract, marks, copies, every algorithm
     sanitizer   the same under TORCH_CUDA_SANITIZER=1, which looks at the main thread's accesses
     selection   accumulation and selection of 1%, by each form that there is: the share of a copy's
                 bandwidth that they reach
@@ -13,19 +13,26 @@ It runs from a checkout, which need not be installed; torch, Lightning and pytes
                 to pinned memory (cudaMemcpy), and from and to pageable memory
     stream      how much longer a step that computes takes while a lane moves 100 MB in each:
                 through the stager, and by copies on the stream that trains
+    step_time   a step of a plain loop, and of the same loop in `decentralized`, with one rank
+    fits        `Trainer.fit` with every strategy, on ranks that share the device: do all ranks end
+                with the same finite model, and what is its loss?
+    slow_kernel what the other ranks' steps take while one rank's kernel is slow
+    throughput  steps a second where a random rank's kernel is slow, as in `bench throughput`
 
 Writes docs/results/gpus/NAME.json, NAME that of the device, anew after each figure and each test:
 whatever ends it, nothing that it has found is lost.  A part that fails is noted with its error, and
 the others follow.  Does nothing, and says why, where there is no GPU.
 
-With `--rehearse` the parts run on the CPU with small sizes, pytest skips each test for want of a
-GPU, and the file is build/cpu.json.  So one sees, before the GPU is there, that nothing is missing.
-The sanitizer needs a GPU.
+With `--rehearse` the parts run on the CPU with small sizes, those with several ranks on the tests'
+emulated device if this torch can have it, pytest skips each test for want of a GPU, and the file is
+build/cpu.json.  So one sees, before the GPU is there, that nothing is missing.  The sanitizer needs
+a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -36,17 +43,26 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before what is installed, if anything is
 
+import slow_kernel
+
+import lightning_dsgd as dsgd
+from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.devices import Port, port_of, until
 from lightning_dsgd.lab import accelerators
+from lightning_dsgd.lab.bench.cells import Cell
+from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.bench.throughput import flatten
 from lightning_dsgd.lab.results import provenance, save
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.transport.frames import HEADER
@@ -54,9 +70,24 @@ from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.staging import Landing, Staging
 from lightning_dsgd.transport.works import Done
+from tests.support import fake_device
+from tests.support.worlds import AcceleratorWorld, FakeWorld
 
 LIMIT_S = 480.0
+PART_S = 75.0
+"""After how long the next part begins."""
 ROOT = Path(__file__).parents[1]
+RANKS = 3
+"""How many share the device in a fit, and in `throughput`."""
+VARIANTS = (
+    "wagma:overlap=true",
+    "wagma:wire_dtype=int8",
+    "sgp:overlap=1",
+    "allreduce:overlap=true",
+)
+"""What is fitted beside each strategy with its defaults."""
+SLOW_KERNELS = ("allreduce", "wagma:sync_period=1000", "adpsgd", "popsgd", "hpsgd")
+LATE = ("ddp", "allreduce", "wagma", "popsgd", "no_sync")
 TESTS = (
     "tests/test_devices.py",
     "tests/primitives/test_sparse_choice.py",
@@ -81,11 +112,10 @@ def run_tests(
 ) -> None:
     """Adds what pytest says of the tests for a GPU, test by test."""
     command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-m", "gpu"]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         [*command, "-p", "no:cacheprovider", *TESTS],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path} | environment,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -162,9 +192,9 @@ def stager() -> Staging:
     return Staging(Mesh(0, 1, 60.0, 20.0), lambda dst: Sink())
 
 
-def land(port: Port, payload: Tensor) -> Tensor:
+def land(port: Port, payload: Tensor, pinned: Pinned) -> Tensor:
     """Takes a message up, and waits for it as a receipt does."""
-    landing = Landing(port, payload, None, port.mark(), Pinned())
+    landing = Landing(port, payload, None, port.mark(), pinned)
     if not until(landing.has_landed, 60.0, lambda: None):
         raise TimeoutError("a copy to the device has not ended within 60 s")
     return landing.take()
@@ -172,7 +202,7 @@ def land(port: Port, payload: Tensor) -> Tensor:
 
 def staging(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """Gigabytes a second of a message of so many bytes, in both directions."""
-    port, stage = port_of(device), stager()
+    port, stage, chunks = port_of(device), stager(), Pinned()
     header = HEADER.pack(0, 0, 0, 0, 0)
     for nbytes in sizes:
         x = torch.ones(nbytes // 4, device=device)
@@ -183,7 +213,7 @@ def staging(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[str, 
             "down_staged": lambda: stage.send(0, header, x, copy=False).wait(60),  # noqa: B023
             "up_memcpy": lambda: x.copy_(pinned, non_blocking=True),  # noqa: B023
             "up_pageable": lambda: x.copy_(pageable),  # noqa: B023
-            "up_staged": lambda: land(port, pinned),  # noqa: B023
+            "up_staged": lambda: land(port, pageable, chunks),  # noqa: B023
         }
         rates = {name: nbytes / seconds(way, device) / 1e9 for name, way in ways.items()}
         yield {"bytes": nbytes, **{f"{name}_gb_s": rate for name, rate in rates.items()}}
@@ -192,11 +222,11 @@ def staging(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[str, 
 
 def stream(device: torch.device, nbytes: int, side: int, steps: int) -> Iterator[dict[str, Any]]:
     """A step's seconds on the stream that trains, alone and beside a lane."""
-    port, stage = port_of(device), stager()
+    port, stage, chunks = port_of(device), stager(), Pinned()
     header = HEADER.pack(0, 0, 0, 0, 0)
     x = torch.zeros(nbytes // 4, device=device)
     a = torch.randn(side, side, device=device)
-    arrived = port.pinned(len(x), x.dtype)
+    arrived = torch.ones(len(x))
     stepped, ended = threading.Semaphore(0), threading.Event()
     moved: list[int] = []
 
@@ -211,7 +241,7 @@ def stream(device: torch.device, nbytes: int, side: int, steps: int) -> Iterator
             while not ended.is_set():
                 if stepped.acquire(timeout=0.01):
                     stage.send(0, header, x, copy=True)
-                    land(port, arrived)
+                    land(port, arrived, chunks)
                     moved.append(1)
 
     def step_s(before: Callable[[], object]) -> float:
@@ -248,6 +278,146 @@ def stream(device: torch.device, nbytes: int, side: int, steps: int) -> Iterator
     }
 
 
+def step_time(device: torch.device, width: int, blocks: int) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a step, in blocks of five that take turns: plain, and in `decentralized`."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.Sequential(*layers).to(device)
+    batch = torch.randn(64, width, device=device)
+
+    def block(optimizer: torch.optim.Optimizer) -> float:
+        def step() -> None:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        return 1e3 * seconds(lambda: [step() for _ in range(5)], device, 1) / 5
+
+    plain = torch.optim.SGD(model.parameters(), lr=1e-3)
+    ours = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that one process trains alone
+        with dsgd.decentralized(model, ours, dsgd.AllReduce()):
+            times = [(block(plain), block(ours)) for _ in range(blocks)]
+    plain_ms, ours_ms = (statistics.median(column) for column in zip(*times, strict=True))
+    yield {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "plain_ms": plain_ms,
+        "decentralized_ms": ours_ms,
+        "added": statistics.median(b / a for a, b in times) - 1,
+    }
+
+
+# ---- several ranks that share the device ----
+
+
+def fit(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
+    """What a rank of a job does for one strategy: it fits a small model."""
+    from tests.support.fits import Seeded, accelerator_of
+    from tests.support.models import loader, trainer, weights
+
+    kind, begin = settings["device"], time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {"timeout_s": 60.0, "share_device": True}
+        accelerator, num_devices = kind, "auto"
+        if kind == "fake":
+            accelerator, num_devices = accelerator_of(fake_device.install().device), RANKS
+            stack.enter_context(fake_device.parameters_allowed())
+        else:
+            options["parallel_devices"] = [
+                torch.device(kind if kind == "cpu" else f"{kind}:0")
+            ] * RANKS
+        model, algorithm = Seeded(), make_algorithm(cell["strategy"])
+        strategy = dsgd.DecentralizedStrategy(algorithm, **options)
+        epochs = settings["epochs"]
+        run = trainer(strategy, num_devices, accelerator=accelerator, max_epochs=epochs)
+        run.fit(model, loader(16 * RANKS), loader(32))
+        return {
+            "seconds": time.perf_counter() - begin,
+            "loss": float(run.callback_metrics["val_loss"]),
+            "model": weights(model).double().cpu().sum().item(),
+        }
+
+
+def fits(kind: str, specs: Sequence[str], epochs: int) -> Iterator[dict[str, Any]]:
+    """One row for each strategy."""
+    job = Job(f"{__file__}:fit", {"device": kind, "epochs": epochs}, RANKS, cell_timeout_s=60.0)
+    for row in rows_of(job, [{"strategy": spec} for spec in specs]):
+        ranks = row.pop("ranks", [])
+        if ranks:
+            row["loss"] = ranks[0]["loss"]
+            row["seconds"] = max(rank["seconds"] for rank in ranks)
+            if len({rank["model"] for rank in ranks}) > 1 or not math.isfinite(row["loss"]):
+                row["error"] = f"ranks must end with one finite model, got {ranks}"
+        yield row
+
+
+def throughput(
+    kind: str, specs: Sequence[str], params: int, steps: int
+) -> Iterator[dict[str, Any]]:
+    """Steps a second where one rank's kernels take 0.3 s; on the CPU its host sleeps so long."""
+    settings = {
+        "world_size": RANKS, "compute_s": 0.02, "delay_s": 0.3, "delayed_ranks": 1, "steps": steps,
+        "params": params, "device": kind, "shares_device": kind != "cpu", "link_bit_s": None,
+        "delay_on": "host" if kind == "cpu" else "device",
+    }  # fmt: skip
+    job = Job("lightning_dsgd.lab.bench.throughput_cell:run", settings, RANKS, cell_timeout_s=60.0)
+    names = ("allreduce_bandwidth", *specs)
+    for row in rows_of(job, [{"strategy": name, "round": 0} for name in names]):
+        is_rate = "error" not in row and row["strategy"] in specs
+        yield flatten(row, steps) if is_rate else row
+
+
+def rows_of(job: Job, cells: Sequence[Cell]) -> Iterator[Cell]:
+    """Each cell's result, or its error, after which new ranks go on with the next cell."""
+    while cells:
+        num_done = 0
+        try:
+            for row in job.measure(cells):
+                num_done += 1
+                yield row
+        except SystemExit as error:
+            if not isinstance(error.code, str):  # this process is to end
+                raise
+            yield {**cells[num_done], "error": error.code}
+            num_done += 1
+        cells = cells[num_done:]
+
+
+def slow_kernels(specs: Sequence[str], run_s: float, *, on_gpu: bool) -> Iterator[dict[str, Any]]:
+    """The steps of the ranks beside the one whose kernels are slow."""
+    for spec in specs:
+        world = AcceleratorWorld() if on_gpu else FakeWorld(finds_races=False)
+        try:
+            yield slow_kernel.measure(world, spec, 0, run_s)
+        except AssertionError as error:  # a rank's
+            yield {"strategy": spec, "error": str(error)}
+
+
+def measure_together(
+    found: dict[str, Any], write: Callable[[], None], kind: str, *, small: bool = False
+) -> None:
+    """Adds what several ranks do that share a device.
+
+    Args:
+        found: where to add it
+        write: is called after each figure
+        kind: the type of device; "fake": the emulated one
+        small: whether to see only that it runs
+    """
+    every = (*ALGORITHMS, *VARIANTS)
+    parts = {
+        "fits": fits(kind, every[:1] if small else every, 1 if small else 4),
+        "throughput": throughput(
+            "cpu" if small else kind, LATE[2:3] if small else LATE, 10**4 if small else 10**7, 5
+        ),
+    }
+    if kind != "cpu":
+        specs, run_s = (SLOW_KERNELS[3:4], 2.0) if small else (SLOW_KERNELS, 4.0)
+        parts["slow_kernel"] = slow_kernels(specs, run_s, on_gpu=kind != "fake")
+    add(found, write, parts)
+
+
 def measure(
     found: dict[str, Any], write: Callable[[], None], device: torch.device, *, small: bool = False
 ) -> None:
@@ -259,13 +429,25 @@ def measure(
         "staging": staging(device, tuple(count * mb for count in counts)),
         "stream": stream(device, 100 * mb, 64 if small else 4096, 5 if small else 50),
     }
+    if device.type != "fake":  # a parameter there is no leaf
+        parts["step_time"] = step_time(device, 64 if small else 2048, 3 if small else 20)
+    add(found, write, parts)
+
+
+def add(
+    found: dict[str, Any], write: Callable[[], None], parts: dict[str, Iterator[dict[str, Any]]]
+) -> None:
+    """Adds all figures of some parts, one after another."""
     for name, rows in parts.items():
         found[name] = []
         try:
+            ends_at = time.monotonic() + PART_S
             for row in rows:
                 found[name].append(row)
                 write()
                 print(f"{name}: {row}", flush=True)
+                if time.monotonic() > ends_at:
+                    raise TimeoutError(f"this part has taken more than {PART_S:.0f} s")
         except Exception as error:  # the other parts follow
             traceback.print_exc()
             found[name].append({"error": f"{type(error).__name__}: {error}"})
@@ -291,22 +473,26 @@ def main() -> None:
         print(f"nothing was done: {reason}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so tests end as well
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = path  # for the ranks, and for pytest
     began = time.monotonic()
     device = torch.device("cpu") if args.rehearse else chosen_device()
+    kind = "fake" if args.rehearse and not fake_device.WHY_NOT else device.type
     name = accelerators.name_of(device)
     file = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") + ".json"
     folder = "build" if args.rehearse else "docs/results/gpus"
-    path = args.output or ROOT / folder / file
+    output = args.output or ROOT / folder / file
     found: dict[str, Any] = {"measured": {}}
 
     def write(*, is_whole: bool = False) -> None:
         ran = {"seconds": math.ceil(time.monotonic() - began), "is_whole": is_whole}
-        save({**made, **ran, **found}, path)
+        save({**made, **ran, **found}, output)
 
     made = {**provenance(), "device": name, **accelerators.seen()}
     write()
-    print(f"writing: {path}", flush=True)
-    measure(found["measured"], write, device, small=args.rehearse)  # the tests may take the rest
+    print(f"writing: {output}", flush=True)
+    measure(found["measured"], write, device, small=args.rehearse)
+    measure_together(found["measured"], write, kind, small=args.rehearse)  # tests take the rest
     parts = {"tests": {}, "sanitizer": {"TORCH_CUDA_SANITIZER": "1"}}
     for part in ["tests"] if args.rehearse else parts:
         left = LIMIT_S - (time.monotonic() - began)
@@ -314,9 +500,10 @@ def main() -> None:
         if left > 20:
             run_tests(found[part], write, left / 2 if part == "tests" else left, **parts[part])
     write(is_whole=True)
-    print(f"written: {path}")
+    print(f"written: {output}")
     failed = [part for part in parts if not found.get(part, {"passed": True})["passed"]]
-    failed += [part for part, rows in found["measured"].items() if "error" in rows[-1]]
+    measured = found["measured"].items()
+    failed += [part for part, rows in measured if any("error" in row for row in rows)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -30,8 +30,7 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab import accelerators
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives.own_device import await_step
-from tests.support.fake_device import FakeDevice
-from tests.support.worlds import FakeWorld
+from tests.support.worlds import FakeWorld, ProcessWorld
 
 RANKS, SLOW, NUM_WEIGHTS = 4, 2, 10_000
 KERNEL_S, SLOW_KERNEL_S = 0.05, 0.6
@@ -54,9 +53,16 @@ SPECS = (
 )
 
 
-def train(net: Any, fake: FakeDevice, spec: str, seconds: float) -> dict[str, Any]:
-    """How long each step of this rank took, and the share of rounds that it was late for."""
-    x = torch.zeros(NUM_WEIGHTS).to(fake.device)
+def train(net: Any, device: Any, spec: str, seconds: float) -> dict[str, Any]:
+    """How long each step of this rank took, and the share of rounds that it was late for.
+
+    Args:
+        net: this rank's transport
+        device: the device, or one that is none
+        spec: the algorithm
+        seconds: how long all ranks train
+    """
+    x = torch.zeros(NUM_WEIGHTS).to(getattr(device, "device", device))
     algorithm = make_algorithm(spec)
     algorithm.start(net.sub("algorithm"), x)
     steps_s: list[float] = []
@@ -79,9 +85,9 @@ def train(net: Any, fake: FakeDevice, spec: str, seconds: float) -> dict[str, An
     return found
 
 
-def measure(spec: str, turn: int, seconds: float) -> dict[str, Any]:
+def measure(world: ProcessWorld, spec: str, turn: int, seconds: float) -> dict[str, Any]:
     """One world's figures: of the steps that its other ranks made."""
-    ranks = FakeWorld(timeout_s=60.0, seed=RANKS * turn).run(RANKS, train, spec, seconds)
+    ranks = world.run(RANKS, train, spec, seconds)
     steps_s = [s for rank in range(RANKS) if rank != SLOW for s in ranks[rank]["steps_s"]]
     return {
         "strategy": spec,
@@ -124,7 +130,8 @@ def main() -> None:
     cells = []
     for turn in range(args.rounds):
         for spec in SPECS:
-            cells.append(measure(spec, turn, args.seconds))
+            world = FakeWorld(timeout_s=60.0, seed=RANKS * turn)
+            cells.append(measure(world, spec, turn, args.seconds))
             print(cells[-1], flush=True)
     for row in summary(cells):
         late = "" if row["late_share"] is None else f"{row['late_share']:.2f}"
