@@ -53,11 +53,14 @@ class Conditions:
         gradient_counts: for each parameter, on how many ranks it has a gradient; only for an
             algorithm that `counts_gradients`.  Before each step it holds this rank's own, 0 or 1,
             and `num_active` sums it in place.
+        claims_batches: whether a rank takes its batches from what is left of an epoch, and so makes
+            as many steps as it has time for
     """
 
     ranks_per_node: int | None = None
     skips_overflow: bool = False
     gradient_counts: Tensor | None = None
+    claims_batches: bool = False
 
 
 ORDINARY: Final = Conditions()

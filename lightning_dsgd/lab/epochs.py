@@ -45,6 +45,9 @@ def in_words(epoch_steps: int | None, data: str = EQUAL) -> str:
 class Epochs:
     """Deals the batches of one training to all its ranks.
 
+    Attributes:
+        is_claimed: whether ranks claim them
+
     Args:
         num_steps: the steps of the job: all ranks together train on as many times P batches
         num_ranks: P
@@ -57,7 +60,7 @@ class Epochs:
     ) -> None:
         self.num_steps, self.num_ranks = num_steps, num_ranks
         self.epoch_steps = epoch_steps
-        self._is_claimed = data == CLAIMED
+        self.is_claimed = data == CLAIMED
         self._num_claimed = 0
 
     def batches(self, rank: int) -> Iterator[int | None]:
@@ -65,7 +68,7 @@ class Epochs:
         every = self.epoch_steps or self.num_steps
         for begin in range(0, self.num_steps, every):
             end = min(self.num_steps, begin + every)
-            if self._is_claimed:
+            if self.is_claimed:
                 while self._num_claimed < end * self.num_ranks:
                     self._num_claimed += 1
                     yield self._num_claimed - 1
@@ -79,4 +82,4 @@ class Epochs:
 
         With claims it follows all batches that were claimed by now.
         """
-        return (self._num_claimed - 1 if self._is_claimed else batch) // self.num_ranks
+        return (self._num_claimed - 1 if self.is_claimed else batch) // self.num_ranks

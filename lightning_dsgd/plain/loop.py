@@ -119,7 +119,9 @@ class Loop:
         text = options.describe(self._algorithm, "consensus", self._average_buffers, self._data)
         session.ranks.check_alike(text)
         alike = len(set(everyones(session.meetings, str(ranks_on_node)))) == 1
-        self._conditions = Conditions(ranks_on_node if alike else None, skips_overflow=scales)
+        self._conditions = Conditions(
+            ranks_on_node if alike else None, skips_overflow=scales, claims_batches=self.claims
+        )
 
     def build(
         self,

@@ -20,6 +20,11 @@ so what the rank has learned in the meantime is kept, and counted the next time.
 only if the sum is not there by then.  That the number of steps is fixed, and not "when it is
 there", makes a run repeat to the bit.
 
+**Claimed batches.**  Ranks that claim their batches make different numbers of steps.  Then the
+first rank that has made sync_period steps since the last average calls all others, and each takes
+part after the step in hand.  So a slow rank holds up the others for a step, and not for a period.
+With overlap_steps each rank counts its own steps.
+
 **Rounded sums.**  With a wire_dtype the ranks send D's parts rounded, and send what is rounded off
 the next time (`quantised.py`).
 
@@ -121,6 +126,8 @@ class PeriodicAverage(Algorithm):
         self.outer = None if is_plain else self._make_outer()
         self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
         self.background = _Background(net, self._average) if self.overlap_steps else None
+        has_calls = conditions.claims_batches and self.background is None
+        self.calls = _Calls(net.sub("calls")) if has_calls else None
         if net.rank == 0:
             outer_optimizer.warn_of_rates(
                 self.outer_lr,
@@ -144,7 +151,9 @@ class PeriodicAverage(Algorithm):
             self.background.check()
         if self.steps_since_sync >= self.overlap_steps:
             self._merge(x)
-        if self.steps_since_sync >= self._steps_to_round():  # more, if a resume made it shorter
+        # There may be more steps than that, if a resume made the period shorter.
+        is_due = self.steps_since_sync >= self._steps_to_round()
+        if is_due or (self.calls is not None and self.calls.is_called()):
             self._take_part(x, active=True)
 
     def settle(self, x: Tensor) -> None:
@@ -176,7 +185,8 @@ class PeriodicAverage(Algorithm):
         """Takes part in the next round; returns whether there is one: not if all stand still."""
         span = self._span(len(x))
         if self.background is None:
-            if not num_active(self.net, active=active):
+            count = num_active if self.calls is None else self.calls.num_active
+            if not count(self.net, active=active):
                 return False
             self._merge(x)  # what a resume has brought
             self._average(self.net, x[span], span)
@@ -281,6 +291,33 @@ class PeriodicAverage(Algorithm):
         quantised.average(net, piece, kept, self.wire_dtype)
         self.outer.step(piece, span)
         piece.copy_(self.outer.part(span))
+
+
+class _Calls:
+    """Counts the ranks that are still stepping; the first to come to a round calls the others.
+
+    Each rank tells each other one, in each round, whether it is stepping.
+    """
+
+    def __init__(self, net: Transport) -> None:
+        self._net = net
+        self._others = [rank for rank in range(net.world_size) if rank != net.rank]
+        self._listen()
+
+    def _listen(self) -> None:
+        self._told = [self._net.recv(_WORDS, peer) for peer in self._others]
+
+    def is_called(self) -> bool:
+        """Returns whether a rank that is stepping has come to the next round."""
+        return any(each.done() and bool(each.wait()) for each in self._told)
+
+    def num_active(self, net: Transport, *, active: bool) -> int:
+        """Returns how many ranks are still stepping; see `agreement.num_active`."""
+        for peer in self._others:
+            self._net.send(torch.tensor([int(active)]), peer)
+        count = int(active) + sum(int(each.wait()) for each in self._told)
+        self._listen()
+        return count
 
 
 class _Background:

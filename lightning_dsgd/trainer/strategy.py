@@ -147,7 +147,11 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return self._claimed.take(loader)
 
     def _conditions(self) -> Conditions:
-        return Conditions(self.num_processes, skips_overflow=self._scaler is not None)
+        return Conditions(
+            self.num_processes,
+            skips_overflow=self._scaler is not None,
+            claims_batches=self._data == "claimed",
+        )
 
     @property
     def _scaler(self) -> Any:

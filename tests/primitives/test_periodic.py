@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms.diloco import DiLoCo
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
@@ -90,6 +90,38 @@ def test_the_defaults_of_diloco_are_the_papers() -> None:
     algorithm = DiLoCo()
     assert (algorithm.sync_period, algorithm.outer_lr, algorithm.outer_momentum) == (500, 0.7, 0.9)
     assert algorithm.outer_nesterov
+
+
+# ---- claimed batches ----
+
+
+@pytest.mark.parametrize("claims", [True, False])
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_a_slow_rank_that_claims_holds_the_others_up_for_a_step(
+    claims: bool, num_fragments: int
+) -> None:
+    """Of 4 ranks that share 56 batches the last is half as fast: 16 s if nobody ever waits."""
+    left = list(range(56))
+
+    def train(net: Any) -> tuple[Tensor, float, int]:
+        algorithm = LocalSGD(sync_period=4, num_fragments=num_fragments)
+        rank = Rank(net, algorithm, torch.zeros(N), Conditions(claims_batches=claims))
+        num_own = 0
+        while left:
+            left.pop()
+            rank.step(1.0, seconds=2.0 if net.rank == 3 else 1.0)
+            num_own += 1
+        rank.settle()
+        seconds = net.now()
+        rank.settle()  # once more, where all stand still already
+        return rank.finish(), seconds, num_own
+
+    ends, seconds, num_own = zip(*SimulatedWorld(4).run(train), strict=True)
+    for x in ends:
+        torch.testing.assert_close(x, torch.full((N,), 56 / 4))  # each update once
+    assert sum(num_own) == 56
+    assert (max(seconds) < 24) == claims
+    assert (num_own[3] < 12) == claims
 
 
 # ---- messages ----

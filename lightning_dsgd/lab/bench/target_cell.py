@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.bench.cells import Cell
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
@@ -116,7 +117,7 @@ class Training:
         num_own = 0
         weights.grad = g
         with torch.no_grad():
-            algorithm.start(net, x)
+            algorithm.start(net, x, Conditions(claims_batches=self.epochs.is_claimed))
             scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
             for batch in self.epochs.batches(rank):
                 if batch is None:

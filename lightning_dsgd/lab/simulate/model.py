@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.oktopk import OkTopk
@@ -195,7 +195,7 @@ def _run_rank(
     """Returns when this rank had done each step, and the bytes that it sent for them."""
     algorithm, x = copy.copy(pattern), torch.zeros(num_elements)
     source = torch.Generator().manual_seed(net.rank)
-    algorithm.start(net, x)
+    algorithm.start(net, x, Conditions(claims_batches=dealt.is_claimed))
     scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
     net.barrier().wait()
     begin_s, before = net.now(), net.counters.bytes_sent

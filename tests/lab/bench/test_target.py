@@ -140,12 +140,19 @@ def test_the_tables_say_how_many_seeds_got_there() -> None:
 CHECKED = {"task": "digits", "steps": 6, "epoch_steps": 3, "validation_s": 1.0}
 
 
-@pytest.mark.parametrize("data", [{}, {"data": "claimed"}])
+@pytest.mark.parametrize(
+    ("data", "spec"),
+    [
+        ({}, "popsgd"),
+        ({"data": "claimed"}, "popsgd"),
+        ({"data": "claimed"}, "local_sgd:sync_period=2"),
+    ],
+)
 def test_an_epoch_is_as_many_batches_of_all_ranks(
-    data: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    data: dict[str, str], spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks stand still after three steps; the slow one makes three, or half of the others'."""
-    one = {"situation": "slow-rank", "strategy": "popsgd", "lr": 0.2, "seed": 0, **data}
+    one = {"situation": "slow-rank", "strategy": spec, "lr": 0.2, "seed": 0, **data}
     steps: list[tuple[int, int]] = []
     step_s = Situation.step_s
 

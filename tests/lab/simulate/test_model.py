@@ -70,6 +70,8 @@ def test_an_epoch_ends_with_its_slowest_rank_unless_batches_are_claimed() -> Non
     assert claimed == pytest.approx(6 / 1.0, rel=0.02)
     assert rates[2].num_own.sum() == 8 * 12
     assert rates[2].num_own[7] == 6
+    averaging = run("local_sgd:sync_period=4", 8, machine, 12, epoch_steps=6, data="claimed")
+    assert averaging.num_own[7] < 9  # it is called to the averages
     with pytest.raises(ValueError, match="strategy whose ranks step together"):
         run("allreduce", 8, PLAIN, 12, epoch_steps=6, data="claimed")
 
