@@ -34,10 +34,9 @@ def count_members(
     how: dict[int, str],
     at: dict[int, int],
     min_ranks: int | None,
-    groups: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[list[int], tuple[int, ...]]:
     """Sums until the end; how many ranks took part in each sum, and who is left."""
-    net.views.survive(min_ranks, groups)
+    net.views.survive(min_ranks)
     net.barrier().wait()
     calls = Calls(net, meet)
 
@@ -83,13 +82,6 @@ def test_ranks_are_lost_one_after_the_other_and_the_last_ends():
     outcomes = WORLD.outcomes(4, count_members, how, {0: 50, 1: 100, 2: 150}, 2)
     assert "min_ranks=2, got 3" in outcomes[3].error
     assert outcomes[3].error.startswith("PeerLost: rank 2 died")
-
-
-def test_a_rank_takes_its_group_with_it():
-    outcomes = WORLD.outcomes(4, count_members, {3: "SIGKILL"}, {3: 150}, None, ((0, 1), (2, 3)))
-    assert [outcomes[rank].result for rank in (0, 1)] == [([4] * 150 + [2] * 250, (0, 1))] * 2
-    assert outcomes[2].error.startswith("PeerLost: rank 3 died")
-    assert "rank 2 cannot go on without rank 3, which held shards of" in outcomes[2].error
 
 
 def wait_for_more(net: Any, groups: tuple[tuple[int, ...], ...], folder: str) -> str:

@@ -212,7 +212,6 @@ class FakeDevice:
         self._streams: list[FakeStream] = []
         self._default = FakeStream(self)
         self._streams.append(self._default)
-        self.num_queued = 0
 
     def pause(self) -> None:
         """What the device does else."""
@@ -429,7 +428,6 @@ class FakeDevice:
         with self.lock:
             self._use_again()
             self._note(func, args, kwargs, into or [])
-            self.num_queued += 1
             self.current().queue.put(work)
 
     def _use_again(self) -> None:

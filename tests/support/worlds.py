@@ -35,7 +35,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dsgd.devices import port_of
+from lightning_dsgd.devices import COLLECTIVES, port_of
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support import fake_device
 
@@ -64,6 +64,8 @@ class ProcessWorld:
 
     timeout_s: float = 60.0  # as a machine that is busy with other things may need
     heartbeat_timeout_s: float = 20.0
+    native_devices: tuple[str, ...] = tuple(COLLECTIVES)
+    """On which torch's own collectives sum."""
     _device = torch.device("cpu")  # that each rank computes on
     _backend = "gloo"  # of the process group
 
@@ -90,6 +92,7 @@ class ProcessWorld:
         return ProcessGroupTransport(
             timeout_s=self.timeout_s,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
+            native_devices=self.native_devices,
             device=self._device,
         )
 
@@ -200,14 +203,12 @@ class Asked:
 class NativeWorld(ProcessWorld):
     """P processes whose sums and pairs gloo serves, in the order and the way of NCCL's."""
 
+    native_devices: tuple[str, ...] = ("cpu",)
+
     def _open(self) -> ProcessGroupTransport:
         by_gloo = dist.batch_isend_irecv
         dist.batch_isend_irecv = lambda calls: [Asked(by_gloo(calls))]
-        return ProcessGroupTransport(
-            timeout_s=self.timeout_s,
-            heartbeat_timeout_s=self.heartbeat_timeout_s,
-            native_devices=("cpu",),
-        )
+        return super()._open()
 
 
 @dataclass

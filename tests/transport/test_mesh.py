@@ -146,11 +146,11 @@ def test_a_dead_ranks_child_does_not_keep_its_connections_open(tmp_path: Path) -
         assert outcomes[rank].result < 10.0
 
 
-def leave_at_once(net: Any, size: int) -> tuple[list[int], str]:
+def leave_at_once(net: Any) -> tuple[list[int], str]:
     """Rank 1 leaves right after it has sent; rank 0 is told of that on another connection."""
     if net.rank == 1:
         for _ in range(4):
-            net.send(torch.full((size,), 7.0), 0)
+            net.send(torch.full((BIG,), 7.0), 0)
         return [], ""
     heard = [int((net.recv(EMPTY, 1).wait() == 7).sum()) for _ in range(4)]
     with pytest.raises(PeerLost) as info:
@@ -158,10 +158,9 @@ def leave_at_once(net: Any, size: int) -> tuple[list[int], str]:
     return heard, info.value.reason
 
 
-@pytest.mark.parametrize("size", [1, BIG])
-def test_what_a_rank_sent_before_it_left_arrives(size: int) -> None:
-    heard, reason = ProcessWorld().run(2, leave_at_once, size)[0]
-    assert heard == [size] * 4
+def test_what_a_rank_sent_before_it_left_arrives() -> None:
+    heard, reason = ProcessWorld().run(2, leave_at_once)[0]
+    assert heard == [BIG] * 4
     assert reason == "has left (its training is over)"
 
 

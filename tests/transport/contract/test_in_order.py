@@ -56,7 +56,9 @@ def run_in_order(net: Transport) -> None:
             raise AssertionError(f"{check.__name__}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (2, 4))]
+)
 def test_all_that_leaves_the_network_in_order(world, world_size):
     world.run(world_size, run_in_order)
 
