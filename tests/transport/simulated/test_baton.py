@@ -1,4 +1,4 @@
-"""The hand-over of the turn: order, standstill and timeouts in virtual time, and many ranks."""
+"""The hand-over of the turn: order, standstill, and many ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.transport import ANY, Deadlock, PeerLost, Timeout
+from lightning_dsgd.transport import ANY, Deadlock
 from lightning_dsgd.transport.simulated import RankFailed, SimulatedTransport, SimulatedWorld
 
 KB = torch.zeros(1000, dtype=torch.uint8)  # 1 s at 1,000 bytes a second
@@ -112,35 +112,6 @@ def test_long_tables_are_cut():
     text = str(SimulatedWorld(100).outcomes(fn)[0])
     assert len(text.splitlines()) == 1 + 40 + 1
     assert "... and 60 more" in text
-
-
-def test_explicit_timeouts_happen_in_virtual_time():
-    def fn(net):
-        if net.rank == 1:
-            net.compute(100.0)
-            net.send(KB, 0)
-            return None
-        receipt = net.recv(KB, 1)
-        with pytest.raises(Timeout, match=r"rank 0 has waited 2.5 s for a message with tag 0 from"):
-            receipt.wait(timeout_s=2.5)
-        early = net.now()
-        receipt.wait(timeout_s=200.0)
-        return early, net.now()
-
-    assert SimulatedWorld(2).run(fn)[0] == (2.5, 100.0)
-
-
-def test_default_timeout_holds_while_others_go_on():
-    def fn(net):
-        if net.rank == 0:
-            for _ in range(100):
-                net.compute(1.0)
-        else:
-            net.recv(KB, 0).wait()
-
-    none, error = SimulatedWorld(2, timeout_s=30.0).outcomes(fn)
-    assert none is None or isinstance(none, PeerLost)
-    assert str(error) == "rank 1 has waited 30 s for a message with tag 0 from rank 0"
 
 
 def test_threads_end_also_when_the_run_is_interrupted():

@@ -1,9 +1,10 @@
 """What takes how long in a simulated world: stories of its ranks, and the times that they note.
 
 A story is a list of steps: `compute 2` for 2 s, `work 1` on a core of the machine, `send 1 1000` to
-rank 1 so many bytes (of a dtype), `recv 1` or `recv any`, `sum` with all, `now`.  The time is noted
-where a step waits or is `now`, with the rank that a message of `any` has come from.  A story ends
-where a rank is lost: who, why, and when.  Nothing is heard of a rank that is killed.
+rank 1 so many bytes (of a dtype), `recv 1` or `recv any` (`within 2.5` s), `sum` with all, `now`.
+The time is noted where a step waits or is `now`, with the rank that a message of `any` has come
+from.  A story ends where a rank is lost: who, why, and when.  Nothing is heard of a rank that is
+killed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.transport import ANY, PeerLost
+from lightning_dsgd.transport import ANY, PeerLost, Timeout
 from lightning_dsgd.transport.simulated import Costs, Killed, Nodes, SimulatedWorld
 
 HALF_S = {"latency_s": 0.5, "bandwidth_bytes_s": 1000.0}
@@ -102,6 +103,14 @@ STORIES: dict[str, Row] = {
         [TEN_STEPS] * 3,
         [[1.0, 2.0, (lost, "stopped answering: not heard of for 5 s", 7.5)] for lost in (1, 0, 1)],
     ),
+    "a wait has a limit of its own": (
+        *({}, ["recv 1 within 2.5; recv 1 within 200", "compute 100; send 0 1000"]),
+        [[("in vain", 2.5), 100.0], []],
+    ),
+    "a wait has the world's limit while others go on": (
+        *({"timeout_s": 30.0}, ["; ".join(["compute 1"] * 100), "recv 0; now"]),
+        [[], [("in vain", 30.0), 30.0]],
+    ),
     "work on a message overlaps with its way": (
         MB_S | {"costs": Costs(1, 1, send_s_per_byte=4e-7, receive_s_per_byte=5e-7)},
         ["send 1 1000000; now", "recv 0"],
@@ -154,7 +163,10 @@ def step(net: Any, verb: str, *rest: str) -> Any:
         net.send(torch.zeros(int(rest[1]), dtype=torch.int8).view(dtype), int(rest[0]))
     elif verb == "recv":
         receipt = net.recv(torch.empty(0, dtype=dtype), ANY if rest[0] == "any" else int(rest[0]))
-        receipt.wait()
+        try:
+            receipt.wait(float(rest[2]) if "within" in rest else None)
+        except Timeout:
+            return "in vain", net.now()
         source = receipt.source if rest[0] == "any" else None
     elif verb == "sum":
         net.all_reduce(torch.ones(4)).wait()
