@@ -271,13 +271,6 @@ def test_the_import_loads_neither_torch_nor_lightning() -> None:
     assert said_by(code) == "[]\n"
 
 
-def test_the_core_loads_no_lightning() -> None:
-    core = "algorithms, session.session, session.opening, transport.simulated"
-    modules = ", ".join(f"lightning_dsgd.{name.strip()}" for name in core.split(","))
-    code = f"import sys, {modules}; print('lightning' in sys.modules)"
-    assert said_by(code) == "False\n"
-
-
 @pytest.mark.parametrize(
     "imports",
     [
