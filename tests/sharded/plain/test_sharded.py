@@ -26,9 +26,10 @@ from torch.distributed.tensor.parallel import (
 import lightning_dsgd as dsgd
 from lightning_dsgd import decentralized
 from lightning_dsgd.sharded import shards
+from tests.support.fits import run
 from tests.support.heard import Heard
 from tests.support.torchrun import run_forked_by_torchrun
-from tests.support.worlds import FitWorld, ParentWorld
+from tests.support.worlds import ParentWorld
 
 exhaustive = pytest.mark.exhaustive
 
@@ -46,10 +47,6 @@ ALGORITHMS: dict[str, Any] = {
     "popsgd, blocking": lambda: dsgd.PopSGD(blocking=True),
     "no_sync": dsgd.NoSync,
 }
-
-
-def run(fn: Any, *args: Any, world_size: int = 4) -> list[Any]:
-    return FitWorld().run(world_size, fn, *args)
 
 
 def make_mesh(num_replicas: int = 2) -> Any:
@@ -138,7 +135,7 @@ def train_with(name: str) -> tuple[Any, ...]:
     ],
 )
 def test_replicas_learn_and_agree(name: str) -> None:
-    ranks = run(train_with, name)
+    ranks = run(4, train_with, name)
     for first, (consensus, consensus_loss), weights, last, metrics in ranks:
         assert torch.equal(weights, ranks[0][2])
         assert torch.equal(consensus, ranks[0][1][0])
@@ -173,11 +170,11 @@ def train_unsharded() -> Tensor:
 
 
 def test_local_sgd_is_the_same_in_every_run_and_that_of_whole_replicas() -> None:
-    ranks = run(train_twice)
+    ranks = run(4, train_twice)
     for one, another in ranks:
         assert torch.equal(one, ranks[0][0])
         assert torch.equal(one, another)
-    [weights, _] = run(train_unsharded, world_size=2)
+    [weights, _] = run(2, train_unsharded)
     torch.testing.assert_close(ranks[0][0], weights, rtol=1e-4, atol=1e-5)
 
 
@@ -229,7 +226,7 @@ def train_in_each_way() -> None:
 
 
 def test_training_on_x_is_plain_fsdp_to_the_bit() -> None:
-    run(train_in_each_way, world_size=2)
+    run(2, train_in_each_way)
 
 
 def say_where_x_is() -> list[str]:
@@ -242,7 +239,7 @@ def say_where_x_is() -> list[str]:
 
 
 def test_where_x_lies_is_said_once() -> None:
-    first, *others = run(say_where_x_is)
+    first, *others = run(4, say_where_x_is)
     told = [line for line in first if "Sharded" in line]
     assert told == ["Sharded replicas: algorithms work on the shards in place."]
     assert others == [[], [], []]
@@ -266,7 +263,7 @@ def evaluate_outside_and_inside() -> tuple[float, float, float, float]:
 
 
 def test_an_evaluation_sees_the_weights_that_there_are_now() -> None:
-    for own, again, inside, expected in run(evaluate_outside_and_inside):
+    for own, again, inside, expected in run(4, evaluate_outside_and_inside):
         assert own == again
         assert inside == pytest.approx(expected, rel=1e-5)
         assert abs(inside - own) > 1e-4
@@ -286,8 +283,9 @@ def clip() -> tuple[float, float]:
     return float(norm.full_tensor()), float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
 
 
+@exhaustive
 def test_clipping_is_by_the_norm_of_the_whole_gradient() -> None:
-    ranks = run(clip)
+    ranks = run(4, clip)
     for norm, expected in ranks:
         assert norm == pytest.approx(expected, rel=1e-4)
     assert ranks[0][0] != ranks[2][0]
@@ -334,7 +332,7 @@ def go_on_unsharded(path: Path) -> Tensor:
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits_and_from_other_numbers(tmp_path: Path) -> None:
-    for rank, (straight, resumed, extras) in enumerate(run(resume, tmp_path, "adamw")):
+    for rank, (straight, resumed, extras) in enumerate(run(4, resume, tmp_path, "adamw")):
         assert torch.equal(straight, resumed)
         assert extras == {"epoch": 1, "rank": rank}
     path = tmp_path / "saved.pt"
@@ -345,16 +343,16 @@ def test_a_checkpoint_goes_on_with_the_same_bits_and_from_other_numbers(tmp_path
     moments = torch.cat(
         [s["exp_avg"].reshape(-1) for s in saved["optimizer_states"][0]["state"].values()]
     )
-    for loaded, own, after, extras in run(go_on, path, 1, world_size=2):
+    for loaded, own, after, extras in run(2, go_on, path, 1):
         assert torch.equal(loaded, weights)
         assert torch.equal(own, moments)
         assert not torch.equal(after, weights)
         assert extras == {"epoch": 1, "rank": 0}
-    for loaded in run(go_on_unsharded, path, world_size=2):
+    for loaded in run(2, go_on_unsharded, path):
         assert torch.equal(loaded, weights)
     whole_state = torch.load(tmp_path / "whole.pt", weights_only=True)["state_dict"]
     after = torch.cat([whole_state[name].reshape(-1) for name, _ in plain.named_parameters()])
-    for loaded, *_ in run(go_on, tmp_path / "whole.pt", 2):
+    for loaded, *_ in run(4, go_on, tmp_path / "whole.pt", 2):
         assert torch.equal(loaded, after)
 
 
@@ -374,7 +372,7 @@ def save_inside(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def test_what_is_saved_while_the_consensus_is_shown_holds_the_own_weights(tmp_path: Path) -> None:
-    for own, loaded in run(save_inside, tmp_path):
+    for own, loaded in run(4, save_inside, tmp_path):
         assert torch.equal(own, loaded)
 
 
@@ -402,7 +400,7 @@ def blocks_of_page(begin: str) -> str:
 
 @exhaustive
 def test_the_consensus_is_saved_as_a_distributed_checkpoint(tmp_path: Path) -> None:
-    for consensus, loaded in run(save_distributed, str(tmp_path)):
+    for consensus, loaded in run(4, save_distributed, str(tmp_path)):
         assert torch.equal(consensus, loaded)
 
 
@@ -497,7 +495,7 @@ def test_with_tensor_parallelism_ranks_of_a_replica_hold_the_same(
 ) -> None:
     """Also with FSDP2 in the same replica, which is then of four ranks."""
     num_ranks = torch.Size(shape).numel()
-    ranks = run(train_parallel, name, shape, tmp_path, world_size=num_ranks)
+    ranks = run(num_ranks, train_parallel, name, shape, tmp_path)
     for rank, (first, last, saved, held_by_all, loaded) in enumerate(ranks):
         assert last < first
         assert torch.equal(saved, ranks[0][2])
@@ -570,7 +568,7 @@ def refuse_all() -> dict[str, str]:
 
 
 def test_what_cannot_work_is_refused_on_every_rank() -> None:
-    for said in run(refuse_all):
+    for said in run(4, refuse_all):
         assert said.keys() == REFUSED.keys()
         for case, text in REFUSED.items():
             assert text in said[case]

@@ -19,18 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dsgd as dsgd
 from lightning_dsgd import ShardedStrategy
+from tests.support.fits import errors, run
 from tests.support.models import Regression, loader, trainer
 from tests.support.worlds import FitWorld
 
 exhaustive = pytest.mark.exhaustive
-
-
-def run(fn: Any, *args: Any, world_size: int = 4) -> list[Any]:
-    return FitWorld().run(world_size, fn, *args)
-
-
-def errors(fn: Any, *args: Any, world_size: int = 4) -> list[str]:
-    return [outcome.error for outcome in FitWorld().outcomes(world_size, fn, *args)]
 
 
 class Sharded(Regression):
@@ -105,7 +98,7 @@ def train(name: str, folder: Path, parallel: str) -> tuple[Any, ...]:
     ],
 )
 def test_replicas_learn_and_agree(name: str, parallel: str, tmp_path: Path) -> None:
-    ranks = run(train, name, tmp_path, parallel)
+    ranks = run(4, train, name, tmp_path, parallel)
     for loss, after, weights, _ in ranks:
         assert torch.equal(weights, ranks[0][2])
         assert (loss, after) == ranks[0][:2]
@@ -142,13 +135,14 @@ def go_on(path: Path) -> tuple[Tensor, Tensor, int]:
     return loaded, whole(module), own.global_step
 
 
+@exhaustive
 def test_a_checkpoint_goes_on_with_the_same_bits_and_from_other_numbers(tmp_path: Path) -> None:
-    for straight, resumed in run(resume, tmp_path):
+    for straight, resumed in run(4, resume, tmp_path):
         assert torch.equal(straight, resumed)
     path = tmp_path / "first" / "epoch=0.ckpt"
     saved = torch.load(path, weights_only=True)["state_dict"]
     weights = torch.cat([value.reshape(-1) for value in saved.values()])
-    for loaded, after, num_steps in run(go_on, path, world_size=2):
+    for loaded, after, num_steps in run(2, go_on, path):
         assert torch.equal(loaded, weights)
         assert not torch.equal(after, weights)
         assert num_steps == 4 + 8
@@ -178,10 +172,10 @@ def uneven_between() -> Tensor:
 
 
 def test_replicas_may_have_different_numbers_of_batches_but_not_their_ranks() -> None:
-    for error in errors(uneven_within):
+    for error in errors(4, uneven_within):
         assert "the ranks of a replica must have as many batches as each other" in error
         assert "got 4 batches on ranks 0 and 2, 5 batches on ranks 1 and 3" in error
-    ranks = run(uneven_between)
+    ranks = run(4, uneven_between)
     assert all(torch.equal(x, ranks[0]) for x in ranks)
 
 
@@ -202,7 +196,7 @@ def wagma_with_tensor() -> None:
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(fn: Any, text: str) -> None:
-    for error in errors(fn):
+    for error in errors(4, fn):
         assert error.startswith("ValueError")
         assert text in error
 
