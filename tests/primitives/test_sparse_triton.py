@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from lightning_dsgd import devices
 from lightning_dsgd.primitives import sparse
-from lightning_dsgd.primitives.sparse_choice import VARIABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,30 +49,12 @@ class OnGPU(torch.Tensor):
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
-@pytest.mark.parametrize("kind", [torch.Tensor, OnGPU])
-def test_tensors_on_a_gpu_take_the_kernels_where_triton_is_there(
-    has_triton: bool, kind: type[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+def test_tensors_on_a_gpu_have_kernels_where_triton_is_there(
+    has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = []
-
-    def by_kernel(x: Any, least: Any, g: Any) -> Any:
-        taken.append("kernel")
-        return sparse.select_plainly(x, least, g)
-
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: (has_triton or None) if name == "triton" else find_spec(name),
-    )
-    stub = SimpleNamespace(select=by_kernel)
-    monkeypatch.setitem(sys.modules, "lightning_dsgd.primitives.sparse_triton", stub)  # type: ignore[misc]
-    monkeypatch.setattr("lightning_dsgd.primitives.sparse_triton", stub, raising=False)
-    monkeypatch.setenv(VARIABLE, "triton" if has_triton else "torch")
-    x, g = torch.tensor([1.0, -3.0, 0.0]), torch.tensor([0.0, 0.0, 2.0])
-    r = x.clone().as_subclass(kind)
-    values, indices = sparse.accumulate_and_select(r, g, torch.tensor(2.0))
-    assert (values.tolist(), indices.tolist()) == ([-3.0, 2.0], [1, 2])
-    assert r.tolist() == [1.0, -3.0, 2.0]
-    assert not g.any()
-    assert taken == ["kernel"] * (kind is OnGPU and has_triton)
+    """Which are then measured and taken: tests/primitives/test_sparse_choice.py."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: has_triton or None)
+    x = torch.zeros(3)
+    assert devices.runs_triton(x.as_subclass(OnGPU)) == has_triton
+    assert not devices.runs_triton(x)
+    assert [*sparse.forms(x)] == ["torch"]
