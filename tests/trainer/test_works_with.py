@@ -58,13 +58,6 @@ def fit(name: str, model: L.LightningModule | None = None, data: Any = None, **k
     return model, run
 
 
-def accumulation_scheduler(name: str, folder: Path) -> Any:
-    scheduler = GradientAccumulationScheduler({0: 1, 1: 2})
-    model, run = fit(name, callbacks=[scheduler], max_epochs=2)
-    assert run.global_step == 8 + 4
-    return model
-
-
 class Clipping(Regression):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, 1e-9, "norm")
@@ -167,13 +160,6 @@ class TwoLoaders(Regression):
         return self.loss(batch["a"]) + self.loss(batch["b"])
 
 
-def several_loaders(name: str, folder: Path) -> Any:
-    data = CombinedLoader({"a": loader(), "b": loader(64)}, "max_size_cycle")
-    model, run = fit(name, TwoLoaders(), data)
-    assert run.global_step == 8
-    return model
-
-
 class Data(L.LightningDataModule):
     num_made = 0
 
@@ -198,12 +184,6 @@ def limits(name: str, folder: Path) -> Any:
     return model
 
 
-def max_steps(name: str, folder: Path) -> Any:
-    model, run = fit(name, max_steps=13, max_epochs=-1)
-    assert run.global_step == 13
-    return model
-
-
 def fit_twice(name: str, folder: Path) -> Any:
     model, run = fit(name)
     first, callbacks = weights(model), len(run.callbacks)
@@ -225,12 +205,6 @@ class Skipping(Regression):
 def skipped_epochs(name: str, folder: Path) -> Any:
     model, run = fit(name, Skipping(), max_epochs=2)
     assert (float(run.callback_metrics["rank"]), run.global_step) == (0.5, 6)
-    return model
-
-
-def fast_dev_run(name: str, folder: Path) -> Any:
-    model, run = fit(name, fast_dev_run=2)
-    assert run.global_step == 2
     return model
 
 
@@ -273,11 +247,6 @@ def lambda_callback(name: str, folder: Path) -> Any:
     return model
 
 
-def spike_detection(name: str, folder: Path) -> Any:
-    spikes = SpikeDetection(exclude_batches_path=str(folder / "spikes.json"), warmup=100)
-    return fit(name, callbacks=[spikes])[0]
-
-
 def tensorboard(name: str, folder: Path) -> Any:
     model, run = fit(name, logger=TensorBoardLogger(folder, name="board"), log_every_n_steps=2)
     if run.is_global_zero:
@@ -292,13 +261,23 @@ def barebones(name: str, folder: Path) -> Any:
     return model
 
 
-def fits(make: Callable[[], L.LightningModule] = Regression, **options: Any) -> Any:
-    """A case of a fit with these options."""
-    return lambda name, folder: fit(name, make(), **options)[0]
+def fits(
+    make: Callable[[], L.LightningModule] = Regression, steps: int = 0, **options: Any
+) -> Callable[[str, Path], Any]:
+    """A case of a fit with these options, which makes so many steps."""
+
+    def case(name: str, folder: Path) -> Any:
+        model, run = fit(name, make(), **options)
+        assert run.global_step == steps or not steps
+        return model
+
+    return case
 
 
 CASES: dict[str, Callable[[str, Path], Any]] = {
-    "`GradientAccumulationScheduler`": accumulation_scheduler,
+    "`GradientAccumulationScheduler`": fits(
+        steps=8 + 4, max_epochs=2, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]
+    ),
     "`configure_gradient_clipping`": own_clipping,
     "Learning rate schedulers, by step, epoch or metric": schedulers,
     "`detect_anomaly=True`": fits(detect_anomaly=True),
@@ -308,10 +287,12 @@ CASES: dict[str, Callable[[str, Path], Any]] = {
     "`configure_model`": fits(Configured),
     "Parametrizations (`weight_norm`)": parametrizations,
     "`IterableDataset`": iterable_dataset,
-    "Several loaders (`CombinedLoader`)": several_loaders,
+    "Several loaders (`CombinedLoader`)": fits(
+        TwoLoaders, 8, data=CombinedLoader({"a": loader(), "b": loader(64)}, "max_size_cycle")
+    ),
     "`LightningDataModule`, `reload_dataloaders_every_n_epochs`": reload_dataloaders,
     "`limit_train_batches`, `limit_val_batches`, `overfit_batches`": limits,
-    "`fast_dev_run`": fast_dev_run,
+    "`fast_dev_run`": fits(steps=2, fast_dev_run=2),
     "`BasePredictionWriter`": prediction_writer,
     "`LearningRateMonitor`": lambda name, folder: logged(
         name, folder, LearningRateMonitor("step"), "lr-SGD"
@@ -323,9 +304,11 @@ CASES: dict[str, Callable[[str, Path], Any]] = {
     "`TQDMProgressBar`": fits(callbacks=[TQDMProgressBar()], enable_progress_bar=True),
     "`ModelSummary`": fits(callbacks=[ModelSummary(2)], enable_model_summary=True),
     "`LambdaCallback`": lambda_callback,
-    "`SpikeDetection`": spike_detection,
+    "`SpikeDetection`": lambda name, folder: fit(
+        name, callbacks=[SpikeDetection(exclude_batches_path=str(folder / "spikes"), warmup=100)]
+    )[0],
     "`fit` called twice": fit_twice,
-    "`max_steps`": max_steps,
+    "`max_steps`": fits(steps=13, max_steps=13, max_epochs=-1),
     "`on_train_batch_start` that ends an epoch": skipped_epochs,
     "Profilers (`simple`, `advanced`)": lambda name, folder: [
         fit(name, profiler=p)[0] for p in ("simple", "advanced")
