@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Any, Final, TypeVar
-
-T = TypeVar("T")
+from typing import Any, Final
 
 _KINDS: Final[dict[str, tuple[type, str]]] = {
     "int": (Integral, "a whole number"),
@@ -126,16 +124,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return "".join(
         f"; did you mean {near}?" for near in get_close_matches(name, known, 1, NAMES_ALIKE)
     )
-
-
-def strategy_called(name: str, known: Mapping[str, T]) -> T:
-    """Returns what the name stands for; raises `ValueError` for an unknown name."""
-    if name not in known:
-        raise ValueError(
-            f"the strategy must be one of {', '.join(known)}, got {name!r}"
-            f"{did_you_mean(name, known)}"
-        )
-    return known[name]
 
 
 def _value(text: str) -> Any:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import inspect
 import shutil
 import textwrap
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Final
+from typing import Final, TypeVar
 
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.algorithms import ALGORITHMS
+
+T = TypeVar("T")
 
 COLUMNS: Final = (
     "name", "what it does", "communicates", "with", "extra memory", "bytes sent per step",
@@ -30,6 +33,16 @@ _NOT_SAID: Final = Profile("-", "-", "-", "-", "-")
 """The profile of an algorithm of another package that has none."""
 _SHARES: Final = (0, 26, 17, 17, 18, 17, 25)
 """Each column's share of the width that the names leave."""
+
+
+def strategy_called(name: str, known: Mapping[str, T]) -> T:
+    """Returns what the name stands for; raises `ValueError` for an unknown name."""
+    if name not in known:
+        raise ValueError(
+            f"the strategy must be one of {', '.join(known)}, got {name!r}"
+            f"{hyperparameters.did_you_mean(name, known)}"
+        )
+    return known[name]
 
 
 def row(algorithm: type[Algorithm]) -> tuple[str, ...]:
@@ -88,7 +101,7 @@ def markdown(pages: str, columns: tuple[str, ...] = COLUMNS) -> str:
 
 def describe(name: str) -> str:
     """Describes a strategy: how to create it, its hyperparameters, its module's docstring."""
-    algorithm = hyperparameters.strategy_called(name, ALGORITHMS)
+    algorithm = strategy_called(name, ALGORITHMS)
     arguments = hyperparameters.arguments(algorithm)
     defaults = (f"{f.name}={f.default!r}" for f in fields(algorithm))  # type: ignore[arg-type]
     module = inspect.getdoc(inspect.getmodule(algorithm)) or ""

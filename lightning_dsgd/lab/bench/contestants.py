@@ -30,10 +30,11 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd.algorithm import Conditions
-from lightning_dsgd.hyperparameters import parse, strategy_called
+from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.bench.decent_dp_peer import DecentDPStrategy
 from lightning_dsgd.lab.bench.hivemind_peer import HivemindStrategy
 from lightning_dsgd.lab.bench.torchft_peers import DiLoCoStrategy, TorchFTStrategy
+from lightning_dsgd.lab.catalogue import strategy_called
 from lightning_dsgd.trainer.named import STRATEGIES
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
