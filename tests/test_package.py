@@ -53,7 +53,7 @@ CORE = {
 }  # fmt: skip
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
-    "tasks trainer transport",
+    "replica tasks trainer transport",
     "sharded": "agreement algorithm keywords replica session trainer transport",
     "elastic": "agreement algorithm replica session trainer transport",
 }
