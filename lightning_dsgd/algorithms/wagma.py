@@ -39,6 +39,9 @@ Nor is `wire_dtype`.  What is sent is the difference to the last global average,
 rounded; each rank keeps in its own weights what it has rounded off (`GroupSums` in
 primitives/quantised.py).
 
+The groups are told to the network at the start, where they are few: an engine such as NCCL then
+sums in them, once the lanes of all their ranks have asked.
+
 A step counts once the device has made it.  With `overlap` the training thread is a step ahead of
 its device at most.
 
@@ -49,11 +52,12 @@ each time.  A `wire_dtype` divides the bytes by 2, 3.88 or 7.53.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -64,9 +68,13 @@ from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import nodes, quantised, rounding, step_scaling, topology
 from lightning_dsgd.primitives.own_device import await_mark
-from lightning_dsgd.primitives.published import Contributed, ContributedAhead
+from lightning_dsgd.primitives.published import Contributed, ContributedAhead, InPlace
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding, exact
 from lightning_dsgd.transport import Transport
+
+MOST_GROUPS: Final = 8
+"""In so many groups, each with a communicator, a rank may be; at powers of two it is in 2 to 7."""
+_log: Final = logging.getLogger("lightning_dsgd")
 
 
 @dataclass
@@ -206,17 +214,33 @@ class WAGMA(Algorithm):
         self.sums = None  # in full
         if self.wire_dtype != "float32":
             self.sums = quantised.GroupSums(self.wire_dtype, reference=x.clone())
+        self._fix_groups(net)
         self.engine = self._engine(net)
+
+    def _fix_groups(self, net: Transport) -> None:
+        """Has the network's engine sum in the groups, where they are few and nothing is rounded."""
+        size, of = self.size, net.world_size
+        if self.sums is not None or self.group_period == self.sync_period:
+            return
+        groups = topology.groups(0, of, size)
+        if self.dynamic_groups:
+            groups = topology.recurring_groups(of, size, MOST_GROUPS)
+        net.fix_groups(groups)
+        if not groups and net.sum_engine and net.job_rank == 0:
+            _log.info(
+                f"wagma's groups are sums of messages, not of {net.sum_engine}: with group_size="
+                f"{size} of {of}, a rank is in more than {MOST_GROUPS}; powers of two need fewer."
+            )
 
     def _engine(self, net: Transport, first_version: int = 0) -> WaitAvoiding:
         all_reduce = exact if self.sums is None else self.sums.all_reduce
         return WaitAvoiding(net, self, self.grace, first_version, all_reduce)
 
-    def _contribution(self, x: Tensor) -> Contributed | ContributedAhead | _Paper | _InPlace:
+    def _contribution(self, x: Tensor) -> Contributed | ContributedAhead | _Paper | InPlace:
         if self.rule == "paper":
             return _Paper(x)
         if not self.wait_avoiding and not self.overlap:
-            return _InPlace(x)
+            return InPlace(x)
         if self.overlap and not is_on_host(x):
             return ContributedAhead(self.net, x)
         return Contributed(x, while_summing=self.overlap)
@@ -350,34 +374,6 @@ class WAGMA(Algorithm):
         self.mine.publish(self.x, version)
 
 
-class _InPlace:
-    """Sums x itself, in place of `Contributed`, where each sum waits for all of its ranks.
-
-    The training thread waits for the sum too.
-    """
-
-    contributed_at = -1
-
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-        self._arrived_at = -1
-
-    def publish(self, x: Tensor, step: int) -> None:
-        self._arrived_at = step
-
-    restart = settle = publish
-
-    def contribution(self) -> Tensor:
-        self.contributed_at = self._arrived_at
-        return self._x
-
-    def reduced(self, group_size: int) -> None:
-        self._x /= group_size
-
-    def take(self, x: Tensor) -> None:
-        """Does nothing: the mean is in x."""
-
-
 class _Paper:
     """Applies the paper's rule in place of `Contributed`: W <- (sum + W') / (S + 1) if late.
 
@@ -401,8 +397,6 @@ class _Paper:
     def restart(self, x: Tensor, step: int) -> None:
         self._num_summed = 0
         self.publish(x, step)
-
-    settle = restart
 
     def contribution(self) -> Tensor:
         self.contributed_at = self._published_at

@@ -98,9 +98,8 @@ class Node:
     def across(self, net: Transport) -> View:
         """Returns the network of the ranks that have this rank's place on their nodes."""
         assert isinstance(net, Endpoint)
-        net.fix_groups([range(i, net.world_size, self.size) for i in range(self.size)])
-        members = range(self.place, net.world_size, self.size)
-        return View(net.sub(f"place-{self.place}"), members)
+        places = [range(place, net.world_size, self.size) for place in range(self.size)]
+        return View.one_of(net.sub("places"), places)
 
     def shard(self, x: Tensor) -> Tensor:
         """Returns this rank's shard of x, in the same memory."""

@@ -33,6 +33,17 @@ def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
     return _dealt_groups(version, world_size, group_size)
 
 
+def recurring_groups(world_size: int, group_size: int, most: int) -> list[list[int]]:
+    """Returns the groups of all versions, until those repeat; none if `most` versions differ."""
+    found: list[list[int]] = []
+    for version in range(most + 1):
+        new = [group for group in groups(version, world_size, group_size) if group not in found]
+        if not new:
+            return found
+        found += new
+    return []
+
+
 def group_of(rank: int, version: int, world_size: int, group_size: int) -> tuple[int, ...]:
     """Returns the group of `groups` that a rank is in, without making the other groups."""
     if _is_power_of_two(world_size) and _is_power_of_two(group_size):

@@ -97,9 +97,14 @@ class MeshSharding(Sharding):
         return MeshSharding(tuple(map(members.index, left)), len(members))
 
     def column(self, net: Transport) -> View:
-        """Returns the network of the ranks that hold the same shard."""
+        """Returns the network of the ranks that hold the same shard; all ranks call it together.
+
+        A replica's own collectives run while its lanes sum, in an order that only its ranks share.
+        NCCL needs one order, so lanes sum by messages.
+        """
         assert isinstance(net, Endpoint)
-        return View(net, self.members)
+        columns = list(dict.fromkeys(self._columns(net)))
+        return View.one_of(net, columns, sums_in_lanes=False)
 
     # ---- what cannot work ----
 

@@ -299,6 +299,8 @@ class Transport(Protocol):
     counters: Counters
     ends_with_peers: bool
     """Whether what started the ranks ends this process, at any moment, when another rank dies."""
+    sum_engine: str
+    """What makes sums in groups that are fixed, as users know it; empty: messages."""
 
     def now(self) -> float:
         """Returns the seconds on this transport's clock, real or virtual."""

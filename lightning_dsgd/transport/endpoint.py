@@ -41,6 +41,7 @@ class Endpoint(ABC):
     """
 
     ends_with_peers = False
+    sum_engine = ""
 
     def __init__(
         self, rank: int, world_size: int, timeout_s: float, counters: Counters, path: str = ""

@@ -3,9 +3,8 @@
 Messages travel on the wire, over TCP on the mesh's connections (`tcp`); the process group is where
 ranks find each other's addresses.  On CUDA, NCCL sums and broadcasts the tensors of all ranks, and
 of groups fixed at the start (`native`), and carries what partners exchange (`pairs`), if it
-is the process group's backend for the device, whatever has started the ranks.  Groups that change,
-such as the groups of `wagma`, are served by messages there too: a communicator for each would take
-memory on the device.
+is the process group's backend for the device, whatever has started the ranks.  Other groups are
+served by messages there too: a communicator for each would take memory on the device.
 """
 
 from __future__ import annotations
@@ -61,6 +60,7 @@ class ProcessGroupTransport(ProcessTransport):
             raise
         if group is not None:
             self._native = Native(self, group)
+            self.sum_engine = self._native.engine
 
     def engines(self) -> str:
         """Says in one line what carries messages, what makes sums, and what would be faster."""
@@ -71,7 +71,7 @@ class ProcessGroupTransport(ProcessTransport):
         elif kind in COLLECTIVES:
             faster.append(f"an MPI library that reads the memory of {kind}, for messages")
         if self._native is not None:
-            line += f"; {self._native.engine} makes the sums of all ranks and of fixed groups"
+            line += f"; {self.sum_engine} makes the sums of all ranks and of fixed groups"
             line += ", and carries what partners exchange"
         else:
             line += "; sums are made of messages too"

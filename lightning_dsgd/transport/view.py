@@ -12,6 +12,10 @@ different numbers cannot take each other's messages; two views of one number tha
 `sub` of the network each.  A channel carries the number itself as well, in its upper bits
 (`number_of`), by which a network tells what is left of views that have ended.
 
+**Engines.**  Only all ranks of the network below can fix groups there, together.  So groups that
+are fixed in a view of some ranks have no effect, but where all ranks have a view, and all of these
+do the same (`View.one_of`).
+
 **Threads.**  One thread uses a view, and others of its rank may send on it, as on any endpoint.
 """
 
@@ -59,6 +63,10 @@ class View(Endpoint):
         number: the view's number; all members give the same
     """
 
+    _alike: Sequence[Sequence[int]] = ()
+    _sums_in_lanes = True
+    _may_sum = True
+
     def __init__(self, net: Endpoint, members: Sequence[int], number: int = 0) -> None:
         if net.rank not in members or len(set(members)) != len(members):
             raise ValueError(
@@ -75,11 +83,33 @@ class View(Endpoint):
         self.members = members
         self.number = number
         self.ends_with_peers = below.ends_with_peers
+        self.sum_engine = below.sum_engine
 
-    def _over(self, below: Endpoint) -> Self:
+    @classmethod
+    def one_of(
+        cls, net: Endpoint, views: Sequence[Sequence[int]], *, sums_in_lanes: bool = True
+    ) -> Self:
+        """Returns this rank's view of several that hold each rank once and do the same.
+
+        All ranks call this together, and whatever fixes groups in a view.  The views are equally
+        long, and fix the same groups at the same time.
+
+        Args:
+            net: the network below
+            views: the members of each view
+            sums_in_lanes: whether lanes may sum by the engine of `net`; else by messages
+        """
+        view = cls(net, next(members for members in views if net.rank in members))
+        view._alike, view._sums_in_lanes = views, sums_in_lanes
+        view.fix_groups([range(view.world_size)])
+        return view
+
+    def _over(self, below: Endpoint, *, is_lane: bool = False) -> Self:
         """Returns the same view over another endpoint of this rank."""
         twin = object.__new__(type(self))
         twin._take(below, self.members, self.number)
+        twin._alike, twin._sums_in_lanes = self._alike, self._sums_in_lanes
+        twin._may_sum = self._may_sum and (self._sums_in_lanes or not is_lane)
         return twin
 
     # ---- messages ----
@@ -100,8 +130,9 @@ class View(Endpoint):
         return bits_of(self.number) << _REST_BITS | channel & _REST
 
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
-        if len(self.members) == self.below.world_size:  # else not all ranks call it
-            self.below.fix_groups([[self.members[rank] for rank in group] for group in groups])
+        views = self._alike or [self.members]
+        if sum(map(len, views)) == self.below.world_size:  # else not all ranks call it
+            self.below.fix_groups([[v[rank] for rank in group] for v in views for group in groups])
 
     def expect_at_most(self, nbytes: int) -> None:
         self.below.expect_at_most(nbytes)
@@ -110,7 +141,7 @@ class View(Endpoint):
         self, x: Tensor, call: Call, place: int | None = None
     ) -> Work[Tensor] | None:
         below = call.among([self.members[rank] for rank in call.members])
-        return self.below.begin_natively(x, below, place)
+        return self.below.begin_natively(x, below, place) if self._may_sum else None
 
     def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
         if len(self.members) < self.below.world_size:  # others may call the engine meanwhile
@@ -123,8 +154,8 @@ class View(Endpoint):
         return self._over(self.below.sub(name))
 
     def start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
-        lane = self.below.start_lane(lambda net: fn(self._over(net)), name)
-        return _Lane(lane, self._over(_endpoint_of(lane)))
+        lane = self.below.start_lane(lambda net: fn(self._over(net, is_lane=True)), name)
+        return _Lane(lane, self._over(_endpoint_of(lane), is_lane=True))
 
     # ---- the network below ----
 

@@ -216,3 +216,15 @@ def test_every_pair_is_as_likely_as_any_other(kind: str, num_edges: int) -> None
     assert len(counts) == num_edges
     expected = 2 * rounds / num_edges
     assert sum((n - expected) ** 2 / expected for n in counts.values()) < 3 * num_edges
+
+
+@pytest.mark.parametrize(
+    ("world_size", "of_a_rank"),
+    [(1, 1), (2, 1), (4, 2), (6, 4), (8, 3), (32, 5), (128, 7), (1024, 2), (13, 0), (24, 0)],
+)
+def test_groups_that_come_again_are_few(world_size: int, of_a_rank: int) -> None:
+    size = topology.near_sqrt(world_size)
+    found = topology.recurring_groups(world_size, size, most=8)
+    assert sum(0 in group for group in found) == of_a_rank
+    for version in range(50 * (of_a_rank > 0)):
+        assert all(group in found for group in topology.groups(version, world_size, size))

@@ -17,13 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import until
+from lightning_dsgd.sharded.mesh_sharding import MeshSharding
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.native import TAKEN, Native, NativeCollective
 from lightning_dsgd.transport.pairs import Pair
 from lightning_dsgd.transport.tickets import Key
 from lightning_dsgd.transport.view import View
 from tests.support.mpi import MPIJob, MPIWorld, every_mpi
+from tests.support.rank import Rank
 from tests.support.thorough import tries
 from tests.support.worlds import NativeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
@@ -77,6 +80,13 @@ def call(net: Any, x: Tensor, group: Any, src: int | None) -> Any:
     return net.all_reduce(x, group) if src is None else net.broadcast(x, src, group)
 
 
+def sum_by_messages(net: Any) -> None:
+    """Beside a replica's own collectives, a lane's sums would be in no order with them."""
+    work = net.all_reduce(torch.ones(1))
+    assert not isinstance(work, NativeCollective)
+    work.wait()
+
+
 def in_groups(net: Any) -> list[list[float]]:
     size = net.world_size
     halves = [range(size // 2), range(size // 2, size)]
@@ -84,7 +94,12 @@ def in_groups(net: Any) -> list[list[float]]:
     net.fix_groups(halves)
     net.fix_groups([*halves, *pairs])
     half = halves[net.rank // (size // 2)]
-    across = View(net.sub("across"), pairs[net.rank % (size // 2)])
+    across = View.one_of(net.sub("across"), pairs)
+    column = MeshSharding(tuple(pairs[net.rank % (size // 2)]), size).column(net.sub("columns"))
+    work = column.all_reduce(torch.ones(1))
+    assert isinstance(work, NativeCollective)
+    work.wait()
+    column.spawn_lane(sum_by_messages).join()
     found = []
     for number in range(5):
         x, y, z = (torch.tensor([float(10 * net.rank + number)] * 7) for _ in range(3))
@@ -255,7 +270,30 @@ def pairs_in_random_order(net: Any, seed: int, kill_after_s: float | None) -> st
     return "through"
 
 
-IN_RANDOM_ORDER = [in_random_order, pairs_in_random_order]
+def average_at_random(net: Any, seed: int, kill_after_s: float | None) -> str:
+    """WAGMA with late ranks: what they have added up is in the mean, before and after a resume."""
+    chance = random.Random(f"{seed} {net.rank}")
+    if kill_after_s is not None and net.rank == seed % net.world_size:
+        threading.Timer(kill_after_s, died, [net.rank]).start()
+    spec = f"wagma:sync_period=5:grace_s=0:overlap={seed % 2 == 1}"
+    rank, added = Rank(net, make_algorithm(spec), torch.zeros(1000).double()), 0.0
+    for part in range(2):
+        for _ in range(8 + chance.randrange(8)):
+            update = chance.random()
+            time.sleep(chance.choice((0.0, 0.02)) * chance.random())
+            rank.step(update)
+            added += update
+        means = torch.tensor([added, float(rank.settle().mean())]).double()
+        means = torch.stack(net.all_gather(means).wait()).mean(0)
+        torch.testing.assert_close(means[0], means[1])
+        rank.resume(make_algorithm(spec), f"part {part}")
+    assert net.counters.sent["gloo"].bytes > net.counters.sent["TCP"].bytes
+    if kill_after_s is not None:
+        net.recv(torch.empty(0), seed % net.world_size).wait()
+    return "through"
+
+
+IN_RANDOM_ORDER = [in_random_order, pairs_in_random_order, average_at_random]
 
 
 @pytest.mark.parametrize("seed", SCHEDULES)

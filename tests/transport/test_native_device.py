@@ -149,11 +149,11 @@ def test_algorithms_train_on_a_device(names: list[str]) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        "wagma:hierarchical=true:node_size=2:group_size=2",
-        *("popsgd", f"sgp:overlap={test_slow_kernels.STEPS - 1}"),
+        *("wagma", "popsgd", f"sgp:overlap={test_slow_kernels.STEPS - 1}"),
         *(
             pytest.param(spec, marks=pytest.mark.exhaustive)
             for spec in (
+                *("wagma:overlap=true", "wagma:hierarchical=true:node_size=2:group_size=2"),
                 "wagma:hierarchical=true:node_size=2:group_size=2:overlap=true",
                 *("eager_sgd:quorum=solo", "hpsgd", "popsgd:wire_dtype=int8"),
             )
