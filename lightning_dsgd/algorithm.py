@@ -112,6 +112,9 @@ class Algorithm:
     the same data end with the same weights.
     """
 
+    overflowed: bool | None = None
+    """Whether any rank's last gradient had NaN or inf in it; None: the host has not asked."""
+
     net: Transport
     conditions: Conditions
 

@@ -203,9 +203,11 @@ class AllReduce(Algorithm):
             net.all_reduce(piece).wait()
             piece /= active
             return
-        if self.conditions.skips_overflow and agreement.has_overflowed(net, piece):
-            piece.fill_(torch.nan)
-            return
+        if self.conditions.skips_overflow:
+            self.overflowed = agreement.has_overflowed(net, piece)
+            if self.overflowed:
+                piece.fill_(torch.nan)
+                return
         if active < net.world_size:
             piece *= net.world_size / active
         quantised.average(net, piece, self.kept[span], self.wire)

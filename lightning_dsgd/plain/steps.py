@@ -76,8 +76,9 @@ class Steps:
         with failing(session):
             session.check_peers()
             session.before_update(optimizer)
-        if is_scaled and self._uses_gradient:
-            agree_on_overflow(scaler, optimizer)
+        training = session.training
+        if is_scaled and training is not None and training.algorithm.uses_gradient:
+            agree_on_overflow(scaler, optimizer, training.replica.parts)
         self._exchanged.add(id(optimizer))
 
     @property

@@ -181,10 +181,11 @@ class ErrorFeedback(Algorithm):
 
     def exchange(self, g: Tensor) -> None:
         """Makes one round; leaves in g what the optimizer is to apply."""
-        skips = self.conditions.skips_overflow and self.uses_gradient  # else each rank by itself
-        if skips and has_overflowed(self.net, g):
-            g.fill_(torch.nan)
-            return
+        if self.conditions.skips_overflow and self.uses_gradient:  # else each rank by itself
+            self.overflowed = has_overflowed(self.net, g)
+            if self.overflowed:
+                g.fill_(torch.nan)
+                return
         if self.uses_gradient:
             self.gradients += self.some_of(g)
         values, indices = self.sparse_allreduce(g)

@@ -276,9 +276,9 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def before_update(self, optimizer: Optimizer) -> None:
         self.session.before_update(optimizer)
-        scaler = self._scaler
-        if scaler is not None and self.algorithm.uses_gradient:
-            agree_on_overflow(scaler, optimizer)
+        training = self.session.training
+        if self._scaler is not None and training is not None and training.algorithm.uses_gradient:
+            agree_on_overflow(self._scaler, optimizer, training.replica.parts)
 
     def optimizer_step(
         self,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.amp import GradScaler
 
+from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.session.scaling import agree_on_overflow, is_unscaled
 from tests.support.fake_device import FakeDevice
 from tests.support.worlds import FakeWorld
@@ -38,17 +40,26 @@ def test_a_step_is_skipped_for_what_the_reduced_gradient_holds(reduced: float, s
     assert scaler.get_scale() == (2.0 if skips else 4.0)
 
 
-def step_with_many_parameters(net: Any, fake: FakeDevice) -> list[tuple[str, str, str]]:
+def step_with_many_parameters(
+    net: Any, fake: FakeDevice, known: bool | None
+) -> list[tuple[str, str, str]]:
     xs = [torch.zeros(3, device=fake.device).requires_grad_() for _ in range(9)]
     optimizer, scaler = torch.optim.SGD(xs, 0.1), GradScaler("fake")
     scaler.scale(torch.stack(xs).sum()).backward()
     scaler.unscale_(optimizer)
+    part: Any = SimpleNamespace(optimizer=optimizer, algorithm=OkTopk())
+    part.algorithm.overflowed = known
     fake.syncs.clear()
-    agree_on_overflow(scaler, optimizer)
+    agree_on_overflow(scaler, optimizer, [part])
     scaler.step(optimizer)
-    return fake.syncs
+    scaler.update()
+    syncs = list(fake.syncs)
+    assert [bool(x.cpu().any()) for x in xs] == [not known] * 9
+    return syncs
 
 
-def test_the_host_waits_once_for_all_parameters() -> None:
-    [found] = FakeWorld().run(1, step_with_many_parameters)
-    assert len(found) == 1, found
+@pytest.mark.parametrize("known", [None, False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_the_host_waits_once_for_all_parameters_or_not_again(known: bool | None) -> None:
+    """Where the algorithm has asked whether any gradient has overflowed, nobody asks again."""
+    [found] = FakeWorld().run(1, step_with_many_parameters, known)
+    assert len(found) == (known is None), found
