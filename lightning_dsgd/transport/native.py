@@ -13,6 +13,9 @@ made the argument.  Whoever waits for a result asks again and again whether it i
 message: the stream that trains never waits for a rank.  So a lost rank, `timeout_s` and the end of
 a lane end the wait, and not torch's watchdog, which would end the process.
 
+**Halves.**  Sums of bf16 travel as bf16, as with DDP: these are gradients, as weights are averaged
+in fp32.  Sums of fp16 are made in fp32, as fp16 might not hold the sum of what all ranks have.
+
 **After a loss.**  The starter aborts the communicators, which ends the kernels that wait for the
 lost rank.  No thread can be inside NCCL then, as no other one calls it while collectives are under
 way.  A starter that is itself held up there is left behind, and the communicators with it; the
@@ -53,7 +56,6 @@ TAKEN: Final = frozenset(
 )
 """The dtypes that NCCL and gloo can sum and broadcast."""
 W = TypeVar("W", bound="NativeCollective")
-_HALVES: Final = (torch.bfloat16, torch.float16)
 _LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 """We end waits ourselves, and torch's calls return at once."""
 
@@ -278,7 +280,7 @@ class NativeCollective(Expected):
         super().__init__(net.rank, ticket[1:], None)
         self.net, self.x, self.ticket, self.root = net, x, ticket, root
         self._members = members
-        self._y = x.float() if root == SUM and x.dtype in _HALVES else x
+        self._y = x.float() if root == SUM and x.dtype == torch.float16 else x
         self._begin = time.monotonic()
         self._works: Sequence[Any] = ()
         self._mark = PASSED

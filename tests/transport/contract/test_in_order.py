@@ -26,7 +26,7 @@ IN_ORDER = (
     messages.sub_transports_are_independent,
     collectives.all_reduce_is_exact_where_sums_are,
     collectives.all_reduce_is_the_same_to_the_bit_everywhere,
-    collectives.all_reduce_sums_bfloat16_in_float32,
+    collectives.all_reduce_sums_bfloat16_in_float32_where_it_sends_that,
     collectives.all_gather_takes_any_lengths,
     collectives.gather_into_puts_all_in_order,
     collectives.all_to_all_gives_each_its_part,
