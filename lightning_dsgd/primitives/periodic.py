@@ -142,7 +142,9 @@ class PeriodicAverage(Algorithm):
     # ---- the training thread ----
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        if self.outer is not None and (self.outer.model is None or self._is_untouched()):
+        # Until the first step and the first round, training begins with x as it is.
+        is_untouched = not self.round and not self.steps_since_sync
+        if self.outer is not None and (self.outer.model is None or is_untouched):
             self.outer.begin(x)
 
     def after_update(self, x: Tensor) -> None:
@@ -151,8 +153,8 @@ class PeriodicAverage(Algorithm):
             self.background.check()
         if self.steps_since_sync >= self.overlap_steps:
             self._merge(x)
-        # There may be more steps than that, if a resume made the period shorter.
-        is_due = self.steps_since_sync >= self._steps_to_round()
+        share = self._span(self.sync_period)
+        is_due = self.steps_since_sync >= share.stop - share.start  # more, if a resume shortened it
         if is_due or (self.calls is not None and self.calls.is_called()):
             self._take_part(x, active=True)
 
@@ -163,23 +165,10 @@ class PeriodicAverage(Algorithm):
         while self._take_part(x, active=False):
             pass
 
-    def _is_untouched(self) -> bool:
-        """Returns whether no step and no round was made yet: training begins with x as it is."""
-        return not self.round and not self.steps_since_sync
-
-    def _steps_to_round(self) -> int:
-        """Returns the number of steps from the last round to the next one."""
-        begin, end = self._fragment_of(self.sync_period)
-        return end - begin
-
-    def _span(self, num_elements: int) -> slice:
-        """Returns the span of the fragment that the next round averages."""
-        return slice(*self._fragment_of(num_elements))
-
-    def _fragment_of(self, length: int) -> list[int]:
-        """Returns the bounds of the next round's share of a length."""
+    def _span(self, length: int) -> slice:
+        """Returns the next round's share of a length: of the weights, or of a period's steps."""
         fragment = self.round % self.num_fragments
-        return evenly(length, self.num_fragments)[fragment : fragment + 2]
+        return slice(*evenly(length, self.num_fragments)[fragment : fragment + 2])
 
     def _take_part(self, x: Tensor, *, active: bool) -> bool:
         """Takes part in the next round; returns whether there is one: not if all stand still."""
@@ -222,16 +211,17 @@ class PeriodicAverage(Algorithm):
     def _merge(self, x: Tensor) -> None:
         """Waits for the sum in flight and adds its correction to x."""
         self._collect()
+        self._add_pending(x)
+        self.pending = None
+
+    def _add_pending(self, x: Tensor) -> None:
         if self.pending is not None:
             begin, correction = self.pending
             x[begin : begin + len(correction)] += correction
-            self.pending = None
 
     def consensus(self, x: Tensor) -> Tensor:
         mean = x.clone()
-        if self.pending is not None:
-            begin, correction = self.pending
-            mean[begin : begin + len(correction)] += correction
+        self._add_pending(mean)
         if self.kept is not None:
             mean += self.kept
         agreement.average(self.net, mean)
