@@ -45,6 +45,7 @@ from tqdm import tqdm
 
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.tasks.digits import DigitsData
@@ -252,8 +253,13 @@ def main() -> None:
             f"| {len(row['left_behind'])} |",
             flush=True,
         )
-    write_result(provenance() | {"settings": {"kills": args.kills, "epochs": args.epochs,
-                 "lr": args.lr, "ranks": RANKS} | SETTINGS, "rows": rows}, args.output)  # fmt: skip
+    settings = {"kills": args.kills, "epochs": args.epochs, "lr": args.lr, "ranks": RANKS}
+    specs = [
+        name + "".join(f":{key}={value}" for key, value in SETTINGS.get(name, {}).items())
+        for name in args.strategies.split(",")
+    ]
+    made = provenance() | {"hyperparameters": in_force(specs)}
+    write_result(made | {"settings": settings | SETTINGS, "rows": rows}, args.output)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.simulated import SimulatedWorld
@@ -162,7 +163,8 @@ def main() -> None:
     for name, row in simulated.items():
         print(f"| {args.simulated}, simulated | `{name}` | | | {row['settle_s']:.2f} s | | "
               f"{row['messages']:.0f} |")  # fmt: skip
-    write_result(provenance() | {"rows": rows, "simulated": simulated}, args.output)
+    made = provenance() | {"hyperparameters": in_force(names)}
+    write_result(made | {"rows": rows, "simulated": simulated}, args.output)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 
 SCRIPT = """
@@ -297,7 +298,8 @@ def main() -> None:
     )
     settings = {k: v for k, v in vars(args).items() if k != "output"}
     rows = [{"run": "undisturbed", **alone}, {"run": "killed", **killed}]
-    write_result(provenance() | {"settings": settings, "kept": kept, "rows": rows}, args.output)
+    made = provenance() | {"hyperparameters": in_force([args.strategy])}
+    write_result(made | {"settings": settings, "kept": kept, "rows": rows}, args.output)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.model import stand_in
 from lightning_dsgd.transport import PeerLost, TransportError
@@ -317,10 +318,9 @@ def main() -> None:
         rows.append({**restarted(step_s, args, beside=beside), "step_s": step_s})
         print(rows[-1])
     settings = {k: v for k, v in vars(args).items() if k != "output"}
-    write_result(
-        provenance() | {"settings": settings, "rows": rows},
-        args.output or Path("docs/results/survival", name),
-    )
+    made = provenance() | {"hyperparameters": in_force(args.strategies.split(","))}
+    output = args.output or Path("docs/results/survival", name)
+    write_result(made | {"settings": settings, "rows": rows}, output)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The picture of the README: where the time goes with `ddp` and with `wagma`, in real runs.
+"""The picture of the README: where the time goes with DDP and with ours, in real runs.
 
     python benchmarks/timeline_picture.py
 
-Real ranks on this machine; computation is a sleep, and two random ranks are late in each step.  The
+Real ranks on this machine; computation is a sleep, and a random rank is late in each step.  The
 callback `StepTrace` records, and `lightning-dsgd timeline` draws.
 """
 
@@ -23,8 +23,9 @@ from lightning_dsgd.lab.bench.cells import Cell, finish
 from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.throughput_cell import Sleeper
 from lightning_dsgd.lab.drawing import picture
+from lightning_dsgd.lab.in_force import in_force
 
-STRATEGIES = ("ddp", "wagma")
+STRATEGIES = "ddp,local_sgd,wagma,hpsgd"
 
 
 def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
@@ -41,12 +42,13 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--strategies", default=STRATEGIES, help="separated by commas")
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--params", type=int, default=250_000)
     parser.add_argument("--compute-s", type=float, default=0.4)
     parser.add_argument("--delay-s", type=float, default=0.32)
-    parser.add_argument("--delayed-ranks", type=int, default=2)
+    parser.add_argument("--delayed-ranks", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=7.0, help="as much is drawn")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/timeline.svg"))
     parser.add_argument(
@@ -55,17 +57,18 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="copy the traces there")
     args = parser.parse_args()
     names = ("steps", "params", "compute_s", "delay_s", "delayed_ranks")
+    specs = args.strategies.split(",")
     settings = {name: getattr(args, name) for name in names} | {"world_size": args.ranks}
     with tempfile.TemporaryDirectory() as folder:
         job = Job(f"{__file__}:run_cell", settings | {"folder": folder}, args.ranks)
-        job.run([{"strategy": name} for name in STRATEGIES], args.output)
+        job.run([{"strategy": name} for name in specs], args.output)
         if args.keep:
             shutil.copytree(folder, args.keep, dirs_exist_ok=True)
-        whole = {name: picture.load(Path(folder, name)) for name in STRATEGIES}
+        whole = {name: picture.load(Path(folder, name)) for name in specs}
         window = (0.0, args.seconds)
-        drawn = [picture.load(Path(folder, name), seconds=window) for name in STRATEGIES]
+        drawn = [picture.load(Path(folder, name), seconds=window) for name in specs]
         job.settings = settings  # without the folder, which is gone
-        report = job.provenance()
+        report = job.provenance() | {"hyperparameters": in_force(specs)}
     args.picture.write_text(picture.svg(drawn))
     report["runs"] = [
         {"strategy": name, "steps_per_s": picture.steps_per_s(run), **picture.shares(run)}

@@ -268,10 +268,12 @@ def main() -> None:
         f"\nMedians over the seeds ({args.seeds}), at the soonest of the learning rates {args.lrs}:"
     )
     show(best, targets)
-    from lightning_dsgd.lab.results import provenance, write_result  # loads torch
+    from lightning_dsgd.lab.in_force import in_force  # loads torch
+    from lightning_dsgd.lab.results import provenance, write_result
 
     figures = [{key: job[key] for key in job if key != "checkpoint"} for job in jobs]
-    write_result(provenance() | {"jobs": figures}, output / "demo.json")
+    made = provenance() | {"hyperparameters": in_force(STRATEGIES)}
+    write_result(made | {"jobs": figures}, output / "demo.json")
     plot(best, targets, output / "accuracy.png")
     print(f"Accuracy over time: {output / 'accuracy.png'}")
     print(f"Checkpoints: {', '.join(mine[-1]['checkpoint'] for mine in best.values())}")
