@@ -289,6 +289,10 @@ def main() -> None:
     killed = summarise(args, run(args, args.every_s))
     kept = {k: killed[k] / alone[k] for k in ("per_second", "per_rank_second")}
     away = killed["away_s"]
+    settings = {k: v for k, v in vars(args).items() if k != "output"}
+    rows = [{"run": "undisturbed", **alone}, {"run": "killed", **killed}]
+    made = provenance() | {"hyperparameters": in_force([args.strategy])}
+    write_result(made | {"settings": settings, "kept": kept, "rows": rows}, args.output)
     print(
         f"{args.strategy}: {killed['kills']} kills, {len(away)} ranks came back; kept "
         f"{kept['per_second']:.1%} per second, {kept['per_rank_second']:.1%} per rank-second; away "
@@ -296,10 +300,6 @@ def main() -> None:
         f"{killed['pause_median_s']:.2f} s, at most {killed['pause_worst_s']:.2f} s "
         f"(a step takes {args.step_s} s)"
     )
-    settings = {k: v for k, v in vars(args).items() if k != "output"}
-    rows = [{"run": "undisturbed", **alone}, {"run": "killed", **killed}]
-    made = provenance() | {"hyperparameters": in_force([args.strategy])}
-    write_result(made | {"settings": settings, "kept": kept, "rows": rows}, args.output)
 
 
 if __name__ == "__main__":
