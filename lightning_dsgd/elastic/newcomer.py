@@ -10,7 +10,8 @@ import atexit
 from collections.abc import Mapping
 
 from lightning_dsgd.elastic.survival import join
-from lightning_dsgd.transport.contract import Counters, failed
+from lightning_dsgd.transport import Counters
+from lightning_dsgd.transport.contract import failed
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.processes import ProcessTransport
 from lightning_dsgd.transport.tcp import TCPWire

@@ -13,6 +13,7 @@
     native            those collectives; `tickets`: the one order that they need
     mpi, mpi_job      real ranks that mpiexec or srun has started; `mpi_flight`: their messages
     rendezvous        how real ranks meet, before there is a transport
+    counters          what a rank has sent, and how long it has waited
     watch             what the network tells who records a training's waits
 
 Whoever uses a transport imports the names below, which are the contract's.
@@ -20,7 +21,6 @@ Whoever uses a transport imports the names below, which are the contract's.
 
 from lightning_dsgd.transport.contract import (
     ANY,
-    Counters,
     Deadlock,
     Diverged,
     Lane,
@@ -33,6 +33,7 @@ from lightning_dsgd.transport.contract import (
     Work,
     failed,
 )
+from lightning_dsgd.transport.counters import Counters
 
 __all__ = [
     "ANY",

@@ -17,15 +17,8 @@ from torch import Tensor
 
 from lightning_dsgd.transport import collectives
 from lightning_dsgd.transport.collectives import Call, Collective, Group
-from lightning_dsgd.transport.contract import (
-    ANY,
-    Counters,
-    Lane,
-    PeerLost,
-    Receipt,
-    Views,
-    Work,
-)
+from lightning_dsgd.transport.contract import ANY, Lane, PeerLost, Receipt, Views, Work
+from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.messages import channel_id
 
 

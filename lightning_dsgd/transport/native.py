@@ -43,7 +43,8 @@ from torch import Tensor
 
 from lightning_dsgd.devices import PASSED, Port, backend_for, is_on_host, library_for, port_of
 from lightning_dsgd.transport.collectives import Call, num_children
-from lightning_dsgd.transport.contract import Counters, Timeout, TransportError, failed
+from lightning_dsgd.transport.contract import Timeout, TransportError, failed
+from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.frames import CODES, DTYPES
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S

@@ -30,15 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dsgd.devices import PASSED, is_on_host, port_of, until
-from lightning_dsgd.transport.contract import (
-    Counters,
-    PeerLost,
-    Timeout,
-    TransportError,
-    Views,
-    Work,
-    failed,
-)
+from lightning_dsgd.transport.contract import PeerLost, Timeout, TransportError, Views, Work, failed
+from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.frames import CODES, HEADER
 from lightning_dsgd.transport.lanes import Lane

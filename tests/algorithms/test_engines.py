@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.transport.contract import Traffic
+from lightning_dsgd.transport.counters import Traffic
 from tests.support.rank import Rank
 from tests.support.worlds import NativeWorld, ProcessWorld
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_dsgd.transport.contract import (
     ANY,
-    Counters,
     Lane,
     PeerLost,
     Receipt,
@@ -25,6 +24,7 @@ from lightning_dsgd.transport.contract import (
     Views,
     Work,
 )
+from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.messages import check_message, describe
 from lightning_dsgd.transport.simulated.baton import Awaited, Thread

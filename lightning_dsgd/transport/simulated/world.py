@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import wings
-from lightning_dsgd.transport.contract import Counters, PeerLost, TransportError
+from lightning_dsgd.transport.contract import PeerLost, TransportError
+from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.simulated.baton import Baton, shortened
 from lightning_dsgd.transport.simulated.endpoint import SimulatedTransport
 from lightning_dsgd.transport.simulated.faults import Faults
