@@ -350,7 +350,7 @@ def files_of_a_loss(lost: int) -> tuple[list[str], list[str]]:
     sys.setprofile(note)
     model, optimizer = make()
     with replica_of(model, optimizer, algorithm_of("dpsgd"), **SURVIVES) as replica:
-        for number, batch in enumerate(replica.batches(loader_of(replica.rank, 64))):
+        for number, batch in enumerate(replica.batches(loader_of(replica.rank, 12))):
             now[0] = {4: "step", 5: "loss"}.get(number, "" if len(replica.members) < 3 else now[0])
             if number == 5 and replica.rank == lost:
                 os.kill(os.getpid(), signal.SIGKILL)
