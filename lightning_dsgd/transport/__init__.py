@@ -10,7 +10,7 @@
     mesh              who is alive, over `connections`, each a `connection` after its `handshake`
     frames            a message as bytes; `pinned`: the chunks by which one comes to a device
     process_group     real ranks over TCP, with torch's own collectives for CUDA tensors
-    native            those collectives; `tickets`: the one order that they need
+    native            those collectives; `tickets`: the one order that they need; `pairs`, `parts`
     mpi, mpi_job      real ranks that mpiexec or srun has started; `mpi_flight`: their messages
     rendezvous        how real ranks meet, before there is a transport
     counters          what a rank has sent, and how long it has waited

@@ -135,7 +135,8 @@ class Endpoint(ABC):
         call = self._call(group, "all_gather")
         _check_parts(into, "into", sizes, call.size)
         _check_tensor(x)
-        return Collective(collectives.gather_into(into, x, sizes, call))
+        work = self.parts_natively(into, sizes, x, None, call)
+        return work or Collective(collectives.gather_into(into, x, sizes, call))
 
     def all_to_all(
         self,
@@ -148,7 +149,8 @@ class Endpoint(ABC):
         call = self._call(group, "all_to_all")
         _check_parts(into, "into", from_each, call.size)
         _check_parts(x, "x", to_each, call.size)
-        return Collective(collectives.all_to_all(into, x, from_each, to_each, call))
+        work = self.parts_natively(into, from_each, x, to_each, call)
+        return work or Collective(collectives.all_to_all(into, x, from_each, to_each, call))
 
     def broadcast(self, x: Tensor, src: int, group: Sequence[int] | None = None) -> Work[Tensor]:
         _check_tensor(x)
@@ -191,6 +193,25 @@ class Endpoint(ABC):
             x: the argument, which will hold the result
             call: who takes part, and which call it is
             place: the place in the group of a broadcast's source; None: a sum
+        """
+        return None
+
+    def parts_natively(
+        self,
+        into: Tensor,
+        from_each: Sequence[int],
+        x: Tensor,
+        to_each: Sequence[int] | None,
+        call: Call,
+    ) -> Work[Tensor] | None:
+        """Begins a gather or an exchange of parts without messages; None where it needs them.
+
+        Args:
+            into: will hold what comes
+            from_each: how many elements come from each member
+            x: what leaves
+            to_each: how many elements of x leave for each member; None: all of x for each
+            call: who takes part, and which call it is
         """
         return None
 

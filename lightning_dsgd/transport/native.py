@@ -49,7 +49,7 @@ from lightning_dsgd.transport.frames import CODES, DTYPES
 from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S
 from lightning_dsgd.transport.processes import ProcessTransport
-from lightning_dsgd.transport.tickets import ALL, EXCHANGE, SUM, Form, Key, Tickets
+from lightning_dsgd.transport.tickets import ALL, EXCHANGE, GATHER, SUM, SWAP, Form, Key, Tickets
 
 TAKEN: Final = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16}
@@ -57,6 +57,7 @@ TAKEN: Final = frozenset(
 )
 """The dtypes that NCCL and gloo can sum and broadcast."""
 W = TypeVar("W", bound="NativeCollective")
+_DONE_WITH: Final = {SUM: "to sum", EXCHANGE: "to exchange", GATHER: "to gather", SWAP: "to swap"}
 _LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 """We end waits ourselves, and torch's calls return at once."""
 
@@ -147,6 +148,10 @@ class Native:
         has_group = members is None or members in self._numbers
         return has_group and x.dtype in TAKEN and x.device == self._port.device
 
+    def number_of(self, members: tuple[int, ...]) -> int:
+        """Returns the number of a group that has a communicator."""
+        return self._numbers[members]
+
     def begin(
         self, net: ProcessTransport, x: Tensor, call: Call, place: int | None = None
     ) -> NativeCollective:
@@ -209,8 +214,7 @@ class Native:
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
         """Fails a collective in its thread, as ranks have asked for different ones."""
         asked = ", ".join(
-            f"rank {rank} has {n} of {DTYPES[code]} "
-            + {SUM: "to sum", EXCHANGE: "to exchange"}.get(root, f"from {root}")
+            f"rank {rank} has {n} of {DTYPES[code]} " + _DONE_WITH.get(root, f"from {root}")
             for root, code, n, rank in (least, greatest)
         )
         work = self._asked.pop(key)

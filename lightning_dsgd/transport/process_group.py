@@ -21,6 +21,7 @@ from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import Work
 from lightning_dsgd.transport.native import Native, destroy_group, make_group
 from lightning_dsgd.transport.pairs import Pair
+from lightning_dsgd.transport.parts import Parts
 from lightning_dsgd.transport.processes import CPU, ProcessTransport, libraries
 from lightning_dsgd.transport.tcp import TCPWire
 from lightning_dsgd.transport.wire import Wire
@@ -102,6 +103,21 @@ class ProcessGroupTransport(ProcessTransport):
             return None
         self.check()
         return self._native.begin(self, x, call, place)
+
+    def parts_natively(
+        self,
+        into: Tensor,
+        from_each: Sequence[int],
+        x: Tensor,
+        to_each: Sequence[int] | None,
+        call: Call,
+    ) -> Work[Tensor] | None:
+        native = self._native
+        if native is None or call.size == 1 or not native.can_take(into, call.members):
+            return None
+        self.check()
+        work = Parts(self, into, from_each, x, to_each, native.number_of(call.members), call)
+        return native.ask(work, work.bytes_sent, call.size - 1)
 
     def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
         if self._native is None or not self._native.can_take(x):

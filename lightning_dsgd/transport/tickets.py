@@ -72,12 +72,14 @@ from lightning_dsgd.transport.contract import ANY, PeerLost, Transport
 Key = tuple[int, int, int]
 """A collective: the number of its group, its channel, and its number on that channel."""
 Form = tuple[int, int, int, int]
-"""The root of a broadcast or of what is pushed, SUM or EXCHANGE; the code of a dtype; a number of
-elements; who has asked.
+"""The root of a broadcast or of what is pushed, SUM or another name below; the code of a dtype; a
+number of elements; who has asked.
 """
 
 SUM: Final = -1
 EXCHANGE: Final = -2
+GATHER: Final = -3
+SWAP: Final = -4
 ALL: Final = 0
 """The group of all ranks."""
 

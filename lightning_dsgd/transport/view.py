@@ -143,6 +143,19 @@ class View(Endpoint):
         below = call.among([self.members[rank] for rank in call.members])
         return self.below.begin_natively(x, below, place) if self._may_sum else None
 
+    def parts_natively(
+        self,
+        into: Tensor,
+        from_each: Sequence[int],
+        x: Tensor,
+        to_each: Sequence[int] | None,
+        call: Call,
+    ) -> Work[Tensor] | None:
+        if len(self.members) < self.below.world_size:  # others may call the engine meanwhile
+            return None
+        below = call.among([self.members[rank] for rank in call.members])
+        return self.below.parts_natively(into, from_each, x, to_each, below)
+
     def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
         if len(self.members) < self.below.world_size:  # others may call the engine meanwhile
             return None

@@ -41,7 +41,7 @@ ENGINES = {
     "popsgd": ENGINE,
     "popsgd:blocking=true:wire_dtype=int8": ENGINE,
     "adpsgd": MESSAGES,
-    "oktopk:density=0.1": MESSAGES,
+    "oktopk:density=0.1": SUMS,
 }
 """Who carries what is as long as the weights; the other engine carries news."""
 N = 20_000
