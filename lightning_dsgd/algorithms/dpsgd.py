@@ -44,7 +44,8 @@ class DPSGD(Algorithm):
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
-        self.peers = topology.ring(net.rank, net.world_size)
+        # A shard may be empty, on all ranks alike; an empty message says that its sender stops.
+        self.peers = topology.ring(net.rank, net.world_size) if len(x) else []
         self.stepping = list(self.peers)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:

@@ -63,6 +63,22 @@ def test_no_update_is_lost_among_many_ranks(spec: str, world_size: int) -> None:
         torch.testing.assert_close(ends[-1], mean, rtol=0, atol=1e-12)
 
 
+def take_nothing(net: Any, spec: str, counts: list[int]) -> None:
+    """Trains on an empty shard, with as many steps as this rank has, between two settlements."""
+    rank = Rank(net, make_algorithm(spec), torch.zeros(0))
+    for _ in range(2):
+        for _ in range(counts[net.rank]):
+            rank.descend(torch.zeros(0), LR, seconds=0.1)
+        rank.settle()
+    rank.finish()
+
+
+@pytest.mark.parametrize("spec", ["dpsgd", "sgp", "sgp:overlap=1", "popsgd:blocking=true"])
+@pytest.mark.parametrize("counts", [[1, 0], [2, 0, 1]])
+def test_an_empty_shard_holds_nobody_up(spec: str, counts: list[int]) -> None:
+    SimulatedWorld(len(counts)).run(take_nothing, spec, counts)
+
+
 # ---- SGP: the recursion ----
 
 
