@@ -220,13 +220,13 @@ class WAGMA(Algorithm):
     def _fix_groups(self, net: Transport) -> None:
         """Has the network's engine sum in the groups, where they are few and nothing is rounded."""
         size, of = self.size, net.world_size
-        if self.sums is not None or self.group_period == self.sync_period:
+        if not net.sum_engine or self.sums is not None or self.group_period == self.sync_period:
             return
         groups = topology.groups(0, of, size)
         if self.dynamic_groups:
             groups = topology.recurring_groups(of, size, MOST_GROUPS)
         net.fix_groups(groups)
-        if not groups and net.sum_engine and net.job_rank == 0:
+        if not groups and net.job_rank == 0:
             _log.info(
                 f"wagma's groups are sums of messages, not of {net.sum_engine}: with group_size="
                 f"{size} of {of}, a rank is in more than {MOST_GROUPS}; powers of two need fewer."

@@ -35,12 +35,12 @@ def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
 
 def recurring_groups(world_size: int, group_size: int, most: int) -> list[list[int]]:
     """Returns the groups of all versions, until those repeat; none if `most` versions differ."""
-    found: list[list[int]] = []
+    found: dict[tuple[int, ...], None] = {}
     for version in range(most + 1):
-        new = [group for group in groups(version, world_size, group_size) if group not in found]
-        if not new:
-            return found
-        found += new
+        before = len(found)
+        found.update(dict.fromkeys(map(tuple, groups(version, world_size, group_size))))
+        if len(found) == before:
+            return list(map(list, found))
     return []
 
 
