@@ -57,13 +57,13 @@ class WideParameters(FlatParameters):
         self.home.refresh()
 
     def pull(self) -> None:
-        """Adds to x by how much the parameters have changed; a weight set to 0 is 0."""
+        """Adds to x by how much the parameters have changed; a weight that was set to 0 is 0."""
         self.home.pull()
         pieces = torch.split(self.x, _PIECE), torch.split(self.home.x, _PIECE)
         for x, p in zip(*pieces, strict=True):
             before = x.to(p.dtype)
             change = p.float().sub_(before).masked_fill_(p == before, 0)
-            x.add_(change).masked_fill_(p == 0, 0)
+            x.add_(change).masked_fill_((p == 0) & (before != 0), 0)
 
     def push(self) -> None:
         """Rounds x into the parameters."""

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.replica.flat import ALIGNMENT_BYTES, FlatParameters, check_module, flatten
+from lightning_dsgd.replica.wide import widened
 
 MakeOptimizer = Callable[[Iterable[Parameter]], torch.optim.Optimizer]
 
@@ -425,3 +427,18 @@ def test_check_module_names_sparse_embeddings(embedding: type[nn.Embedding]) -> 
     module.requires_grad_(False)
     check_module(module)
     check_module(nn.Sequential(nn.Linear(3, 3), embedding(5, 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_corrections_of_halves_add_up_and_a_weight_set_to_zero_is_zero(
+    dtype: torch.dtype,
+) -> None:
+    parameters = nn.ParameterList([torch.tensor([0.0, 1.0, 1.0], dtype=dtype)])
+    [flat] = widened(flatten(parameters.named_parameters()), LocalSGD())
+    for _ in range(1000):
+        flat.pull()
+        flat.x += torch.tensor([1e-10, 1e-5, 0.0])
+        flat.push()
+    parameters[0].data[2] = 0.0
+    flat.pull()
+    torch.testing.assert_close(flat.x, torch.tensor([1e-7, 1.01, 0.0]), rtol=1e-3, atol=1e-9)
