@@ -375,8 +375,10 @@ class Session(Face, Generic[TrainingT]):
             self.fail(exception)
             raise
         finally:
-            self._close()
-            self.signals.give_back()
+            try:
+                self._close()
+            finally:
+                self.signals.give_back()
 
     def depart(self) -> None:
         """Ends the part of a rank that has left: the others go on, and wait for nothing of it."""

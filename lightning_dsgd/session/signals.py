@@ -49,7 +49,8 @@ class Signals:
     def give_back(self) -> None:
         """Leaves the signals to whoever had them before."""
         for signum, original in self._originals.items():
-            signal.signal(signum, original)
+            if original is not None:  # else it was not Python's, which Python cannot put back
+                signal.signal(signum, original)
         self._originals = {}
 
     def _stops_together(self) -> bool:
