@@ -274,9 +274,14 @@ def library_for(device: torch.device) -> str:
 
 
 def identity_of(device: torch.device) -> str:
-    """Returns a text that tells this device from all others of the job."""
+    """Returns a text that tells this device from all others of the job; empty if none is sure.
+
+    Launchers of XPUs may give each rank a view of its own, in which every device has one index.
+    """
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
+    if device.type == "xpu":
+        return ""
     return f"{socket.gethostname()} {port_of(device).device}"
 
 

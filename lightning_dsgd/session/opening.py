@@ -120,7 +120,10 @@ class Opening:
 
 def _claim(store: Any, rank: int, device: torch.device) -> None:
     """Raises if another rank has claimed this rank's device."""
-    key = f"lightning_dsgd/{devices.identity_of(device)}"
+    identity = devices.identity_of(device)
+    if not identity:
+        return
+    key = f"lightning_dsgd/{identity}"
     other = int(store.compare_set(key, "", str(rank)))
     if other != rank:
         raise ValueError(
