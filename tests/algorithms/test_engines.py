@@ -24,7 +24,6 @@ TIMELESS = [
 """Who is late makes no difference there: the weights are those of messages, within rounding."""
 ENGINES = {
     **dict.fromkeys(TIMELESS, ENGINE),
-    TIMELESS[-1]: ENGINE | MESSAGES,  # the shards of a node are gathered by messages
     "allreduce:overlap=true:num_buckets=3": ENGINE,
     "allreduce:wire_dtype=int8": MESSAGES,
     "no_sync": NONE,
@@ -41,7 +40,7 @@ ENGINES = {
     "popsgd": ENGINE,
     "popsgd:blocking=true:wire_dtype=int8": ENGINE,
     "adpsgd": MESSAGES,
-    "oktopk:density=0.1": SUMS,
+    "oktopk:density=0.1": ENGINE,
 }
 """Who carries what is as long as the weights; the other engine carries news."""
 N = 20_000
