@@ -76,8 +76,8 @@ BEHIND_THE_CONTRACT = {
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {
     "torch.distributed": "elastic session plain.launch transport.native transport.pairs "
-    "transport.processes transport.process_group transport.rendezvous sharded trainer "
-    "tasks.language fabric lab",
+    "transport.parts transport.processes transport.process_group transport.rendezvous sharded "
+    "trainer tasks.language fabric lab",
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
     f"pytorch_lightning cli tasks elastic.claimed elastic.taken_over {LAB_ON_RANKS}",

@@ -114,7 +114,7 @@ def pending_and_unapplied(algorithm: EagerSGD) -> Tensor:
 
 def entry_bytes(count: float, span: float | None = None) -> float:
     """A message of values of 8 bytes, side by side or over so many places, with a bit for each."""
-    return 24 + 8 * count + math.ceil((span or count) / 8)
+    return 24 + 8 * count + math.ceil((span or 0) / 8)
 
 
 def two_phase_bytes(p: int, span: int) -> float:

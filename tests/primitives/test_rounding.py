@@ -29,7 +29,7 @@ def test_a_message_holds_the_values_rounded_and_the_rest_is_exact(wire_dtype: st
     assert torch.equal(rounding.decode(code, like=x.double()).float(), rounded)
     for block, error in zip(x.split(32), (x - rounded).abs().split(32), strict=True):
         assert (error <= UNITS[wire_dtype] * max(block.abs().tolist(), default=0.0) + 2**-126).all()
-    assert code.nbytes == rounding.num_bytes(n, wire_dtype, x.dtype)
+    assert code.nbytes == sum(rounding.planes(n, wire_dtype, x.dtype))
     if n % 32 == 0:
         assert code.nbytes * 8 == BITS[wire_dtype] * n
 

@@ -212,6 +212,7 @@ class FakeDevice:
         self._streams: list[FakeStream] = []
         self._default = FakeStream(self)
         self._streams.append(self._default)
+        self.num_queued = 0
 
     def pause(self) -> None:
         """What the device does else."""
@@ -428,6 +429,7 @@ class FakeDevice:
         with self.lock:
             self._use_again()
             self._note(func, args, kwargs, into or [])
+            self.num_queued += 1
             self.current().queue.put(work)
 
     def _use_again(self) -> None:
@@ -506,6 +508,7 @@ def _tell_torch() -> torch.library.Library:
 
     library.impl("empty.memory_format", empty)
     library.impl("empty_strided", empty_strided)
+    library.impl("arange", lambda end, **options: arange(0, end, **options))
     library.impl("arange.start", arange)
     library.impl("arange.start_step", arange)
     library.impl("_copy_from", copy_from)
