@@ -113,10 +113,6 @@ class Opening:
             return kind(*self._limits, device=device, native_devices=())
         return kind(*self._limits, device=device)
 
-    def device_for(self, device: torch.device) -> torch.device:
-        """Returns the device that a rank takes, whose index is the rank's place on its node."""
-        return devices.present(device) if self.chosen["share_device"] else device
-
 
 def _claim(store: Any, rank: int, device: torch.device) -> None:
     """Raises if another rank has claimed this rank's device."""

@@ -35,7 +35,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_dsgd import keywords, wings
+from lightning_dsgd import devices, keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
@@ -120,7 +120,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     @property
     def root_device(self) -> torch.device:
-        return self._opening.device_for(super().root_device)
+        own = super().root_device  # whose index is the rank's place on its node
+        return devices.present(own) if self._opening.chosen["share_device"] else own
 
     @property
     def is_global_zero(self) -> bool:
