@@ -43,7 +43,7 @@ CORE = {
     "plain": "agreement algorithm devices keywords replica session transport wings",
     "trainer": "agreement algorithm algorithms devices hyperparameters keywords replica session "
     "transport wings",
-    "fabric": "algorithm algorithms keywords plain session trainer transport wings",
+    "fabric": "algorithm algorithms devices keywords plain session trainer transport wings",
     "pytorch_lightning": "keywords trainer",
     "tasks": "",
     "cli": "trainer wings",
