@@ -216,10 +216,7 @@ def places(marks: Tensor, count: int) -> Tensor:
     """Returns the ascending places of so many marks; unlike `nonzero`, waits for no device."""
     if devices.is_on_host(marks):
         return marks.nonzero().squeeze(1)
-    # What is not marked goes to one place behind.
-    target = torch.where(marks, marks.cumsum(0) - 1, count)
-    found = torch.zeros(count + 1, dtype=torch.int64, device=marks.device)
-    return found.scatter_(0, target, torch.arange(len(marks), device=marks.device))[:count]
+    return torch.nonzero_static(marks, size=count).squeeze(1)
 
 
 def count_each(digits: Tensor, num: int) -> Tensor:

@@ -276,26 +276,21 @@ def _marks(indices: Tensor, parts: Sequence[Part]) -> Tensor:
     marks[torch.cat([indices[part.begin : part.end] for part in parts]) - shifts] = 1
     if devices.is_on_host(marks):
         return torch.from_numpy(np.packbits(marks.numpy(), bitorder="little"))
-    bits = [column << bit for bit, column in enumerate(marks.view(-1, 8).unbind(1))]
-    return torch.stack(bits).sum(0, dtype=torch.uint8)
+    return (marks.view(-1, 8) << _bits(marks.device)).sum(1, dtype=torch.uint8)
 
 
 def _marked(units: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
     """Returns the indices whose bits are set."""
     code, count = torch.cat(list(units)), sum(part.count for part in parts)
-    shifts = _shifts(parts, code.device)
     if devices.is_on_host(code):
-        marks = torch.from_numpy(np.unpackbits(code.numpy(), bitorder="little")).bool()
-        return places(marks, count).add_(shifts)
-    in_each = torch.stack([code >> bit & 1 for bit in range(8)]).sum(0)
-    target = in_each.cumsum(0).sub_(in_each)  # of a byte's first mark, then of its next ones
-    first = torch.arange(0, 8 * len(code), 8, device=code.device)
-    found = torch.zeros(count + 1, dtype=torch.int64, device=code.device)
-    for bit in range(8):
-        marks = (code >> bit & 1).bool()
-        found.scatter_(0, target.where(marks, count), first + bit)  # others one place behind
-        target += marks
-    return found[:count].add_(shifts)
+        marks = torch.from_numpy(np.unpackbits(code.numpy(), bitorder="little"))
+    else:
+        marks = (code.unsqueeze(1) >> _bits(code.device) & 1).view(-1)
+    return places(marks.bool(), count).add_(_shifts(parts, code.device))
+
+
+def _bits(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def _shifts(parts: Sequence[Part], device: torch.device) -> Tensor | int:
