@@ -50,6 +50,7 @@ from tests.support.fits import (
     strategy,
 )
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.worlds import ask_gloo
 
 # ---- ranks with different numbers of batches ----
 
@@ -119,6 +120,7 @@ def fit_uneven_natively(name: str, make: Callable[..., Any]) -> tuple[Tensor, in
         num_sums += 1
         return begin(*args)
 
+    ask_gloo()
     Native.begin = count  # type: ignore[method-assign]
     ProcessGroupTransport.__init__ = partialmethod(init, native_devices=("cpu",))  # type: ignore[assignment]
     state, *_ = fit_uneven(name, (3, 11), make, {})

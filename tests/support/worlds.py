@@ -199,6 +199,12 @@ class Asked:
             raise self._failure
 
 
+def ask_gloo() -> None:
+    """Has the ends of gloo's sends and receives be asked for in this process."""
+    by_gloo = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda calls: [Asked(by_gloo(calls))]
+
+
 @dataclass
 class NativeWorld(ProcessWorld):
     """P processes whose sums and pairs gloo serves, in the order and the way of NCCL's."""
@@ -206,8 +212,7 @@ class NativeWorld(ProcessWorld):
     native_devices: tuple[str, ...] = ("cpu",)
 
     def _open(self) -> ProcessGroupTransport:
-        by_gloo = dist.batch_isend_irecv
-        dist.batch_isend_irecv = lambda calls: [Asked(by_gloo(calls))]
+        ask_gloo()
         return super()._open()
 
 

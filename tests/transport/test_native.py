@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import until
-from lightning_dsgd.sharded.mesh_sharding import MeshSharding
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.native import TAKEN, Native, NativeCollective
 from lightning_dsgd.transport.pairs import Pair
@@ -80,13 +79,6 @@ def call(net: Any, x: Tensor, group: Any, src: int | None) -> Any:
     return net.all_reduce(x, group) if src is None else net.broadcast(x, src, group)
 
 
-def sum_by_messages(net: Any) -> None:
-    """Beside a replica's own collectives, a lane's sums would be in no order with them."""
-    work = net.all_reduce(torch.ones(1))
-    assert not isinstance(work, NativeCollective)
-    work.wait()
-
-
 def in_groups(net: Any) -> list[list[float]]:
     size = net.world_size
     halves = [range(size // 2), range(size // 2, size)]
@@ -95,11 +87,6 @@ def in_groups(net: Any) -> list[list[float]]:
     net.fix_groups([*halves, *pairs])
     half = halves[net.rank // (size // 2)]
     across = View.one_of(net.sub("across"), pairs)
-    column = MeshSharding(tuple(pairs[net.rank % (size // 2)]), size).column(net.sub("columns"))
-    work = column.all_reduce(torch.ones(1))
-    assert isinstance(work, NativeCollective)
-    work.wait()
-    column.spawn_lane(sum_by_messages).join()
     found = []
     for number in range(5):
         x, y, z = (torch.tensor([float(10 * net.rank + number)] * 7) for _ in range(3))
