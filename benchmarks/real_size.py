@@ -361,7 +361,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=2, help="pieces of text a rank and step")
     parser.add_argument("--validated", type=int, default=256, help="pieces of text")
     parser.add_argument("--size", default="64,384,6,6", help="seq_len,dim,depth,num_heads")
-    parser.add_argument("--output", type=Path, default=Path("docs/results/real_size/gpt.json"))
+    parser.add_argument("--output", type=Path, default=Path("docs/results/benchmarks/real_size.json"))
     parser.add_argument(
         "--plot",
         type=Path,
