@@ -201,7 +201,7 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def key(cell: Cell) -> tuple[Any, ...]:
-    """Tells trainings apart."""
+    """Returns what tells a training from all others of the result file."""
     return tuple(cell[name] for name in ("situation", "strategy", "lr", "seed"))
 
 
@@ -288,7 +288,7 @@ class Results:
         save(self.report, self.path)
 
     def tell(self) -> None:
-        """Prints the tables."""
+        """Prints a table of all strategies for each situation that was measured."""
         for name in SITUATIONS:
             one = self.comparison(name)
             if one is not None:
@@ -296,7 +296,7 @@ class Results:
                 print(f"\n{name}, target {one['target']:.3f}\n{table}")
 
     def plot(self, situation: str, path: Path) -> None:
-        """Draws a situation."""
+        """Draws the loss of each strategy in a situation, over seconds and over steps."""
         one = self.comparison(situation)
         if one is None:
             raise SystemExit(
@@ -309,7 +309,7 @@ class Results:
 
 
 def opened(path: Path) -> Results:
-    """The results so far."""
+    """Returns what the result file holds so far."""
     return Results(path, json.loads(path.read_text()) if path.exists() else {"cells": []})
 
 
@@ -361,7 +361,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=2, help="pieces of text a rank and step")
     parser.add_argument("--validated", type=int, default=256, help="pieces of text")
     parser.add_argument("--size", default="64,384,6,6", help="seq_len,dim,depth,num_heads")
-    parser.add_argument("--output", type=Path, default=Path("docs/results/benchmarks/real_size.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs/results/benchmarks/real_size.json")
+    )
     parser.add_argument(
         "--plot",
         type=Path,
