@@ -140,8 +140,7 @@ class View(Endpoint):
     def begin_natively(
         self, x: Tensor, call: Call, place: int | None = None
     ) -> Work[Tensor] | None:
-        below = call.among([self.members[rank] for rank in call.members])
-        return self.below.begin_natively(x, below, place) if self._may_sum else None
+        return self.below.begin_natively(x, self._below(call), place) if self._may_sum else None
 
     def parts_natively(
         self,
@@ -153,15 +152,16 @@ class View(Endpoint):
     ) -> Work[Tensor] | None:
         if len(self.members) < self.below.world_size:  # others may call the engine meanwhile
             return None
-        below = call.among([self.members[rank] for rank in call.members])
-        return self.below.parts_natively(into, from_each, x, to_each, below)
+        return self.below.parts_natively(into, from_each, x, to_each, self._below(call))
 
     def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
         if len(self.members) < self.below.world_size:  # others may call the engine meanwhile
             return None
-        return self.below.pair_natively(
-            x, call.among([self.members[rank] for rank in call.members])
-        )
+        return self.below.pair_natively(x, self._below(call))
+
+    def _below(self, call: Call) -> Call:
+        """Returns the same call by the ranks of the network below."""
+        return call.among([self.members[rank] for rank in call.members])
 
     def sub(self, name: str) -> Self:
         return self._over(self.below.sub(name))
