@@ -347,8 +347,11 @@ class _Averager:
 
 
 def half_difference(theirs: Tensor, mine: Tensor, like: Tensor) -> Tensor:
-    """Returns what to add on this side; the other side adds the same with the opposite sign."""
-    return (theirs.to(like.dtype) - mine.to(like.dtype)).mul_(0.5)
+    """Returns what to add on this side; the other side adds the same with the opposite sign.
+
+    The message that has come is overwritten: memory that is new takes longer to touch than to fill.
+    """
+    return theirs.to(like.dtype).sub_(mine).mul_(0.5)
 
 
 def hashes_of(k: Tensor) -> Tensor:

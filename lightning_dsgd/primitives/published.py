@@ -38,6 +38,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_dsgd.buffers import copy_of
 from lightning_dsgd.devices import PASSED, is_on_host, port_of
 from lightning_dsgd.primitives import rounding
 from lightning_dsgd.primitives.own_device import await_mark
@@ -71,7 +72,7 @@ class Published:
     def snapshot(self) -> Tensor:
         """Returns a copy of what is published, corrections included."""
         with self._lock:
-            return self._y.clone()
+            return copy_of(self._y)
 
     def correct(self, d: Tensor) -> None:
         """Adds d to what is published, and to x the next time that x is published."""
