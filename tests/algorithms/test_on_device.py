@@ -130,7 +130,7 @@ TABLE_OF_THE_PAGE = {
     name: tuple(map(int, numbers))
     for name, *numbers in re.findall(
         r"^\| `(\w+)`[^|]*\| (\d+) \| (\d+) \| (\d+) \|$",
-        Path(__file__).parents[2].joinpath("docs/gpus.md").read_text(),
+        Path(__file__).parents[2].joinpath("docs/evidence/gpus.md").read_text(),
         re.MULTILINE,
     )
 }
@@ -140,7 +140,7 @@ OKTOPK = {
     ("primitives.sparse_wire.measure", "a copy"): 2,
     ("primitives.error_feedback", RESULT): 2,
 }
-"""How often in an ordinary exchange, at any P: docs/gpus.md lists them."""
+"""How often in an ordinary exchange, at any P: docs/evidence/gpus.md lists them."""
 ANSWER = ("primitives.wait_avoiding", RESULT)
 BEGINS = ("algorithms.hpsgd._begin", "aten::equal")
 SCALES = ("primitives.step_scaling", RESULT)
@@ -157,7 +157,7 @@ RESULTS = {
     "hpsgd": set(),
     "hpsgd_bounded": set(),
 }
-"""What the host waits for in a step, each once, and nothing else: docs/gpus.md lists it too."""
+"""What the host waits for in a step, each once, and nothing else: docs/evidence/gpus.md too."""
 SOMETIMES = {
     "wagma_overlap": {ANSWER},  # a global average, which another step waits for
     "popsgd": {("algorithms.popsgd", RESULT)},  # the exchange of the step before
