@@ -54,7 +54,7 @@ def test_no_cell_of_the_table_is_empty(algorithm: Any) -> None:
     assert all(catalogue.row(algorithm))
 
 
-PAGES = ("choosing", "evidence/choosing", "time_to_target", "evidence/wagma", "recipes", "gallery")
+PAGES = ("choosing", "evidence/choosing", "time_to_target", "evidence/wagma", "examples")
 
 
 @pytest.mark.parametrize("file", ["README.md", *(f"docs/{page}.md" for page in PAGES)])

@@ -1,4 +1,4 @@
-"""The examples of the gallery: each runs with two ranks, learns, and leaves one model."""
+"""The examples: each runs with two ranks, learns, and leaves one model."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def test_the_lora_example_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         runpy.run_path(str(ROOT / "examples" / "lora.py"), run_name="__main__")
 
 
-def test_the_gallery_has_every_example() -> None:
+def test_the_page_has_every_example() -> None:
     assert {path.stem for path in EXAMPLES} == set(LEARNS)
-    gallery = (ROOT / "docs" / "gallery.md").read_text()
+    page = (ROOT / "docs" / "examples.md").read_text()
     for path in EXAMPLES:
-        assert f"](../examples/{path.name})" in gallery
+        assert f"](../examples/{path.name})" in page
         assert len(path.read_text().splitlines()) < 100
