@@ -34,7 +34,7 @@ def sentences(text: str) -> Iterator[str]:
     """Of prose: without code, headings, tables and the addresses of links."""
     text = re.sub(r"^ *```.*?^ *```$", "\n", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"<!--.*?-->|^:::.*(?:\n    .*)*", "", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "")
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-#|]|\d+\.) ?)", text):
         said = " ".join(paragraph.split())
         if said and not said.startswith(("#", "|")):

@@ -54,7 +54,15 @@ def test_no_cell_of_the_table_is_empty(algorithm: Any) -> None:
     assert all(catalogue.row(algorithm))
 
 
-PAGES = ("index", "choosing", "evidence/choosing", "time_to_target", "evidence/wagma", "examples")
+PAGES = (
+    "index",
+    "choosing",
+    "evidence/choosing",
+    "time_to_target",
+    "evidence/wagma",
+    "examples",
+    "paper_recipes",
+)
 
 
 @pytest.mark.parametrize("file", [f"docs/{page}.md" for page in PAGES])
