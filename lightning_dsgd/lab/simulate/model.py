@@ -195,6 +195,8 @@ def _run_rank(
     """Returns when this rank had done each step, and the bytes that it sent for them."""
     algorithm, x = copy.copy(pattern), torch.zeros(num_elements)
     source = torch.Generator().manual_seed(net.rank)
+    # Ranks move apart: what is sent may depend on how far, as with popsgd's one byte per weight.
+    update = torch.randn(num_elements, generator=torch.Generator().manual_seed(net.rank))
     algorithm.start(net, x, Conditions(claims_batches=dealt.is_claimed))
     scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
     net.barrier().wait()
@@ -227,6 +229,8 @@ def _run_rank(
             scaling.update_begins(x)
             if len(g) and not algorithm.uses_gradient:  # it looks at what local steps have changed
                 x -= g
+            elif algorithm.averages_weights:
+                x += update
             scaling.update_ends(x)
             algorithm.after_update(x)
         done_s.append(net.now() - begin_s)

@@ -50,6 +50,11 @@ def test_a_step_takes_the_time_of_its_messages(spec: str, messages: float) -> No
     assert done.bytes_sent == pytest.approx(100e6 * messages, rel=1e-4)
 
 
+def test_ranks_move_apart_so_popsgd_can_tell_one_byte_per_weight() -> None:
+    done = run("popsgd:wire_dtype=int8", 8, PLAIN, 20)
+    assert done.bytes_sent < 100e6 / 3  # the first exchange is in full
+
+
 @pytest.mark.parametrize("spec", ["hpsgd", "adpsgd", "wagma:overlap=true:sync_period=100"])
 def test_who_waits_for_nobody_is_as_fast_as_without_messages(spec: str) -> None:
     assert step_s(spec, 8, PLAIN) == pytest.approx(0.1, rel=1e-3)
