@@ -27,12 +27,12 @@ RECIPES = re.compile(r"(<!-- what (\S+)/\*.yaml say at their beginning -->\n)(?:
 SHORT = re.compile(r"(<!-- the strategies in short, with pages in (\S+) -->\n)(?:.+\n)*")
 EXAMPLES = re.compile(r"(<!-- what examples/\*.py say at their beginning -->\n)(?:.+\n)*")
 
-TIMES = re.compile(r"(<!-- seconds to (99|100)% in (\S+) -->\n)(?:.+\n)*")
-AT_BASELINES_LR = re.compile(
-    r"(<!-- seconds to (99|100)% with the baseline's rate in (\S+) -->\n)(?:.+\n)*"
-)
-ENDS = re.compile(r"(<!-- seconds to the end in (\S+) -->\n)(?:.+\n)*")
-QUALITIES = re.compile(r"(<!-- quality and speed in (\S+) -->\n)(?:.+\n)*")
+# A result, with a choice of its strategies: "docs/results/x.json of popsgd,wagma:overlap=true".
+RESULT = r"in (\S+(?: of \S+)?) -->\n)(?:.+\n)*"
+TIMES = re.compile(rf"(<!-- seconds to (99|100)% {RESULT}")
+AT_BASELINES_LR = re.compile(rf"(<!-- seconds to (99|100)% with the baseline's rate {RESULT}")
+ENDS = re.compile(rf"(<!-- seconds to the end {RESULT}")
+QUALITIES = re.compile(rf"(<!-- quality and speed {RESULT}")
 IN_FORCE = re.compile(r"(<!-- what was in force in (\S+) -->\n)(?:.+\n)*")
 SOONEST = re.compile(
     r"(<!-- soonest (\w+) to (99|100)% in docs/results/choosing/ of (.+) -->\n)(?:.+\n)*"
@@ -58,22 +58,37 @@ def examples() -> str:
     return "\n".join(lines)
 
 
-def times(percent: str, file: str) -> str:
-    """Of a result of `lightning-dsgd bench target`."""
-    return target_tables.time_table(
-        json.loads((ROOT / file).read_text()), f"{int(percent) / 100:g}"
-    )
+def targets(of: str) -> dict[str, Any]:
+    """A result of `lightning-dsgd bench target`, with the rows of the baseline and of those chosen.
+
+    Args:
+        of: "FILE", or "FILE of popsgd,wagma"; a strategy's rows with claimed batches go with it
+    """
+    file, _, names = of.partition(" of ")
+    result: dict[str, Any] = json.loads((ROOT / file).read_text())
+    if names:
+        chosen = {*names.split(","), result.get("settings", {}).get("baseline", "allreduce")}
+        strategies = [row["strategy"].partition(", ")[0] for row in result["summary"]]
+        if missing := chosen - {*strategies}:
+            raise ValueError(f"{file} must have what is chosen of it, got none of {missing}")
+        rows = zip(strategies, result["summary"], strict=True)
+        result["summary"] = [row for name, row in rows if name in chosen]
+    return result
 
 
-def at_baselines_lr(percent: str, file: str) -> str:
+def times(percent: str, of: str) -> str:
+    """When shares of the quality are reached."""
+    return target_tables.time_table(targets(of), f"{int(percent) / 100:g}")
+
+
+def at_baselines_lr(percent: str, of: str) -> str:
     """The same, where each strategy has the baseline's learning rate."""
-    result = json.loads((ROOT / file).read_text())
-    return target_tables.default_table(result, f"{int(percent) / 100:g}")
+    return target_tables.default_table(targets(of), f"{int(percent) / 100:g}")
 
 
-def ends(file: str) -> str:
-    """When training ends, of a result of `lightning-dsgd bench target`."""
-    return target_tables.end_table(json.loads((ROOT / file).read_text()))
+def ends(of: str) -> str:
+    """When training ends."""
+    return target_tables.end_table(targets(of))
 
 
 def in_force(file: str) -> str:
@@ -81,9 +96,9 @@ def in_force(file: str) -> str:
     return measured_with(json.loads((ROOT / file).read_text()))
 
 
-def qualities(file: str) -> str:
-    """Of a result of `lightning-dsgd bench target`."""
-    return target_tables.quality_table(json.loads((ROOT / file).read_text()))
+def qualities(of: str) -> str:
+    """The final quality, the job's rate and the learning rate."""
+    return target_tables.quality_table(targets(of))
 
 
 def soonest(of: str, percent: str, tasks: str) -> str:

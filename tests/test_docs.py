@@ -75,6 +75,15 @@ def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     assert tables["renewed"](without_its_first_row) == text
 
 
+def test_a_table_has_the_rows_that_are_chosen_beside_the_baselines() -> None:
+    targets = runpy.run_path(str(DOCS / "tables.py"))["targets"]
+    file = "docs/results/choosing/target_epochs.json"
+    rows = {row["strategy"] for row in targets(f"{file} of popsgd,wagma")["summary"]}
+    assert rows == {"allreduce", "popsgd", "popsgd, claimed", "wagma", "wagma, claimed"}
+    with pytest.raises(ValueError, match="got none of"):
+        targets(f"{file} of wagam")
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda a: a.name)
 def test_every_algorithm_has_a_page_that_names_its_hyperparameters(algorithm: Any) -> None:
     page = (DOCS / "algorithms" / f"{algorithm.__module__.rpartition('.')[2]}.md").read_text()
