@@ -41,7 +41,8 @@ class DiLoCo(PeriodicAverage):
         when="every `sync_period` steps",
         with_whom="all ranks",
         sends="2(P-1)/P |x| / `sync_period`",
-        memory="2 |x|; |x| more with a `wire_dtype`, 2 |x| / `num_fragments` with `overlap_steps`",
+        memory="2 |x|; |x| more with a `wire_dtype`, 2 |x| / `num_fragments` more with "
+        "`overlap_steps`",
         suits="very slow networks and long training: language models in several data centers",
     )
 

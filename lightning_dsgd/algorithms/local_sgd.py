@@ -28,7 +28,7 @@ class LocalSGD(PeriodicAverage):
         when="every `sync_period` steps",
         with_whom="all ranks",
         sends="2(P-1)/P |x| / `sync_period`",
-        memory="none; |x| with an outer optimizer, |x| more with momentum, 2 |x| with a "
-        "`wire_dtype`, 2 |x| / `num_fragments` with `overlap_steps`",
+        memory="none; |x| with an outer optimizer, |x| more with momentum, 2 |x| more "
+        "with a `wire_dtype`, 2 |x| / `num_fragments` more with `overlap_steps`",
         suits="slow networks, ranks of equal speed",
     )

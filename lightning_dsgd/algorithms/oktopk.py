@@ -77,7 +77,7 @@ class OkTopk(ErrorFeedback):
         with_whom="all ranks",
         sends="about 10k (P-1)/P / `local_steps` at a density of 1%, at most 24k (P-1)/P / "
         "`local_steps`",
-        memory="2 |g|, |g| / P to |g| for the region, and 1 byte per element",
+        memory="2 |g|; at most |g| more for the region, 1 byte per element more",
         suits="slow networks and large models, ranks of equal speed",
     )
 

@@ -57,8 +57,8 @@ class SGP(Algorithm):
         when="every step",
         with_whom="`num_peers` other ranks, changing",
         sends="`num_peers` |x|",
-        memory="2 |x|; 3 |x| with `overlap`, random graphs or different numbers of batches; |g| "
-        "more with `hierarchical`",
+        memory="2 |x|; 3 |x| with `overlap` or random graphs or different numbers of batches; "
+        "|g| more with `hierarchical`",
         suits="equally fast ranks on a slow network; `num_peers` messages per step for any P",
     )
 

@@ -113,7 +113,7 @@ class TopkDSA(ErrorFeedback):
         when="every step, or every `local_steps` steps",
         with_whom="all ranks",
         sends="at most 16k (P-1)/P to (8k + 4n)(P-1)/P, / `local_steps`",
-        memory="2 |g|, and |g| / P for the region",
+        memory="2 |g|; |g| / P more for the region",
         suits="comparison with `oktopk`",
     )
 

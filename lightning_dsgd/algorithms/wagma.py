@@ -90,8 +90,7 @@ class WAGMA(Algorithm):
         with_whom="a group of `group_size` ranks that changes every time",
         sends="2(S-1)/S |x| / `group_period`",
         memory="2 |x|; 3 |x| with `overlap`, on a device 6 |x|; none with `wait_avoiding=False`; "
-        "with a `wire_dtype` |x| more, 4 |x| during a sum; with `hierarchical` that of a shard, "
-        "and |g|",
+        "4 |x| more in a sum with a `wire_dtype`; that of a shard and |g| with `hierarchical`",
         suits="random stragglers, many nodes",
     )
 

@@ -13,7 +13,7 @@ def of_candidates(candidates: Iterable[Any]) -> Iterator[Any]:
     every: Sequence[Any] = list(candidates)
     with tqdm(every, unit="strategy", leave=False) as bar:
         for candidate in bar:
-            bar.set_postfix_str(candidate.spec)
+            bar.set_postfix_str(candidate.label)
             yield candidate
 
 

@@ -69,6 +69,7 @@ REFUSED = {
     "probe --network fast": "network must be a rate",
     "advise cluster.json --trace trace": "--params must be given where the trace does not say",
     "advise cluster.json --trace trace --params 1e6 --ranks 1": "--ranks must be at least 2",
+    "advise cluster.json --trace trace --params 1e6 --epoch-steps 0": "--epoch-steps must be at ",
     "advise cluster.json --trace trace --params 1e6 --strategies wagam": "--strategies must be "
     "among adpsgd",
     "timeline trace --output x.pdf": "--output must end with",

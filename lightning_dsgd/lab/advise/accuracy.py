@@ -1,9 +1,9 @@
 """What a strategy has cost in accuracy where that was measured: `accuracy.json`.
 
-The file holds the results of `lightning-dsgd bench target` for one small task, in five situations:
-see docs/time_to_target.md.  Which of them is most like the run in question follows from its step
-times and from what an all-reduce takes.  It is a direction, not a promise: another model is another
-task.
+The file holds the results of `lightning-dsgd bench target` in epochs for one small task, in five
+situations: see docs/time_to_target.md.  Which of them is most like the run in question follows from
+its step times and from what an all-reduce takes.  It is a direction, not a promise: another model
+is another task.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, Final
 
+from lightning_dsgd.lab.advise.candidates import BASELINE
+from lightning_dsgd.lab.bench.target_rows import summarize
 from lightning_dsgd.lab.simulate.recorded import Recorded
 
 FILE: Final = "accuracy.json"
@@ -31,31 +33,47 @@ class Cost:
 
     Args:
         points: points of accuracy beside all-reduce's; negative where the strategy was worse
-        reached: the share of the seeds that came to 99% of all-reduce's accuracy
-        time: the time until then, over all-reduce's; None where half of the seeds never came there
+        reached: the number of seeds that came to 99% of all-reduce's accuracy
+        seeds: the number of all seeds
+        time: the time until then, over all-reduce's, as `bench target` has it: a seed that did not
+            come there counts as the time limit
     """
 
     points: float
-    reached: float
-    time: float | None
+    reached: int
+    seeds: int
+    time: float
+
+    @property
+    def is_as_good(self) -> bool:
+        """Whether most seeds came to 99% of all-reduce's accuracy, and no later than all-reduce."""
+        return 2 * self.reached > self.seeds and self.time <= 1
 
 
 def distilled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what is kept of `bench target`'s results; of a strategy in several, the first."""
+    """Returns what is kept of `bench target`'s results: all relative to `BASELINE`.
+
+    Where another strategy is the baseline of a result, figures are taken anew from its curves.
+    """
     situations: dict[str, str] = {}
     costs: dict[str, dict[str, Any]] = {}
     for result in results:
         for name, situation in result["settings"]["situations"].items():
-            situations.setdefault(name, situation["text"])
-        for row in result["summary"]:
+            situations[name] = situation["text"]
+        rows = result["summary"]
+        if result["settings"]["baseline"] != BASELINE:
+            better = result["higher_is_better"]
+            rows = summarize(result["curves"], baseline=BASELINE, higher_is_better=better)
+        for row in rows:
             soonest = row["to_target"]["0.99"]
-            cost = {
+            costs.setdefault(row["situation"], {})[row["strategy"]] = {
                 "points": round(100 * row["difference"], 2),
-                "reached": round(soonest["reached"] / row["seeds"], 2),
+                "reached": soonest["reached"],
+                "seeds": row["seeds"],
                 "time": soonest["share"],
             }
-            costs.setdefault(row["situation"], {}).setdefault(row["strategy"], cost)
-    return {"situations": situations, "costs": costs}
+    (epoch_steps,) = {result["settings"]["epoch_steps"] for result in results}
+    return {"epoch_steps": epoch_steps, "situations": situations, "costs": costs}
 
 
 @cache
@@ -66,15 +84,19 @@ def _table() -> dict[str, Any]:
     return table
 
 
-def cost(spec: str, situation: str) -> Cost | None:
-    """Returns what this strategy cost in a situation; None where it was not measured."""
-    found = _table()["costs"][situation].get(spec)
+def cost(label: str, situation: str) -> Cost | None:
+    """Returns what this row cost in a situation; None where it was not measured."""
+    found = _table()["costs"][situation].get(label)
     return None if found is None else Cost(**found)
 
 
 def in_words(situation: str) -> str:
-    """Says what happens in this situation."""
-    return str(_table()["situations"][situation])
+    """Says where accuracy was measured, and what happens in this situation."""
+    seeds = _table()["costs"][situation][BASELINE]["seeds"]
+    return (
+        f"on a small task in epochs of {_table()['epoch_steps']} steps, with {seeds} seeds, where "
+        f"{_table()['situations'][situation]}"
+    )
 
 
 def most_like(recorded: Recorded, allreduce_s: float, num_ranks: int) -> str:
@@ -92,4 +114,4 @@ def most_like(recorded: Recorded, allreduce_s: float, num_ranks: int) -> str:
         return "slow-rank"
     if every[int(0.995 * (len(every) - 1))] > _HEAVY_TAIL * statistics.median(every):
         return "heavy-tail"
-    return "random-16" if num_ranks >= 12 else "random"
+    return "random-16" if num_ranks >= 12 and "random-16" in _table()["costs"] else "random"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.lab.bench.target_rows import label
+from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 
 BOUND: Final = "no_sync"
@@ -20,11 +23,16 @@ class Candidate:
 
     Args:
         spec: the strategy as on the command line
-        copies: the memory that a rank needs more at its peak, in copies of the weights
+        data: how an epoch's batches are dealt, "equal" or "claimed"
     """
 
     spec: str
-    copies: float
+    data: str = EQUAL
+
+    @property
+    def label(self) -> str:
+        """What a row is called, here and in the results of `bench target`."""
+        return label({"strategy": self.spec} | ({} if self.data == EQUAL else {"data": self.data}))
 
     @property
     def name(self) -> str:
@@ -36,41 +44,55 @@ class Candidate:
         """Whether every rank unpacks messages of every other, which takes long to simulate."""
         return isinstance(make_algorithm(self.spec), ErrorFeedback)
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether ranks step together, and so cannot claim batches."""
+        return make_algorithm(self.spec).lockstep
 
-CANDIDATES: Final = (
-    Candidate("no_sync", 0),
-    Candidate("allreduce", 1),
-    Candidate("allreduce:wire_dtype=int8:overlap=true", 2),
-    Candidate("local_sgd", 0),
-    Candidate("local_sgd:sync_period=2", 0),
-    Candidate("local_sgd:sync_period=32", 0),
-    Candidate("local_sgd:wire_dtype=int8", 2),
-    Candidate("diloco:sync_period=100", 2),
-    Candidate("dpsgd", 2),
-    Candidate("sgp", 2),
-    Candidate("sgp:overlap=1", 3),
-    Candidate("sgp:overlap=1:wire_dtype=int8", 3),
-    Candidate("popsgd", 5),
-    Candidate("popsgd:wire_dtype=int8", 6),
-    Candidate("popsgd:blocking=true", 1),
-    Candidate("adpsgd", 4),
-    Candidate("adpsgd:wire_dtype=int8", 4),
-    Candidate("hpsgd", 2),
-    Candidate("hpsgd:max_local_steps=2", 2),
-    Candidate("hpsgd:wire_dtype=int8", 4),
-    Candidate("hpsgd:wire_dtype=int4", 4),
-    Candidate("eager_sgd", 4),
-    Candidate("wagma", 2),
-    Candidate("wagma:sync_period=10", 2),
-    Candidate("wagma:group_period=2:wire_dtype=int8", 6),
-    Candidate("wagma:overlap=true", 3),
-    Candidate("wagma:overlap=true:sync_period=10:wire_dtype=int8", 7),
-    Candidate("oktopk", 3.25),
-    Candidate("oktopk:wire_dtype=int8", 3.25),
-    Candidate("oktopk:local_steps=4", 3.25),
-    Candidate("oktopk:local_steps=4:wire_dtype=int4", 3.25),
-    Candidate("topk_allgather", 2),
-    Candidate("topk_dsa", 2.5),
-    Candidate("gtopk", 2),
-    Candidate("gaussian_topk", 2),
+
+def with_claims(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Returns the candidates, each beside the same with claimed batches where ranks can claim."""
+    pairs = [(each, replace(each, data=CLAIMED)) for each in candidates]
+    return [each for pair in pairs for each in (pair[:1] if pair[0].lockstep else pair)]
+
+
+CANDIDATES: Final = tuple(
+    Candidate(spec)
+    for spec in (
+        "no_sync",
+        "allreduce",
+        "allreduce:wire_dtype=int8:overlap=true",
+        "local_sgd",
+        "local_sgd:sync_period=2",
+        "local_sgd:sync_period=32",
+        "local_sgd:wire_dtype=int8",
+        "diloco:sync_period=100",
+        "dpsgd",
+        "sgp",
+        "sgp:overlap=1",
+        "sgp:overlap=1:wire_dtype=int8",
+        "popsgd",
+        "popsgd:wire_dtype=int8",
+        "popsgd:blocking=true",
+        "adpsgd",
+        "adpsgd:wire_dtype=int8",
+        "hpsgd",
+        "hpsgd:max_local_steps=2",
+        "hpsgd:wire_dtype=int8",
+        "hpsgd:wire_dtype=int4",
+        "eager_sgd",
+        "wagma",
+        "wagma:sync_period=10",
+        "wagma:group_period=2:wire_dtype=int8",
+        "wagma:overlap=true",
+        "wagma:overlap=true:sync_period=10:wire_dtype=int8",
+        "oktopk",
+        "oktopk:wire_dtype=int8",
+        "oktopk:local_steps=4",
+        "oktopk:local_steps=4:wire_dtype=int4",
+        "topk_allgather",
+        "topk_dsa",
+        "gtopk",
+        "gaussian_topk",
+    )
 )

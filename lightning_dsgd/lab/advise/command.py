@@ -1,4 +1,4 @@
-"""Which strategy is fastest on your cluster, with your model's own steps.
+"""With which strategy training ends soonest on your cluster, with your model's own steps.
 
     lightning-dsgd probe --ranks 4 --output cluster.json      # or under torchrun, srun, mpiexec
     # a short run with callbacks=[lightning_dsgd.StepTrace("run/")]
@@ -6,7 +6,8 @@
     lightning-dsgd advise cluster.json --trace run/ --verify
 
 Simulates every strategy, with settings that are worth a try, on the cluster that was probed, with
-the step times that were recorded.  --verify then runs the first three here, for some steps.
+the step times that were recorded.  All ranks stand still after each epoch; in rows with "claimed"
+they claim its batches.  --verify then runs the first three here, for some steps.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from lightning_dsgd.lab.epochs import in_words
+from lightning_dsgd.lab import epochs
 from lightning_dsgd.lab.probe.cluster import Cluster
 from lightning_dsgd.lab.results import provenance, typed, write_result
 from lightning_dsgd.lab.simulate.machines import Machine, probed
 from lightning_dsgd.lab.simulate.recorded import Recorded
+
+RECORDED: Final = "recorded"
+"""Stands for an epoch as long as in the trace."""
+ENDLESS: Final = "endless"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,9 +41,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--params", type=float, help="of the model; by default those of the trace")
     parser.add_argument("--ranks", type=int, help="by default as many as were probed")
-    parser.add_argument("--steps", type=int, default=40, help="of each rank, simulated")
+    parser.add_argument("--steps", type=int, default=40, help="to simulate, about as many")
     parser.add_argument(
-        "--epoch-steps", type=int, help="of an epoch; by default one epoch is endless"
+        "--epoch-steps",
+        type=_epoch_steps,
+        default=RECORDED,
+        metavar="STEPS",
+        help=f"of each rank in an epoch, or {ENDLESS}; by default as in the trace, with as many "
+        f"samples, and {ENDLESS} where the trace does not say",
     )
     parser.add_argument("--strategies", help="these alone, separated by commas")
     parser.add_argument("--verify", action="store_true", help="run the first three here")
@@ -60,6 +70,9 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
     if num_params < 1:
         raise ValueError("--params must be given where the trace does not say; try --params 25e6")
     num_ranks = args.ranks or cluster.ranks
+    is_recorded = args.epoch_steps == RECORDED
+    epoch_steps = recorded.epoch_steps_of(num_ranks) if is_recorded else args.epoch_steps
+    epochs.check(epoch_steps, epochs.EQUAL)
     if num_ranks < 2 or args.steps < 1:
         raise ValueError(
             f"--ranks must be at least 2 and --steps at least 1, got {num_ranks} and {args.steps}"
@@ -68,19 +81,21 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
     from lightning_dsgd.lab.advise import ranking, words  # load torch
     from lightning_dsgd.lab.progress import of_candidates
 
+    num_steps = _whole_epochs(args.steps, epoch_steps)
     candidates = _candidates(args.strategies)
     ranked = ranking.rank(
         candidates,
         machine,
         num_ranks,
-        args.steps,
+        num_steps,
         shown=of_candidates,
-        epoch_steps=args.epoch_steps,
+        epoch_steps=epoch_steps,
+        on_device=cluster.device != "cpu",
     )
     has_nodes = cluster.between is not None
     beyond = words.warnings(num_ranks, cluster.ranks, recorded.num_ranks, has_nodes)
     print(f"{num_ranks} ranks, {num_params:,} parameters, {1e3 * recorded.mean_s:.0f} ms a step")
-    print(in_words(args.epoch_steps) + "\n")
+    print(words.setting(epoch_steps, num_steps, recorded if is_recorded else None) + "\n")
     print(words.table(ranked) + "\n\n" + words.legend(ranked) + "\n")
     for spec, why in ranked.refused.items():
         print(f"left out: {spec}: {why}")
@@ -91,13 +106,12 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
         "settings": {
             "ranks": num_ranks,
             "params": num_params,
-            "steps": args.steps,
-            "epoch_steps": args.epoch_steps,
+            "steps": num_steps,
+            "epoch_steps": epoch_steps,
         },
         "situation": ranked.situation,
-        "advised": ranked.advised.candidate.spec,
+        "advised": ranked.advised.label,
         "slow_ranks": ranked.slow_ranks,
-        "dealt_by_speed": ranked.dealt_by_speed,
         "extrapolated": beyond,
         "rows": [_record(row) for row in ranked.rows],
     }
@@ -106,9 +120,26 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def _epoch_steps(text: str) -> int | str | None:
+    if text == RECORDED:
+        return text
+    try:
+        return None if text == ENDLESS else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be such as 500, or {ENDLESS}, got {text}") from None
+
+
+def _whole_epochs(num_steps: int, epoch_steps: int | None) -> int:
+    """Returns about as many steps that fill whole epochs; as many where an epoch has more."""
+    if epoch_steps is None or epoch_steps > num_steps:
+        return num_steps
+    return epoch_steps * round(num_steps / epoch_steps)
+
+
 def _record(row: Any) -> dict[str, Any]:
     figures = asdict(row)
-    return {"strategy": figures.pop("candidate")["spec"], **figures}
+    del figures["candidate"]
+    return {"strategy": row.label, **figures}
 
 
 def _candidates(strategies: str | None) -> list[Any]:
@@ -116,15 +147,12 @@ def _candidates(strategies: str | None) -> list[Any]:
 
     if strategies is None:
         return list(CANDIDATES)
-    known = {candidate.spec: candidate for candidate in CANDIDATES}
-    by_name = {candidate.name: candidate.copies for candidate in reversed(CANDIDATES)}
+    names = {candidate.name for candidate in CANDIDATES}
     chosen = dict.fromkeys([BOUND, BASELINE, *strategies.split(",")])
     for spec in chosen:
-        if spec.partition(":")[0] not in by_name:
-            raise ValueError(
-                f"--strategies must be among {', '.join(sorted(by_name))}, got {spec!r}"
-            )
-    return [known.get(spec) or Candidate(spec, by_name[spec.partition(":")[0]]) for spec in chosen]
+        if spec.partition(":")[0] not in names:
+            raise ValueError(f"--strategies must be among {', '.join(sorted(names))}, got {spec!r}")
+    return [Candidate(spec) for spec in chosen]
 
 
 def _verify(

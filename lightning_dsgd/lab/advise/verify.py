@@ -12,33 +12,42 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND
+from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND, Candidate
 from lightning_dsgd.lab.advise.ranking import Ranking
 from lightning_dsgd.lab.bench.cells import in_turn
 from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.network import Link, demanded
+from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import run
 
 STEPS: Final = 20
 ROUNDS: Final = 3
 MOST: Final = 3
+_CLAIMED: Final = f":data={CLAIMED}"
 
 
 def specs_of(ranking: Ranking) -> list[str]:
-    """Returns the bound, all-reduce, the advised strategy, and the fastest others."""
-    first = [ranking.advised.candidate.spec, *(row.candidate.spec for row in ranking.rows)]
-    chosen = [spec for spec in dict.fromkeys(first) if spec not in (BOUND, BASELINE)]
-    return [BOUND, BASELINE, *chosen[:MOST]]
+    """Returns the bound, all-reduce, the advised strategy, and what ends soonest besides.
+
+    They are written as `bench throughput` takes them: `popsgd:data=claimed`.
+    """
+    first = [row.candidate for row in (ranking.advised, *ranking.rows) if row.is_strategy]
+    return [BOUND, BASELINE, *dict.fromkeys(map(_spec, first[: 1 + MOST]))][: 2 + MOST]
+
+
+def _spec(candidate: Candidate) -> str:
+    return candidate.spec + (_CLAIMED if candidate.data == CLAIMED else "")
 
 
 def verify(
     ranking: Ranking, machine: Machine, num_ranks: int, network: str | None
 ) -> list[dict[str, Any]]:
-    """Returns measured and predicted steps per second, until the slowest rank has done its own."""
+    """Returns measured and predicted steps per second of the job, until the last rank is done."""
     link = demanded(network)
     specs = specs_of(ranking)
     measured, core_s = measure(specs, machine, num_ranks, link)
@@ -76,10 +85,10 @@ def compare(
     rounds = range(len(measured[BOUND]))
 
     def predicted(spec: str, besides_s: float) -> float:
-        return statistics.median(
-            1 / (1 / run(spec, num_ranks, here, STEPS, seed).slowest_steps_per_s + besides_s)
-            for seed in rounds
-        )
+        data = CLAIMED if spec.endswith(_CLAIMED) else EQUAL
+        one = partial(run, spec.removesuffix(_CLAIMED), num_ranks, here, STEPS)
+        runs = (one(seed, epoch_steps=STEPS, data=data) for seed in rounds)
+        return statistics.median(1 / (1 / each.slowest_steps_per_s + besides_s) for each in runs)
 
     besides_s = max(0.0, 1 / statistics.median(measured[BOUND]) - 1 / predicted(BOUND, 0.0))
     rows = []
@@ -104,7 +113,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns a table of predicted beside measured rates."""
     width = max(len(row["strategy"]) for row in rows) + 2
     lines = [
-        "steps/s (slowest rank):",
+        "steps/s of the job:",
         f"{'strategy':{width}}{'measured':>17}{'predicted':>11}{'ratio':>7}",
     ]
     for row in rows:

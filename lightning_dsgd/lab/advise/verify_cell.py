@@ -25,7 +25,7 @@ class Replayer(Sleeper):
         self.times = times
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        time.sleep(self.times[batch_idx])
+        time.sleep(self.times[batch_idx % len(self.times)])  # a fast rank claims more
         return self.loss()
 
 

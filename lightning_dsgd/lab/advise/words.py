@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from typing import Any, Final
 
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.lab import epochs
 from lightning_dsgd.lab.advise import accuracy
-from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND
+from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND, Candidate
 from lightning_dsgd.lab.advise.ranking import CLOSE, Ranking, Row
+from lightning_dsgd.lab.epochs import CLAIMED
+from lightning_dsgd.lab.simulate.recorded import Recorded
 
 COLUMNS: Final = (
-    ("", "slowest", "", "slowest", "mean", "", "", "", "99% in an"),
-    ("strategy", "steps/s", "of bound", "x allreduce", "x allreduce", "MB sent", "MB memory",
-     "accuracy", "endless epoch"),
-)  # fmt: skip
+    ("", "training ends,", "steps/s", "", "", "accuracy,", "99% of it,"),
+    ("strategy", "share of time", "of the job", "MB sent", "MB memory", "points", "share of time"),
+)
+
+WIDTH: Final = 110
+MOST_ROWS: Final = 24
+"""A table with more rows is cut."""
+FIRST_ROWS: Final = 12
+"""The rows at its head that it keeps then."""
+
+
+def setting(epoch_steps: int | None, num_steps: int, recorded: Recorded | None) -> str:
+    """Says how long an epoch is, who says so, and how much of it is simulated.
+
+    Args:
+        epoch_steps: the steps of an epoch; None: one endless epoch
+        num_steps: the steps that are simulated
+        recorded: the trace that says so; None: the user does
+    """
+    if epoch_steps is None:
+        return (
+            epochs.in_words(None) + "  Claimed batches gain nothing there:\nif your training has "
+            "epochs, say how long one is, as in --epoch-steps 500."
+        )
+    said = [epochs.in_words(epoch_steps)]
+    if recorded is not None:
+        said.append(
+            f"So many samples has an epoch of the trace: {recorded.epoch_steps} steps of "
+            f"{recorded.num_ranks} ranks."
+        )
+    if num_steps < epoch_steps:
+        said.append(f"Simulated: {num_steps} of the steps of an epoch (--steps).")
+    said.append('In rows with "claimed" ranks take them one by one: data="claimed".')
+    return "\n".join(said)
 
 
 def table(ranking: Ranking) -> str:
-    """Returns one line for each candidate, the fastest first."""
-    lines = [*COLUMNS, *map(_cells, ranking.rows)]
+    """Returns one line for each candidate, what ends soonest first.
+
+    Of many, those whose accuracy was not measured are left out, but for the soonest.
+    """
+    rows = ranking.rows
+    if len(rows) > MOST_ROWS:
+        kept = {row.label for row in rows[:FIRST_ROWS]}
+        rows = [r for r in rows if r.cost or r.candidate.spec == BOUND or r.label in kept]
+    lines = [*COLUMNS, *map(_cells, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     text = [
         "  ".join(
@@ -29,6 +71,11 @@ def table(ranking: Ranking) -> str:
         for line in lines
     ]
     text.insert(len(COLUMNS), "  ".join("-" * width for width in widths))
+    if len(rows) < len(ranking.rows):
+        text.append(
+            f"... and {len(ranking.rows) - len(rows)} later ones whose accuracy was not measured: "
+            "see --output"
+        )
     return "\n".join(text)
 
 
@@ -38,16 +85,16 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.candidate.spec == BOUND:
         points = time = "-"
     elif cost is not None:
-        points = "" if row.candidate.spec == BASELINE else f"{cost.points:+.1f}"
-        time = "never" if cost.time is None else f"{cost.time:.2f}"
+        points = "" if row.label == BASELINE else f"{cost.points:+.1f}"
+        time = f"{cost.time:.2f}" if cost.reached else "never"
+        if 0 < cost.reached < cost.seeds:
+            time += f", {cost.reached} of {cost.seeds}"
     return (
-        row.candidate.spec,
-        f"{row.slowest_steps_per_s:.3g}",
-        f"{row.share:.0%}",
-        f"{row.slowest_ratio:.2f}",
-        f"{row.mean_ratio:.2f}",
+        row.label,
+        f"{row.end_share:.2f}",
+        f"{row.job_steps_per_s:.3g}",
         f"{row.mb_sent:.3g}",
-        f"{row.mb_memory:.0f}",
+        f"{row.mb_memory:.3g}",
         points,
         time,
     )
@@ -55,76 +102,108 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def legend(ranking: Ranking) -> str:
     """Says what the columns mean."""
-    return (
-        "slowest, mean: steps per second of the slowest rank, and the mean of the ranks.  Where "
-        "ranks owe as many batches,\ntraining ends with the slowest.  of bound: of the slowest "
-        f"rank's without communication ({BOUND}).  MB sent: by a rank\nin a step.  MB memory: "
-        "what a rank needs more at its peak, with weights in fp32.  accuracy: points against "
-        "all-reduce\nat the end.  99%: the time to 99% of its accuracy over its own.  Both were "
-        "measured on a small task in one endless\nepoch, where "
-        f"{accuracy.in_words(ranking.situation)}; "
-        '"never": half of the seeds did not reach it; "?": not measured.'
+    return _filled(
+        "training ends: the time until all ranks are done, without validation, over all-reduce's "
+        f"({BASELINE}).  {BOUND} never communicates: nothing ends clearly sooner.  steps/s of the "
+        "job: as many batches as there are ranks, on whichever rank.  MB sent: by a rank in a "
+        "step.  MB memory: what a rank needs more at its peak, with weights in fp32.  accuracy: "
+        "points against all-reduce at the end.  99% of it: the time to 99% of all-reduce's "
+        'accuracy over its own; "6 of 10": so many seeds reached it, the others count as the time '
+        "limit.  Both "
+        f"were measured {accuracy.in_words(ranking.situation)}; "
+        '"?": not measured.'
     )
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 
 def advice(ranking: Ranking) -> str:
     """Says what to use, with a line of code and of YAML, and what helps against a slow rank."""
-    return _choice(ranking) + _dealing(ranking)
+    parts = [_choice(ranking), _sooner(ranking), _against_a_slow_rank(ranking)]
+    return "\n".join(part for part in parts if part)
 
 
 def _choice(ranking: Ranking) -> str:
     row = ranking.advised
-    spec = row.candidate.spec
-    if spec == BASELINE or row.slowest_ratio < 1 + CLOSE:
-        return (
-            "Advice: stay with all-reduce (or Lightning's ddp): no strategy whose accuracy was "
-            f"measured is predicted to be more than {CLOSE:.0%} faster here.\n" + paste(BASELINE)
+    if not row.is_strategy:
+        said = (
+            "Advice: stay with all-reduce (or Lightning's ddp).  With no strategy that was as good "
+            f"where accuracy was measured does training end more than {CLOSE:.0%} sooner here."
         )
-    assert row.cost is not None
-    said = f"it ended {abs(row.cost.points):.1f} points "
-    said += "below" if row.cost.points < 0 else "above"
-    after = "never reached 99% of its accuracy with half of the seeds"
-    if row.cost.time is not None:
-        after = f"reached 99% of its accuracy in {row.cost.time:.2f} of its time"
+    else:
+        assert row.cost is not None
+        points = f"{abs(row.cost.points):.1f}"
+        end = f"{points} points {'below' if row.cost.points < 0 else 'above'} it"
+        end = "as high" if points == "0.0" else end
+        said = (
+            f"Advice: {row.label}.  Training ends after {row.end_share:.2f} of all-reduce's time.  "
+            "In the most similar case that was measured it reached 99% of all-reduce's accuracy in "
+            f"{row.cost.time:.2f} of its time, and ended {end}." + _of_all_reduce(ranking)
+        )
+    return _filled(said) + "\n" + paste(row.candidate)
+
+
+def _of_all_reduce(ranking: Ranking) -> str:
+    """Says how soon all-reduce in another setting ends; empty where none ends clearly sooner."""
+    settings = (row for row in ranking.rows if row.candidate.name == BASELINE and row.is_strategy)
+    row = next(settings, None)
+    if row is None or row is ranking.advised or row.end_share > 1 - CLOSE:
+        return ""
+    return f"  All-reduce too can end sooner: {row.label} after {row.end_share:.2f} of that time."
+
+
+def _sooner(ranking: Ranking) -> str:
+    """Names what ends sooner than what is advised, and was not as good; empty if nothing does."""
+    row = ranking.sooner
+    if row is None or row.cost is None:
+        return ""
+    late = f"only after {row.cost.time:.2f} of its time"
+    if 2 * row.cost.reached <= row.cost.seeds:
+        late = f"with only {row.cost.reached} of {row.cost.seeds} seeds"
     return (
-        f"Advice: {spec}, {row.slowest_ratio:.2f} times as fast as all-reduce until the slowest "
-        f"rank is done, and {row.share:.0%} of the bound; in the most\nsimilar case that was "
-        f"measured, a small task in one endless epoch, {said} all-reduce and\n{after}.\n"
-        + paste(spec)
-        + _reaching(ranking, row)
+        f"{row.label} ends sooner, after {row.end_share:.2f}, but reached 99% of all-reduce's "
+        f"accuracy\n{late}."
     )
 
 
-def _dealing(ranking: Ranking) -> str:
-    """Says what is gained where slow ranks get fewer batches; empty if no rank is always slower."""
+def _against_a_slow_rank(ranking: Ranking) -> str:
+    """Says what claims gain where a rank is always slower; empty if none is."""
     if not ranking.slow_ranks:
         return ""
-    ranks = ", ".join(f"rank {rank} {speed:.0%}" for rank, speed in ranking.slow_ranks.items())
-    spec = ranking.advised_if_dealt.candidate.spec
-    return (
-        "\nA rank that is always slower holds up the end of every epoch, whatever the strategy.  "
-        f"Deal the batches by speed:\nrecorded {ranks} of an equal share.  Then {spec} needs at "
-        f"least {ranking.dealt_by_speed:.2f} of the time of all-reduce with equal shares\n"
-        '(how: docs/choosing.md, "A rank that is always slower").'
+    ranks = ", ".join(f"rank {rank} has {speed:.0%}" for rank, speed in ranking.slow_ranks.items())
+    said = (
+        "A rank that is always slower holds up the end of every epoch where each rank owes as many "
+        f"batches.  As recorded, {ranks} of the mean speed."
     )
+    where = (
+        "  Where claims are refused (docs/claimed_batches.md says where) deal the batches by speed "
+        "(docs/choosing.md says how)."
+    )
+    row, code = ranking.claims, ""
+    if ranking.advised.candidate.data == CLAIMED:
+        said += "  With claimed batches it makes as many as it can." + where
+    elif row is not None:
+        known = ", though it was not as good where accuracy was measured"
+        if row.cost is None:
+            known = "; accuracy was not measured in such a case"
+        said += f"  {row.label}: training ends after {row.end_share:.2f} of all-reduce's time"
+        said += ("" if row.is_as_good else known) + "." + where
+        code = "\n" + paste(row.candidate)
+    elif ranking.epoch_steps is None:
+        said += "  In epochs ranks can claim their batches instead: try --epoch-steps 500."
+    else:
+        said += "  These strategies cannot claim batches, as their ranks step together."
+    return "\n" + _filled(said) + code
 
 
-def _reaching(ranking: Ranking, advised: Row) -> str:
-    """Names the fastest strategy that was as good in the end, where the advised one was not."""
-    if advised.cost is not None and advised.cost.time is not None:
-        return ""
-    for row in ranking.rows:  # the fastest first
-        if row.cost is not None and row.cost.time is not None and row.candidate.spec != BOUND:
-            spec = row.candidate.spec
-            rate = f"{row.slowest_ratio:.2f} times as fast as all-reduce"
-            return f"\nThe fastest that reached 99% there: {spec}, {rate}.\n{paste(spec)}"
-    return ""
-
-
-def paste(spec: str) -> str:
+def paste(candidate: Candidate) -> str:
     """Returns code and YAML that choose this strategy."""
-    name, options = parse(spec)
-    arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    name, options = parse(candidate.spec)
+    if candidate.data == CLAIMED:
+        options["data"] = CLAIMED
+    arguments = ", ".join(f"{key}={_code(value)}" for key, value in options.items())
     code = f'strategy="{name}"'
     if options:
         code = f"strategy=lightning_dsgd.{ALGORITHMS[name].__name__}Strategy({arguments})"
@@ -134,6 +213,10 @@ def paste(spec: str) -> str:
         path = f"lightning_dsgd.{ALGORITHMS[name].__name__}Strategy"
         yaml = f"trainer: {{strategy: {{class_path: {path}, init_args: {{{listed}}}}}}}"
     return f"    L.Trainer({code}, ...)\n    {yaml}"
+
+
+def _code(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _yaml(value: Any) -> str:

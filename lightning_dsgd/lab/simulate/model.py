@@ -157,7 +157,10 @@ def run(
     )
     own_s = selection_s(algorithm, machine, world_size)
     core_s = own_s / 2, own_s / 2 + machine.step_core_s
-    record = None if trace is None else partial(_recorder, trace, algorithm, _of_this_run())
+    record = None
+    if trace is not None:
+        shared = _of_this_run() | ({} if epoch_steps is None else {"epoch_steps": epoch_steps})
+        record = partial(_recorder, trace, algorithm, shared)
     with on_one_core():
         work = algorithm, num_elements, dealt, compute_s, core_s, record, on_step
         ranks = world.run(_run_rank, *work)

@@ -30,11 +30,13 @@ class Recorded:
         seconds: [rank][step]
         num_params: parameters of the model; None where the trace does not say
         strategy: the strategy with which it was recorded
+        epoch_steps: the steps of each rank in an epoch; None where the trace does not say
     """
 
     seconds: tuple[tuple[float, ...], ...]
     num_params: int | None = None
     strategy: str = ""
+    epoch_steps: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -62,6 +64,12 @@ class Recorded:
         """The ranks that are always slower."""
         median = statistics.median(1 / speed for speed in self.speeds)
         return [rank for rank, speed in enumerate(self.speeds) if 1 / speed > _SLOW * median]
+
+    def epoch_steps_of(self, world_size: int) -> int | None:
+        """Returns the steps of each rank in an epoch of as many samples, on so many ranks."""
+        if self.epoch_steps is None:
+            return None
+        return max(1, round(self.epoch_steps * self.num_ranks / world_size))
 
     def step_times(self, world_size: int, num_steps: int, seed: int) -> list[list[float]]:
         """Returns what each rank computes in each step, in seconds: [rank][step]."""
@@ -101,9 +109,11 @@ class Recorded:
                 "train for longer"
             )
         seconds = tuple(tuple(s.own_s for s in trace.steps[1:common]) for trace in traces)
-        num_params = traces[0].about.get("parameters")
+        about = traces[0].about
+        num_params, epoch_steps = (about.get(name) for name in ("parameters", "epoch_steps"))
         return cls(
             seconds,
             int(num_params) if num_params else None,
-            str(traces[0].about.get("strategy", "")),
+            str(about.get("strategy", "")),
+            int(epoch_steps) if epoch_steps else None,
         )

@@ -6,6 +6,7 @@ themselves, when they wait: see `timeline.recorder`.
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import tempfile
@@ -81,6 +82,7 @@ class StepTrace(pl.Callback):
             "host": socket.gethostname(),
             "device": str(strategy.root_device),
             "parameters": sum(p.numel() for p in pl_module.parameters() if p.requires_grad),
+            **_epoch(trainer),
             **self._describe(strategy),
         }
         net = _network(strategy)
@@ -245,6 +247,14 @@ class StepTrace(pl.Callback):
             f"{error}",
             stacklevel=2,
         )
+
+
+def _epoch(trainer: Any) -> dict[str, int]:
+    """Returns how many steps of each rank an epoch has; empty for streams, which do not say."""
+    batches = trainer.num_training_batches
+    if math.isinf(batches):
+        return {}
+    return {"epoch_steps": math.ceil(batches / trainer.accumulate_grad_batches)}
 
 
 def _network(strategy: Any) -> Any:

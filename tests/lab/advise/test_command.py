@@ -22,27 +22,44 @@ from tests.lab.probe.test_measure import everything, measure
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
     write_result(measure.cluster(everything("abcd")).to_json(), tmp_path / "cluster.json")
-    run("wagma", 4, MACHINES["emulated-1gbit"], 12, trace=tmp_path / "run")
+    machine = MACHINES["emulated-1gbit"]
+    run("wagma", 4, machine, 12, trace=tmp_path / "run", epoch_steps=12)
     return [str(tmp_path / "cluster.json"), "--trace", str(tmp_path / "run")]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "epoch_steps", "said"),
+    [
+        ([], 6, "So many samples has an epoch of the trace: 12 steps of 4 ranks."),
+        (["--epoch-steps", "5"], 5, "Epochs of 5 steps, after which all ranks stand still"),
+        (["--epoch-steps", "50"], 50, "Simulated: 10 of the steps of an epoch (--steps)."),
+        (["--epoch-steps", "endless"], None, "One endless epoch"),
+    ],
+)
 def test_the_advice_comes_with_what_to_paste(
-    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chosen: list[str],
+    epoch_steps: int | None,
+    said: str,
+    files: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = tmp_path / "advice.json"
-    some = ["--strategies", "wagma,popsgd", "--steps", "10", "--epoch-steps", "5"]
+    some = ["--strategies", "wagma", "--steps", "10", *chosen]
     main([*files, "--params", "1e6", "--ranks", "8", *some, "--output", str(output)])
     text = capsys.readouterr().out
     assert "8 ranks, 1,000,000 parameters" in text
-    assert "Epochs of 5 steps, after which all ranks stand still; batches dealt equally." in text
-    assert "Advice: wagma" in text
-    assert 'L.Trainer(strategy="wagma", ...)' in text
+    assert said in text
     assert "extrapolated: 8 ranks are more than the 4 that were probed" in text
     report = json.loads(output.read_text())
-    assert report["advised"] == "wagma"
+    claimed = set() if epoch_steps is None else {"no_sync, claimed", "wagma, claimed"}
     assert {row["strategy"] for row in report["rows"]} == {
-        "no_sync", "allreduce", "wagma", "popsgd",
+        "no_sync", "allreduce", "wagma", *claimed,
     }  # fmt: skip
+    assert report["settings"]["epoch_steps"] == epoch_steps
+    assert f"Advice: {report['advised']}." in text
+    assert report["advised"].startswith("wagma")
+    assert ('WAGMAStrategy(data="claimed")' in text) == ("claimed" in report["advised"])
 
 
 def test_predictions_are_compared_with_what_no_sync_shows_besides() -> None:
@@ -58,10 +75,10 @@ def test_predictions_are_compared_with_what_no_sync_shows_besides() -> None:
 
 def test_the_advised_one_is_verified_with_the_bound_and_all_reduce() -> None:
     names = ["no_sync", "adpsgd", "hpsgd", "sgp", "wagma", "allreduce"]
-    rows = [Row(Candidate(n, 0), 2.0 - i / 10, 1, 1, 1, 1, 1, None) for i, n in enumerate(names)]
-    rows[3] = Row(Candidate("sgp", 0), 1.99, 1, 1, 1, 1, 1, Cost(-0.1, 1.0, 0.9))
+    rows = [Row(Candidate(n), 0.5 + i / 10, 1, 1, 1, None) for i, n in enumerate(names)]
+    rows[3] = Row(Candidate("sgp", "claimed"), 0.6, 1, 1, 1, Cost(-0.1, 10, 10, 0.9))
     assert verify.specs_of(Ranking(rows, "random", {})) == [
-        "no_sync", "allreduce", "sgp", "adpsgd", "hpsgd",
+        "no_sync", "allreduce", "sgp:data=claimed", "adpsgd", "hpsgd",
     ]  # fmt: skip
 
 
@@ -70,8 +87,9 @@ def test_the_first_are_run_here(
     files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "STEPS", 10)
-    some = ["--strategies", "popsgd", "--steps", "10"]
+    some = ["--strategies", "popsgd", "--steps", "10", "--epoch-steps", "10"]
     main([*files, "--params", "1e4", *some, "--verify", "--verify-ranks", "2"])
     text = capsys.readouterr().out
     assert "running the first three on 2 ranks of this machine" in text
-    assert "steps/s (slowest rank):" in text
+    assert "popsgd:data=claimed" in text
+    assert "steps/s of the job:" in text

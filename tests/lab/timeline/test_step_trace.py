@@ -70,6 +70,7 @@ def test_a_wait_is_recorded_with_the_rank_it_was_for(tmp_path: Path) -> None:
         assert [step.number for step in trace.steps] == list(range(1, 9))
         assert (trace.about["strategy"], trace.about["waits"]) == ("allreduce", "by rank")
         assert trace.about["parameters"] == 10 * 16 + 16 + 32 + 16 + 1
+        assert trace.about["epoch_steps"] == 8
         assert trace.end == "training has ended"
     check_waits(traces, lambda late: late)
     own = [[step.own_s for step in trace.steps] for trace in traces]
@@ -92,6 +93,7 @@ def test_recording_changes_no_weight_and_knows_batches_from_steps(tmp_path: Path
     plain, traced = (FitWorld().run(2, fit_with, folder, options) for folder in (None, tmp_path))
     assert torch.equal(plain[0], traced[0])
     for trace in read_folder(tmp_path):
+        assert trace.about["epoch_steps"] == 4
         assert [step.number for step in trace.steps] == [2, 3, 4]
         assert [len(step.evaluate) for step in trace.steps] == [0, 1, 0]
         assert all(step.exchange for step in trace.steps)
