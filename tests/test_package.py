@@ -35,7 +35,7 @@ CORE = {
     "transport": "buffers devices wings",
     "agreement": "transport",
     "algorithm": "agreement hyperparameters transport",
-    "primitives": "agreement algorithm devices hyperparameters transport",
+    "primitives": "agreement algorithm buffers devices hyperparameters transport",
     "algorithms": "agreement algorithm devices hyperparameters primitives transport",
     "replica": "agreement algorithm devices primitives transport",
     "session": "agreement algorithm devices hyperparameters keywords primitives replica transport "
