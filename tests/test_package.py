@@ -46,10 +46,10 @@ CORE = {
     "fabric": "algorithm algorithms devices keywords plain session trainer transport wings",
     "pytorch_lightning": "keywords trainer",
     "tasks": "",
-    "cli": "trainer wings",
-    "__main__": "cli",
     PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport wings "
     "sharded tasks lab",  # public names, which type checkers alone import there
+    "cli": f"{PACKAGE.name} hyperparameters trainer wings",
+    "__main__": "cli",
 }  # fmt: skip
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
@@ -66,7 +66,7 @@ LAB_ON_RANKS = (
 BEHIND_THE_CONTRACT = {
     "transport.endpoint transport.view": "primitives.nodes elastic session sharded",
     "transport.watch": "replica.replica lab.simulate.model",
-    "transport.mpi_job": "session.opening plain.launch trainer.strategy fabric.strategy",
+    "transport.mpi_job": "session.opening plain.launch trainer.children",
     "transport.mesh transport.frames transport.processes transport.tcp": "elastic",
     "transport.mpi transport.process_group": "session.opening lab",
     "transport.rendezvous": "session.opening elastic lab",

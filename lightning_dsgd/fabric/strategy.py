@@ -31,7 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dsgd import devices, keywords, wings
+from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.fabric.collectives import CollectivesMixin, FabricSession
@@ -46,11 +46,10 @@ from lightning_dsgd.session.saving import save
 from lightning_dsgd.session.under_way import trained
 from lightning_dsgd.trainer import arguments, names, refusals
 from lightning_dsgd.trainer.arguments import FabricOptions
-from lightning_dsgd.trainer.children import Processes, start_method
-from lightning_dsgd.transport.mpi_job import check_launch
+from lightning_dsgd.trainer.children import LaunchedMixin, Processes
 
 
-class FabricMixin(CollectivesMixin):
+class FabricMixin(LaunchedMixin, CollectivesMixin):
     """Trains a Fabric loop with an algorithm that does not wait for everyone at every step.
 
     Args:
@@ -93,26 +92,6 @@ class FabricMixin(CollectivesMixin):
         wing: Any = wings.load("elastic.changes", 'on_loss="continue"')
         return FabricSession(self._processes, wing.ChangingMembers(self._opening, self._min_ranks))
 
-    @property
-    def root_device(self) -> torch.device:
-        own = super().root_device  # whose index is the rank's place on its node
-        return devices.present(own) if self._opening.chosen["share_device"] else own
-
-    @property
-    def is_global_zero(self) -> bool:
-        if self.session.phase is Phase.OPENING:
-            return super().is_global_zero
-        return self.session.ranks.is_first
-
-    def _configure_launcher(self) -> None:
-        check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
-        self._start_method = start_method(
-            self.cluster_environment, self._start_method, is_chosen=self._has_start_method
-        )
-        self.session.ranks.check_start(self._start_method)
-        super()._configure_launcher()
-        self._processes.take_over(self._launcher, self._start_method, self._fail)
-
     def setup_environment(self) -> None:
         if self.session.is_open:  # `fabric run` sets it up before `fabric.launch` does
             return
@@ -133,14 +112,7 @@ class FabricMixin(CollectivesMixin):
         if not torch.distributed.is_initialized() and environment is not None:
             address = environment.main_address, environment.main_port
             self.session.ranks.find_training(address)
-            self._opening.join_process_group(
-                self.global_rank,
-                self.world_size,
-                address,
-                self._get_process_group_backend(),
-                self._timeout,
-                self.root_device,
-            )
+            self._join_process_group(address)
         super()._setup_distributed()  # which finds the process group there
 
     @property
@@ -262,17 +234,11 @@ class FabricMixin(CollectivesMixin):
         if exception is None:
             self.finish()
         else:
-            self._fail(exception)
+            self.fail(exception)
 
-    def _fail(self, exception: BaseException) -> str:
-        """Ends this rank's part, for a reason that the others are told; returns the reason."""
-        if self._processes.is_parent_alone and not self.session.is_fork:
-            self._processes.end_forked()
-            return ""
-        reason = self.session.fail(exception)
+    def _give_up(self, exception: BaseException) -> None:
         self._loop.give_up(exception)
         self._processes.end_children()
-        return f"[rank {self.global_rank}] {reason}"
 
     def _end_with_process(self, pid: int) -> None:
         """Ends training at the end of the script, if nobody has ended it before."""
@@ -280,7 +246,7 @@ class FabricMixin(CollectivesMixin):
             return
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is not None or self.session.phase is Phase.BROKEN:
-            self._fail(error or RuntimeError("training was not ended"))
+            self.fail(error or RuntimeError("training was not ended"))
             return
         if self.is_global_zero:
             say(
@@ -386,7 +352,7 @@ def make_known(package: str, strategy: type) -> None:
     for name, algorithm in ALGORITHMS.items():
         description = (inspect.getdoc(algorithm) or "").splitlines()[0]
         registry.register(name, strategy, description, override=True, algorithm=name)
-    names.hint_in_fabric(package, ALGORITHMS)
+    names.hint_in(f"{package}.connector", "_Connector", ALGORITHMS)
 
 
 make_known("lightning.fabric", FabricStrategy)

@@ -61,24 +61,25 @@ class TrainerOptions(Evaluated, WholeOptions, Lightnings, total=False):
 _THE_TRAINERS: Final = ("accelerator", "parallel_devices")
 """The options that the Trainer and Fabric set by themselves, and Lightning's strategies take."""
 
+_OF_DDP: Final = 'communication hooks belong to strategy="ddp"'
+_SHARDS: Final = (
+    "weights are replicated here: use lightning_dsgd.ShardedStrategy to shard them inside each "
+    'replica, or strategy="fsdp" or "deepspeed"'
+)
+_OFFLOADS: Final = 'weights stay on their device here: "fsdp" and "deepspeed" offload them'
 _NOT_OURS: Final = {
     "find_unused_parameters": "unused parameters need no search here: leave the option out",
     "static_graph": "there is no DDP wrapper to tell: leave the option out",
     "gradient_as_bucket_view": "there are no buckets: leave the option out",
     "bucket_cap_mb": "there are no buckets: leave the option out",
     "broadcast_buffers": 'use average_buffers, or strategy="ddp"',
-    "ddp_comm_state": 'communication hooks belong to strategy="ddp"',
-    "ddp_comm_hook": 'communication hooks belong to strategy="ddp"',
-    "ddp_comm_wrapper": 'communication hooks belong to strategy="ddp"',
+    **dict.fromkeys(("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper"), _OF_DDP),
     "model_averaging_period": 'use strategy="local_sgd" with sync_period',
-    "sharding_strategy": 'weights are replicated here: use strategy="fsdp" to shard them',
-    "auto_wrap_policy": 'weights are replicated here: use strategy="fsdp" to shard them',
-    "cpu_offload": 'weights stay on their device here: use strategy="fsdp" to offload them',
-    "state_dict_type": 'this is an option of strategy="fsdp"',
-    "stage": 'weights are replicated here: use strategy="deepspeed" to shard them',
-    "zero_optimization": 'weights are replicated here: use strategy="deepspeed" to shard them',
-    "offload_optimizer": 'this is an option of strategy="deepspeed"',
-    "config": 'this is an option of strategy="deepspeed"',
+    **dict.fromkeys(
+        ("sharding_strategy", "auto_wrap_policy", "stage", "zero_optimization"), _SHARDS
+    ),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer"), _OFFLOADS),
+    **dict.fromkeys(("state_dict_type", "config"), 'belongs to strategy="fsdp" or "deepspeed"'),
 }
 """Options of other strategies, and the way out."""
 

@@ -92,7 +92,8 @@ def make_known(package: str, strategies: Mapping[str, type]) -> None:
     for name, strategy in strategies.items():
         description = (strategy.__doc__ or "").splitlines()[0]
         registry.register(name, strategy, description=description, override=True)
-    names.hint_in_trainer(package, strategies)
+    connectors = f"{package}.trainer.connectors.accelerator_connector"
+    names.hint_in(connectors, "_AcceleratorConnector", strategies)
 
 
 STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = make_all(

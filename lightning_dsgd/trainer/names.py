@@ -58,18 +58,8 @@ def _bare(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower()).removesuffix("strategy")
 
 
-def hint_in_trainer(package: str, ours: Collection[str]) -> None:
-    """Adds a hint to the error of the Trainer of one of Lightning's packages."""
-    module = importlib.import_module(f"{package}.trainer.connectors.accelerator_connector")
-    _hint_in(getattr(module, "_AcceleratorConnector", None), ours)
-
-
-def hint_in_fabric(package: str, ours: Collection[str]) -> None:
-    """Adds a hint to the error of the Fabric of one of Lightning's packages."""
-    _hint_in(getattr(importlib.import_module(f"{package}.connector"), "_Connector", None), ours)
-
-
-def _hint_in(connector: Any, ours: Collection[str]) -> None:
+def hint_in(module: str, connector: str, ours: Collection[str]) -> None:
+    """Adds a hint to the error of the Trainer, or the Fabric, of one of Lightning's packages."""
 
     def wrap(check: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(check)
@@ -87,7 +77,8 @@ def _hint_in(connector: Any, ours: Collection[str]) -> None:
 
         return checked
 
-    _replace(connector, "_check_config_and_set_final_flags", wrap)
+    owner = getattr(importlib.import_module(module), connector, None)
+    _replace(owner, "_check_config_and_set_final_flags", wrap)
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:

@@ -35,7 +35,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_dsgd import devices, keywords, wings
+from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
@@ -48,16 +48,15 @@ from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.trainer import arguments, joint, refusals, seams
 from lightning_dsgd.trainer.arguments import TrainerOptions
 from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
-from lightning_dsgd.trainer.children import Processes, start_method
+from lightning_dsgd.trainer.children import LaunchedMixin, Processes
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
 from lightning_dsgd.trainer.joint import JointEpochs
 from lightning_dsgd.trainer.sessions import TrainerSession, TrainerTraining
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.transport.mpi_job import check_launch
 
 
-class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
+class DecentralizedMixin(CheckpointsMixin, LaunchedMixin, CollectivesMixin):
     """Trains with an algorithm that does not wait for everyone at every step.
 
     Args:
@@ -119,17 +118,6 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return TrainerSession(self._processes, ranks)
 
     @property
-    def root_device(self) -> torch.device:
-        own = super().root_device  # whose index is the rank's place on its node
-        return devices.present(own) if self._opening.chosen["share_device"] else own
-
-    @property
-    def is_global_zero(self) -> bool:
-        if self.session.phase is Phase.OPENING:
-            return super().is_global_zero
-        return self.session.ranks.is_first
-
-    @property
     def num_replicas(self) -> int:
         """How many copies of the model there are."""
         return self.world_size
@@ -159,16 +147,6 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         """The object that scales the loss for fp16, if there is one."""
         return getattr(self.precision_plugin, "scaler", None)
 
-    def _configure_launcher(self) -> None:
-        # The first hook that knows the devices, and the last before a launcher could start ranks.
-        check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
-        self._start_method = start_method(
-            self.cluster_environment, self._start_method, is_chosen=self._has_start_method
-        )
-        self.session.ranks.check_start(self._start_method)
-        super()._configure_launcher()
-        self._processes.take_over(self._launcher, self._start_method, self.fail)
-
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         self.session.rank, self.session.world_size = self.global_rank, self.world_size
@@ -179,14 +157,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             address = environment.main_address, environment.main_port
             self.session.ranks.find_training(address, self._trainer_state())
             if self.session.takes_part:
-                self._opening.join_process_group(
-                    self.global_rank,
-                    self.world_size,
-                    address,
-                    self._get_process_group_backend(),
-                    self._timeout,
-                    self.root_device,
-                )
+                self._join_process_group(address)
         super().setup_distributed()  # which finds the process group there
         if not self.session.takes_part:
             seams.be_silent()
@@ -342,14 +313,6 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         super().on_exception(exception)
         self.fail(exception)  # if that was raised before the hooks were in their place
 
-    def fail(self, exception: BaseException) -> str:
-        """Ends this rank's part, for a reason that the others are told; returns the reason."""
-        if self._processes.is_parent_alone and not self.session.is_fork:
-            self._processes.end_forked()
-            return ""
-        reason = self.session.fail(exception)
-        return f"[rank {self.global_rank}] {reason}"
-
     # ---- figures ----
 
     @property
@@ -383,14 +346,10 @@ class Hooks(pl.Callback):
     def on_train_epoch_end(self, *args: Any) -> None:
         self._strategy.end_epoch()
 
-    def on_validation_batch_start(self, *args: Any) -> None:
+    def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
         self._strategy.session.check_peers()
 
-    def on_test_batch_start(self, *args: Any) -> None:
-        self._strategy.session.check_peers()
-
-    def on_predict_batch_start(self, *args: Any) -> None:
-        self._strategy.session.check_peers()
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._strategy.fail(exception)

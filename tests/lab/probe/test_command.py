@@ -43,9 +43,9 @@ def test_what_does_not_suit_a_launcher_is_refused(
 @pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["alone", "torchrun"])
 def test_ranks_probe_and_rank_0_writes(launcher: tuple[str, ...], tmp_path: Path) -> None:
     output = tmp_path / "cluster.json"
-    ranks = [] if launcher else ["--ranks", "2"]
+    options = ["--json"] if launcher else ["--ranks", "2"]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", "lightning_dsgd", "probe", *ranks, "--output", output],
+        [sys.executable, *launcher, "-m", "lightning_dsgd", "probe", *options, "--output", output],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -53,7 +53,10 @@ def test_ranks_probe_and_rank_0_writes(launcher: tuple[str, ...], tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     assert "probe: all-reduce" in done.stderr  # the progress bar
-    assert "all-reduce of 1 MB" in done.stdout
+    if launcher:
+        assert json.loads(done.stdout) == json.loads(output.read_text())
+    else:
+        assert "all-reduce of 1 MB" in done.stdout
     cluster = Cluster.read(output)
     assert (cluster.ranks, cluster.ranks_per_node, cluster.between) == (2, 2, None)
     assert cluster.inside is not None
