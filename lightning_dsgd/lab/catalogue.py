@@ -10,7 +10,7 @@ import shutil
 import textwrap
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm, Profile
@@ -31,6 +31,9 @@ LEGEND: Final = (
 )
 _NOT_SAID: Final = Profile("-", "-", "-", "-", "-")
 """The profile of an algorithm of another package that has none."""
+_NARROW: Final = 130
+"""Columns of a terminal below which the table's cells would break words."""
+_INDENTED: Final[Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
 _SHARES: Final = (0, 26, 17, 17, 18, 17, 25)
 """Each column's share of the width that the names leave."""
 
@@ -60,11 +63,28 @@ def row(algorithm: type[Algorithm]) -> tuple[str, ...]:
     )
 
 
+def records(name: str | None) -> list[dict[str, Any]]:
+    """Returns what the table and the details say, for programs: of one strategy, or of all."""
+    chosen = ALGORITHMS.values() if name is None else [strategy_called(name, ALGORITHMS)]
+    names = [column.replace(" ", "_") for column in COLUMNS]
+    return [
+        {
+            **dict(zip(names, row(algorithm), strict=True)),
+            "class": f"lightning_dsgd.{algorithm.__name__}Strategy",
+            "hyperparameters": {each.name: each.default for each in fields(algorithm)},  # type: ignore[arg-type]
+        }
+        for algorithm in chosen
+    ]
+
+
 def table() -> str:
-    """Returns the table for a terminal, as wide as the terminal."""
+    """Returns the table for a terminal, as wide as the terminal; a list where that is narrow."""
+    width = shutil.get_terminal_size((150, 24)).columns
     rows = [row(algorithm) for algorithm in ALGORITHMS.values()]
+    if width < _NARROW:
+        return "\n\n".join(_entry(cells, width) for cells in rows)
     name_width = max(len(name) for name, *_ in rows)
-    spare = max(shutil.get_terminal_size((150, 24)).columns, 100) - name_width - 2 * len(COLUMNS)
+    spare = width - name_width - 2 * len(COLUMNS)
     widths = [name_width, *(spare * share // sum(_SHARES) for share in _SHARES[1:])]
 
     def lines(cells: tuple[str, ...]) -> list[str]:
@@ -80,6 +100,13 @@ def table() -> str:
     body = [line for cells in rows for line in (*lines(cells), "")]
     legend = textwrap.fill(LEGEND, sum(widths) + 2 * len(COLUMNS))
     return "\n".join([*lines(COLUMNS), rule, *body, legend])
+
+
+def _entry(cells: tuple[str, ...], width: int) -> str:
+    """Returns one strategy as lines: its name, what it does, and what suits it."""
+    brief = [cells[COLUMNS.index(column)] for column in BRIEF]
+    lines = [textwrap.fill(text, max(width, 20), **_INDENTED) for text in brief[1:]]
+    return "\n".join([brief[0], *lines])
 
 
 def markdown(pages: str, columns: tuple[str, ...] = COLUMNS) -> str:

@@ -1,4 +1,8 @@
-"""What works on this machine, and what to do about the rest: `lightning-dsgd doctor`.
+"""What works on this machine, and what to do about the rest.
+
+    lightning-dsgd doctor                 # ends with 1 if nothing could train here
+    lightning-dsgd doctor mpi mpiexec     # ends with 1 if one of these does not work
+    lightning-dsgd doctor --json
 
 Whatever may hang or end a process (a driver, an MPI library) is asked in a child process that has
 so many seconds.  Nothing here raises: what a check could not find out is what it reports.
@@ -6,18 +10,20 @@ so many seconds.  Nothing here raises: what a check could not find out is what i
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from lightning_dsgd import hyperparameters
 from lightning_dsgd.lab.bench import network
+from lightning_dsgd.lab.options import Parser
+from lightning_dsgd.lab.progress import of_checks
 
 CHILD_TIMEOUT_S: Final = 90.0
 
@@ -52,6 +58,8 @@ print(json.dumps(found), flush=True)
 MPI.Finalize()
 """
 
+_NEEDED: Final = ("Python", "torch", "Lightning")
+"""The subjects that must work for any training."""
 _MALWARE: Final = ("2.6.2", "2.6.3")
 """Releases of Lightning, which pyproject.toml excludes."""
 
@@ -84,13 +92,39 @@ class Finding:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the report."""
-    argparse.ArgumentParser(
-        prog="lightning-dsgd doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(argv)
-    print(report(examine()))
+    """Prints the report; exits with 1 where something is missing that was asked for."""
+    parser = Parser("doctor", __doc__)
+    parser.add_argument(
+        "subjects",
+        nargs="*",
+        metavar="SUBJECT",
+        help=f"what must work, of the report's second column; by default {', '.join(_NEEDED)}",
+    )
+    parser.add_argument("--json", action="store_true", help="prints JSON, for programs")
+    args = parser.parse_args(argv)
+    findings = examine()
+    try:
+        missing = missing_of(findings, args.subjects or _NEEDED)
+    except ValueError as error:
+        parser.error(str(error))
+    print(
+        json.dumps([asdict(each) for each in findings], indent=1) if args.json else report(findings)
+    )
+    if missing:
+        sys.exit(f"error: missing here: {', '.join(missing)}")
+
+
+def missing_of(findings: list[Finding], subjects: Collection[str]) -> list[str]:
+    """Returns which of these subjects do not work; raises `ValueError` for an unknown one."""
+    known = {finding.subject.lower(): finding for finding in findings}
+    for subject in subjects:
+        if subject.lower() not in known:
+            raise ValueError(
+                f"the subject must be one of {', '.join(known)}, got {subject!r}"
+                f"{hyperparameters.did_you_mean(subject.lower(), known)}"
+            )
+    found = [known[subject.lower()] for subject in subjects]
+    return [finding.subject for finding in found if not finding.works]
 
 
 def examine() -> list[Finding]:
@@ -105,7 +139,7 @@ def examine() -> list[Finding]:
     findings = [
         Finding("Python", True, f"{platform.python_version()}, {os.cpu_count()} cores"),
     ]
-    for subject, check in checks.items():
+    for subject, check in of_checks(checks):
         try:
             findings += check()
         except Exception as error:  # the report goes on, and says so

@@ -1,8 +1,8 @@
-"""Progress bars of simulations and of a probe."""
+"""Progress bars of simulations, of a probe, and of the doctor's checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -15,6 +15,15 @@ def of_candidates(candidates: Iterable[Any]) -> Iterator[Any]:
         for candidate in bar:
             bar.set_postfix_str(candidate.label)
             yield candidate
+
+
+def of_checks(checks: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the checks by their names, and shows at a terminal which one is under way."""
+    with tqdm(total=len(checks), unit="check", leave=False, disable=None) as bar:
+        for name, check in checks.items():
+            bar.set_postfix_str(name)
+            yield name, check
+            bar.update()
 
 
 def of_stages(

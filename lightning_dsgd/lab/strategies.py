@@ -1,31 +1,41 @@
-"""The command `strategies`: the table of strategies, or one of them in full."""
+"""The command `strategies`: the table of strategies, or one of them in full.
+
+lightning-dsgd strategies
+lightning-dsgd strategies wagma
+lightning-dsgd strategies --json
+"""
 
 from __future__ import annotations
 
-import argparse
+import json
+
+from lightning_dsgd.lab.options import Parser
 
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the table, or what there is to know of one strategy."""
-    parser = argparse.ArgumentParser(prog="lightning-dsgd strategies")
+    parser = Parser("strategies", __doc__)
     parser.add_argument(
-        "name", nargs="?", help="show the hyperparameters, rule and cost of this strategy"
+        "name", nargs="?", help="shows the hyperparameters, rule and cost of this strategy"
     )
     parser.add_argument(
         "--markdown",
         metavar="PAGES",
-        help="print a Markdown table that links to the pages in this folder",
+        help="prints a Markdown table that links to the pages in this folder",
     )
+    parser.add_argument("--json", action="store_true", help="prints JSON, for programs")
     given = parser.parse_args(argv)
     from lightning_dsgd.lab import catalogue  # loads torch
 
-    if given.markdown is not None:
-        print(catalogue.markdown(given.markdown))
-    elif given.name is None:
-        print(catalogue.table())
-        print("\nDetails of one: lightning-dsgd strategies NAME")
-    else:
-        try:
+    try:
+        if given.json:
+            print(json.dumps(catalogue.records(given.name), indent=1))
+        elif given.markdown is not None:
+            print(catalogue.markdown(given.markdown))
+        elif given.name is None:
+            print(catalogue.table())
+            print("\nDetails of one: lightning-dsgd strategies NAME")
+        else:
             print(catalogue.describe(given.name))
-        except ValueError as error:
-            parser.error(str(error))
+    except ValueError as error:
+        parser.error(str(error))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,42 @@ def test_a_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = doctor.emulated_networks()
     assert finding.found == "network namespaces need root"
     assert not finding.works
+
+
+FOUND = [
+    Finding("Python", True, "3.11"),
+    Finding("torch", True, "2.13"),
+    Finding("Lightning", True, "2.6"),
+    Finding("MPI", False, "mpi4py is not installed", "pip install mpi4py"),
+]
+ENDS = {
+    "": None,
+    "--json": None,
+    "torch": None,
+    "mpi": "error: missing here: MPI",
+    "torch MPI --json": "error: missing here: MPI",
+    "mpii": 2,
+}
+
+
+@pytest.mark.parametrize("options", ENDS)
+def test_it_ends_with_1_where_something_is_missing_that_was_asked_for(
+    options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: FOUND)
+    with nullcontext() if ENDS[options] is None else pytest.raises(SystemExit) as end:
+        main(["doctor", *options.split()])
+    assert end is None or end.value.code == ENDS[options]  # Python ends with 1 after a text
+    out, err = capsys.readouterr()
+    if ENDS[options] == 2:
+        assert "python, torch, lightning, mpi, got 'mpii'; did you mean mpi?" in err
+    elif "--json" in options:
+        assert json.loads(out) == [asdict(finding) for finding in FOUND]
+    else:
+        assert "--  MPI" in out
+    monkeypatch.setattr(doctor, "examine", lambda: [*FOUND[:2], Finding("Lightning", False, "")])
+    with pytest.raises(SystemExit, match="missing here: Lightning"):
+        main(["doctor"])
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

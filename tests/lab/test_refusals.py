@@ -51,10 +51,10 @@ REFUSED = {
     "bench target --real-ms 0": "--real-ms must be positive, got --real-ms 0.0; try 200",
     "bench target --real-ms 200 --task resnet": "--real-ms needs a network without BatchNorm",
     "bench report none.json": "none.json",
-    "simulate --algorithms wagmas": "must be one of wagma, eager_sgd",
-    "simulate --algorithms wagma:group_size=8 --ranks 4": "group_size must be at least 1 and no "
+    "simulate --strategies wagmas": "must be one of wagma, eager_sgd",
+    "simulate --strategies wagma:group_size=8 --ranks 4": "group_size must be at least 1 and no "
     "larger",
-    "simulate --algorithms oktopk:density=2": "density must be None or a number above 0",
+    "simulate --strategies oktopk:density=2": "density must be None or a number above 0",
     "simulate --ranks 0": "the number of ranks and of steps must be at least 1",
     "simulate --steps 0": "the number of ranks and of steps must be at least 1",
     "simulate --ranks four": "invalid literal",

@@ -90,7 +90,9 @@ def _kept(output: Path, key: str) -> dict[str, Cell]:
 
 @contextlib.contextmanager
 def _bar(total: int, done: int) -> Iterator[Callable[[Cell], None]]:
-    with tqdm(total=total, initial=done, unit="cell", dynamic_ncols=True, smoothing=0) as bar:
+    options: Any = {"unit": "cell", "dynamic_ncols": True, "smoothing": 0}
+    # A bar of one cell tells nothing; a probe, which is one, shows its stages itself.
+    with tqdm(total=total, initial=done, disable=total == 1, **options) as bar:
 
         def tell(cell: Cell) -> None:
             bar.set_postfix_str(" ".join(map(str, cell.values())))

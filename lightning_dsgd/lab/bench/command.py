@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
+
+from lightning_dsgd import hyperparameters
+from lightning_dsgd.lab.options import Parser
 
 BENCHES = {
     "throughput": "steps per second, with simulated computation, stragglers and links",
@@ -15,12 +17,12 @@ BENCHES = {
 
 def main(args: list[str]) -> None:
     """Hands the arguments over to the measurement that they name."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd bench",
-        epilog="\n".join(f"  {name:12}{text}" for name, text in BENCHES.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("what", choices=BENCHES, metavar="what", help="one of those below")
+    listed = "\n".join(f"  {name:12}{text}" for name, text in BENCHES.items())
+    parser = Parser("bench", "Measures strategies side by side.", epilog=listed)
+    parser.add_argument("what", metavar="what", help="one of those below")
     what = parser.parse_args(args[:1] or ["--help"]).what
+    if what not in BENCHES:
+        meant = hyperparameters.did_you_mean(what, BENCHES)
+        parser.error(f"it must be one of {', '.join(BENCHES)}, got {what!r}{meant}")
     # Lazily: a strategy name, or a help text, needs none of it.
     importlib.import_module(f"lightning_dsgd.lab.bench.{what}").main(args[1:])

@@ -1,4 +1,4 @@
-"""Steps, seconds and bytes that strategies need to train a task, seed by seed, in one job.
+r"""Steps, seconds and bytes that strategies need to train a task, seed by seed, in one job.
 
     lightning-dsgd bench convergence --task digits --strategies allreduce,wagma,wagma:group_size=1 \
         --ranks 4 --epochs 20 --seeds 3 --compute-ms 20 --delay-ms 16 --delayed-ranks 2 \
@@ -28,6 +28,7 @@ from typing import Any
 from lightning_dsgd.lab.bench import job_arguments
 from lightning_dsgd.lab.bench.cells import Cell, finish, in_turn
 from lightning_dsgd.lab.bench.workloads import WORKLOADS
+from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.results import typed
 
 
@@ -120,12 +121,8 @@ def _json(text: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the job and writes the result file."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd bench convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--task", choices=WORKLOADS, default="digits")
+    parser = Parser("bench convergence", __doc__)
+    parser.add_argument("--task", choices=WORKLOADS, default="digits", help="what is trained")
     job_arguments.add_to(
         parser,
         strategies="allreduce,ddp_bf16,ddp_powersgd,allreduce:wire_dtype=int8:overlap=true,"
@@ -134,20 +131,24 @@ def main(argv: list[str] | None = None) -> None:
         delay_ms=0.0,
         delayed_ranks=0,
     )
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=20, help="epochs of a training")
     parser.add_argument("--val-every", type=int, default=1, help="epochs between evaluations")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each strategy")
     for name in ("model", "data"):
         parser.add_argument(
             f"--{name}", type=_json, default={}, metavar="JSON", help=f"options of the {name}"
         )
-    parser.add_argument("--target", type=float, help="value to be reached")
+    parser.add_argument(
+        "--target", type=float, help="the monitored value to be reached; by default none"
+    )
     parser.add_argument(
         "--wandb",
         metavar="PROJECT",
         help="log to W&B too, offline unless WANDB_MODE says otherwise",
     )
-    parser.add_argument("--output", type=Path, default=Path("convergence.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("convergence.json"), help="file to write"
+    )
     args = parser.parse_args(argv)
     job_arguments.refuse(parser, args)
     for package in ("wandb", "matplotlib") if args.wandb is not None else ():

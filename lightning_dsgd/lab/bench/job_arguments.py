@@ -19,12 +19,27 @@ def add_to(
 ) -> None:
     """Adds the options; the caller gives the defaults that differ between the measurements."""
     parser.add_argument("--strategies", default=strategies, help="separated by commas")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--network", help="of every rank, such as 1gbit or 10gbit,1ms")
-    parser.add_argument("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0])
-    parser.add_argument("--compute-ms", type=float, default=compute_ms)
-    parser.add_argument("--delay-ms", type=float, default=delay_ms)
-    parser.add_argument("--delayed-ranks", type=int, default=delayed_ranks)
+    parser.add_argument("--ranks", type=int, default=4, help="processes of this machine")
+    parser.add_argument(
+        "--network",
+        help="emulated link of every rank, such as 1gbit or 10gbit,1ms (needs root); by default "
+        "loopback",
+    )
+    parser.add_argument(
+        "--launcher", choices=LAUNCHERS, default=LAUNCHERS[0], help="what starts the ranks"
+    )
+    parser.add_argument(
+        "--compute-ms", type=float, default=compute_ms, help="simulated computation in each step"
+    )
+    parser.add_argument(
+        "--delay-ms", type=float, default=delay_ms, help="how late a delayed rank is in a step"
+    )
+    parser.add_argument(
+        "--delayed-ranks",
+        type=int,
+        default=delayed_ranks,
+        help="how many random ranks are late in each step",
+    )
 
 
 def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -11,23 +11,19 @@ its tables, and the quality against seconds, steps and MB sent in each situation
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from lightning_dsgd.lab.bench import convergence, plots, target_tables, throughput
+from lightning_dsgd.lab.options import Parser
 
 
 def main(argv: list[str] | None = None) -> None:
     """Writes the report."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd bench report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    parser.add_argument("--output", type=Path, default=Path("report"), help="a folder")
+    parser = Parser("bench report", __doc__)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="result files")
+    parser.add_argument("--output", type=Path, default=Path("report"), help="folder to write")
     args = parser.parse_args(argv)
     try:
         results = [(path, json.loads(path.read_text())) for path in args.files]

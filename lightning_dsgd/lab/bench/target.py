@@ -1,4 +1,4 @@
-"""How soon is a model as good as with all-reduce?
+r"""How soon is a model as good as with all-reduce?
 
     lightning-dsgd bench target --task digits --strategies allreduce,wagma,popsgd \
         --epoch-steps 30 --data equal,claimed --output FILE.json
@@ -68,6 +68,7 @@ from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.target_rows import BASELINE, Chosen, curves, label, summarize
 from lightning_dsgd.lab.bench.target_tables import tables
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
+from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.results import provenance, typed
 
 STRATEGIES: Final = (
@@ -265,35 +266,41 @@ def _floor_s(args: argparse.Namespace, situation: Situation) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     """Measures what is missing, prints the tables and writes the result file."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd bench target",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--task", choices=DEFAULTS, default="digits")
+    parser = Parser("bench target", __doc__)
+    parser.add_argument("--task", choices=DEFAULTS, default="digits", help="what is trained")
     parser.add_argument("--situations", default=",".join(SITUATIONS), help="separated by commas")
     parser.add_argument("--strategies", default=STRATEGIES, help="separated by commas")
     parser.add_argument(
-        "--lrs", type=_numbers, help="learning rates to choose from, such as 0.1,0.2"
+        "--lrs", type=_numbers, help="learning rates to choose from; by default the task's"
     )
-    parser.add_argument("--seeds", type=int, default=10, help="that are reported")
+    parser.add_argument("--seeds", type=int, default=10, help="seeds that are reported")
     parser.add_argument(
-        "--tuning-seeds", type=int, default=5, help="that choose; with 0 the reported ones do"
+        "--tuning-seeds",
+        type=int,
+        default=5,
+        help="seeds that choose a rate; with 0 the reported ones do",
     )
-    parser.add_argument("--steps", type=int, help="of every rank")
+    parser.add_argument("--steps", type=int, help="steps of every rank; by default the task's")
     parser.add_argument(
-        "--epoch-steps", type=int, help="of an epoch; by default one epoch is endless"
+        "--epoch-steps", type=int, help="steps of an epoch; by default one epoch is endless"
     )
-    parser.add_argument("--data", default=EQUAL, help=f"{EQUAL}, or {EQUAL},{CLAIMED}")
+    parser.add_argument(
+        "--data", default=EQUAL, help=f"how ranks get batches: {EQUAL}, or {EQUAL},{CLAIMED}"
+    )
     parser.add_argument("--baseline", default=BASELINE, help="what others are compared to")
     parser.add_argument(
-        "--stretch", type=_numbers, default=[1.0], help="times the steps; 1 must be among them"
+        "--stretch",
+        type=_numbers,
+        default=[1.0],
+        help="factors of the number of steps; 1 must be among them",
     )
     parser.add_argument(
-        "--real-ms", type=float, help="real processes, and how long a step takes; such as 200"
+        "--real-ms",
+        type=float,
+        help="measures real processes, whose step takes so long; such as 200",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes that compute cells")
-    parser.add_argument("--output", type=Path, default=Path("target.json"))
+    parser.add_argument("--output", type=Path, default=Path("target.json"), help="file to write")
     args = parser.parse_args(argv)
     from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm  # loads torch
     from lightning_dsgd.lab.in_force import in_force  # loads torch

@@ -1,4 +1,4 @@
-"""Steps per second of several strategies, in one job, with simulated computation and stragglers.
+r"""Steps per second of several strategies, in one job, with simulated computation and stragglers.
 
     lightning-dsgd bench throughput --strategies ddp,wagma,wagma:overlap=true,no_sync --ranks 8 \
         --network 1gbit --compute-ms 400 --delay-ms 320 --delayed-ranks 2 --params 1e6 --steps 30 \
@@ -15,7 +15,6 @@ with_finish        steps / (time until the slowest rank has the final model)
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +22,7 @@ from typing import Any, Final
 from lightning_dsgd.lab.bench import job_arguments
 from lightning_dsgd.lab.bench.cells import Cell, finish, in_turn
 from lightning_dsgd.lab.bench.network import Link
+from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.results import typed
 from lightning_dsgd.lab.simulate.machines import EMULATED
 
@@ -98,11 +98,7 @@ def _or_dash(value: float | None, form: str, factor: float = 1.0) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the job and writes the result file."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd bench throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("bench throughput", __doc__)
     job_arguments.add_to(
         parser,
         strategies="ddp,ddp_bf16,ddp_powersgd,allreduce:wire_dtype=int8:overlap=true,"
@@ -111,9 +107,11 @@ def main(argv: list[str] | None = None) -> None:
         delay_ms=1e3 * EMULATED.delay_s,
         delayed_ranks=EMULATED.delayed_ranks,
     )
-    parser.add_argument("--params", type=float, default=float(EMULATED.num_params))
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--params", type=float, default=float(EMULATED.num_params), help="weights of the model"
+    )
+    parser.add_argument("--steps", type=int, default=30, help="steps of a strategy in a round")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; in each all take their turn")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -121,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
         help="where ranks train; each needs its own GPU, unless they share one",
     )
     parser.add_argument(
-        "--share-device", action="store_true", help="whether all ranks train on the first GPU"
+        "--share-device", action="store_true", help="trains all ranks on the first GPU"
     )
     parser.add_argument(
         "--delay-on",
@@ -130,7 +128,9 @@ def main(argv: list[str] | None = None) -> None:
         help="what is late on a delayed rank: its host, which sleeps, or its GPU, on which a "
         "kernel spins; the latter needs --device cuda",
     )
-    parser.add_argument("--output", type=Path, default=Path("throughput.json"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("throughput.json"), help="file to write"
+    )
     args = parser.parse_args(argv)
     job_arguments.refuse(parser, args)
     shares = args.share_device and args.device != "cpu"

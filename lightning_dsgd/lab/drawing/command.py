@@ -11,11 +11,11 @@ The page opens without a network.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Final, TypeVar
 
 from lightning_dsgd.lab.drawing import page, perfetto, picture
+from lightning_dsgd.lab.options import Parser
 
 T = TypeVar("T", int, float)
 
@@ -26,21 +26,17 @@ _MOST_SPANS: Final = {"html": 400_000, "svg": 20_000, "perfetto": 2_000_000}
 
 def main(argv: list[str] | None = None) -> None:
     """Writes the page, or the file."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd timeline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("timeline", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders, in one picture")
-    parser.add_argument("--output", type=Path, default=Path("timeline.html"))
+    parser.add_argument("--output", type=Path, default=Path("timeline.html"), help="file to write")
     parser.add_argument(
         "--format",
         choices=FORMATS,
         help="by default as the output's name ends: "
         + ", ".join(f"{suffix} {name}" for name, suffix in FORMATS.items()),
     )
-    parser.add_argument("--steps", metavar="FIRST:LAST", help="draw these steps alone")
-    parser.add_argument("--seconds", metavar="BEGIN:END", help="of their time, draw this alone")
+    parser.add_argument("--steps", metavar="FIRST:LAST", help="draws these steps alone")
+    parser.add_argument("--seconds", metavar="BEGIN:END", help="draws this of their time alone")
     args = parser.parse_args(argv)
     try:
         form = args.format or _format_of(args.output)

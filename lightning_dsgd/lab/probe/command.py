@@ -13,27 +13,29 @@ all at once; an all-reduce by size; and what sending, adding and selecting take 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.probe import cluster
-from lightning_dsgd.lab.results import provenance, typed, write_result
+from lightning_dsgd.lab.results import provenance, text, typed, write_result
 
 _TIMEOUT_S = 300.0
 
 
 def main(argv: list[str] | None = None) -> None:
     """Probes, on every rank; rank 0 writes and prints."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd probe",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser("probe", __doc__)
+    parser.add_argument("--output", type=Path, default=Path("cluster.json"), help="file to write")
+    parser.add_argument(
+        "--ranks", type=int, help="processes to start here, without a launcher; by default 2"
     )
-    parser.add_argument("--output", type=Path, default=Path("cluster.json"))
-    parser.add_argument("--ranks", type=int, help="processes to start here, without a launcher")
     parser.add_argument("--network", help="of these, such as 1gbit: emulated links (needs root)")
     parser.add_argument("--accelerator", default="auto", help="where ranks compute, as in Trainer")
+    parser.add_argument("--json", action="store_true", help="print the file, and no table")
     args = parser.parse_args(argv)
     command = typed("lightning-dsgd probe", argv)
     from lightning_dsgd.lab.probe import ranks  # loads torch and Lightning
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     if found:
-        _report(found, command, args.output)
+        _report(found, command, args.output, as_json=args.json)
 
 
 def _launched(num_ranks: int, accelerator: str) -> list[dict[str, Any]]:
@@ -92,10 +94,15 @@ def _started_here(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def _report(found: list[dict[str, Any]], command: str, output: Path) -> None:
+def _report(found: list[dict[str, Any]], command: str, output: Path, *, as_json: bool) -> None:
     from lightning_dsgd.lab.probe import measure
 
     result = measure.cluster(found)
-    print(cluster.table(result))
     pairs = [each for each in found if "pair" in each]
-    write_result({**result.to_json(), "pairs": pairs, **provenance(command)}, output)
+    report = {**result.to_json(), "pairs": pairs, **provenance(command)}
+    with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
+        if not as_json:
+            print(cluster.table(result))
+        write_result(report, output)
+    if as_json:
+        print(text(report), end="")

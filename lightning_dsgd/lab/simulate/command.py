@@ -1,11 +1,11 @@
-"""How fast a strategy would be on a machine that is not here.
+r"""How fast a strategy would be on a machine that is not here.
 
-    lightning-dsgd simulate --algorithms wagma,allreduce --ranks 4,16,64,256 --profile piz-daint \
+    lightning-dsgd simulate --strategies wagma,allreduce --ranks 4,16,64,256 --profile piz-daint \
         --params 25e6 --steps 50 --output simulated.json --plot simulated.png
     lightning-dsgd simulate --cluster cluster.json --recorded run/ --ranks 8,64 --params 25e6
     lightning-dsgd simulate --check throughput.json    # a file of `lightning-dsgd bench throughput`
 
-The modules that simulate load torch, which a help text does without.
+The profile, or the cluster's file, says what steps, messages and sums take.
 """
 
 from __future__ import annotations
@@ -14,45 +14,59 @@ import argparse
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL, in_words
+from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.probe.cluster import Cluster
 from lightning_dsgd.lab.results import provenance, typed, write_result
 from lightning_dsgd.lab.simulate.machines import MACHINES, Machine, probed
 from lightning_dsgd.lab.simulate.recorded import Recorded
 
+_FIGURES: Final = (
+    ("--params", float, "weights of the model"),
+    ("--compute-ms", float, "what a step takes without its delay"),
+    ("--delay-ms", float, "how late a delayed rank is in a step"),
+    ("--delayed-ranks", int, "how many random ranks are late in each step"),
+    ("--latency-us", float, "what a message takes, however short"),
+    ("--gbit-s", float, "how much each rank sends, and receives, at once"),
+)
+"""The options that replace figures of a profile."""
+
 
 def main(argv: list[str] | None = None) -> None:
     """Simulates, or checks a result file."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd simulate", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--algorithms", default="allreduce,wagma", help="separated by commas")
-    parser.add_argument("--ranks", default="4,16,64", help="separated by commas")
-    parser.add_argument("--profile", default="piz-daint", choices=MACHINES)
-    parser.add_argument("--params", type=float, help="these six replace figures of the profile")
-    parser.add_argument("--compute-ms", type=float)
-    parser.add_argument("--delay-ms", type=float)
-    parser.add_argument("--delayed-ranks", type=int)
-    parser.add_argument("--latency-us", type=float)
-    parser.add_argument("--gbit-s", type=float)
-    parser.add_argument("--steps", type=int, default=50)
+    parser = Parser("simulate", __doc__)
+    parser.add_argument("--strategies", default="allreduce,wagma", help="separated by commas")
+    parser.add_renamed("--algorithms", "--strategies")
+    parser.add_argument("--ranks", default="4,16,64", help="numbers of ranks, separated by commas")
     parser.add_argument(
-        "--epoch-steps", type=int, help="of an epoch; by default one epoch is endless"
+        "--profile",
+        default="piz-daint",
+        choices=MACHINES,
+        metavar="MACHINE",
+        help=f"the machine that is simulated: {', '.join(MACHINES)} (default: %(default)s)",
     )
-    parser.add_argument("--data", choices=(EQUAL, CLAIMED), default=EQUAL, help="of an epoch")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="a result file (JSON)")
-    parser.add_argument("--plot", type=Path, help="an image (needs matplotlib)")
+    for option, kind, text in _FIGURES:
+        parser.add_argument(option, type=kind, help=f"{text}; by default the profile's")
+    parser.add_argument("--steps", type=int, default=50, help="steps of each rank")
+    parser.add_argument(
+        "--epoch-steps", type=int, help="steps of an epoch; by default one epoch is endless"
+    )
+    parser.add_argument(
+        "--data", choices=(EQUAL, CLAIMED), default=EQUAL, help="how ranks get an epoch's batches"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn at random")
+    parser.add_argument("--output", type=Path, help="a result file (JSON) to write")
+    parser.add_argument("--plot", type=Path, help="an image to write (needs matplotlib)")
     parser.add_argument(
         "--cluster", type=Path, help="a file of `lightning-dsgd probe`, in place of a profile"
     )
     parser.add_argument(
         "--recorded", type=Path, metavar="RUN", help="a folder of StepTrace: its step times"
     )
-    parser.add_argument("--trace", type=Path, help="a folder for `lightning-dsgd timeline`")
-    parser.add_argument("--check", type=Path, help="a result file of `bench throughput`")
+    parser.add_argument("--trace", type=Path, help="a folder to write, for `timeline`")
+    parser.add_argument("--check", type=Path, help="compares with this file of `bench throughput`")
     args = parser.parse_args(argv)
     if args.check and args.trace:
         parser.error("--trace must be left out with --check, which runs each strategy many times")
@@ -70,7 +84,7 @@ def _simulate(args: argparse.Namespace) -> dict[str, Any]:
 
     machine = overridden(chosen(args), args)
     ranks = [int(p) for p in args.ranks.split(",")]
-    specs = args.algorithms.split(",")
+    specs = args.strategies.split(",")
     name = str(args.cluster or args.profile)
     dealt = args.epoch_steps, args.data
     options = (args.steps, args.seed, args.trace, *dealt)

@@ -18,7 +18,7 @@ from tests.support.browser import chromium
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    arguments = ["--algorithms", "allreduce,wagma", "--ranks", "4", "--steps", "12"]
+    arguments = ["--strategies", "allreduce,wagma", "--ranks", "4", "--steps", "12"]
     simulate.main([*arguments, "--profile", "emulated-1gbit", "--trace", str(folder)])
     return folder
 

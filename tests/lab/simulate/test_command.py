@@ -23,7 +23,7 @@ def test_nothing_that_simulates_imports_lightning(tmp_path: Path) -> None:
 import sys
 sys.argv[0] = "/somewhere/bin/lightning-dsgd"
 from lightning_dsgd.cli import main
-main("simulate --algorithms wagma --ranks 2 --steps 2 --output {tmp_path}/r.json".split())
+main("simulate --strategies wagma --ranks 2 --steps 2 --output {tmp_path}/r.json".split())
 loaded = {{"lightning", "pytorch_lightning", "lightning_dsgd.trainer"}} & set(sys.modules)
 assert not loaded, loaded
 """
@@ -37,7 +37,7 @@ assert not loaded, loaded
 def test_table_result_file_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     cli.main(
-        f"simulate --algorithms wagma,allreduce --ranks 4,8 --profile emulated-1gbit --params 25e5 "
+        f"simulate --strategies wagma,allreduce --ranks 4,8 --profile emulated-1gbit --params 25e5 "
         f"--compute-ms 100 --delay-ms 0 --steps 10 --output {tmp_path}/a/r.json "
         f"--plot {tmp_path}/p.png".split()
     )
@@ -47,7 +47,7 @@ def test_table_result_file_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len([line for line in lines if line.startswith("|")]) == 2 + 4
     assert lines[2].startswith("| `allreduce` | 4 | 4.5")  # 0.1 + 0.12 s
     report = json.loads((tmp_path / "a" / "r.json").read_text())
-    assert report["command"].startswith("lightning-dsgd simulate --algorithms wagma,allreduce")
+    assert report["command"].startswith("lightning-dsgd simulate --strategies wagma,allreduce")
     assert report["profile"]["num_params"] == 2_500_000
     assert report["cores"] > 0
     for row in report["rows"]:
@@ -64,7 +64,7 @@ def test_table_result_file_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_without_an_all_reduce_nothing_is_compared_to_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cli.main(["simulate", "--algorithms", "dpsgd", "--ranks", "4", "--steps", "2"])
+    cli.main(["simulate", "--strategies", "dpsgd", "--ranks", "4", "--steps", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].count("|  |") == 2
     assert lines[-1] == "One endless epoch: no rank stands still before the end."
