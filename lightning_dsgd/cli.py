@@ -14,11 +14,13 @@ import argparse
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import Final, NoReturn
 
-from lightning_dsgd import wings
+from lightning_dsgd import __version__, hyperparameters, wings
 
-COMMANDS = {
+COMMANDS: Final = {
     "fit": "train a model (Lightning's command line: `lightning-dsgd fit --help`)",
     "validate": "evaluate on the validation data",
     "test": "evaluate on the test data",
@@ -41,12 +43,13 @@ def main(args: Sequence[str] | None = None) -> None:
         args: what follows the program's name; by default what this process got.  Lightning starts
             the other ranks with the arguments of this process: for several ranks, leave it out.
     """
-    if args is None:
-        _find_the_users_modules()
+    if args is None and not sys.flags.safe_path:
+        # So `--model my_model.MyModel` names a file of the working folder, as with `python -m`.
+        sys.path.insert(0, os.getcwd())
     given = sys.argv[1:] if args is None else list(args)
     # Lightning's parser also takes options before the command: `--config FILE fit`.
-    if not given or given[0] in ("-h", "--help") or not given[0].startswith("-"):
-        command = _parser().parse_args(given[:1] or ["--help"]).command
+    if not given or given[0] in ("-h", "--help", "--version") or not given[0].startswith("-"):
+        command = _command(given[:1] or ["--help"])
         if command in wings.COMMANDS:
             # Lazily: `--help` of another command needs none of it.
             try:
@@ -55,28 +58,51 @@ def main(args: Sequence[str] | None = None) -> None:
                 sys.exit(f"error: {error}")
             module.main(given[1:])
             return
-    _run_lightning(None if args is None else given)
+    try:
+        _run_lightning(None if args is None else given)
+    except ValueError as error:
+        refusal = _refusal(error)
+        if args is not None or refusal is None:
+            raise
+        _end_refused(refusal)
 
 
-def _find_the_users_modules() -> None:
-    """Lets `--model my_model.MyModel` name a file of the working folder, as `python -m` does.
-
-    Lightning starts the other ranks with the same command, so they find it too.
-    """
-    folder = os.getcwd()
-    if not sys.flags.safe_path and folder not in sys.path:
-        sys.path.insert(0, folder)
-
-
-def _parser() -> argparse.ArgumentParser:
+def _command(given: Sequence[str]) -> str:
     parser = argparse.ArgumentParser(
         prog="lightning-dsgd",
         description="Decentralised data-parallel SGD with PyTorch Lightning.",
-        epilog="commands:\n" + "\n".join(f"  {name:12}{text}" for name, text in COMMANDS.items()),
+        epilog="commands:\n"
+        + "\n".join(f"  {name:12}{text}" for name, text in COMMANDS.items())
+        + "\n\nexit status: 0 if it was done; 1 if it failed, was refused or found something "
+        "missing;\n  2 if this command line is wrong",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
-    return parser
+    parser.add_argument("command", metavar="command", help="one of those below")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    command: str = parser.parse_args(given).command
+    if command not in COMMANDS:
+        meant = hyperparameters.did_you_mean(command, COMMANDS)
+        parser.error(f"the command must be one of {', '.join(COMMANDS)}, got {command!r}{meant}")
+    return command
+
+
+def _refusal(error: BaseException) -> ValueError | None:
+    """Returns the error of this package that the error is, or holds, as jsonargparse's do."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, ValueError) or not frames:
+        return None
+    if str(frames[-1].f_globals["__name__"]).startswith("lightning_dsgd."):
+        return error
+    held = frames[-1].f_locals.get("exceptions", ())
+    return next(filter(None, map(_refusal, held)), None)
+
+
+def _end_refused(error: ValueError) -> NoReturn:
+    """Ends this rank with one line: a traceback would lead through Lightning and this package."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    rank = getattr(rank_zero_only, "rank", 0) or 0
+    sys.exit(f"[rank {rank}] error: {error}" if rank else f"error: {error}")
 
 
 def _run_lightning(args: list[str] | None) -> None:
@@ -93,11 +119,14 @@ def _run_lightning(args: list[str] | None) -> None:
     from lightning_dsgd.trainer.names import take_on_command_line
 
     take_on_command_line(STRATEGIES)
+    theirs = COMMANDS.keys() - wings.COMMANDS.keys()
+    usages = {name: {"usage": f"lightning-dsgd {name} [options]"} for name in theirs}
     LightningCLI(
         LightningModule,
         LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
+        parser_kwargs=usages,
         args=args,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import lightning_dsgd
+from lightning_dsgd import wings
 from lightning_dsgd.cli import COMMANDS, main
+from lightning_dsgd.lab.bench.command import BENCHES
 from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[1]
@@ -24,19 +28,6 @@ RECIPE = ROOT / "recipes" / "digits_local_sgd.yaml"
 def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning warns where those of this process are given beside others."""
     monkeypatch.setattr(sys, "argv", ["python"])
-
-
-def finish(command: list[str], cwd: Path) -> None:
-    """Runs what must end well."""
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 RECIPE_FIT = ["fit", "--config", str(RECIPE)]
@@ -54,10 +45,24 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
     "help of the doctor": (["doctor", "--help"], 0, ["usage: lightning-dsgd"]),
     "help of a fit is Lightning's": (["fit", "--help"], 0, ["--trainer.strategy"]),
     "no command": ([], 0, [f"{command:12}{what}" for command, what in COMMANDS.items()]),
+    "the version": (["--version"], 0, [f"lightning-dsgd {lightning_dsgd.__version__}\n"]),
     "no such command": (
         ["train"],
         2,
-        ["usage: lightning-dsgd", *(repr(command) for command in ("train", *COMMANDS))],
+        ["usage: lightning-dsgd", f"must be one of {', '.join(COMMANDS)}, got 'train'\n"],
+    ),
+    "a mistyped command": (["simulat"], 2, ["got 'simulat'; did you mean simulate?"]),
+    "a mistyped bench": (["bench", "thruput"], 2, ["got 'thruput'; did you mean throughput?"]),
+    "a former option": (
+        ["simulate", "--algorithms", "wagma"],
+        2,
+        ["--algorithms is called --strategies now"],
+    ),
+    "a launch of nothing": (["launch"], 2, ["try lightning-dsgd launch --ranks 4 train.py"]),
+    "a launch of no script": (
+        ["launch", "--ranks", "4"],
+        2,
+        ["are required: script; try lightning-dsgd launch --ranks 4 train.py"],
     ),
     "a wrong hyperparameter": ([*RECIPE_FIT, *WRONG], 2, ["sync_perod"]),
     "a wrong name": (
@@ -89,6 +94,66 @@ def test_a_command_says_what_it_is_asked_or_what_is_wrong(
     out, err = capsys.readouterr()
     assert all(text in (err if status else out) for text in texts)
     assert arguments != ["strategies"] or max(map(len, out.splitlines())) <= 150
+
+
+def test_records_are_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["strategies", "--json"])
+    every = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in every] == [*lightning_dsgd.STRATEGIES]
+    main(["strategies", "local_sgd", "--json"])
+    [one] = json.loads(capsys.readouterr().out)
+    assert one in every
+    assert one["class"] == "lightning_dsgd.LocalSGDStrategy"
+    assert one["hyperparameters"]["sync_period"] == 8
+
+
+@pytest.mark.parametrize("width", [60, 100, 150])
+def test_texts_are_as_wide_as_the_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for what is indented, such as a command to be copied."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    main(["strategies"])
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= width
+    assert all(name in printed.split() for name in lightning_dsgd.STRATEGIES)
+    with pytest.raises(SystemExit):
+        main(["bench", "target", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("    ")) <= width
+
+
+LISTED = ["strategies", "doctor", "simulate", "probe", "timeline", "launch"]
+LISTED += [f"bench {what}" for what in BENCHES]
+
+
+@pytest.mark.parametrize("command", LISTED)
+def test_each_option_has_a_text_and_tells_its_default(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    seen: list[argparse.ArgumentParser] = []
+
+    def look(parser: argparse.ArgumentParser, *_: object) -> None:
+        seen.append(parser)
+        if parser.prog != "lightning-dsgd bench":
+            sys.exit()
+
+    real = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", lambda *args: look(*args) or real(*args)
+    )
+    module = wings.load(wings.COMMANDS[command.split()[0]], command)
+    with pytest.raises(SystemExit):
+        module.main(command.split()[1:])
+    parser = seen[-1]
+    assert parser.prog == f"lightning-dsgd {command}"
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        printed = parser._get_formatter()._expand_help(action)
+        has_none = action.default in (None, argparse.SUPPRESS) or action.default is False
+        if action.option_strings and not has_none:
+            assert f"(default: {action.default})" in printed or "by default" in printed, printed
 
 
 def run_as_console_script(code: str, cwd: Path) -> None:
@@ -162,6 +227,47 @@ def test_a_name_takes_hyperparameters(
     assert lines[at + 2 : at + 4] == ["group_size: null", "sync_period: 20"]
 
 
+REFUSED = {
+    "group_size=7 with world_size=2": ["--trainer.strategy.group_size", "7"],
+    "sync_period must be a whole number": ["--trainer.strategy.sync_period", "0"],
+}
+"""What a strategy refuses when ranks meet, and when it is made, where jsonargparse holds it."""
+WAGMA = [*RECIPE_FIT, "--trainer.devices", "2", "--trainer.strategy", "wagma"]
+
+
+def fit_as_typed(folder: Path, args: list[str]) -> None:
+    os.chdir(folder)
+    sys.argv = ["lightning-dsgd", *args]
+    main()
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_refusal_is_a_line_of_each_rank(text: str, tmp_path: Path) -> None:
+    """And no traceback: Python prints the text of a SystemExit, and ends with 1."""
+    outcomes = FitWorld().outcomes(2, fit_as_typed, tmp_path, [*WAGMA, *REFUSED[text]])
+    assert outcomes[0].error.startswith("SystemExit: error: ")
+    for outcome in outcomes:
+        assert outcome.error.startswith(("SystemExit: error: ", "SystemExit: [rank 1] error: "))
+        assert text in outcome.error
+        assert "\n" not in outcome.error
+
+
+@pytest.mark.exhaustive
+def test_a_refusal_of_all_ranks_ends_with_a_line(tmp_path: Path) -> None:
+    [wrong, _] = REFUSED.values()
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lightning-dsgd"), *WAGMA, *wrong],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: group_size must be")
+
+
 def test_a_fit_without_jsonargparse_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     with pytest.raises(SystemExit, match="needs the package jsonargparse, which is not installed"):
@@ -183,37 +289,3 @@ def test_run_leaves_metrics_config_and_a_checkpoint(tmp_path: Path) -> None:
     with open(log / "metrics.csv") as file:
         columns = csv.DictReader(file).fieldnames or []
     assert {"train_loss", "val_loss", "val_accuracy", "dsgd/bytes_sent"} <= set(columns)
-
-
-OWN_MODEL = """
-import torch
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-
-class MyModel(BoringModel):
-    def on_train_end(self):
-        with open(f"trained_{self.global_rank}", "x") as file:
-            file.write(str(self.trainer.world_size))
-"""
-OWN_DATA = "from my_model import BoringDataModule as MyData\n"
-
-
-@pytest.mark.exhaustive
-def test_console_script_finds_the_users_modules_on_all_ranks(tmp_path: Path) -> None:
-    """The second rank is started by Lightning."""
-    (tmp_path / "my_model.py").write_text(OWN_MODEL)
-    (tmp_path / "my_data.py").write_text(OWN_DATA)
-    script = Path(sys.executable).with_name("lightning-dsgd")
-    own = ["--model", "my_model.MyModel", "--data", "my_data.MyData"]
-    ranks = ["--trainer.strategy", "local_sgd", "--trainer.accelerator", "cpu"]
-    few = ["--trainer.devices", "2", "--trainer.fast_dev_run", "true"]
-    finish([str(script), "fit", *own, *ranks, *few], tmp_path)
-    written = {path.name: path.read_text() for path in tmp_path.glob("trained_*")}
-    assert written == {"trained_0": "2", "trained_1": "2"}
-
-
-@pytest.mark.exhaustive
-def test_torchrun_starts_it(tmp_path: Path) -> None:
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    more = ["--trainer.devices", "2", "--trainer.fast_dev_run", "true"]
-    command = [sys.executable, "-m", *torchrun, "-m", "lightning_dsgd", "fit"]
-    finish([*command, "--config", str(RECIPE), *more], tmp_path)

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -79,8 +80,6 @@ class Supervisor:
     ) -> None:
         if max_restarts < 0:
             raise ValueError(f"--max-restarts must be at least 0, got {max_restarts}; try 3")
-        if not Path(command[2]).is_file():
-            raise ValueError(f"the script must be a file, got {command[2]}; name a Python file")
         if not 0 <= end_s < float("inf"):
             raise ValueError(f"--end-s must be a number of seconds, got {end_s}; try 30")
         self._command, self._place, self._logs, self._end_s = command, place, logs, end_s
@@ -98,6 +97,8 @@ class Supervisor:
         """How the training stood when the store said so last."""
         self._last_words = ""
         """The words of the last rank that has said why it does not train any more."""
+        self._first_to_fail: Path | None = None
+        """The log of the rank that has ended badly first."""
         self._judge_at = float("inf")
         """When to look whether any rank is left that trains."""
         self._say_lives_at = 0.0
@@ -122,7 +123,10 @@ class Supervisor:
             for rank in self._ranks:
                 rank.show_rest()
             self._await_nodes()
-            return self._status()
+            status = self._status()
+            if status and self._first_to_fail is not None:
+                _say_why(self._first_to_fail)
+            return status
 
     # ---- the store ----
 
@@ -247,6 +251,8 @@ class Supervisor:
             return
         self._drop_restarts()
         if rank.status:
+            if self._first_to_fail is None and not self._kill_at:
+                self._first_to_fail = rank.log
             late = ", once training was over, and is not replaced" if training == OVER else ""
             _say(f"rank {self._number(rank)} ended with {rank.status}{late}: {rank.log}")
             if training != OVER:
@@ -393,3 +399,11 @@ class Supervisor:
 
 def _say(text: str) -> None:
     print(f"lightning-dsgd launch: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _say_why(log: Path) -> None:
+    """Prints the last words of a rank as the last line of all, as its log may be long."""
+    words = log.read_text(errors="replace").strip().splitlines()[-1:]
+    for text in words:
+        reason = re.sub(r"^(\[rank ?\d+\]:? )?(error: )?", "", text)
+        print(f"error: {reason}", file=sys.stderr, flush=True)  # noqa: T201

@@ -55,11 +55,23 @@ def test_ranks_find_the_variables_of_torchrun_and_their_arguments(tmp_path):
 
 
 def test_a_rank_that_fails_makes_the_others_end_and_the_job_fail(tmp_path):
-    fails = SCRIPT + 'if rank == "1": sys.exit(7)\n' + WAITS.removeprefix(SCRIPT)
+    words = 'print("[rank1]: ValueError: no"); sys.exit(7)'
+    fails = SCRIPT + f'if rank == "1": {words}\n' + WAITS.removeprefix(SCRIPT)
     with Launched(tmp_path, fails, "--ranks", "3", "--end-s", "0.2") as job:
         assert job.end() == 1
     assert "rank 1 ended with 7" in job.said("stderr")
     assert "rank 0 ended with -15" in job.said("stderr")
+    assert job.said("stderr").splitlines()[-1] == "error: ValueError: no"
+
+
+def test_ranks_run_a_command_in_place_of_a_script(tmp_path, monkeypatch, capsys):
+    """Its help, which ends with 0; a file of that name comes first."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        command.main(["--ranks", "1", "test", "--help"])
+    assert end.value.code == 0, capsys.readouterr().err
+    assert "usage: lightning-dsgd test" in (tmp_path / "launch_logs/rank_0.0.log").read_text()
 
 
 PLAIN = """
