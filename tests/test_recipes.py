@@ -23,6 +23,7 @@ from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.worlds import FitWorld
 
 FOLDER = Path(__file__).parents[1] / "recipes"
+OWN = FOLDER.parent / "examples" / "own"
 SMALL = sorted(FOLDER.glob("*.yaml"))
 PAPER = sorted((FOLDER / "paper").glob("*.yaml"))
 
@@ -34,7 +35,7 @@ class Parser(LightningCLI):
         pass
 
 
-def parse(recipe: Path) -> Any:
+def parse(recipe: Path, *over: Path) -> Any:
     with warnings.catch_warnings():
         # Lightning calls jsonargparse as its next version will not allow.
         warnings.simplefilter("ignore")
@@ -44,7 +45,7 @@ def parse(recipe: Path) -> Any:
             subclass_mode_model=True,
             subclass_mode_data=True,
             run=False,
-            args=["--config", str(recipe)],
+            args=[f"--config={file}" for file in (recipe, *over)],
         )
 
 
@@ -72,6 +73,17 @@ def test_recipe_is_understood_and_its_strategy_starts(recipe: Path) -> None:
         num_ranks = init_args["num_replicas"]
     strategy = made(trainer.strategy.class_path, init_args)
     SimulatedWorld(num_ranks).run(start, strategy.algorithm)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", SMALL + PAPER, ids=lambda path: path.stem)
+def test_recipe_has_a_baseline_and_runs_on_one_node_with_gpus(recipe: Path) -> None:
+    strategy = parse(recipe, OWN / "allreduce.yaml").config.trainer.strategy
+    assert strategy.class_path == "lightning_dsgd.AllReduceStrategy"
+    baseline = made(strategy.class_path, vars(strategy.init_args)).algorithm
+    assert (baseline.holds_back, baseline.takes_pieces) == (False, False)
+    trainer = parse(recipe, OWN / "gpus.yaml").config.trainer
+    assert (trainer.accelerator, trainer.devices, trainer.num_nodes) == ("gpu", "auto", 1)
 
 
 @pytest.mark.parametrize("recipe", SMALL + PAPER, ids=lambda path: path.stem)

@@ -1,0 +1,133 @@
+"""The folder `examples/own`: each variant trains, beside the baseline, and under each launcher."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_dsgd.cli import main
+from tests.support.mpi import environment, every_mpi, mpiexec
+from tests.support.ports import free_port
+from tests.support.worlds import FitWorld
+
+ROOT = Path(__file__).parents[1]
+OWN = ROOT / "examples" / "own"
+VARIANTS = sorted(path.stem for path in OWN.glob("*.yaml") if path.stem != "config")
+SMALL = ["--trainer.max_epochs=1", "--trainer.log_every_n_steps=1", "--data.num_train=64"]
+SMALL += ["--data.num_val=32", "--trainer.enable_progress_bar=false"]
+ON_CPUS = ["--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.devices=2"]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A copy of the folder."""
+    return Path(shutil.copytree(OWN, tmp_path / "own"))
+
+
+def configs(*names: str) -> list[str]:
+    return [word for name in ("config", *names) for word in ("--config", f"{name}.yaml")]
+
+
+def logged(folder: Path, version: int = 0) -> list[dict[str, str]]:
+    with (folder / "lightning_logs" / f"version_{version}" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def check(folder: Path) -> None:
+    """Two ranks have trained on two batches of 16 each, of 64 samples."""
+    assert [path.name for path in folder.rglob("*.ckpt")] == ["epoch=0-step=2.ckpt"]
+    assert any(row["val_accuracy"] for row in logged(folder))
+
+
+def run_each(folder: Path, variants: list[list[str]]) -> None:
+    """Trains one variant after the other, on the same ranks."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    for names in variants:
+        main(["fit", *configs(*names), *ON_CPUS, *SMALL])
+
+
+def test_every_variant_trains_beside_the_baseline(own: Path) -> None:
+    assert "allreduce" in VARIANTS
+    variants = [[], *([name] for name in VARIANTS), ["claimed", "allreduce"]]
+    outcomes = FitWorld().outcomes(2, run_each, own, variants)
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    for version, names in enumerate(variants):
+        rows = logged(own, version)
+        assert any(row["val_accuracy"] for row in rows), names
+        assert any(float(row.get("dsgd/wait_s") or 0) >= 0 for row in rows), names
+
+
+COMMAND = [sys.executable, "-m", "lightning_dsgd"]
+LAUNCHERS = {
+    "the console script": [str(Path(sys.executable).with_name("lightning-dsgd")), "fit"],
+    "torchrun": [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "lightning_dsgd", "fit"),
+    ],
+    "launch": [*COMMAND, "launch", "--ranks", "2", "fit"],
+}
+
+
+def run(command: list[str], folder: Path, **variables: str) -> None:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    check(folder)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_working_folder_is_on_the_path_of_all_ranks(launcher: str, own: Path) -> None:
+    variants = ["survival"] if launcher == "launch" else []
+    run([*LAUNCHERS[launcher], *configs(*variants), *ON_CPUS, *SMALL], own)
+
+
+@pytest.mark.exhaustive
+@every_mpi
+def test_mpiexec(python: str, own: Path) -> None:
+    ranks = [str(mpiexec(python)), "-n", "2", python, "-m", "mpi4py", "-m", "lightning_dsgd"]
+    run([*ranks, "fit", *configs(), *ON_CPUS, *SMALL], own)
+
+
+SRUN = """#!/bin/sh
+# Starts a task on each of two nodes, which are this one.
+for rank in 0 1; do
+    SLURM_PROCID=$rank SLURM_NODEID=$rank SLURM_LOCALID=0 "$@" & tasks="$tasks $!"
+done
+for task in $tasks; do wait $task || exit 1; done
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_job_of_slurm(own: Path, tmp_path: Path) -> None:
+    """Its script, with a `srun` that sets SLURM's variables: there is no SLURM here."""
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "own", "SLURM_NNODES": "2"}
+    job |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NODELIST": "localhost"}
+    folders = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+    variables = job | {"MASTER_PORT": str(free_port()), "PATH": os.pathsep.join(folders)}
+    run(["bash", "train.sbatch", "--trainer.devices=1", *SMALL], own, **variables)
+
+
+def test_each_file_says_how_it_is_run_and_the_page_has_them_all() -> None:
+    page = (ROOT / "docs" / "own_code.md").read_text()
+    for name in ("config", *VARIANTS):
+        head = (OWN / f"{name}.yaml").read_text()
+        files = "" if name == "config" else f" --config {name}.yaml"
+        assert f"fit --config config.yaml{files}\n" in head
+    for path in OWN.iterdir():
+        assert f"`{path.name}`" in page or path.name == "__pycache__"
