@@ -49,7 +49,7 @@ __all__: list[str] = {names}
 
 STRATEGIES: Final[dict[str, type]]
 
-class DecentralizedStrategy(DecentralizedMixin, DDPStrategy): ...  # type: ignore[misc]
+class DecentralizedStrategy(DecentralizedMixin, DDPStrategy): ...
 
 """
 

@@ -20,8 +20,8 @@ def average(net: Transport, x: Tensor) -> None:
     x /= net.world_size
 
 
-def num_active(net: Transport, *, active: bool, counts: Tensor | None = None) -> int:
-    """Returns how many ranks are still stepping.
+def num_active(net: Transport, *, active: int, counts: Tensor | None = None) -> int:
+    """Returns how many ranks are still stepping, or the sum of their weights.
 
     A rank that has stopped keeps calling this in `settle`, so every round of a synchronous
     algorithm begins with it: the ranks that go on learn who does, the stopped ones learn whether
@@ -29,16 +29,38 @@ def num_active(net: Transport, *, active: bool, counts: Tensor | None = None) ->
 
     Args:
         net: a network of all ranks
-        active: whether this rank is stepping
-        counts: `Conditions.gradient_counts`, summed in place over the ranks that are stepping
+        active: 1 or this rank's weight if it is stepping, else 0
+        counts: what is summed in place beside that; zeros where this rank has nothing to count
     """
     flags = torch.tensor([int(active)])
     if counts is not None:
-        flags = torch.cat([flags, counts * int(active)])
+        flags = torch.cat([flags, counts])
     net.all_reduce(flags).wait()
     if counts is not None:
         counts.copy_(flags[1:])
     return int(flags[0])
+
+
+def zeroed(counts: Tensor | None) -> Tensor | None:
+    """Returns the counts of a rank that has nothing to count."""
+    return None if counts is None else counts.zero_()
+
+
+def weigh(net: Transport, x: Tensor, own: int | Tensor, total: int | Tensor) -> None:
+    """Scales x for a mean over all ranks, in which this rank has its `own` of `total`.
+
+    A tensor of no element stands for ranks that count alike.
+    """
+    is_asked = isinstance(own, int) or len(own) > 0
+    if is_asked and int(own) * net.world_size != int(total):
+        x *= int(own) * net.world_size / int(total)
+
+
+def weigh_pieces(net: Transport, x: Tensor, own: Tensor, bounds: Sequence[int]) -> None:
+    """Scales x, on all ranks, for a mean of its pieces between these bounds."""
+    totals = net.all_reduce(own.clone()).wait() if len(own) else own
+    for each, total, begin, end in zip(own, totals, bounds, bounds[1:], strict=False):
+        weigh(net, x[begin:end], int(each), int(total))
 
 
 def has_overflowed(net: Transport, g: Tensor) -> bool:

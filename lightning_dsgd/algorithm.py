@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+import torch
 from torch import Tensor
 
 from lightning_dsgd import hyperparameters
@@ -55,12 +56,15 @@ class Conditions:
             and `num_active` sums it in place.
         claims_batches: whether a rank takes its batches from what is left of an epoch, and so makes
             as many steps as it has time for
+        samples: where means are weighted by samples, of how many this rank's step is made; set
+            before its gradient is, and only for an algorithm that `weighs_samples`
     """
 
     ranks_per_node: int | None = None
     skips_overflow: bool = False
     gradient_counts: Tensor | None = None
     claims_batches: bool = False
+    samples: Tensor | None = None
 
 
 ORDINARY: Final = Conditions()
@@ -112,11 +116,24 @@ class Algorithm:
     the same data end with the same weights.
     """
 
+    weighs_samples: ClassVar[bool] = False
+    """Whether means can be weighted by `Conditions.samples`."""
+
     overflowed: bool | None = None
     """Whether any rank's last gradient had NaN or inf in it; None: the host has not asked."""
 
     net: Transport
     conditions: Conditions
+
+    @property
+    def weight(self) -> int:
+        """How much this rank's step counts in a mean: 1, or as many samples as it has."""
+        return 1 if self.conditions.samples is None else int(self.conditions.samples)
+
+    def no_samples(self, num_pieces: int = 1) -> Tensor:
+        """Returns what counts the samples since each piece of x was averaged, if that is asked."""
+        is_asked = self.conditions.samples is not None
+        return torch.zeros(num_pieces if is_asked else 0, dtype=torch.int64)
 
     @property
     def team_size(self) -> int:

@@ -66,7 +66,7 @@ LAB_ON_RANKS = (
 BEHIND_THE_CONTRACT = {
     "transport.endpoint transport.view": "primitives.nodes elastic session sharded",
     "transport.watch": "replica.replica lab.simulate.model",
-    "transport.mpi_job": "session.opening plain.launch trainer.children",
+    "transport.mpi_job": "session.opening plain.launch trainer.launched",
     "transport.mesh transport.frames transport.processes transport.tcp": "elastic",
     "transport.mpi transport.process_group": "session.opening lab",
     "transport.rendezvous": "session.opening elastic lab",

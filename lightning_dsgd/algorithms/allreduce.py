@@ -1,6 +1,7 @@
 """Synchronous SGD: the baseline that every paper compares with.
 
     g <- (1/P) sum_i g_i        before every optimizer step
+    g <- sum_i n_i g_i / N      where means are weighted by samples: n_i, and N of all ranks
 
 Differs from DistributedDataParallel: by default the whole gradient is reduced once after the
 backward pass, and ranks may have different numbers of batches.  A rank that has run out contributes
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import agreement
-from lightning_dsgd.agreement import give_newest, num_active, take_over_newest
+from lightning_dsgd.agreement import give_newest, num_active, take_over_newest, zeroed
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives import quantised, rounding
@@ -43,7 +44,6 @@ from lightning_dsgd.primitives.error_feedback import evenly
 from lightning_dsgd.transport import Receipt, Transport
 
 _WORDS: Final = torch.empty(0, dtype=torch.int64)
-_STANDS_STILL: Final = -1
 
 
 @dataclass
@@ -61,6 +61,7 @@ class AllReduce(Algorithm):
     uses_gradient: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True
     counts_gradients: ClassVar[bool] = True
+    weighs_samples: ClassVar[bool] = True
 
     wire_dtype: str = rounding.wire_dtype(of="gradient entry")
     overlap: bool = setting(
@@ -115,8 +116,8 @@ class AllReduce(Algorithm):
     def before_update(self, x: Tensor, g: Tensor) -> None:
         counts = self.conditions.gradient_counts
         if self.background is None:
-            active = num_active(self.net, active=True, counts=counts)
-            self.average(self.net, g, slice(0, len(g)), active)
+            total = num_active(self.net, active=self.weight, counts=counts)
+            self.average(self.net, g, slice(0, len(g)), self.weight, total)
         else:
             self.background.hand_over(g, 0)
             self.background.take_mean(g)
@@ -139,12 +140,10 @@ class AllReduce(Algorithm):
         counts = self.conditions.gradient_counts
         if self.background is not None:
             while self.background.complete() or self.background.serve(x):
-                self._share(None if counts is None else counts.zero_())
+                self._share(zeroed(counts))
         else:
-            zeros = None
-            while active := num_active(self.net, active=False, counts=counts):
-                zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
-                self.average(self.net, zeros, slice(0, len(x)), active)
+            while total := num_active(self.net, active=0, counts=zeroed(counts)):
+                self.average(self.net, torch.zeros_like(x), slice(0, len(x)), 0, total)
         self.step = take_over_newest(self.net, x, self.step)
 
     def consensus(self, x: Tensor) -> Tensor:
@@ -197,20 +196,16 @@ class AllReduce(Algorithm):
 
     # ---- the training thread, or the lane where there is one ----
 
-    def average(self, net: Transport, piece: Tensor, span: slice, active: int) -> None:
-        """Puts the mean over the active ranks into a piece of the gradient."""
-        if self.kept is None:
-            net.all_reduce(piece).wait()
-            piece /= active
-            return
-        if self.conditions.skips_overflow:
+    def average(self, net: Transport, piece: Tensor, span: slice, weight: int, total: int) -> None:
+        """Puts the mean over the ranks, by their weights, into a piece of the gradient."""
+        if self.kept is not None and self.conditions.skips_overflow:
             self.overflowed = agreement.has_overflowed(net, piece)
             if self.overflowed:
                 piece.fill_(torch.nan)
                 return
-        if active < net.world_size:
-            piece *= net.world_size / active
-        quantised.average(net, piece, self.kept[span], self.wire)
+        agreement.weigh(net, piece, weight, total)
+        kept = None if self.kept is None else self.kept[span]
+        quantised.average(net, piece, kept, self.wire)
 
 
 class _Background:
@@ -250,7 +245,7 @@ class _Background:
             span = self._spans[self._num_told]
             if self._buffers:
                 work[span] = g[span]
-            self._tell(self._num_told, work)
+            self._tell(work)
 
     def take_mean(self, g: Tensor) -> None:
         """Waits for the mean that this step applies; all pieces have been handed over."""
@@ -277,7 +272,7 @@ class _Background:
             return False
         for place in range(self._num_told, len(self._spans)):
             self._work[self._spans[place]].zero_()
-            self._tell(place, self._work)
+            self._tell(self._work)
         self._num_told = 0
         if len(self._answers) > 1:
             self._await()
@@ -291,7 +286,7 @@ class _Background:
             self._await()
             self.has_mean = True
         work = self._buffers[1 - self._turn].zero_() if self._buffers else torch.zeros_like(x)
-        self._tell(_STANDS_STILL, work)
+        self._tell(work, stands_still=True)
         self._num_told = 0
         is_made = self._await() > 0
         if is_made and self._buffers:
@@ -310,27 +305,27 @@ class _Background:
     def stop(self) -> None:
         self._lane.stop()
 
-    def _tell(self, what: int, work: Tensor) -> None:
+    def _tell(self, work: Tensor, *, stands_still: bool = False) -> None:
         if not self._num_told:
             self._work = work
             self._works.append(work)
             self._answers.append(self._home.recv(_WORDS, self._me))
         self._num_told += 1
-        self._lane.tell(torch.tensor([what]))
+        self._lane.tell(torch.tensor([0 if stands_still else self._owner.weight]))
 
     def _await(self) -> int:
-        [active] = self._answers.popleft().wait().tolist()
-        return int(active)
+        [total] = self._answers.popleft().wait().tolist()
+        return int(total)
 
     # ---- the lane ----
 
     def _serve(self, net: Transport) -> None:
         while True:
-            [what] = net.recv(_WORDS, self._me).wait(math.inf).tolist()
+            [weight] = net.recv(_WORDS, self._me).wait(math.inf).tolist()
             work = self._works.popleft()
-            active = num_active(net, active=what != _STANDS_STILL)
-            for place, span in enumerate(self._spans if active else []):
-                if place and what != _STANDS_STILL:
+            total = num_active(net, active=weight)
+            for place, span in enumerate(self._spans if total else []):
+                if place and weight:
                     net.recv(_WORDS, self._me).wait(math.inf)
-                self._owner.average(net, work[span], span, active)
-            self._home.send(torch.tensor([active]), self._me)
+                self._owner.average(net, work[span], span, weight, total)
+            self._home.send(torch.tensor([total]), self._me)

@@ -4,6 +4,9 @@
     sum     <- wait_avoiding_allreduce(pending)      what is contributed is cleared from pending
     g       <- (1/P) (all sums since the last step)
 
+Where means are weighted by samples, pending gets n g, with n the samples of g.  A sum is divided by
+the mean n of the ranks' newest gradients, of those that have made one: two more entries of it.
+
 Legend: g this rank's gradient, P ranks, `pending` the gradients that are in no sum yet.
 
 A round starts when the first rank arrives ("solo"), or when the rank arrives that a shared seed
@@ -57,6 +60,7 @@ class EagerSGD(Algorithm):
         suits="random stragglers, if gradients rather than weights should be averaged",
     )
     uses_gradient: ClassVar[bool] = True
+    weighs_samples: ClassVar[bool] = True
 
     quorum: str = one_of(
         "solo",
@@ -84,7 +88,10 @@ class EagerSGD(Algorithm):
         self.x = x
         self.g = x[:0]
         self.pending, self.unapplied = torch.zeros_like(x), torch.zeros_like(x)
-        self.total = torch.empty_like(x)
+        weighs = conditions.samples is not None
+        self.message = x.new_zeros(len(x) + 2 * weighs)
+        self.total, self.samples = self.message[: len(x)], self.message[len(x) :]
+        self.newest = 0 if weighs else 1  # how much this rank's newest gradient counts
         self.lock = StreamLock(x)  # of unapplied: the lane may be at the next round already
         self.num_rounds = self.num_late = 0
         self.num_gradients = self.num_contributed = 0
@@ -95,7 +102,7 @@ class EagerSGD(Algorithm):
     def before_update(self, x: Tensor, g: Tensor) -> None:
         await_step(self.net, g)
         self.grace.step_ends()
-        self.g = g
+        self.g, self.newest = g, self.weight
         self.engine.arrive(self.next_round())
         self.grace.step_begins()
         with self.lock:
@@ -119,9 +126,11 @@ class EagerSGD(Algorithm):
         self.engine.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"version": self.version, "pending": self.pending, "unapplied": self.unapplied}
+        state = {"version": self.version, "pending": self.pending, "unapplied": self.unapplied}
+        return state | ({"samples": self.newest} if len(self.samples) else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.newest = state.get("samples", self.newest)
         self.engine.stop()
         self.version = state["version"]
         self.pending.copy_(state["pending"])
@@ -131,6 +140,7 @@ class EagerSGD(Algorithm):
 
     def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
         self.pending.copy_(state["pending"])
+        self.newest = state.get("samples", self.newest)
 
     def metrics(self) -> dict[str, float]:
         if not self.num_rounds or not self.num_gradients:
@@ -165,13 +175,16 @@ class EagerSGD(Algorithm):
         self.num_late += self.arrived_at < version
         self.num_contributed = self.num_gradients
         self.total.copy_(self.pending)
+        self.samples[:1], self.samples[1:] = self.newest, min(self.newest, 1)
         self.pending.zero_()
-        return self.total
+        return self.message
 
     def reduced(self, version: int, group_size: int) -> None:
         if self.is_global(version):
             torch.div(self.total, group_size, out=self.x)
         else:
+            if len(self.samples):
+                self.total *= self.samples[1] / self.samples[0]
             with self.lock:
                 self.unapplied += self.total
 
@@ -183,5 +196,5 @@ class EagerSGD(Algorithm):
 
     def take_gradient(self, version: int) -> None:
         if not self.is_global(version):
-            self.pending += self.g
+            self.pending.add_(self.g, alpha=self.newest)
             self.num_gradients += 1

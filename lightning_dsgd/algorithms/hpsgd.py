@@ -72,7 +72,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.agreement import average
+from lightning_dsgd.agreement import average, weigh
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import above, at_least
 from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
@@ -94,6 +94,7 @@ class HPSGD(Algorithm):
         memory="2 |x|; 4 |x| with an outer optimizer or a `wire_dtype`, 5 |x| with both",
         suits="random stragglers; with a `wire_dtype` also slow networks",
     )
+    weighs_samples: ClassVar[bool] = True
 
     max_local_steps: int | None = at_least(
         1,
@@ -122,6 +123,7 @@ class HPSGD(Algorithm):
         is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
         self.outer = None if is_plain else OuterOptimizer(self.outer_lr, self.outer_momentum)
         self.num_local_steps = 0  # since the last switch
+        self.samples = self.no_samples()
         self.num_syncs = self.num_synced_steps = 0
         self.in_flight: Receipt | None = None
         if net.rank == 0:
@@ -147,6 +149,7 @@ class HPSGD(Algorithm):
     def after_update(self, x: Tensor) -> None:
         self.lane.check()
         self.num_local_steps += 1
+        self.samples += self.weight
         if self.in_flight is not None:
             if not (self._may_not_go_on() or self.in_flight.done()):
                 return
@@ -195,8 +198,9 @@ class HPSGD(Algorithm):
             self._begin(x)
         self.handed_over.copy_(x)
         self.in_flight = self.home.recv(_WORDS, self.net.rank)
-        words = torch.tensor([int(stands_still), self.num_local_steps, int(self.is_touched)])
-        self.lane.tell(words)
+        words = [int(stands_still), self.num_local_steps, int(self.is_touched)]
+        self.lane.tell(torch.tensor(words + self.samples.tolist()))
+        self.samples.zero_()
         self.is_touched = False
         self.num_syncs += self.num_local_steps > 0
         self.num_synced_steps += self.num_local_steps
@@ -240,32 +244,40 @@ class HPSGD(Algorithm):
         is_settled = True
         while True:
             words = net.recv(_WORDS, net.rank).wait(math.inf)
+            samples = words[3:].clone()
             net.all_reduce(words).wait()
-            num_standing_still, num_steps, num_touched = words.tolist()
+            num_standing_still, num_steps, num_touched, *_ = words.tolist()
             self.merged.copy_(self.handed_over)
             if self.outer is not None and num_touched:
                 self.outer.share(net)
             is_last = num_standing_still == net.world_size
             # In other rounds all ranks stand still, on the same global model.
             if num_steps or num_touched or not is_settled:
-                self._sum(net, self.outer, has_steps=num_steps > 0, is_last=is_last)
+                weight = samples, words[3:]
+                self._sum(net, self.outer, weight, has_steps=num_steps > 0, is_last=is_last)
             is_settled = is_last
             if not is_settled:
                 self.merged -= self.handed_over
             self.home.send(words, net.rank)
 
     def _sum(
-        self, net: Transport, outer: OuterOptimizer | None, *, has_steps: bool, is_last: bool
+        self,
+        net: Transport,
+        outer: OuterOptimizer | None,
+        weight: tuple[Tensor, Tensor],
+        *,
+        has_steps: bool,
+        is_last: bool,
     ) -> None:
         """Makes the next global model from the weights handed over, in `merged`."""
-        if outer is None:
-            average(net, self.merged)
-            return
         if self.kept is None:
+            weigh(net, self.merged, *weight)
             average(net, self.merged)
-            self.merged -= outer.part()
-        else:
-            self.merged -= outer.part()
+        if outer is None:
+            return
+        self.merged -= outer.part()
+        if self.kept is not None:
+            weigh(net, self.merged, *weight)
             self._sum_rounded(net, self.kept, is_last=is_last)
         if has_steps:
             outer.step(self.merged)

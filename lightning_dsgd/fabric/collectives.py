@@ -7,23 +7,17 @@ the others; with `on_loss="continue"` that would wait for lost ranks, so our net
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
-from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session.under_way import Training
+from lightning_dsgd.trainer.launched import LaunchedMixin
 from lightning_dsgd.trainer.sessions import LaunchedSession
-
-if TYPE_CHECKING:
-    _Base = DDPStrategy
-else:
-    _Base = object
 
 _EACH_STEP: Final = 3
 """The number of reductions, after one step each, after which a user is told what they cost."""
@@ -36,10 +30,9 @@ class FabricSession(LaunchedSession[Training]):
         rank_zero_only.rank = 0  # type: ignore[attr-defined]
 
 
-class CollectivesMixin(_Base):
+class CollectivesMixin(LaunchedMixin):
     """Makes the collectives of a strategy; the head of the file tells how."""
 
-    algorithm: Algorithm
     session: FabricSession
     _loop: Loop
     _num_reduced_steps = _num_in_a_row = 0
@@ -67,7 +60,7 @@ class CollectivesMixin(_Base):
         with failing(self.session):
             return self.session.ranks.broadcast(obj, src, theirs)
 
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Any:
         if not self.session.is_open:
             self.session.ranks.check_all_there("all_gather")
             return super().all_gather(tensor, group, sync_grads)

@@ -25,13 +25,12 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Self, Unpack
 
-import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dsgd import keywords, wings
+from lightning_dsgd import keywords
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.fabric.collectives import CollectivesMixin, FabricSession
@@ -40,16 +39,14 @@ from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import options, record
 from lightning_dsgd.session.ending import say
-from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.saving import save
 from lightning_dsgd.session.under_way import trained
-from lightning_dsgd.trainer import arguments, names, refusals
+from lightning_dsgd.trainer import names, refusals
 from lightning_dsgd.trainer.arguments import FabricOptions
-from lightning_dsgd.trainer.children import LaunchedMixin, Processes
 
 
-class FabricMixin(LaunchedMixin, CollectivesMixin):
+class FabricMixin(CollectivesMixin):
     """Trains a Fabric loop with an algorithm that does not wait for everyone at every step.
 
     Args:
@@ -59,38 +56,17 @@ class FabricMixin(LaunchedMixin, CollectivesMixin):
 
     def __init__(self, algorithm: Algorithm | str, **given: Unpack[FabricOptions]) -> None:
         made = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
-        arguments.check(type(self).__name__, made, FabricOptions, given)
-        chosen = options.choose(
-            type(self).__name__, FabricOptions, arguments.without_the_trainers(given)
-        )
-        made.check_hyperparameters()
-        super().__init__(**keywords.passed_on(FabricOptions, given))
-        self.algorithm = made
-        self._has_start_method = "start_method" in given
+        super().__init__(made, FabricOptions, given)
         self._backward_sync_control: Any = _NothingToSync()
-        self._opening = Opening(chosen, rank_zero_info)
-        self._processes = Processes()
-        self._on_loss, self._min_ranks = chosen["on_loss"], chosen["min_ranks"]
         self._clips: dict[int, Callable[[Iterable[Tensor]], Any]] = {}
-        self.session = self._new_session()
+        ranks = options.ranks_of(self._chosen, self._opening)
+        self.session = FabricSession(self._processes, ranks)
         self.session.clip = self._clip
-        self._loop = Loop(
-            self.session,
-            made,
-            average_buffers=chosen["average_buffers"],
-            check_finite=chosen["check_finite"],
-            data=chosen["data"],
-        )
+        self._loop = Loop(self.session, made, self._chosen, lambda: self._optimizers)
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
 
     # ---- set-up ----
-
-    def _new_session(self) -> FabricSession:
-        if self._on_loss == "end":
-            return FabricSession(self._processes)
-        wing: Any = wings.load("elastic.changes", 'on_loss="continue"')
-        return FabricSession(self._processes, wing.ChangingMembers(self._opening, self._min_ranks))
 
     def setup_environment(self) -> None:
         if self.session.is_open:  # `fabric run` sets it up before `fabric.launch` does
@@ -107,12 +83,7 @@ class FabricMixin(LaunchedMixin, CollectivesMixin):
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
-        self.session.rank, self.session.world_size = self.global_rank, self.world_size
-        environment = self.cluster_environment
-        if not torch.distributed.is_initialized() and environment is not None:
-            address = environment.main_address, environment.main_port
-            self.session.ranks.find_training(address)
-            self._join_process_group(address)
+        self._join()
         super()._setup_distributed()  # which finds the process group there
 
     @property
@@ -212,10 +183,6 @@ class FabricMixin(LaunchedMixin, CollectivesMixin):
         with self._loop.consensus():
             yield
 
-    def communication(self) -> dict[str, float]:
-        """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
-        return self._loop.metrics()
-
     # ---- the end ----
 
     def finish(self) -> None:
@@ -236,9 +203,12 @@ class FabricMixin(LaunchedMixin, CollectivesMixin):
         else:
             self.fail(exception)
 
-    def _give_up(self, exception: BaseException) -> None:
-        self._loop.give_up(exception)
-        self._processes.end_children()
+    def fail(self, exception: BaseException) -> str:
+        reason = super().fail(exception)
+        if reason:
+            self._loop.give_up(exception)
+            self._processes.end_children()
+        return reason
 
     def _end_with_process(self, pid: int) -> None:
         """Ends training at the end of the script, if nobody has ended it before."""
@@ -294,7 +264,7 @@ class FabricMixin(LaunchedMixin, CollectivesMixin):
             isinstance(each, Optimizer) for each in state.values()
         )
         if not resumes or not self.session.is_open:
-            return super().load_checkpoint(path, state, strict, weights_only=weights_only)
+            return dict(super().load_checkpoint(path, state, strict, weights_only=weights_only))
         self._loop.check_may_load("call fabric.load right after fabric.setup")
         self._together("load")
         with failing(self.session):
@@ -316,12 +286,12 @@ class FabricMixin(LaunchedMixin, CollectivesMixin):
     @contextlib.contextmanager
     def _reading(self, content: dict[str, Any]) -> Iterator[None]:
         """Has Fabric read a checkpoint that is in memory already."""
-        real = self.checkpoint_io
-        self.checkpoint_io = _Given(content)  # type: ignore[assignment]
+        own: Any = self
+        real, own.checkpoint_io = own.checkpoint_io, _Given(content)
         try:
             yield
         finally:
-            self.checkpoint_io = real
+            own.checkpoint_io = real
 
 
 class _Given(files.TorchFiles):

@@ -8,7 +8,7 @@ from lightning_dsgd.trainer.arguments import FabricOptions
 
 
 @keywords.lists(FabricOptions)
-class FabricStrategy(FabricMixin, DDPStrategy):  # type: ignore[misc]  # noqa: D101
+class FabricStrategy(FabricMixin, DDPStrategy):  # noqa: D101
     __doc__ = FabricMixin.__doc__
 
 

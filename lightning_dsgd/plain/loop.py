@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Generic, TypeVar, overload
 
@@ -27,6 +27,7 @@ from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.session import figures, notices, options, record
+from lightning_dsgd.session.options import WholeOptions
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import AgreedBatch
 from lightning_dsgd.session.under_way import Training
@@ -43,9 +44,8 @@ class Loop:
     Args:
         session: the session of this rank
         algorithm: how the ranks learn from one another
-        average_buffers: whether float buffers are averaged with the weights
-        check_finite: whether NaN and inf are looked for before they are sent
-        data: "equal", or "claimed" where ranks claim batches from an epoch
+        chosen: the options of this face
+        optimizers: returns all optimizers, as far as they are known
 
     Attributes:
         claimed: what this rank trains on, where ranks claim batches and training has begun
@@ -55,18 +55,15 @@ class Loop:
         self,
         session: Session[Any],
         algorithm: Algorithm,
-        *,
-        average_buffers: bool,
-        check_finite: bool,
-        data: str = "equal",
+        chosen: WholeOptions,
+        optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
-        options.check_data(data, algorithm)
+        options.check_data(chosen, algorithm)
         self._session = session
-        self._data = data
+        self._chosen = chosen
+        session.samples = options.samples_of(chosen, optimizers)
         self.claimed: Any = None
         self._algorithm = algorithm
-        self._average_buffers = average_buffers
-        self._check_finite = check_finite
         self._steps: Steps | None = None
         self._conditions: Conditions = ORDINARY
         self._num_builds = 0
@@ -94,7 +91,7 @@ class Loop:
     @property
     def claims(self) -> bool:
         """Whether ranks claim their batches."""
-        return self._data == "claimed"
+        return self._chosen["data"] == "claimed"
 
     @property
     def num_steps(self) -> int:
@@ -116,11 +113,13 @@ class Loop:
         """Takes over a network that is open, and checks that all ranks have the same options."""
         session = self._session
         session.open(net)
-        text = options.describe(self._algorithm, "consensus", self._average_buffers, self._data)
-        session.ranks.check_alike(text)
+        session.ranks.check_alike(options.describe(self._algorithm, self._chosen))
         alike = len(set(everyones(session.meetings, str(ranks_on_node)))) == 1
         self._conditions = Conditions(
-            ranks_on_node if alike else None, skips_overflow=scales, claims_batches=self.claims
+            ranks_on_node if alike else None,
+            skips_overflow=scales,
+            claims_batches=self.claims,
+            samples=session.samples and session.samples.newest,
         )
 
     def build(
@@ -157,8 +156,8 @@ class Loop:
             optimizers,
             self._algorithm,
             self._conditions,
-            average_buffers=self._average_buffers,
-            check_finite=self._check_finite,
+            average_buffers=self._chosen["average_buffers"],
+            check_finite=self._chosen["check_finite"],
             layout=layout,
             everyone=net if sharding.in_rows else None,
         )
@@ -190,12 +189,20 @@ class Loop:
 
         Ranks raise SystemExit or KeyboardInterrupt there: catch it to `save`, and raise it again.
         With on_loss="continue" a rank that gets SIGTERM leaves alone: it ends with SystemExit.
+        With weigh_by="samples" each batch counts as one that is trained on.
         """
         self._session.ranks.check_stays()
         self._session.signals.take()
         if self.claimed is not None:
             loader = self.claimed.of(loader, self.together)
         return _Batches(loader, self._session)
+
+    def count(self, num_samples: int) -> None:
+        """Says how many samples the next backward pass has, with weigh_by="samples".
+
+        Call it where a batch does not tell, or to count something else, such as tokens.
+        """
+        self._session.count(num_samples)
 
     def reduce_gradients(self, *optimizers: Optimizer) -> None:
         """Has the algorithm exchange the gradients now, as clipping needs it; `step` follows.
@@ -324,6 +331,6 @@ class _Batches(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         for batch in self._loader:
             with failing(self._session):
-                self._session.begin_batch()
+                self._session.begin_batch(batch)
             yield batch
             self._session.end_batch()

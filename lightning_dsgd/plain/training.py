@@ -77,14 +77,8 @@ class decentralized(Loop):
         _check_algorithm(algorithm)
         _check_model(model)
         self._opening = Opening(chosen, self._announce)
-        self._on_loss, self._min_ranks = chosen["on_loss"], chosen["min_ranks"]
-        super().__init__(
-            self._new_session(),
-            algorithm,
-            average_buffers=chosen["average_buffers"],
-            check_finite=chosen["check_finite"],
-            data=chosen["data"],
-        )
+        session: Session[Training] = Session(options.ranks_of(chosen, self._opening))
+        super().__init__(session, algorithm, chosen, lambda: self._optimizers)
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         _check_optimizers(self._optimizers)
@@ -95,18 +89,17 @@ class decentralized(Loop):
                 "ranks that hold a replica together must read the same number of batches, got "
                 'data="claimed" with replicas=...; use data="equal"'
             )
+        if replicas is not None and self._session.samples is not None:
+            raise ValueError(
+                "ranks that hold a replica together average its gradients by themselves, each "
+                'counting alike, got weigh_by="samples" with replicas=...; use weigh_by="ranks"'
+            )
         if replicas is not None and scaler is not None:
             raise ValueError(
                 "sharded replicas must be trained without a GradScaler, whose scale would differ "
                 "between them, got scaler=...; use bfloat16, as in "
                 "fully_shard(..., mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))"
             )
-
-    def _new_session(self) -> Session[Training]:
-        if self._on_loss == "end":
-            return Session()
-        wing: Any = wings.load("elastic.changes", 'on_loss="continue"')
-        return Session(wing.ChangingMembers(self._opening, self._min_ranks))
 
     # ---- entering ----
 

@@ -48,6 +48,9 @@ from lightning_dsgd.agreement import (
     has_overflowed,
     num_active,
     take_over_newest,
+    weigh,
+    weigh_pieces,
+    zeroed,
 )
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least
@@ -67,6 +70,7 @@ class ErrorFeedback(Algorithm):
     """Sends the largest entries of the accumulated gradient; subclasses say how they are summed."""
 
     holds_back: ClassVar[bool] = True
+    weighs_samples: ClassVar[bool] = True
 
     density: float | None = above(
         0,
@@ -122,7 +126,7 @@ class ErrorFeedback(Algorithm):
         self.round = 0  # in which this rank took part, with or without a gradient
         self.num_own = 0  # steps that this rank has made itself
         self.num_applied = 0
-        self.steps_since = 0  # the last exchange
+        self.steps_since, self.samples = 0, self.no_samples()  # the last exchange
         self.base = x.clone() if self.local_steps > 1 else x[:0]  # x where local steps began
         self.every = max(1, len(x) // NUM_MEASURED)
         self.gradients = self.some_of(self.residual)  # all of this rank's, of some entries
@@ -140,9 +144,8 @@ class ErrorFeedback(Algorithm):
             self.step += 1
             self.begin_local_steps(x)
             return
-        active = num_active(self.net, active=True, counts=self.conditions.gradient_counts)
-        if active < self.net.world_size:
-            g *= self.net.world_size / active
+        counts = self.conditions.gradient_counts
+        weigh(self.net, g, self.weight, num_active(self.net, active=self.weight, counts=counts))
         self.exchange(g)
         self.step += 1
         self.num_own += 1
@@ -151,19 +154,18 @@ class ErrorFeedback(Algorithm):
         if self.local_steps == 1:
             return
         self.steps_since += 1
+        self.samples += self.weight
         if self.steps_since >= self.local_steps:  # more, if a resume made the period shorter
-            num_active(self.net, active=True)
-            self.exchange_changes(x)
+            self.exchange_changes(x, active=True)
 
     def settle(self, x: Tensor) -> None:
         if self.local_steps > 1:
-            while num_active(self.net, active=False):
-                self.exchange_changes(x)
+            while self.exchange_changes(x, active=False):
+                pass
             return
-        zeros = None
-        while num_active(self.net, active=False, counts=self.conditions.gradient_counts):
-            zeros = torch.zeros_like(x) if zeros is None else zeros.zero_()
-            self.exchange(zeros)
+        counts = self.conditions.gradient_counts
+        while num_active(self.net, active=0, counts=zeroed(counts)):
+            self.exchange(torch.zeros_like(x))
         self.step = take_over_newest(self.net, x, self.step)
 
     def begin_local_steps(self, x: Tensor) -> None:
@@ -171,13 +173,23 @@ class ErrorFeedback(Algorithm):
         if not self.steps_since:
             self.base.copy_(x)
 
-    def exchange_changes(self, x: Tensor) -> None:
-        """Makes one round after local steps; the memory of x holds what is exchanged."""
+    def exchange_changes(self, x: Tensor, *, active: bool) -> bool:
+        """Makes one round after local steps; the memory of x holds what is exchanged.
+
+        Returns:
+            Whether there was a round: not if all ranks stand still.
+        """
+        total = self.samples.clone()
+        if not num_active(self.net, active=active, counts=total):
+            return False
         self.begin_local_steps(x)
         torch.sub(self.base, x, out=x)
+        weigh(self.net, x, self.samples, total)
         self.exchange(x)
         torch.sub(self.base, x, out=x)
         self.steps_since = 0
+        self.samples.zero_()
+        return True
 
     def exchange(self, g: Tensor) -> None:
         """Makes one round; leaves in g what the optimizer is to apply."""
@@ -195,7 +207,10 @@ class ErrorFeedback(Algorithm):
 
     def consensus(self, x: Tensor) -> Tensor:
         if self.local_steps > 1:
-            return super().consensus(x)
+            mean = x.clone()
+            weigh_pieces(self.net, mean, self.samples, (0, len(x)))
+            average(self.net, mean)
+            return mean
         # All ranks hold the same, unless they took over weights and kept their optimizer's state.
         return self.net.broadcast(x.clone(), src=0).wait()
 
@@ -208,6 +223,7 @@ class ErrorFeedback(Algorithm):
 
     def finish(self, x: Tensor) -> None:
         if self.local_steps > 1:
+            weigh_pieces(self.net, x, self.samples, (0, len(x)))
             x -= self.residual.to(x.dtype)
             average(self.net, x)
         else:
@@ -224,7 +240,8 @@ class ErrorFeedback(Algorithm):
         if self.uses_gradient:
             state["gradients"] = self.gradients
         if self.steps_since:
-            state |= {"steps_since": self.steps_since, "base": self.base}
+            between = {"base": self.base, "samples": self.samples.clone()}
+            state |= between | {"steps_since": self.steps_since}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,6 +260,8 @@ class ErrorFeedback(Algorithm):
         if len(known := state.get("gradients", ())) == len(self.gradients):
             self.gradients.copy_(known)
         self.steps_since = steps_since
+        if len(state.get("samples", ())) == len(self.samples) > 0:
+            self.samples.copy_(state["samples"])
         if steps_since:
             self.base.copy_(state["base"])
 

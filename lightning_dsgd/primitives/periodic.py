@@ -44,7 +44,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,10 +60,15 @@ from lightning_dsgd.transport import Receipt, Transport
 
 _WORDS = torch.empty(0, dtype=torch.int64)
 
+Weight = tuple[Tensor, Tensor]
+"""A rank's samples in a mean, and what becomes those of all; of no element if none are counted."""
+
 
 @dataclass
 class PeriodicAverage(Algorithm):
     """Averages the weights of all ranks every `sync_period` steps; subclasses set the defaults."""
+
+    weighs_samples: ClassVar[bool] = True
 
     sync_period: int = at_least(1, default=8, doc="number of steps from one average to the next")
     outer_lr: float = above(
@@ -122,6 +127,7 @@ class PeriodicAverage(Algorithm):
         self.steps_since_sync = 0  # since the last round
         self.pending: tuple[int, Tensor] | None = None  # where, and what a finished sum adds to x
         self.kept = quantised.keep(net, x, self.wire_dtype)
+        self.samples = self.no_samples(self.num_fragments)
         is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
         self.outer = None if is_plain else self._make_outer()
         self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
@@ -149,6 +155,7 @@ class PeriodicAverage(Algorithm):
 
     def after_update(self, x: Tensor) -> None:
         self.steps_since_sync += 1
+        self.samples += self.weight
         if self.background is not None:
             self.background.check()
         if self.steps_since_sync >= self.overlap_steps:
@@ -172,15 +179,18 @@ class PeriodicAverage(Algorithm):
 
     def _take_part(self, x: Tensor, *, active: bool) -> bool:
         """Takes part in the next round; returns whether there is one: not if all stand still."""
-        span = self._span(len(x))
+        span, fragment = self._span(len(x)), self.round % self.num_fragments
+        mine = self.samples[fragment : fragment + 1]
+        weight = mine.clone(), mine.clone()
         if self.background is None:
             count = num_active if self.calls is None else self.calls.num_active
-            if not count(self.net, active=active):
+            if not count(self.net, active=active, counts=weight[1]):
                 return False
             self._merge(x)  # what a resume has brought
-            self._average(self.net, x[span], span)
+            self._average(self.net, x[span], span, weight)
         else:
-            self.background.begin(self._with_pending(x, span), span, active=active)
+            piece = self._with_pending(x, span)
+            self.background.begin(piece, span, weight, active=active)
             if not active:
                 correction = self.background.wait()
                 if correction is None:
@@ -189,6 +199,7 @@ class PeriodicAverage(Algorithm):
                 self.pending = span.start, correction
         self.round += 1
         self.steps_since_sync = 0
+        mine.zero_()
         return True
 
     def _with_pending(self, x: Tensor, span: slice) -> Tensor:
@@ -222,6 +233,7 @@ class PeriodicAverage(Algorithm):
     def consensus(self, x: Tensor) -> Tensor:
         mean = x.clone()
         self._add_pending(mean)
+        agreement.weigh_pieces(self.net, mean, self.samples, evenly(len(x), self.num_fragments))
         if self.kept is not None:
             mean += self.kept
         agreement.average(self.net, mean)
@@ -232,7 +244,7 @@ class PeriodicAverage(Algorithm):
             self.background.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"steps_since_sync": self.steps_since_sync}
+        state = {"steps_since_sync": self.steps_since_sync, "samples": self.samples.clone()}
         if self.num_fragments > 1 or self.outer is not None:
             state["round"] = self.round
         if self.outer is not None and self.outer.model is not None:
@@ -249,6 +261,8 @@ class PeriodicAverage(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps_since_sync = state["steps_since_sync"]
+        if len(state.get("samples", ())) == len(self.samples) > 0:
+            self.samples.copy_(state["samples"])
         self.round = state.get("round", 0)
         self.pending = (
             (state["pending_at"], state["pending"].clone()) if "pending" in state else None
@@ -265,18 +279,20 @@ class PeriodicAverage(Algorithm):
 
     # ---- the lane, with `overlap_steps`, and else the training thread ----
 
-    def _average(self, net: Transport, piece: Tensor, span: slice) -> None:
+    def _average(self, net: Transport, piece: Tensor, span: slice, weight: Weight) -> None:
         """Turns this rank's fragment into the global model's, after the outer step.
 
         While a sum is in flight, the lane owns W, v and what was rounded off.
         """
         if self.outer is None:
+            agreement.weigh(net, piece, *weight)
             agreement.average(net, piece)
             return
         if self.num_unshared:
             self.outer.share(net, span)
             self.num_unshared -= 1
         piece -= self.outer.part(span)
+        agreement.weigh(net, piece, *weight)
         kept = None if self.kept is None else self.kept[span]
         quantised.average(net, piece, kept, self.wire_dtype)
         self.outer.step(piece, span)
@@ -299,24 +315,29 @@ class _Calls:
 
     def is_called(self) -> bool:
         """Returns whether a rank that is stepping has come to the next round."""
-        return any(each.done() and bool(each.wait()) for each in self._told)
+        return any(each.done() and bool(each.wait()[0]) for each in self._told)
 
-    def num_active(self, net: Transport, *, active: bool) -> int:
+    def num_active(self, net: Transport, *, active: bool, counts: Tensor) -> int:
         """Returns how many ranks are still stepping; see `agreement.num_active`."""
+        mine = torch.tensor([int(active), *counts.tolist()])
         for peer in self._others:
-            self._net.send(torch.tensor([int(active)]), peer)
-        count = int(active) + sum(int(each.wait()) for each in self._told)
+            self._net.send(mine, peer)
+        flags = torch.stack([mine, *(each.wait() for each in self._told)]).sum(0)
+        counts.copy_(flags[1:])
         self._listen()
-        return count
+        return int(flags[0])
 
 
 class _Background:
     """Executes rounds beside the training thread, one at a time.
 
-    The lane owns `piece` and `span` from `begin` to the end of `wait`, else the training thread.
+    The lane owns `piece`, `span` and `weight` from `begin` to the end of `wait`, else the training
+    thread.
     """
 
-    def __init__(self, net: Transport, average: Callable[[Transport, Tensor, slice], None]) -> None:
+    def __init__(
+        self, net: Transport, average: Callable[[Transport, Tensor, slice, Weight], None]
+    ) -> None:
         self.in_flight: Receipt | None = None
         self._average = average
         self._me = net.rank
@@ -325,9 +346,9 @@ class _Background:
 
     # ---- the training thread ----
 
-    def begin(self, piece: Tensor, span: slice, *, active: bool) -> None:
+    def begin(self, piece: Tensor, span: slice, weight: Weight, *, active: bool) -> None:
         """Has the lane begin a round with this piece, which the lane keeps."""
-        self.piece, self.span = piece, span
+        self.piece, self.span, self.weight = piece, span, weight
         self.in_flight = self._home.recv(_WORDS, self._me)
         self._lane.tell(torch.tensor([int(active)]))
 
@@ -349,9 +370,9 @@ class _Background:
     def _serve(self, net: Transport) -> None:
         while True:
             [active] = net.recv(_WORDS, self._me).wait(math.inf).tolist()
-            count = num_active(net, active=bool(active))
+            count = num_active(net, active=active, counts=self.weight[1])
             if count:
                 handed_over = self.piece.clone()
-                self._average(net, self.piece, self.span)
+                self._average(net, self.piece, self.span, self.weight)
                 self.piece -= handed_over
             self._home.send(torch.tensor([count]), self._me)

@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 _SCALING: Final = "step_scaling"
 """The key of the scaling's state in a part's state, beside the algorithm's own keys."""
+_SAMPLES: Final = "is_by_samples"
+"""The key that says that means are weighted by samples, as what is kept between them is too."""
 _WIDE: Final = "fp32_weights"
 """The key of weights in fp32, where the parameters are in half precision."""
 
@@ -101,13 +103,26 @@ class Part:
         """
         known = self.scaling.state_dict()
         state = self.algorithm.state_dict() | ({_SCALING: known} if known else {})
+        if self._is_by_samples:
+            state |= {_SAMPLES: True}
         return state | ({_WIDE: x.clone()} if isinstance(self.weights, WideParameters) else {})
+
+    @property
+    def _is_by_samples(self) -> bool:
+        return self.algorithm.conditions.samples is not None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned."""
         if isinstance(self.weights, WideParameters) and _WIDE in state:
             self.weights.restore(state[_WIDE].to(self.x))
-        known = {k: v for k, v in state.items() if k not in (_SCALING, _WIDE)}
+        if self._is_by_samples != (_SAMPLES in state):
+            kinds = ["ranks", "samples"]
+            raise ValueError(
+                "means must be weighted as when the checkpoint was saved, got weigh_by="
+                f'"{kinds[self._is_by_samples]}" for "{kinds[_SAMPLES in state]}"; set it as it '
+                "was, or remove the checkpoint's folder of replicas to go on from the consensus"
+            )
+        known = {k: v for k, v in state.items() if k not in (_SCALING, _SAMPLES, _WIDE)}
         self.algorithm.load_state_dict(known)
         if _SCALING in state:
             self.scaling.load_state_dict(state[_SCALING])

@@ -367,7 +367,8 @@ class Replica:
         weights = []
         for part in self.parts:
             mean = part.algorithm.consensus(part.x)
-            part.kept.measure(part.algorithm.net, mean, part.algorithm.team_size)
+            if self._conditions.samples is None or part.algorithm.uses_gradient:
+                part.kept.measure(part.algorithm.net, mean, part.algorithm.team_size)
             part.algorithm.measure_kept()
             weights.append((part.x, mean))
         weights += [(half, mean.to(half)) for half, (_, mean) in halves_of(self.parts, weights)]

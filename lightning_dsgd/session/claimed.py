@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_dsgd.transport import Transport
 
@@ -16,6 +16,14 @@ class Claimed(Protocol):
 
     def end_batch(self) -> None:
         """Notes that the batch in hand is over."""
+        ...
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the claims to a checkpoint; all ranks call it."""
+        ...
+
+    def restore(self, checkpoint: Any) -> None:
+        """Goes on with the claims in a checkpoint, and removes them from it."""
         ...
 
     def close(self) -> None:

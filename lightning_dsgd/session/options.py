@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypedDict
 
 from torch.optim import LBFGS
 
-from lightning_dsgd import keywords
+from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.hyperparameters import above, at_least, one_of, setting
 from lightning_dsgd.keywords import Table
@@ -103,6 +103,15 @@ class WholeOptions(Options, total=False):
             '"Claimed batches"',
         ),
     ]
+    weigh_by: Annotated[
+        str,
+        one_of(
+            *("ranks", "samples"),
+            default="ranks",
+            doc='"ranks" counts all ranks alike in a mean; "samples" each by its samples since the '
+            'last one, where batch sizes differ: see the page "Works with"',
+        ),
+    ]
 
 
 def choose(owner: str, table: type[Table], given: Table) -> Table:
@@ -117,14 +126,38 @@ def choose(owner: str, table: type[Table], given: Table) -> Table:
     return chosen
 
 
-def check_data(data: str, algorithm: Algorithm) -> None:
-    """Raises unless ranks that train with the algorithm can divide the data so."""
-    if data == "claimed" and algorithm.lockstep:
+def check_data(chosen: Mapping[str, Any], algorithm: Algorithm) -> None:
+    """Raises unless ranks that train with the algorithm can divide and count the data so."""
+    if chosen.get("weigh_by") == "samples" and not algorithm.weighs_samples:
+        raise ValueError(
+            "means are weighted by samples where all ranks average at one point, got "
+            f'weigh_by="samples" with strategy="{algorithm.name}"; use "hpsgd", "local_sgd", '
+            '"diloco", "eager_sgd", "allreduce" or a sparse strategy, or weigh_by="ranks" with '
+            "batches of one size"
+        )
+    if chosen.get("data") == "claimed" and algorithm.lockstep:
         raise ValueError(
             "ranks that wait for each other in every step must have as many batches as each other, "
             f'got data="claimed" with strategy="{algorithm.name}"; use data="equal", or a strategy '
             'that does not wait, such as "popsgd"'
         )
+
+
+def samples_of(chosen: Mapping[str, Any], optimizers: Callable[[], Sequence[Any]]) -> Any:
+    """Returns what counts the samples of these optimizers' steps; None: nobody asks for it."""
+    if chosen.get("weigh_by") != "samples":
+        return None
+    wing: Any = wings.load("elastic.unequal", 'weigh_by="samples"')
+    return wing.Samples(optimizers)
+
+
+def ranks_of(chosen: Mapping[str, Any], opening: Any, kind: str = "changes.ChangingMembers") -> Any:
+    """Returns the ranks of a session that goes on after a loss; None: a loss ends the job."""
+    if chosen["on_loss"] == "end":
+        return None
+    module, _, name = kind.partition(".")
+    members = getattr(wings.load(f"elastic.{module}", 'on_loss="continue"'), name)
+    return members(opening, *(chosen[n] for n in ("min_ranks", "max_ranks") if n in chosen))
 
 
 def _check_loss(chosen: Mapping[str, Any]) -> None:
@@ -144,16 +177,10 @@ def _check_loss(chosen: Mapping[str, Any]) -> None:
         )
 
 
-def describe(
-    algorithm: Algorithm, evaluate: str, average_buffers: bool, data: str = "equal"
-) -> str:
+def describe(algorithm: Algorithm, chosen: Mapping[str, Any]) -> str:
     """Says all options that must be equal on all ranks, as a text that is equal too."""
-    options = {
-        **algorithm.hyperparameters(),
-        "evaluate": evaluate,
-        "average_buffers": average_buffers,
-        "data": data,
-    }
+    names = ("evaluate", "average_buffers", "data", "weigh_by")
+    options = algorithm.hyperparameters() | {n: chosen[n] for n in names if n in chosen}
     listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
     return re.sub(" at 0x[0-9a-f]+", "", f'strategy="{algorithm.name}" with {listed}')
 

@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Generic, NoReturn
+from typing import Any, Final, Generic, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class Session(Face, Generic[TrainingT]):
         clip: clips the gradients of an optimizer as training does, where the face knows how
         signals: what SIGTERM and Ctrl-C do to this rank
         sharding: which ranks of the newest view hold the same shard of a replica, or all of it
+        samples: of how many samples steps are made, where means are weighted by them
 
     Args:
         ranks: the ranks; by default a loss ends the job
@@ -75,6 +76,7 @@ class Session(Face, Generic[TrainingT]):
         self.consensus_distance: float | None = None
         self.clip: Callable[[Optimizer], None] = unclipped
         self.sharding = Sharding()
+        self.samples: Any = None
         self._net: Transport | None = None
         self._meetings: Transport | None = None
         self._lateness: Lateness | None = None
@@ -184,8 +186,10 @@ class Session(Face, Generic[TrainingT]):
         """Begins to count who is late, where all ranks are."""
         opened(self._lateness).begin()
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, batch: Any = None) -> None:
         """Begins a batch; stops here, at the same batch on all ranks, if one was told to stop."""
+        if self.samples is not None:
+            self.samples.begin(batch)
         if self.training is None:  # Fabric's begins with its first step
             self.net.check()
             return
@@ -210,6 +214,15 @@ class Session(Face, Generic[TrainingT]):
         if self._phase is Phase.IN_BATCH:
             self.enter(Phase.TRAINING)
 
+    def count(self, num_samples: int) -> None:
+        """Takes this for the number of samples of the batch, before its backward pass."""
+        if self.samples is None:
+            raise RuntimeError(
+                'samples count with weigh_by="samples", got weigh_by="ranks"; set the option, or '
+                "leave the call out"
+            )
+        self.samples.count(num_samples)
+
     def request_stop(self, signum: int) -> None:
         """Has all ranks stop after the same batch; called in a signal handler."""
         if self.training is not None:
@@ -220,6 +233,8 @@ class Session(Face, Generic[TrainingT]):
         if self._phase is Phase.READY:
             self.begin_training()
         self.check_process()
+        if self.samples is not None:
+            self.samples.before_update(optimizer)
         if self.training is not None:
             self.ranks.step(partial(self.training.replica.before_update, optimizer), again=True)
 
@@ -228,6 +243,8 @@ class Session(Face, Generic[TrainingT]):
         if self.training is not None and self._lateness is not None:
             self.ranks.step(partial(self.training.replica.after_update, optimizer), again=False)
             self._lateness.num_steps += 1
+        if self.samples is not None:
+            self.samples.after_update(optimizer)
 
     def follow(self) -> None:
         """Follows the others, on a rank without a batch, if they train other parameters."""

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.saving import save
 from lightning_dsgd.trainer import seams
+from lightning_dsgd.trainer.launched import LaunchedMixin
 from lightning_dsgd.trainer.sessions import TrainerSession
 
-if TYPE_CHECKING:
-    _Base = DDPStrategy
-else:
-    _Base = object
 
-
-class CheckpointsMixin(_Base):
+class CheckpointsMixin(LaunchedMixin):
     """Saves and loads checkpoints of a strategy; the head of the file tells how."""
 
-    algorithm: Algorithm
     session: TrainerSession
     _resumes_own: bool
     """Whether this rank goes on from its replica, and not from the consensus."""
@@ -68,7 +61,7 @@ class CheckpointsMixin(_Base):
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if not self.session.is_open:  # in the process that forks the ranks
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            return dict(super().load_checkpoint(checkpoint_path, weights_only))
         if self._handed_over is not None and self._trainer_state() == "fit":
             return self._handed_over
         path = self.session.text_of_rank_0(str(checkpoint_path))  # as it was when it was saved

@@ -27,14 +27,10 @@ from typing import Any, Final
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dsgd import devices
 from lightning_dsgd.session.ending import say
-from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.trainer import openmp, seams
 from lightning_dsgd.transport import PeerLost
-from lightning_dsgd.transport.mpi_job import check_launch
 
-_Base: Any = object  # a strategy of Lightning's, of which there are two
 _CHILDREN_END_WITHIN_S: Final = 10.0
 _POLL_CHILDREN_S: Final = 0.05
 _CAUSE_ENDS_WITHIN_S: Final = 5.0
@@ -206,52 +202,6 @@ class Processes:
             if not self._forgives:
                 sys.stdout.flush()
                 os._exit(1)
-
-
-class LaunchedMixin(_Base):  # type: ignore[misc]
-    """What the strategies of the Trainer and of Fabric share: devices, and how ranks start."""
-
-    _start_method: Any
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where this rank computes."""
-        own = super().root_device  # whose index is the rank's place on its node
-        return devices.present(own) if self._opening.chosen["share_device"] else own
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this rank does what rank 0 does."""
-        if self.session.phase is Phase.OPENING:
-            return bool(super().is_global_zero)
-        return bool(self.session.ranks.is_first)
-
-    def _configure_launcher(self) -> None:
-        # The first hook that knows the devices, and the last before a launcher could start ranks.
-        check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
-        self._start_method = start_method(
-            self.cluster_environment, self._start_method, is_chosen=self._has_start_method
-        )
-        self.session.ranks.check_start(self._start_method)
-        super()._configure_launcher()
-        self._processes.take_over(self._launcher, self._start_method, self.fail)
-
-    def _join_process_group(self, address: tuple[str, int]) -> None:
-        place = self.global_rank, self.world_size, address
-        how = self._get_process_group_backend(), self._timeout, self.root_device
-        self._opening.join_process_group(*place, *how)
-
-    def fail(self, exception: BaseException) -> str:
-        """Ends this rank's part, for a reason that the others are told; returns the reason."""
-        if self._processes.is_parent_alone and not self.session.is_fork:
-            self._processes.end_forked()
-            return ""
-        reason = self.session.fail(exception)
-        self._give_up(exception)
-        return f"[rank {self.global_rank}] {reason}"
-
-    def _give_up(self, exception: BaseException) -> None:
-        """Ends what the face has beside the session."""
 
 
 def _is_interactive() -> bool:

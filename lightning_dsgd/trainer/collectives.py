@@ -8,27 +8,20 @@ among the members.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.trainer import seams
+from lightning_dsgd.trainer.launched import LaunchedMixin
 from lightning_dsgd.trainer.sessions import TrainerSession
 
-if TYPE_CHECKING:
-    _Base = DDPStrategy
-else:
-    _Base = object
 
-
-class CollectivesMixin(_Base):
+class CollectivesMixin(LaunchedMixin):
     """Makes the collectives of a strategy; the head of the file tells how."""
 
-    algorithm: Algorithm
     session: TrainerSession
     _warned_of_local_logs = False
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lightning_dsgd.session.claimed import Claimed
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.ranks import Ranks
 from lightning_dsgd.session.session import Session
@@ -19,18 +18,6 @@ from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.joint import JointEpochs
-
-
-class TrainersClaimed(Claimed, Protocol):
-    """What one rank of a Trainer trains on, where it claims its batches."""
-
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the claims to a checkpoint; all ranks call it."""
-        ...
-
-    def restore(self, checkpoint: Any) -> None:
-        """Goes on with the claims in a checkpoint."""
-        ...
 
 
 @dataclass
@@ -44,7 +31,6 @@ class TrainerTraining(Training):
     trainer: Any
     clock: Clock
     epochs: JointEpochs
-    claimed: TrainersClaimed | None = field(default=None, kw_only=True)
     is_uneven: bool = False
 
 

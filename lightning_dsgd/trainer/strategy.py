@@ -29,7 +29,6 @@ from functools import partial
 from typing import Any, Unpack
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
@@ -40,15 +39,12 @@ from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import notices, options, record
-from lightning_dsgd.session.figures import own
-from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.scaling import agree_on_overflow
 from lightning_dsgd.session.stopping import AgreedBatch
-from lightning_dsgd.trainer import arguments, joint, refusals, seams
+from lightning_dsgd.trainer import joint, refusals, seams
 from lightning_dsgd.trainer.arguments import TrainerOptions
 from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
-from lightning_dsgd.trainer.children import LaunchedMixin, Processes
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
 from lightning_dsgd.trainer.joint import JointEpochs
@@ -56,7 +52,7 @@ from lightning_dsgd.trainer.sessions import TrainerSession, TrainerTraining
 from lightning_dsgd.transport import Transport
 
 
-class DecentralizedMixin(CheckpointsMixin, LaunchedMixin, CollectivesMixin):
+class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     """Trains with an algorithm that does not wait for everyone at every step.
 
     Args:
@@ -67,19 +63,8 @@ class DecentralizedMixin(CheckpointsMixin, LaunchedMixin, CollectivesMixin):
     _table: type[TrainerOptions] = TrainerOptions
 
     def __init__(self, algorithm: Algorithm, **given: Unpack[TrainerOptions]) -> None:
-        name, table = type(self).__name__, self._table
-        arguments.check(name, algorithm, table, given)
-        chosen = options.choose(name, table, arguments.without_the_trainers(given))
-        self._data = chosen.get("data", "equal")
-        options.check_data(self._data, algorithm)
-        algorithm.check_hyperparameters()
-        super().__init__(**keywords.passed_on(table, given))
-        self.algorithm = algorithm
-        self._chosen = chosen
-        self._has_start_method = "start_method" in given
-        self._opening = Opening(chosen, rank_zero_info)
-        self._processes = Processes()
-        self._min_ranks, self._max_ranks = chosen["min_ranks"], chosen.get("max_ranks")
+        super().__init__(algorithm, self._table, given)
+        self._data = self._chosen.get("data", "equal")
         self.session = self._new_session()
         self._claimed: Any = None
         self._trainer: Any = None
@@ -100,8 +85,7 @@ class DecentralizedMixin(CheckpointsMixin, LaunchedMixin, CollectivesMixin):
         ranks.check(self.algorithm, self.num_replicas, self.root_device)
         meet = partial(self._opening.open_network, self.world_size, self.root_device)
         self.session.open(ranks.open_network(meet))
-        evaluate, averages = chosen["evaluate"], chosen["average_buffers"]
-        ranks.check_alike(options.describe(self.algorithm, evaluate, averages, self._data))
+        ranks.check_alike(options.describe(self.algorithm, chosen))
         if self.lightning_module is not None:
             refusals.check_searches(self.lightning_module.trainer, self.algorithm)
 
@@ -111,16 +95,15 @@ class DecentralizedMixin(CheckpointsMixin, LaunchedMixin, CollectivesMixin):
         return not self.session.takes_part or super().restore_checkpoint_after_setup
 
     def _new_session(self) -> TrainerSession:
-        if self._chosen["on_loss"] == "end":
-            return TrainerSession(self._processes)
-        wing: Any = wings.load("elastic.joining", 'on_loss="continue"')
-        ranks = wing.TrainerMembers(self._opening, self._min_ranks, self._max_ranks)
-        return TrainerSession(self._processes, ranks)
+        ranks = options.ranks_of(self._chosen, self._opening, "joining.TrainerMembers")
+        session = TrainerSession(self._processes, ranks)
+        session.samples = options.samples_of(self._chosen, lambda: self.optimizers)
+        return session
 
     @property
     def num_replicas(self) -> int:
         """How many copies of the model there are."""
-        return self.world_size
+        return int(self.world_size)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -140,6 +123,7 @@ class DecentralizedMixin(CheckpointsMixin, LaunchedMixin, CollectivesMixin):
             self.num_processes,
             skips_overflow=self._scaler is not None,
             claims_batches=self._data == "claimed",
+            samples=self.session.samples and self.session.samples.newest,
         )
 
     @property
@@ -149,15 +133,7 @@ class DecentralizedMixin(CheckpointsMixin, LaunchedMixin, CollectivesMixin):
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        self.session.rank, self.session.world_size = self.global_rank, self.world_size
-        if not torch.distributed.is_initialized():
-            environment = self.cluster_environment
-            if environment is None:
-                raise RuntimeError("Lightning must have chosen a cluster environment by now")
-            address = environment.main_address, environment.main_port
-            self.session.ranks.find_training(address, self._trainer_state())
-            if self.session.takes_part:
-                self._join_process_group(address)
+        self._join(self._trainer_state())
         super().setup_distributed()  # which finds the process group there
         if not self.session.takes_part:
             seams.be_silent()
@@ -320,10 +296,6 @@ class DecentralizedMixin(CheckpointsMixin, LaunchedMixin, CollectivesMixin):
         """The ranks' distance from their mean at the last evaluation, relative to its norm."""
         return self.session.consensus_distance
 
-    def communication(self) -> dict[str, float]:
-        """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
-        return own(self.session)
-
 
 class Hooks(pl.Callback):
     """Tells a strategy of the Trainer's hooks, before all other callbacks."""
@@ -334,8 +306,8 @@ class Hooks(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._strategy.before_update(optimizer)
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        self._strategy.session.begin_batch()
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        self._strategy.session.begin_batch(batch)
 
     def on_train_batch_end(self, *args: Any) -> None:
         session = self._strategy.session

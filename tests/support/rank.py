@@ -47,10 +47,10 @@ class Rank:
 
     def resume(self, algorithm: Algorithm, name: str = "again") -> None:
         """Goes on, once all ranks stand still, with another algorithm that loads what is saved."""
-        state = self.algorithm.state_dict()
+        state, conditions = self.algorithm.state_dict(), self.algorithm.conditions
         self.algorithm.stop()
         self.algorithm, self.x = algorithm, self.x.clone()
-        algorithm.start(self.net.sub(name), self.x)
+        algorithm.start(self.net.sub(name), self.x, conditions)
         algorithm.load_state_dict(state)
 
 

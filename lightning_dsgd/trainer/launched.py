@@ -1,0 +1,94 @@
+"""What the strategies of the Trainer and of Fabric share: their options, and how ranks begin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_dsgd import devices, keywords
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.session import options
+from lightning_dsgd.session.figures import own
+from lightning_dsgd.session.opening import Opening
+from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.trainer import arguments
+from lightning_dsgd.trainer.children import Processes, start_method
+from lightning_dsgd.transport.mpi_job import check_launch
+
+_Lightnings: Any = object
+"""A strategy of Lightning's, which stands behind this in a class that uses it."""
+
+
+class LaunchedMixin(_Lightnings):  # type: ignore[misc]
+    """Has the ranks of a strategy launched."""
+
+    session: Any
+    _start_method: Any
+
+    def __init__(self, algorithm: Algorithm, table: type[Any], given: Any) -> None:
+        name = type(self).__name__
+        arguments.check(name, algorithm, table, given)
+        self._chosen = options.choose(name, table, arguments.without_the_trainers(given))
+        options.check_data(self._chosen, algorithm)
+        algorithm.check_hyperparameters()
+        super().__init__(**keywords.passed_on(table, given))
+        self.algorithm = algorithm
+        self._has_start_method = "start_method" in given
+        self._opening = Opening(self._chosen, rank_zero_info)
+        self._processes = Processes()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        own: torch.device = super().root_device  # whose index is the rank's place on its node
+        return devices.present(own) if self._chosen["share_device"] else own
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank prints, logs and writes files."""
+        opens = self.session.phase is Phase.OPENING
+        return bool(super().is_global_zero if opens else self.session.ranks.is_first)
+
+    def _configure_launcher(self) -> None:
+        # The first hook that knows the devices, and the last before a launcher could start ranks.
+        check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
+        self._start_method = start_method(
+            self.cluster_environment, self._start_method, is_chosen=self._has_start_method
+        )
+        self.session.ranks.check_start(self._start_method)
+        super()._configure_launcher()
+        self._processes.take_over(self._launcher, self._start_method, self.fail)
+
+    def _join(self, *calls: str | None) -> None:
+        """Makes the process group, unless a script has made one, or others train already."""
+        session, environment = self.session, self.cluster_environment
+        session.rank, session.world_size = self.global_rank, self.world_size
+        if torch.distributed.is_initialized() or environment is None:
+            return
+        address = environment.main_address, environment.main_port
+        session.ranks.find_training(address, *calls)
+        if session.takes_part:
+            backend = self._get_process_group_backend()
+            where = (address, backend, self._timeout, self.root_device)
+            self._opening.join_process_group(self.global_rank, self.world_size, *where)
+
+    def count(self, num_samples: int) -> None:
+        """Says how many samples the next backward pass has, with weigh_by="samples".
+
+        Call it where a batch does not tell, or to count something else, such as tokens.
+        """
+        self.session.count(num_samples)
+
+    def communication(self) -> dict[str, float]:
+        """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
+        return own(self.session)
+
+    def fail(self, exception: BaseException) -> str:
+        """Ends this rank's part, for a reason that the others are told; returns the reason."""
+        if self._processes.is_parent_alone and not self.session.is_fork:
+            self._processes.end_forked()
+            return ""
+        reason = self.session.fail(exception)
+        return f"[rank {self.global_rank}] {reason}"
