@@ -47,9 +47,7 @@ CORE = {
     "pytorch_lightning": "keywords trainer",
     "tasks": "",
     PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport wings "
-    "sharded tasks lab",  # public names, which type checkers alone import there
-    "cli": f"{PACKAGE.name} hyperparameters trainer wings",
-    "__main__": "cli",
+    "sharded tasks lab elastic",  # public names, which type checkers alone import there
 }  # fmt: skip
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "

@@ -7,7 +7,8 @@
     joining    ranks join the Trainer's training: `handover` gives them what the others have
     entrance   how processes come to ranks that train
     suits      whether an algorithm suits all numbers of ranks that there may come to be
-    unequal    ranks have batches of different sizes, and means are weighted by samples
+    unequal    ranks have batches of different sizes, and means are weighted by samples;
+               `unequal_sampler` deals the data so
     claimed    ranks claim their batches from the epoch, as many as they can train on
     membership how the ranks agree on who goes on: `ballots`, what they believe and say; `quorum`,
                who may agree and go on
