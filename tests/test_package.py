@@ -48,6 +48,8 @@ CORE = {
     "tasks": "",
     PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport wings "
     "sharded tasks lab elastic",  # public names, which type checkers alone import there
+    "cli": f"{PACKAGE.name} hyperparameters trainer wings",
+    "__main__": "cli",
 }  # fmt: skip
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
