@@ -7,7 +7,6 @@ python docs/tables.py
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -18,6 +17,7 @@ from lightning_dsgd.lab.bench import target_tables
 from lightning_dsgd.lab.bench.situations import SITUATIONS
 from lightning_dsgd.lab.catalogue import BRIEF, markdown
 from lightning_dsgd.lab.in_force import measured_with
+from lightning_dsgd.lab.recipes import said
 from lightning_dsgd.lab.results import text
 
 ROOT = Path(__file__).parents[1]
@@ -43,8 +43,7 @@ def recipes(folder: str) -> str:
     """Each with the first sentences of its comment."""
     lines = ["| recipe | what |", "|---|---|"]
     for path in sorted(ROOT.glob(f"{folder}/*.yaml")):
-        said = path.read_text().partition("\n#\n")[0].replace("\n#", "").removeprefix("#").split()
-        lines.append(f"| `{path.relative_to(ROOT)}` | {' '.join(said)} |")
+        lines.append(f"| `{path.relative_to(ROOT)}` | {said(path)} |")
     return "\n".join(lines)
 
 
@@ -53,8 +52,7 @@ def examples() -> str:
     lines = ["| example | what |", "|---|---|"]
     for path in sorted(ROOT.glob("examples/*.py")):
         if path.stem != "demo":
-            said = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-            lines.append(f"| [{path.stem}](../examples/{path.name}) | {said} |")
+            lines.append(f"| [{path.stem}](../examples/{path.name}) | {said(path)} |")
     return "\n".join(lines)
 
 

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "predict": "run on the prediction data",
     "strategies": "the table of strategies; with a name, the details of one",
     "doctor": "what works on this machine, and what to do about the rest",
+    "recipes": "the list of recipes and examples; with a name, a copy of one",
     "bench": "measure strategies side by side (`lightning-dsgd bench throughput --help`)",
     "simulate": "predict throughput on many ranks (`lightning-dsgd simulate --help`)",
     "probe": "measure what messages and sums cost on this cluster (`lightning-dsgd probe --help`)",

@@ -19,6 +19,7 @@ WINGS: Final = {
 COMMANDS: Final = {
     "strategies": "lab.strategies",
     "doctor": "lab.doctor",
+    "recipes": "lab.recipes",
     "bench": "lab.bench.command",
     "simulate": "lab.simulate.command",
     "probe": "lab.probe.command",

@@ -40,6 +40,9 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
         ["lightning_dsgd.LocalSGDStrategy(sync_period=8, ", "https://arxiv.org/abs/1805.09767"],
     ),
     "no strategy": (["strategies", "local_sdg"], 2, ["got 'local_sdg'; did you mean local_sgd?"]),
+    "all recipes": (["recipes"], None, ["  digits_wagma ", "  paper/popsgd_gisette ", "  gan "]),
+    "a recipe": (["recipes", "digits_wagma", "--print"], None, ["# Handwritten digits with WAGMA"]),
+    "no recipe": (["recipes", "digit_wagma"], 2, ["got 'digit_wagma'; did you mean digits_wagma?"]),
     "help": (["--help"], 0, ["usage: lightning-dsgd"]),
     "help of strategies": (["strategies", "--help"], 0, ["usage: lightning-dsgd"]),
     "help of the doctor": (["doctor", "--help"], 0, ["usage: lightning-dsgd"]),
@@ -168,7 +171,32 @@ def run_as_console_script(code: str, cwd: Path) -> None:
     )
 
 
-HELP = ("", "strategies", "doctor", "bench", "bench throughput", "bench convergence", "simulate")
+@pytest.mark.parametrize("name", ["paper/popsgd_gisette", "gan"])
+def test_a_recipe_is_copied_and_no_file_of_the_users_lost(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        main(["recipes", name])
+    copy = Path(capsys.readouterr().out.split()[-1])
+    assert copy.read_text() == ROOT.joinpath(copy).read_text()
+    copy.write_text("mine")
+    with pytest.raises(SystemExit):
+        main(["recipes", name])
+    assert f"{copy} is another file" in capsys.readouterr().err
+    assert copy.read_text() == "mine"
+
+
+HELP = (
+    "",
+    "strategies",
+    "doctor",
+    "recipes",
+    "bench",
+    "bench throughput",
+    "bench convergence",
+    "simulate",
+)
 
 
 def test_help_of_the_console_script_loads_nothing_slow(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from email.parser import HeaderParser
@@ -328,18 +330,23 @@ for name in ("mpi4py", "sklearn", "matplotlib", "wandb", "jsonargparse", "pytorc
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel that pip would install: an editable install does not show what is missing in it."""
-    folder = tmp_path_factory.mktemp("wheel")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the index would get: an editable install does not show what is missing in it."""
+    folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-t", "sdist", "-d", folder],
         cwd=ROOT,
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
         check=True,
         capture_output=True,
         timeout=250,
     )
-    (file,) = folder.glob("*.whl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> zipfile.ZipFile:
+    (file,) = dist.glob("*.whl")
     return zipfile.ZipFile(file)
 
 
@@ -348,15 +355,78 @@ def text_of(wheel: zipfile.ZipFile, name: str) -> str:
     return wheel.read(path).decode()
 
 
-def test_wheel_carries_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def on_disk(*patterns: str) -> set[str]:
+    return {path.relative_to(ROOT).as_posix() for each in patterns for path in ROOT.glob(each)}
+
+
+def test_wheel_carries_the_package_recipes_and_examples_and_nothing_else(
+    wheel: zipfile.ZipFile,
+) -> None:
     names = wheel.namelist()
     assert "lightning_dsgd/py.typed" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightning_dsgd"}
-    on_disk = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == on_disk
+    carried = on_disk("recipes/**/*.yaml", "examples/*.py", "examples/*.ipynb")
+    ours = on_disk("lightning_dsgd/**/*.py") | {f"lightning_dsgd/{name}" for name in carried}
+    assert {name for name in names if name.endswith((".py", ".yaml", ".ipynb"))} == ours
     assert {"lightning_dsgd/trainer/named.pyi", "lightning_dsgd/pytorch_lightning.pyi"} <= {*names}
     assert "Apache License" in text_of(wheel, "licenses/LICENSE")
     assert "lightning-dsgd = lightning_dsgd.cli:main" in text_of(wheel, "entry_points.txt")
+
+
+def test_a_wheels_recipes_are_found(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path)
+    command = [sys.executable, "-m", "lightning_dsgd", "recipes", "paper/popsgd_gisette", "gan"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=250)
+    for name in ("recipes/paper/popsgd_gisette.yaml", "examples/gan.py"):
+        assert tmp_path.joinpath(name).read_text() == ROOT.joinpath(name).read_text()
+
+
+IN_THE_SDIST = (
+    *("CHANGELOG.md", "LICENSE", "Makefile", "PKG-INFO", "README.md", "hatch_build.py"),
+    *("mkdocs.yml", "pyproject.toml", ".gitignore"),
+    *("benchmarks", "docs", "examples", "lightning_dsgd", "recipes", "tests"),
+)
+
+
+def test_sdist_is_small_and_has_all_but_the_results(dist: Path) -> None:
+    (file,) = dist.glob("*.tar.gz")
+    assert file.stat().st_size < 3_000_000
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name.partition("/")[0] for name in names} == {*IN_THE_SDIST}
+    assert not [name for name in names if name.startswith("docs/results/")]
+    patterns = ("benchmarks/*.py", "docs/*", "lightning_dsgd/**/*.py", "tests/**/*.py", "recipes/*")
+    kept = on_disk(*patterns) - {"recipes/paper", "recipes/sweeps"}
+    assert {name for name in kept if ROOT.joinpath(name).is_file()} <= names
+
+
+def test_the_index_would_take_both(dist: Path) -> None:
+    if importlib.util.find_spec("twine") is None:
+        pytest.skip("twine is not installed: pip install '.[dev]'")
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("address", "link", "image"),
+    [
+        ("", "see metrics", "A curve"),
+        (
+            "https://index.example/x",
+            "see [metrics](https://index.example/x/blob/v1.0/docs/metrics.md#how)",
+            "![A curve](https://index.example/x/raw/v1.0/docs/a.svg)",
+        ),
+    ],
+)
+def test_links_on_the_indexs_page_lead_somewhere(address: str, link: str, image: str) -> None:
+    on_the_index = runpy.run_path(str(ROOT / "hatch_build.py"))["on_the_index"]
+    page = "see [metrics](docs/metrics.md#how), [there](https://x.example), [up](#up)\n"
+    got = on_the_index(f"{page}![A curve](docs/a.svg)", address, "v1.0")
+    assert got == f"{link}, [there](https://x.example), [up](#up)\n{image}"
+    whole = on_the_index((ROOT / "README.md").read_text(), address, "v1.0")
+    assert re.findall(r"\]\((?!https?:|#)", whole) == []
 
 
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
@@ -365,12 +435,16 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", metadata["Version"])
     assert metadata["Requires-Python"] == ">=3.11"
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        *("bench", "control", "demo", "dev", "docs", "examples", "images", "mpi")
+        *("bench", "control", "demo", "dev", "docs", "examples", "images", "mpi", "wandb")
     }
+    assert metadata["Author"] == "the lightning_dsgd developers"
+    assert metadata["Description-Content-Type"] == "text/markdown"
     requirements = metadata.get_all("Requires-Dist", [])
     names = {r: re.split(r"[<>=!\[; ]", r)[0] for r in requirements}
     always = {name for r, name in names.items() if "extra ==" not in r}
-    assert always == {"lightning", "torch", "torchmetrics", "numpy", "wandb", "jsonargparse"}
+    assert always == {"lightning", "torch", "torchmetrics", "numpy", "jsonargparse"}
+    for extra in ("demo", "dev"):  # with which the recipes and the tests run
+        assert f"wandb>=0.18; extra == '{extra}'" in requirements
     mpi = {name for r, name in names.items() if "extra == 'mpi'" in r}
     assert mpi == {"mpi4py", "mpich"}, "mpi4py must not come without an MPI library"
 
