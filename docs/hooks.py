@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from lightning_dsgd.algorithms import ALGORITHMS
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lists the strategies' pages in the order of the registry, where mkdocs.yml has none."""
+    """Lists the strategies' pages in the order of the registry, and links to the repository."""
+    project = tomllib.loads(Path(config.docs_dir).parent.joinpath("pyproject.toml").read_text())
+    address = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    if address:  # as a link, not as `repo_url`, with which pages ask GitHub for the number of stars
+        config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": address}]
     for section in config.nav or ():
         if "Strategies" in section:
             section["Strategies"] = strategies()

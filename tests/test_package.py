@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import lightning_dsgd
 from lightning_dsgd import wings
@@ -383,9 +384,9 @@ def test_a_wheels_recipes_are_found(wheel: zipfile.ZipFile, tmp_path: Path) -> N
 
 
 IN_THE_SDIST = (
-    *("CHANGELOG.md", "LICENSE", "Makefile", "PKG-INFO", "README.md", "hatch_build.py"),
-    *("mkdocs.yml", "pyproject.toml", ".gitignore"),
-    *("benchmarks", "docs", "examples", "lightning_dsgd", "recipes", "tests"),
+    *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "PKG-INFO"),
+    *("README.md", "SECURITY.md", "hatch_build.py", "mkdocs.yml", "pyproject.toml", ".gitignore"),
+    *("benchmarks", "docs", "examples", "lightning_dsgd", "packaging", "recipes", "tests"),
 )
 
 
@@ -483,6 +484,42 @@ def test_the_changelog_has_what_is_unreleased_and_a_released_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert re.findall(r"^## .*", changelog, re.MULTILINE)[0] == "## [Unreleased]"
     assert "dev" in version or f"## [{version}]" in changelog
+
+
+# ---- what tells of the package elsewhere ----
+
+
+def yaml_of(name: str) -> Any:
+    return yaml.safe_load(ROOT.joinpath(name).read_text())
+
+
+def test_what_tells_of_the_package_elsewhere_agrees_with_pyproject() -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, hooks = pyproject["project"], pyproject["tool"]["hatch"]["metadata"]["hooks"]
+    citation, conda = yaml_of("CITATION.cff"), yaml_of("packaging/conda/recipe.yaml")
+    version, authors = project["version"], project["authors"]
+    assert (version, authors) == (citation["version"], citation["authors"])
+    assert version == lightning_dsgd.__version__ == conda["context"]["version"]
+    assert project["license"] == citation["license"] == conda["about"]["license"]
+    assert project["description"] == conda["about"]["summary"]
+    of_pip = {line.replace("torch>", "pytorch>") for line in project["dependencies"]}
+    of_conda = {line.replace(" ", "") for line in conda["requirements"]["run"]}
+    assert {line.replace("[signatures]", "") for line in of_pip} <= of_conda
+    address = hooks["custom"]["repository"]
+    told = (citation.get("repository-code", ""), conda["about"].get("repository", ""))
+    assert told == (address, address), "the repository's address stands in these too"
+
+
+def test_githubs_workflows_try_the_oldest_and_the_newest() -> None:
+    jobs = yaml_of(".github/workflows/ci.yml")["jobs"]
+    combinations = runpy.run_path(str(ROOT / "tests" / "versions.py"))["COMBINATIONS"]
+    ends = ["/".join(combinations[end]) for end in (0, -1)]
+    assert jobs["versions"]["strategy"]["matrix"]["versions"] == ends
+    classifiers = (ROOT / "pyproject.toml").read_text()
+    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', classifiers)
+    assert jobs["test"]["strategy"]["matrix"]["python"] == pythons
+    for form in on_disk(".github/ISSUE_TEMPLATE/*.yml", ".github/workflows/*.yml"):
+        assert yaml_of(form)
 
 
 # ---- what `make` installs ----
