@@ -15,8 +15,10 @@ DEMO_INSTALLED := $(VENV)/.installed-demo
 # which costs every process of the tests 1.5 seconds.
 PEFT := $(VENV)/peft
 PEFT_INSTALLED := $(PEFT)/.installed
+TRACKERS := $(VENV)/trackers
+TRACKERS_INSTALLED := $(TRACKERS)/.installed
 
-.PHONY: help test test-all test-peft test-stops test-versions lint demo docs clean
+.PHONY: help test test-all test-peft test-trackers test-stops test-versions lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -26,6 +28,7 @@ help:
 	@echo "make test-all  the test suite, then what takes long: the tests marked exhaustive"
 	@echo "               (TIMES=20 make test-all tries what is random 20 times as often)"
 	@echo "make test-peft  the LoRA example and Hugging Face's Trainer, in a virtual environment with PEFT and transformers"
+	@echo "make test-trackers  MLflow and TensorBoard with real servers on this machine, in a virtual environment with both"
 	@echo "make test-stops  the test suite, while random processes of it are stopped for up to a second"
 	@echo "               (SEED=3 make test-stops stops others)"
 	@echo "make test-versions  a smoke of all strategies with other versions of torch and Lightning"
@@ -43,6 +46,9 @@ test-all: test test-peft
 
 test-peft: $(PEFT_INSTALLED)
 	$(PEFT)/bin/python -m tests.suite tests/test_examples.py tests/plain/test_hugging_face.py -k "lora or hugging_face"
+
+test-trackers: $(TRACKERS_INSTALLED)
+	$(TRACKERS)/bin/python -m pytest -W default tests/lab/servers.py
 
 test-stops: $(INSTALLED)
 	$(BIN)/python tests/stops.py --seed $(SEED) -- $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"
@@ -81,10 +87,12 @@ $(INSTALLED) $(DEMO_INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[$(EXTRAS)]'
 	@touch $(STAMPS)
 
-# On top of the other virtual environment, whose packages it finds by their path.
+# On top of the other virtual environment, whose packages they find by their path.
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
-$(PEFT_INSTALLED): pyproject.toml $(INSTALLED)
-	$(BIN)/python -m venv $(PEFT)
-	$(BIN)/python $(SITE) > "$$($(PEFT)/bin/python $(SITE))/whole.pth"
-	$(PEFT)/bin/python -m pip install -e '.[examples]'
+$(PEFT_INSTALLED): NEEDS := -e '.[examples]'
+$(TRACKERS_INSTALLED): NEEDS := 'mlflow>=3,<4' 'tensorboard>=2.20,<3' wandb-workspaces
+$(PEFT_INSTALLED) $(TRACKERS_INSTALLED): pyproject.toml $(INSTALLED)
+	$(BIN)/python -m venv $(@D)
+	$(BIN)/python $(SITE) > "$$($(@D)/bin/python $(SITE))/whole.pth"
+	$(@D)/bin/python -m pip install $(NEEDS)
 	@touch $@

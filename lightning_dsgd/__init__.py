@@ -22,11 +22,12 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "Algorithm": "algorithm",
     "BatchSizesSampler": "elastic.unequal_sampler",
+    "CheckpointArtifacts": "lab.checkpoint_artifacts",
     "CommunicationMonitor": "lab.callbacks",
     "DecentralizedStrategy": "trainer.strategy",
     "Diverged": "transport",
     "FabricStrategy": "fabric.strategy",
-    "OfflineWandbLogger": "tasks.loggers",
+    "OfflineWandbLogger": "lab.loggers",
     "PeerLost": "transport",
     "ShardedStrategy": "sharded.strategy",
     "StepTrace": "lab.timeline.step_trace",
@@ -45,10 +46,11 @@ if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exporte
     from lightning_dsgd.fabric.strategy import FabricStrategy as FabricStrategy
     from lightning_dsgd.lab.callbacks import CommunicationMonitor as CommunicationMonitor
     from lightning_dsgd.lab.callbacks import StragglerInjector as StragglerInjector
+    from lightning_dsgd.lab.checkpoint_artifacts import CheckpointArtifacts as CheckpointArtifacts
+    from lightning_dsgd.lab.loggers import OfflineWandbLogger as OfflineWandbLogger
     from lightning_dsgd.lab.timeline.step_trace import StepTrace as StepTrace
     from lightning_dsgd.plain.training import decentralized as decentralized
     from lightning_dsgd.sharded.strategy import ShardedStrategy as ShardedStrategy
-    from lightning_dsgd.tasks.loggers import OfflineWandbLogger as OfflineWandbLogger
     from lightning_dsgd.trainer.named import *  # noqa: F403 - one for each algorithm
     from lightning_dsgd.trainer.strategy import DecentralizedStrategy as DecentralizedStrategy
     from lightning_dsgd.transport import Diverged as Diverged

@@ -63,7 +63,8 @@ WINGS = {
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (
     "lab.advise.verify_cell lab.probe.ranks lab.bench.peer lab.bench.contestants "
-    "lab.bench.throughput_cell lab.bench.convergence_cell lab.callbacks lab.timeline.step_trace"
+    "lab.bench.throughput_cell lab.bench.convergence_cell lab.callbacks lab.timeline.step_trace "
+    "lab.checkpoint_artifacts lab.loggers lab.trackers"
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
@@ -87,7 +88,7 @@ LIBRARIES = {
     "torchmetrics": "elastic trainer tasks",
     "numpy": "elastic.claimed primitives session tasks",
     "triton": "primitives.sparse_triton",
-    "wandb": "tasks.loggers lab",
+    "wandb": "lab",
     "PIL gymnasium sklearn": "tasks lab",
     "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
     "torch": "agreement algorithm algorithms buffers devices elastic fabric lab plain primitives "

@@ -59,10 +59,10 @@ class FabricMixin(CollectivesMixin):
         super().__init__(made, FabricOptions, given)
         self._backward_sync_control: Any = _NothingToSync()
         self._clips: dict[int, Callable[[Iterable[Tensor]], Any]] = {}
-        ranks = options.ranks_of(self._chosen, self._opening)
+        ranks = options.ranks_of(self.in_force, self._opening)
         self.session = FabricSession(self._processes, ranks)
         self.session.clip = self._clip
-        self._loop = Loop(self.session, made, self._chosen, lambda: self._optimizers)
+        self._loop = Loop(self.session, made, self.in_force, lambda: self._optimizers)
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
 

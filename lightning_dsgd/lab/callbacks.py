@@ -7,9 +7,8 @@ import time
 from typing import Any, Final
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import WandbLogger
 
-from lightning_dsgd.lab import accelerators
+from lightning_dsgd.lab import accelerators, trackers
 from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.trainer import seams
 
@@ -28,6 +27,7 @@ _IN_PROGRESS_BAR: Final[frozenset[str]] = frozenset(
 
 
 def _is_counted(name: str) -> bool:
+    """Returns whether a figure is counted from the beginning, and logged as the difference."""
     return name == "wait_s" or name.startswith(("bytes_sent", "messages_sent"))
 
 
@@ -39,6 +39,7 @@ class CommunicationMonitor(pl.Callback):
     | name | what |
     |---|---|
     | `dsgd/bytes_sent`, `dsgd/messages_sent` | since the last entry, by this rank |
+    | `dsgd/bytes_sent_total` | since this fit began |
     | `dsgd/bytes_sent_tcp`, `dsgd/messages_sent_nccl`, ... | the part that one engine has carried |
     | `dsgd/wait_s` | how long the training thread was held up since the last entry |
     | `dsgd/wait_share` | the same, as a share of the time since the last entry |
@@ -48,12 +49,17 @@ class CommunicationMonitor(pl.Callback):
     | `dsgd/step_scale` | with `scale_steps`: by how much steps are scaled, on average |
     | `dsgd/staleness`, `dsgd/late_share`, `dsgd/density`, ... | where an algorithm has them |
 
-    The config of a W&B run gets the strategy's name, its hyperparameters and the number of ranks.
+    After each epoch, of this epoch and over all ranks: `dsgd/mean/wait_s`, `dsgd/max/wait_s`, and
+    the same for `bytes_sent`, `staleness`, `late_share` and `local_steps_per_sync`.  They are
+    gathered at the epoch's end, so no step waits.  A rank's wait for the last one there is part of
+    `wait_s`.
+
+    W&B, MLflow, TensorBoard and CSV are told the strategy, its hyperparameters and options in
+    force, and the recipe; `lab/trackers.py` says which gets what.
 
     Args:
-        per_rank: whether every rank's waits, bytes and staleness are logged too, as
-            `dsgd/rank_00003/wait_s`; of each epoch, and gathered at its end, so that no step waits;
-            the wait for the last rank at the end of an epoch is part of `wait_s`
+        per_rank: whether every rank's are logged too, as `dsgd/rank_00003/wait_s`; a W&B run then
+            has a chart of each with a line for each rank
         prog_bar: whether rank 0's `dsgd/wait_s`, `dsgd/wait_share`, `dsgd/late_share`,
             `dsgd/staleness` and `dsgd/consensus_distance` stand in the progress bar too
     """
@@ -65,6 +71,8 @@ class CommunicationMonitor(pl.Callback):
         self._of_rank: dict[str, float] = {}
         self._at_epoch_start: dict[str, float] = {}
         self._logged_s = 0.0
+        self._bytes_at_start = 0.0
+        self._series: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if not hasattr(trainer.strategy, "communication"):
@@ -73,25 +81,25 @@ class CommunicationMonitor(pl.Callback):
                 f'{type(trainer.strategy).__name__}; use for example strategy="local_sgd"'
             )
         self._last = {}
-        for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger) and trainer.is_global_zero:
-                algorithm = trainer.strategy.algorithm
-                strategy = {"name": algorithm.name, "num_ranks": trainer.world_size}
-                logger.experiment.config.update(
-                    {"strategy": strategy | algorithm.hyperparameters()}, allow_val_change=True
-                )
-                logger.experiment.define_metric("dsgd/*", step_metric="trainer/global_step")
+        if trainer.is_global_zero:
+            config = trackers.in_force(trainer.strategy, trainer.world_size)
+            recipe = trackers.recipe_of(trainer)
+            for logger in trainer.loggers:
+                trackers.begin(logger, config, recipe)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._last = trainer.strategy.communication()  # what setting up has cost is not a step's
-        self._of_rank = self._at_epoch_start = self._last
+        # A resume within an epoch, and a newcomer, begin no epoch.
+        self._of_rank, self._at_epoch_start = {}, self._last
+        self._bytes_at_start = self._last["bytes_sent"]
+        self._series = {}
         self._logged_s = time.monotonic()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._of_rank = self._at_epoch_start = trainer.strategy.communication()
+        self._of_rank, self._at_epoch_start = {}, trainer.strategy.communication()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if self.per_rank:
+        if self.per_rank or trainer.is_last_batch:
             self._of_rank = trainer.strategy.communication()
         # Before the log is written: the very steps at which Lightning's loggers take their values,
         # and of a step only the last batch.
@@ -101,8 +109,10 @@ class CommunicationMonitor(pl.Callback):
             return
         figures = trainer.strategy.communication()
         last, self._last = self._last, dict(figures)
+        total = figures["bytes_sent"] - self._bytes_at_start
         for name in filter(_is_counted, figures):
             figures[name] -= last.get(name, 0.0)
+        figures["bytes_sent_total"] = total
         now_s = time.monotonic()
         figures["wait_share"] = min(1.0, figures["wait_s"] / max(1e-9, now_s - self._logged_s))
         self._logged_s = now_s
@@ -113,25 +123,46 @@ class CommunicationMonitor(pl.Callback):
             )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if not self.per_rank:
-            return
         trainer.strategy.barrier()  # standing still is waiting, too, and belongs to this epoch
-        waited = {"wait_s": trainer.strategy.communication()["wait_s"]}
-        own = self._of_rank | waited
+        before = trainer.strategy.communication()
+        own = (self._of_rank or before) | {"wait_s": before["wait_s"]}
         figures = {name: own[name] for name in _OF_RANK if name in own}
         for name in filter(_is_counted, figures):
-            figures[name] -= self._at_epoch_start[name]
+            figures[name] -= self._at_epoch_start.get(name, 0.0)
         by_rank = gathered(trainer.strategy.session, figures)
+        after = trainer.strategy.communication()
+        for name in self._last.keys() & after.keys():
+            if name != "wait_s" and _is_counted(name):  # what gathering costs is not a step's
+                self._last[name] += after[name] - before[name]
         if not trainer.is_global_zero:
             return
+        metrics = {}
+        for name in figures:
+            values = [theirs[name] for theirs in by_rank if name in theirs]
+            metrics[f"dsgd/mean/{name}"] = sum(values) / len(values)
+            metrics[f"dsgd/max/{name}"] = max(values)
+        step = seams.num_optimizer_steps(trainer)
+        if self.per_rank:
+            metrics |= self._of_each(by_rank, step)
         # Not by `log`, which would warn that the other ranks' values are left out.
-        metrics = {
-            f"dsgd/rank_{rank:05d}/{name}": value
-            for rank, theirs in enumerate(by_rank)
-            for name, value in theirs.items()
-        }
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=seams.num_optimizer_steps(trainer))
+            logger.log_metrics(metrics, step=step)
+
+    def _of_each(self, by_rank: list[dict[str, float]], step: int) -> dict[str, float]:
+        """Returns each rank's figures, and keeps them for the charts."""
+        metrics = {}
+        for rank, theirs in enumerate(by_rank):
+            for name, value in theirs.items():
+                metrics[f"dsgd/rank_{rank:05d}/{name}"] = value
+                line = self._series.setdefault(name, {}).setdefault(f"rank {rank}", ([], []))
+                line[0].append(step)
+                line[1].append(value)
+        return metrics
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            for name, series in self._series.items():
+                trackers.give_series(logger, name, series)
 
 
 def gathered(session: Any, figures: dict[str, float]) -> list[dict[str, float]]:

@@ -30,20 +30,20 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
     def __init__(self, algorithm: Algorithm, table: type[Any], given: Any) -> None:
         name = type(self).__name__
         arguments.check(name, algorithm, table, given)
-        self._chosen = options.choose(name, table, arguments.without_the_trainers(given))
-        options.check_data(self._chosen, algorithm)
+        self.in_force = options.choose(name, table, arguments.without_the_trainers(given))  # told to trackers
+        options.check_data(self.in_force, algorithm)
         algorithm.check_hyperparameters()
         super().__init__(**keywords.passed_on(table, given))
         self.algorithm = algorithm
         self._has_start_method = "start_method" in given
-        self._opening = Opening(self._chosen, rank_zero_info)
+        self._opening = Opening(self.in_force, rank_zero_info)
         self._processes = Processes()
 
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
         own: torch.device = super().root_device  # whose index is the rank's place on its node
-        return devices.present(own) if self._chosen["share_device"] else own
+        return devices.present(own) if self.in_force["share_device"] else own
 
     @property
     def is_global_zero(self) -> bool:

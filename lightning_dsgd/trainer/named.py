@@ -38,16 +38,12 @@ def named(algorithm: type[Algorithm], base: type, module: str) -> type:
         mine = {name: kwargs.pop(name) for name in own & kwargs.keys()}
         base.__init__(self, algorithm(*args, **mine), **kwargs)  # type: ignore[misc]
 
+    parameters = [*_own(algorithm), *keywords.parameters(TrainerOptions, base)]
     __init__.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [Parameter("self", Parameter.POSITIONAL_ONLY), *_own(algorithm), *options(base)]
+        [Parameter("self", Parameter.POSITIONAL_ONLY), *parameters]
     )
     content = {"__init__": __init__, "__doc__": _docstring(algorithm), "__module__": module}
     return type(f"{algorithm.__name__}Strategy", (base,), content)
-
-
-def options(base: type) -> list[Parameter]:
-    """Returns, by name, what every strategy takes besides its algorithm's hyperparameters."""
-    return keywords.parameters(TrainerOptions, base)
 
 
 def _own(algorithm: type[Algorithm]) -> list[Parameter]:

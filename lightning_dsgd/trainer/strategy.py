@@ -64,7 +64,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def __init__(self, algorithm: Algorithm, **given: Unpack[TrainerOptions]) -> None:
         super().__init__(algorithm, self._table, given)
-        self._data = self._chosen.get("data", "equal")
+        self._data = self.in_force.get("data", "equal")
         self.session = self._new_session()
         self._claimed: Any = None
         self._trainer: Any = None
@@ -81,7 +81,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self._processes.become_rank()
         super().setup_environment()
         self.algorithm.check(self.num_replicas, self._conditions())
-        ranks, chosen = self.session.ranks, self._chosen
+        ranks, chosen = self.session.ranks, self.in_force
         ranks.check(self.algorithm, self.num_replicas, self.root_device)
         meet = partial(self._opening.open_network, self.world_size, self.root_device)
         self.session.open(ranks.open_network(meet))
@@ -95,9 +95,9 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         return not self.session.takes_part or super().restore_checkpoint_after_setup
 
     def _new_session(self) -> TrainerSession:
-        ranks = options.ranks_of(self._chosen, self._opening, "joining.TrainerMembers")
+        ranks = options.ranks_of(self.in_force, self._opening, "joining.TrainerMembers")
         session = TrainerSession(self._processes, ranks)
-        session.samples = options.samples_of(self._chosen, lambda: self.optimizers)
+        session.samples = options.samples_of(self.in_force, lambda: self.optimizers)
         return session
 
     @property
@@ -206,8 +206,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             self.optimizers,
             self.algorithm,
             self._conditions(),
-            average_buffers=self._chosen["average_buffers"],
-            check_finite=self._chosen["check_finite"] or seams.detects_anomalies(trainer),
+            average_buffers=self.in_force["average_buffers"],
+            check_finite=self.in_force["check_finite"] or seams.detects_anomalies(trainer),
             layout=layout,
             everyone=everyone,
         )
@@ -252,7 +252,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._chosen["evaluate"] == "consensus":
+        if self.in_force["evaluate"] == "consensus":
             self.session.show_consensus()
 
     def on_validation_end(self) -> None:

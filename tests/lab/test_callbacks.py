@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-from lightning_dsgd import CommunicationMonitor, StragglerInjector
+from lightning_dsgd import CheckpointArtifacts, CommunicationMonitor, StragglerInjector
 from lightning_dsgd.replica import flat
-from tests.support.fits import Plain, fit, run
+from tests.support.fits import Plain, fit, run, strategy
+from tests.support.models import loader, trainer, weights
+from tests.support.trackers import wandb_logger
 
 # ---- figures ----
 
@@ -102,8 +107,49 @@ def test_figures_are_in_an_offline_wandb_run_with_their_step_axis(tmp_path: Path
     assert b"trainer/global_step" in records[records.index(b"dsgd/*") :][:64]  # the step axis
     for entry in (b'"name":"local_sgd"', b'"num_ranks":2', b'"sync_period":4'):
         assert entry in records
-    for rank in range(2):
-        assert f"dsgd/rank_{rank:05d}/wait_s".encode() in records
+    for entry in (b'"transport":"process_group"', b'"on_loss":"end"', b'"timeout_s":60'):
+        assert entry in records
+    for name in ("mean", "max", "rank_00000", "rank_00001"):
+        assert f"dsgd/{name}/wait_s".encode() in records
+
+
+def fit_epochs(folder: Path, epochs: int, checkpoint: Path | None = None) -> Any:
+    """The weights in the end; on rank 0 what the run got too."""
+    logger, kept = wandb_logger(folder)
+    saver = ModelCheckpoint(folder / "saved")
+    callbacks = [CommunicationMonitor(per_rank=True), CheckpointArtifacts(), saver]
+    model = Plain()
+    options = {"max_epochs": epochs, "enable_checkpointing": True, "logger": logger}
+    fitted = trainer(strategy("local_sgd"), 2, callbacks=callbacks, **options)
+    fitted.fit(model, loader(), ckpt_path=checkpoint)
+    lines = [row[1] for row in kept.logged["dsgd/by_rank/wait_s"].table.data] if kept.logged else []
+    figures = {name: value for name, value in kept.logged.items() if "by_rank" not in name}
+    return weights(model), kept.rules, kept.aliases, lines, figures
+
+
+def test_from_a_wandb_artifact_training_resumes_exactly(tmp_path: Path) -> None:
+    """And the run has summary rules, means and maxima, and a chart with a line for each rank."""
+    whole = run(2, fit_epochs, tmp_path / "whole", 2)
+    run(2, fit_epochs, tmp_path / "part", 1)
+    artifact = tmp_path / "part" / "model-abc"
+    resumed = run(2, fit_epochs, tmp_path / "rest", 2, artifact / "model.ckpt")
+    assert len(list(artifact.glob("model.ckpt.replicas/rank_*.pt"))) == 2
+    for (straight, *_), (again, *_) in zip(whole, resumed, strict=True):
+        assert torch.equal(straight, again)
+    _, rules, aliases, lines, figures = whole[0]
+    assert rules["dsgd/wait_share"] == "mean"
+    assert aliases == [["latest", "best"]]
+    assert sorted(lines) == ["rank 0"] * 2 + ["rank 1"] * 2  # of two epochs
+    for name in ("wait_s", "bytes_sent"):
+        each = [figures[f"dsgd/rank_{rank:05d}/{name}"] for rank in range(2)]
+        assert figures[f"dsgd/max/{name}"] == max(each)
+        assert figures[f"dsgd/mean/{name}"] == pytest.approx(sum(each) / 2)
+
+
+def test_checkpoints_are_given_to_no_other_logger(tmp_path: Path) -> None:
+    fitted = trainer("auto", 1, logger=CSVLogger(tmp_path))
+    with pytest.raises(ValueError, match="needs WandbLogger or MLFlowLogger, got CSVLogger"):
+        CheckpointArtifacts().setup(fitted, None, "fit")
 
 
 class Bar(L.Callback):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import secrets
 import socket
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import WandbLogger
 
+from lightning_dsgd.lab import trackers
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_to_rank_0
 from lightning_dsgd.lab.timeline.recorder import ALL, DEFAULT_MB, Recorder
 from lightning_dsgd.trainer import seams
 
 _MOST_SPANS: Final = 200_000
-"""The most spans in the page that a W&B run gets."""
+"""The most spans in the page that a run of W&B or MLflow gets."""
 
 
 class StepTrace(pl.Callback):
@@ -42,8 +41,9 @@ class StepTrace(pl.Callback):
     - with others, and with DDP on GPUs, whose waits the training thread does not see: nothing, as
       the file's first line says.
 
-    A W&B run gets the timeline as an artifact when training ends.  A later fit with the same folder
-    writes over the files.  When a file is full, or cannot be written, training goes on without.
+    When training ends, a W&B run gets the timeline as a panel, and an MLflow run as an artifact.  A
+    later fit with the same folder writes over the files.  When a file is full, or cannot be
+    written, training goes on without.
 
     Args:
         folder: where the ranks' files are put; on several nodes, a folder that all of them see, or
@@ -196,28 +196,18 @@ class StepTrace(pl.Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end(trainer, "training has ended")
-        loggers = [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+        loggers = list(filter(trackers.takes_pages, trainer.loggers))
         if loggers:
             trainer.strategy.barrier()  # every rank's file is whole
-        if trainer.is_global_zero:
-            for logger in loggers:
-                try:
-                    self._give_timeline(logger)
-                except (ValueError, OSError) as error:
-                    warnings.warn(f"the W&B run gets no timeline: {error}", stacklevel=2)
+        if loggers and trainer.is_global_zero:
+            from lightning_dsgd.lab.drawing import page, picture  # no other rank needs them
 
-    def _give_timeline(self, logger: WandbLogger) -> None:
-        import wandb
-
-        from lightning_dsgd.lab.drawing import page, picture  # no other rank needs them
-
-        run = picture.load(self.folder, most_spans=_MOST_SPANS)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "timeline.html")
-            file.write_text(page.html([run]), encoding="utf-8")
-            artifact = wandb.Artifact(f"timeline-{logger.experiment.id}", type="timeline")
-            artifact.add_file(str(file))
-            logger.experiment.log_artifact(artifact)
+            try:
+                run = picture.load(self.folder, most_spans=_MOST_SPANS)
+                for logger in loggers:
+                    trackers.give_page(logger, "timeline", page.html([run]))
+            except (ValueError, OSError) as error:
+                warnings.warn(f"the run gets no timeline: {error}", stacklevel=2)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._end(trainer, f"training has ended: {type(exception).__name__}")

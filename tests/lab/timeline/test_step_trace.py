@@ -10,13 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loggers import WandbLogger
 
 from lightning_dsgd import StepTrace, StragglerInjector
 from lightning_dsgd.lab.drawing.spans import tracks
 from lightning_dsgd.lab.timeline.recorder import ALL
 from lightning_dsgd.lab.timeline.trace import Trace, read_folder
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.trackers import wandb_logger
 from tests.support.worlds import FitWorld
 
 DELAY_S = 0.6
@@ -124,37 +124,16 @@ def test_training_goes_on_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert "StepTrace records no more on rank 0, and training goes on" in message
 
 
-class FakeRun:
-    def __init__(self) -> None:
-        self.id = "abc"
-        self.config = self.summary = self
-        self.artifacts: list[Any] = []
-        self.pages: list[str] = []
-
-    def update(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def log(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def define_metric(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def log_artifact(self, artifact: Any) -> None:
-        self.artifacts.append(artifact)
-        (entry,) = artifact.manifest.entries.values()
-        self.pages.append(Path(entry.local_path).read_text())
-
-
-def test_a_wandb_run_gets_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun()
-    logger = WandbLogger(save_dir=str(tmp_path), offline=True)
-    monkeypatch.setattr(type(logger), "experiment", run)
+def test_a_wandb_run_gets_the_timeline_as_a_panel(tmp_path: Path) -> None:
+    logger, run = wandb_logger(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer("auto", 1, callbacks=[StepTrace(tmp_path / "run")], logger=logger).fit(
             Regression(), loader()
         )
-    (artifact,), (page,) = run.artifacts, run.pages
-    assert (artifact.name, artifact.type) == ("timeline-abc", "timeline")
-    assert '"name":"singledevice, 1 rank"' in page
+    page = run.logged["dsgd/timeline"]
+    assert type(page).__name__ == "Html"
+    assert '"name":"singledevice, 1 rank"' in page.html
 
 
 def test_options_that_cannot_be_are_refused() -> None:

@@ -1,0 +1,141 @@
+"""MLflow and TensorBoard with real servers on this machine: `make test-trackers`.
+
+W&B has no server that can be installed: of its charts, what would be sent is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
+
+from lightning_dsgd import CheckpointArtifacts, CommunicationMonitor, StepTrace
+from lightning_dsgd.lab.trackers import takes_pages
+from tests.support.fits import Plain, run, strategy
+from tests.support.models import loader, trainer, weights
+
+LIMIT_S = 120
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
+        text = answer.read().decode()
+    return json.loads(text) if text[:1] in "[{" else text
+
+
+@contextmanager
+def server(url: str, health: str, *command: str) -> Iterator[str]:
+    """A server, until the tests are done with it."""
+    process = subprocess.Popen([sys.executable, "-m", *command], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                get(f"{url}/{health}")
+                break
+            except OSError:
+                assert process.poll() is None, f"{command} has ended"
+                assert time.monotonic() < end, f"{command} does not answer within {LIMIT_S} s"
+        yield url
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def fit_epochs(
+    folder: Path, kind: str, where: str, epochs: int, checkpoint: Path | None = None
+) -> tuple[torch.Tensor, str]:
+    """The weights in the end, and the run's name."""
+    logger: Any = (
+        MLFlowLogger("tests", tracking_uri=where)
+        if kind == "mlflow"
+        else TensorBoardLogger(where, name="", version="")
+    )
+    callbacks = [CommunicationMonitor(per_rank=True), StepTrace(folder / "trace")]
+    callbacks += [CheckpointArtifacts()] if takes_pages(logger) else []
+    callbacks.append(ModelCheckpoint(folder / "saved"))
+    options = {"max_epochs": epochs, "enable_checkpointing": True, "log_every_n_steps": 2}
+    fitted = trainer(strategy("local_sgd"), 2, logger=logger, callbacks=callbacks, **options)
+    model = Plain()
+    fitted.fit(model, loader(), ckpt_path=checkpoint)
+    return weights(model), str(logger.version) if fitted.is_global_zero else ""
+
+
+def test_mlflow(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    port = free_port()
+    stored = ["--backend-store-uri", f"sqlite:///{tmp_path}/runs.db"]
+    stored += ["--artifacts-destination", str(tmp_path / "artifacts")]
+    command = ["mlflow", "server", *stored, "--host", "127.0.0.1", "--port", str(port)]
+    with server(f"http://127.0.0.1:{port}", "health", *command) as url:
+        whole = run(2, fit_epochs, tmp_path / "whole", "mlflow", url, 2)
+        (_, name), _ = run(2, fit_epochs, tmp_path / "part", "mlflow", url, 1)
+        client = MlflowClient(url)
+        found = client.get_run(name).data
+        expected = {"name": "local_sgd", "on_loss": "end", "transport": "process_group"}
+        assert (
+            expected.items()
+            <= {key.removeprefix("strategy/"): value for key, value in found.params.items()}.items()
+        )
+        assert {"dsgd/max/wait_s", "dsgd/rank_00001/wait_s"} <= found.metrics.keys()
+        assert [each.path for each in client.list_artifacts(name)] == [
+            *("checkpoints", "timeline.html")
+        ]
+        there = Path(client.download_artifacts(name, "checkpoints", str(tmp_path)))
+        (checkpoint,) = there.rglob("*.ckpt")
+        resumed = run(2, fit_epochs, tmp_path / "rest", "mlflow", url, 2, checkpoint)
+    for (straight, _), (again, _) in zip(whole, resumed, strict=True):
+        assert torch.equal(straight, again)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    run(2, fit_epochs, tmp_path, "tensorboard", str(logs), 1)
+    port = free_port()
+    command = ["tensorboard.main", "--logdir", str(logs), "--port", str(port)]
+    with server(f"http://127.0.0.1:{port}", "data/environment", *command) as url:
+        while not (tags := get(f"{url}/data/plugin/scalars/tags")):
+            pass  # it has not read the files yet
+        layout = get(f"{url}/data/plugin/custom_scalars/layout")
+        texts = get(f"{url}/data/plugin/text/tags")
+    ((_, scalars),) = tags.items()
+    charts = [chart for each in layout["category"] for chart in each["chart"]]
+    assert layout["category"][0]["title"] == "dsgd"
+    patterns = [tag for chart in charts for tag in chart["multiline"]["tag"]]
+    for pattern in ("dsgd/wait_share", "dsgd/max/wait_s", r"dsgd/rank_\d+/wait_s"):
+        assert pattern in patterns
+        assert any(re.fullmatch(pattern, name) for name in scalars)
+    assert "dsgd/strategy/text_summary" in next(iter(texts.values()))
+
+
+def test_the_pages_charts_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wandb_workspaces.workspaces import Workspace
+
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    (code,) = re.findall(r"```python\n(import wandb_workspaces.*?)```", page.read_text(), re.DOTALL)
+    sent: list[str] = []
+    monkeypatch.setattr(Workspace, "save", lambda view: sent.append(view._model.model_dump_json()))
+    exec(code, {})
+    (view,) = sent
+    for name in ("val_accuracy", "dsgd/bytes_sent_total", "dsgd/max/wait_s", "strategy"):
+        assert name in view
