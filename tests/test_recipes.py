@@ -6,7 +6,6 @@ import copy
 import importlib
 import os
 import re
-import shutil
 import sys
 import time
 import warnings
@@ -15,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import WandbLogger
-from wandb.wandb_agent import Agent
 
 from lightning_dsgd.cli import main
 from lightning_dsgd.lab.loggers import OfflineWandbLogger
@@ -30,7 +27,6 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 OWN = FOLDER.parent / "examples" / "own"
 SMALL = sorted(FOLDER.glob("*.yaml"))
 PAPER = sorted((FOLDER / "paper").glob("*.yaml"))
-SWEEPS = sorted((FOLDER / "sweeps").glob("*.yaml"))
 
 
 class Parser(LightningCLI):
@@ -177,35 +173,3 @@ def test_wandb_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-dsgd\[wandb\]'"):
         OfflineWandbLogger()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda path: path.stem)
-def test_an_agent_of_wandb_starts_a_sweeps_runs(
-    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """W&B's own agent makes the command and starts it, but offline and told by no server."""
-    shutil.copytree(FOLDER, tmp_path / "recipes")
-    monkeypatch.chdir(tmp_path)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {"PATH": path, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
-    told = {"MODE": "offline", "SWEEP_ID": "s1", "DIR": str(tmp_path), "RUN_ID": "r1"}
-    told["SWEEP_PARAM_PATH"] = ""  # which the agent sets, and nobody else takes back
-    for name, value in (variables | {f"WANDB_{name}": text for name, text in told.items()}).items():
-        monkeypatch.setenv(name, value)
-    config = yaml.safe_load(sweep.read_text())
-    chosen = {
-        name: rule.get("values", [rule.get("min")])[-1]
-        for name, rule in config["parameters"].items()
-    }
-    quick = {"trainer.devices": 2, "trainer.max_epochs": 1, "trainer.limit_train_batches": 4}
-    quick["trainer.strategy.init_args.group_size"] = 2
-    args = {name: {"value": value} for name, value in (chosen | quick).items()}
-    agent = Agent(None, None, sweep_id="s1")
-    agent._sweep_command = config["command"]
-    agent._command_run({"run_id": "r1", "args": args, "program": config["program"]})
-    assert agent._run_processes["r1"].wait(timeout=250) == 0
-    (file,) = tmp_path.glob("wandb/offline-run-*/run-r1.wandb")
-    record = file.read_bytes()
-    for text in ("s1", config["metric"]["name"], '"sync_period":100', "recipe.yaml"):
-        assert text.encode() in record, text

@@ -6,7 +6,9 @@ W&B has no server that can be installed: of its charts, what would be sent is lo
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,14 +21,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
+from wandb.wandb_agent import Agent
 
 from lightning_dsgd import CheckpointArtifacts, CommunicationMonitor, StepTrace
 from lightning_dsgd.lab.trackers import takes_pages
 from tests.support.fits import Plain, run, strategy
 from tests.support.models import loader, trainer, weights
 
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 250
 
 
@@ -137,7 +142,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_the_pages_charts_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     from wandb_workspaces.workspaces import Workspace
 
-    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    page = ROOT / "docs" / "metrics.md"
     (code,) = re.findall(r"```python\n(import wandb_workspaces.*?)```", page.read_text(), re.DOTALL)
     sent: list[str] = []
     monkeypatch.setattr(Workspace, "save", lambda view: sent.append(view._model.model_dump_json()))
@@ -145,3 +150,36 @@ def test_the_pages_charts_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     (view,) = sent
     for name in ("val_accuracy", "dsgd/bytes_sent_total", "dsgd/max/wait_s", "strategy"):
         assert name in view
+
+
+@pytest.mark.parametrize(
+    "sweep", sorted(ROOT.glob("recipes/sweeps/*.yaml")), ids=lambda path: path.stem
+)
+def test_an_agent_of_wandb_starts_a_sweeps_runs(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B's own agent makes the command and starts it, but offline and told by no server."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    monkeypatch.chdir(tmp_path)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    told = {"MODE": "offline", "SWEEP_ID": "s1", "DIR": str(tmp_path), "RUN_ID": "r1"}
+    told["SWEEP_PARAM_PATH"] = ""  # which the agent sets, and nobody else takes back
+    for name, value in (variables | {f"WANDB_{name}": text for name, text in told.items()}).items():
+        monkeypatch.setenv(name, value)
+    config = yaml.safe_load(sweep.read_text())
+    chosen = {
+        name: rule.get("values", [rule.get("min")])[-1]
+        for name, rule in config["parameters"].items()
+    }
+    quick = {"trainer.devices": 2, "trainer.max_epochs": 1, "trainer.limit_train_batches": 4}
+    quick["trainer.strategy.init_args.group_size"] = 2
+    args = {name: {"value": value} for name, value in (chosen | quick).items()}
+    agent = Agent(None, None, sweep_id="s1")
+    agent._sweep_command = config["command"]
+    agent._command_run({"run_id": "r1", "args": args, "program": config["program"]})
+    assert agent._run_processes["r1"].wait(timeout=250) == 0
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-r1.wandb")
+    record = file.read_bytes()
+    for text in ("s1", config["metric"]["name"], '"sync_period":100', "recipe.yaml"):
+        assert text.encode() in record, text
