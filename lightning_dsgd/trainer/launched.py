@@ -30,7 +30,8 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
     def __init__(self, algorithm: Algorithm, table: type[Any], given: Any) -> None:
         name = type(self).__name__
         arguments.check(name, algorithm, table, given)
-        self.in_force = options.choose(name, table, arguments.without_the_trainers(given))  # told to trackers
+        # What `CommunicationMonitor` tells trackers.
+        self.in_force = options.choose(name, table, arguments.without_the_trainers(given))
         options.check_data(self.in_force, algorithm)
         algorithm.check_hyperparameters()
         super().__init__(**keywords.passed_on(table, given))
