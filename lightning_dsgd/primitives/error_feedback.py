@@ -240,8 +240,8 @@ class ErrorFeedback(Algorithm):
         if self.uses_gradient:
             state["gradients"] = self.gradients
         if self.steps_since:
-            between = {"base": self.base, "samples": self.samples.clone()}
-            state |= between | {"steps_since": self.steps_since}
+            state |= {"steps_since": self.steps_since, "base": self.base}
+            state |= {"samples": self.samples.clone()} if len(self.samples) else {}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -244,7 +244,9 @@ class PeriodicAverage(Algorithm):
             self.background.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"steps_since_sync": self.steps_since_sync, "samples": self.samples.clone()}
+        state: dict[str, Any] = {"steps_since_sync": self.steps_since_sync}
+        if len(self.samples):
+            state["samples"] = self.samples.clone()
         if self.num_fragments > 1 or self.outer is not None:
             state["round"] = self.round
         if self.outer is not None and self.outer.model is not None:
