@@ -1,11 +1,8 @@
 """The console script: Lightning's command line, with this package's strategies registered.
 
-    lightning-dsgd fit --config recipes/digits_local_sgd.yaml --trainer.strategy dpsgd
-    lightning-dsgd fit --config ... --trainer.strategy wagma --trainer.strategy.sync_period 20
-    lightning-dsgd strategies
-    lightning-dsgd doctor
-
-`python -m lightning_dsgd` is the same, for launchers that start a module.
+lightning-dsgd fit --config recipes/digits_local_sgd.yaml --trainer.strategy dpsgd
+lightning-dsgd fit --config ... --trainer.strategy wagma --trainer.strategy.sync_period 20
+lightning-dsgd strategies
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ COMMANDS: Final = {
     "simulate": "predict throughput on many ranks (`lightning-dsgd simulate --help`)",
     "probe": "measure what messages and sums cost on this cluster (`lightning-dsgd probe --help`)",
     "advise": "which strategy is fastest for you (`lightning-dsgd advise --help`)",
+    "diagnose": "why a DDP job is slow, and what would help (`lightning-dsgd diagnose --help`)",
     "timeline": "draw where a run's time went (`lightning-dsgd timeline --help`)",
     "launch": "start a script's ranks, and look after them (`lightning-dsgd launch --help`)",
 }
@@ -52,7 +50,6 @@ def main(args: Sequence[str] | None = None) -> None:
     if not given or given[0] in ("-h", "--help", "--version") or not given[0].startswith("-"):
         command = _command(given[:1] or ["--help"])
         if command in wings.COMMANDS:
-            # Lazily: `--help` of another command needs none of it.
             try:
                 module = wings.load(wings.COMMANDS[command], f"`lightning-dsgd {command}`")
             except wings.WingMissing as error:

@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "simulate": "lab.simulate.command",
     "probe": "lab.probe.command",
     "advise": "lab.advise.command",
+    "diagnose": "lab.diagnose.command",
     "timeline": "lab.drawing.command",
     "launch": "elastic.launch.command",
 }

@@ -10,7 +10,8 @@
     stragglers  which ranks are delayed
     epochs      how simulated ranks are dealt batches
     in_force    which hyperparameters a result was measured with
-    timeline    what each rank records of its time: the callback `StepTrace`
+    timeline    what each rank records of its time: `StepTrace` and `LoopTrace`
+    diagnose    why a DDP job is slow, from that record
     drawing     where a run's time went: the command `timeline`
     accelerators
                 what measurements ask of GPUs

@@ -13,6 +13,13 @@ The first line says who wrote it; then there is one line for each step, in micro
     exchange  the algorithm had the training thread, or DDP its all-reduce
     wait      the training thread waited for a message of this rank (-1: of all together)
     serve     a lane worked, after a message of this rank had come
+    load      of `fetch`: the data loader alone
+    forward, backward, optimizer
+              these parts of the step; a wait in one of them is listed as a wait too
+    gc        Python collected garbage, whatever the step was doing
+    sum       DDP summed a piece of the gradient: from when this rank's piece was ready until the
+              sum was there, its bytes and its step, which on a device is an earlier one
+    items     how many numbers the batches of the step had
     left_out  microseconds of waits that were too short, or too many, to be listed one by one
 
 What is none of this is computation.  A file ends with {"end": why}; without such a line, the run
@@ -42,6 +49,8 @@ SHORTEST_S: Final = 20e-6
 """Waits shorter than this are added up in `left_out`."""
 MOST_SPANS: Final = 64
 """The most waits, and services, of a step that are listed; the rest is added up."""
+_MOST_OTHERS: Final = 1024
+"""The most spans of each other kind."""
 FLUSH_S: Final = 1.0
 DEFAULT_MB: Final = 8.0
 
@@ -88,7 +97,7 @@ class Recorder:
         self._origin_s = self._begin_s = self._flushed_s = now()
         self._room = int(max_mb * 1e6)
         self._spans: dict[str, list[Any]] = {}
-        self._left_out_s = 0.0
+        self._left_out_s, self._items = 0.0, 0
         self._served: deque[Span] = deque()
         self._rank = rank
         self._of_lanes: dict[int, deque[Span]] = {}
@@ -131,6 +140,14 @@ class Recorder:
         """Records a validation."""
         self._add("evaluate", (begin_s, end_s))
 
+    def did(self, kind: str, begin_s: float, end_s: float, *figures: int) -> None:
+        """Records a time of one of the other kinds, with figures that belong to it."""
+        self._add(kind, (begin_s, end_s, *figures))
+
+    def has_batch(self, num_items: int) -> None:
+        """Records that the step has a batch of so many numbers."""
+        self._items += num_items
+
     def end_step(self, number: int) -> None:
         """Writes the line of the step of this number, which is over."""
         if not self.is_open:
@@ -140,9 +157,11 @@ class Recorder:
             self._add("serve", self._served.popleft())
         line: dict[str, Any] = {"step": number, "span": self._whole((self._begin_s, now))}
         line |= {kind: [*map(self._whole, spans)] for kind, spans in self._spans.items()}
+        if self._items:
+            line["items"] = self._items
         if self._left_out_s:
             line["left_out"] = round(1e6 * self._left_out_s)
-        self._begin_s, self._spans, self._left_out_s = now, {}, 0.0
+        self._begin_s, self._spans, self._left_out_s, self._items = now, {}, 0.0, 0
         self._write(line)
         if now - self._flushed_s >= FLUSH_S and self.is_open:
             self._file.flush()
@@ -173,7 +192,7 @@ class Recorder:
 
     def _add(self, kind: str, span: tuple[float, ...]) -> None:
         spans = self._spans.setdefault(kind, [])
-        if len(spans) < MOST_SPANS:
+        if len(spans) < (MOST_SPANS if kind in ("wait", "serve") else _MOST_OTHERS):
             spans.append(span)
         elif kind == "wait":
             self._left_out_s += span[1] - span[0]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning_dsgd.lab.timeline.recorder import FORMAT
 
 Spans = tuple[tuple[float, float], ...]
 SpansOf = tuple[tuple[float, float, int], ...]
+
+_SPANS: Final = (
+    *("fetch", "evaluate", "exchange", "wait", "serve"),
+    *("load", "forward", "backward", "optimizer", "gc"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,13 @@ class Step:
     exchange: Spans
     wait: SpansOf
     serve: SpansOf
+    load: Spans = ()
+    forward: Spans = ()
+    backward: Spans = ()
+    optimizer: Spans = ()
+    gc: Spans = ()
+    sum: SpansOf = ()
+    items: int = 0
 
     @property
     def own_s(self) -> float:
@@ -96,6 +108,7 @@ def _head(path: Path) -> dict[str, Any]:
 def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
     lines = path.read_text(encoding="ascii").splitlines(keepends=True)
     shift_s, steps, end = float(head["origin_s"]) - origin_s, [], ""
+    sums: dict[int, list[tuple[float, float, int]]] = {}
     for number, line in enumerate(lines[1:], 2):
         if not line.endswith("\n"):
             break  # the run was killed while it wrote this
@@ -104,6 +117,10 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
             end = str(record["end"])
         else:
             steps.append(_step(record, shift_s))
+            for begin, over, num_bytes, step in record.get("sum", ()):
+                made = 1e-6 * begin + shift_s, 1e-6 * over + shift_s, num_bytes
+                sums.setdefault(step, []).append(made)
+    steps = [replace(step, sum=tuple(sums.get(step.number, ()))) for step in steps]
     return Trace(int(head["rank"]), int(head["world_size"]), head, tuple(steps), end)
 
 
@@ -129,9 +146,6 @@ def _step(record: dict[str, Any], shift_s: float) -> Step:
         int(record["step"]),
         1e-6 * begin + shift_s,
         1e-6 * end + shift_s,
-        spans("fetch"),
-        spans("evaluate"),
-        spans("exchange"),
-        spans("wait"),
-        spans("serve"),
+        items=int(record.get("items", 0)),
+        **{kind: spans(kind) for kind in _SPANS},
     )

@@ -1,0 +1,276 @@
+"""What each remedy would gain: how many times as fast the job would be, with an interval.
+
+A remedy either takes a part away from a rank's own time, and DDP goes on as before:
+
+    workers    loader workers: what was waited for the loader is read ahead
+    shared     each rank validates as much as the mean of all ranks
+    freeze     Python collects no garbage while training goes on
+    sorted     the batches of one step have the same length
+    lighter    between batches each rank spends as little as the others, on callbacks and loggers
+    mended     the late ranks are as fast as the others
+
+or a strategy takes DDP's place, which changes how the model learns too:
+
+    claimed    each rank claims its next batch, and no step waits for another: in total as many
+               batches as ranks make by their own speeds
+    wagma, popsgd
+               simulated with the recorded times (`lab.simulate`)
+    int8       DDP's sums with a byte for each entry: what a sum takes is divided by four, but for
+               its latency; what is hidden behind the backward pass stays hidden
+
+The interval has 90% of what other stretches of the run give (blocks of steps are drawn again, 200
+times), and 3% on both sides for what a model leaves out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.lab.diagnose.times import PARTS, Times
+from lightning_dsgd.lab.diagnose.verdict import Verdict, base
+from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.recorded import Recorded
+
+WORTH: Final = 1.05
+"""A remedy that makes the job this many times as fast is worth a change."""
+_FETCH_S: Final = 5e-4
+"""What a rank spends on a batch that a worker has ready."""
+_LATENCY_S: Final = 1e-4
+_BLOCK: Final = 10
+_DRAWS: Final = 200
+_MODEL: Final = 0.03
+_SIMULATED_STEPS: Final = 100
+_SIMULATED_RANKS: Final = 16
+_STRATEGIES: Final = ("wagma", "popsgd")
+_OF_CAUSE: Final = {
+    "slow": ("claimed",),
+    "drift": ("claimed",),
+    "random": ("wagma", "popsgd"),
+    "bursts": ("wagma", "popsgd"),
+    "lengths": ("sorted",),
+    "loader": ("workers",),
+    "validation": ("shared",),
+    "callbacks": ("lighter",),
+    "gc": ("freeze",),
+    "link": ("int8",),
+    "network": ("int8",),
+}
+"""The remedies of a cause, which come before others, in this order."""
+_NEARLY: Final = 0.85
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Tells what a remedy would gain.
+
+    Args:
+        name: its name, as at the head of this module
+        what: what to do
+        paste: the line to paste; empty where there is none
+        gain: how many times as fast the job would be
+        low: the lower end of the interval
+        high: its upper end
+    """
+
+    name: str
+    what: str
+    paste: str
+    gain: float
+    low: float
+    high: float
+
+
+def paste_of(name: str, workers: int = 2) -> str:
+    """Returns the line to paste for a remedy."""
+    return {
+        "workers": f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
+        "shared": "val_dataloaders with a DistributedSampler; none with work for rank 0 alone",
+        "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before trainer.fit",
+        "sorted": "DataLoader(..., batch_sampler=...)    # that draws batches of like length",
+        "lighter": "L.Trainer(log_every_n_steps=500, ...)    # and callbacks that do less",
+        "mended": "",
+        "claimed": 'L.Trainer(strategy=lightning_dsgd.PopSGDStrategy(data="claimed"), ...)',
+        "wagma": 'L.Trainer(strategy="wagma", ...)',
+        "popsgd": 'L.Trainer(strategy="popsgd", ...)',
+        "int8": "L.Trainer(strategy=lightning_dsgd.AllReduceStrategy("
+        'wire_dtype="int8", overlap=True), ...)',
+    }[name]
+
+
+_WHAT: Final = {
+    "workers": "more loader workers",
+    "shared": "let all ranks validate equal shares",
+    "freeze": "collect no garbage while training",
+    "sorted": "put batches of like length into one step",
+    "lighter": "do less between batches on the late ranks",
+    "mended": "mend what is slow",
+    "claimed": "let ranks claim their batches",
+    "wagma": "wait for no late rank in a step",
+    "popsgd": "wait for no rank in a step",
+    "int8": "send a byte for each entry of the gradient",
+}
+
+
+def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
+    """Returns all remedies that apply, the best first."""
+    ddp = _of_ddp(times, times.own)
+    # Ranks validate together whatever the strategy.
+    validation = times.by_step(times.parts[PARTS.index("validation")])
+    own, together = times.by_step(times.own) - validation, validation.max(1).values
+    found = [
+        _replaced(times, ddp, "workers", _less("loader", times, at_most=_FETCH_S)),
+        _replaced(times, ddp, "shared", _less("validation", times, share=True)),
+        _replaced(times, ddp, "freeze", _less("gc", times)),
+        _replaced(times, ddp, "lighter", _as_the_others("between", times)),
+        _drawn("int8", ddp, times.by_step(times.own.max(1).values) + _int8(times)),
+        _drawn("claimed", ddp, torch.cat([own, together[:, None]], 1), _claimed),
+        *_simulated(times, ddp, own, float(together.mean())),
+    ]
+    if verdict.cause == "lengths":
+        even = times.own.mean(1, keepdim=True).expand_as(times.own)
+        found.append(_replaced(times, ddp, "sorted", even))
+    if verdict.cause in ("slow", "drift", "bursts") and verdict.ranks:
+        found.append(_replaced(times, ddp, "mended", _mended(times, verdict)))
+    return sorted(found, key=lambda remedy: -remedy.gain)
+
+
+def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
+    """Returns what to do first; None: stay with DDP.
+
+    The remedy of the cause itself comes first, unless another is far better.
+    """
+    if verdict.cause == "none":
+        return None
+    worth = [r for r in found if r.gain >= WORTH and r.low > 1.0 and r.name != "mended"]
+    by_name = {remedy.name: remedy for remedy in worth}
+    for name in _OF_CAUSE.get(verdict.cause, ()):
+        if name in by_name and by_name[name].gain >= _NEARLY * worth[0].gain:
+            return by_name[name]
+    return worth[0] if worth else None
+
+
+# ---- DDP with a part taken away ----
+
+
+def _of_ddp(times: Times, own: Tensor) -> Tensor:
+    """Returns what each step of DDP takes: [S]."""
+    return times.by_step(own.max(1).values + times.takes)
+
+
+def _less(part: str, times: Times, at_most: float = 0.0, share: bool = False) -> Tensor:
+    spent = times.parts[PARTS.index(part)]
+    left = spent.mean(1, keepdim=True).expand_as(spent) if share else spent.clamp(max=at_most)
+    return times.own - spent + left
+
+
+def _as_the_others(part: str, times: Times) -> Tensor:
+    spent = times.parts[PARTS.index(part)]
+    return times.own - (spent - base(spent)[:, None]).clamp(min=0.0)
+
+
+def _mended(times: Times, verdict: Verdict) -> Tensor:
+    own = times.own.clone()
+    usual = base(times.own)[:, None]
+    late = list(verdict.ranks)
+    own[:, late] = torch.minimum(own[:, late], usual)
+    return own
+
+
+def _replaced(times: Times, ddp: Tensor, name: str, own: Tensor) -> Remedy:
+    workers = 2
+    if name == "workers":  # so many that a batch is read while the ranks compute
+        loader = float(times.by_step(times.parts[PARTS.index("loader")]).mean(0).max())
+        workers = max(2, 1 + int(loader / max(1e-6, float(_of_ddp(times, own).mean()))))
+    return _drawn(name, ddp, _of_ddp(times, own), workers=workers)
+
+
+def _int8(times: Times) -> Tensor:
+    """Returns what the meetings of each step would take with a byte for each entry."""
+    sums = times.by_step(times.takes * times.is_sum)
+    others = times.by_step(times.takes * ~times.is_sum)
+    busy = torch.maximum(times.busy, sums)
+    hidden = busy - sums
+    latency_s = 2 * (times.num_ranks - 1) * _LATENCY_S
+    faster = torch.minimum(busy, latency_s + (busy - latency_s).clamp(min=0.0) / 4)
+    # What is left hides behind the backward pass as far as it did, but for the last piece.
+    return others + (faster - hidden).clamp(min=0.0).maximum(faster / 4)
+
+
+# ---- strategies ----
+
+
+def _claimed(own_and_together: Tensor) -> Tensor:
+    """Returns what a step takes where ranks claim: [..., S, P + 1] to [...]."""
+    means = own_and_together.mean(-2)
+    own, together = means[..., :-1], means[..., -1]
+    each_s: Tensor = own.shape[-1] / (1.0 / own).sum(-1)
+    return each_s + together
+
+
+def _simulated(times: Times, ddp: Tensor, own: Tensor, besides_s: float) -> list[Remedy]:
+    """Simulates strategies with stretches of the run, and adds what a step takes besides."""
+    from lightning_dsgd.lab.simulate.model import run  # loads all algorithms
+
+    ranks = _some_ranks(own)
+    steps = min(_SIMULATED_STEPS, times.num_steps)
+    begins = sorted({0, (times.num_steps - steps) // 2, times.num_steps - steps})
+    busy_s = max(float(times.busy.median()), 1e-9)
+    wire = 2 * (times.num_ranks - 1) / times.num_ranks * max(1.0, times.num_bytes)
+    parameters = int(times.about.get("parameters") or times.num_bytes / 4) or 1
+    gains: dict[str, list[float]] = {}
+    for begin in begins:
+        window = own[begin : begin + steps, ranks]
+        seconds = tuple(tuple(of_rank) for of_rank in window.T.tolist())
+        machine = Machine(
+            latency_s=_LATENCY_S,
+            bandwidth_bytes_s=wire / busy_s,
+            compute_s=0.0,
+            num_params=parameters,
+            recorded=Recorded(seconds, parameters),
+        )
+        of_ddp = float(ddp[begin : begin + steps].mean())
+        for spec in _STRATEGIES:
+            made = run(spec, len(ranks), machine, steps)
+            gains.setdefault(spec, []).append(of_ddp / (1 / made.slowest_steps_per_s + besides_s))
+    return [
+        Remedy(
+            spec,
+            _WHAT[spec],
+            paste_of(spec),
+            sum(found) / len(found),
+            min(found) * (1 - _MODEL),
+            max(found) * (1 + _MODEL),
+        )
+        for spec, found in gains.items()
+    ]
+
+
+def _some_ranks(own: Tensor) -> list[int]:
+    """Returns the ranks to simulate: all, or every so many of them by their speed."""
+    order = own.mean(0).argsort().tolist()
+    if len(order) <= _SIMULATED_RANKS:
+        return sorted(order)
+    places = torch.linspace(0, len(order) - 1, _SIMULATED_RANKS).round().int().tolist()
+    return sorted(order[place] for place in places)
+
+
+# ---- intervals ----
+
+
+def _drawn(name: str, ddp: Tensor, other: Tensor, mean: Any = None, workers: int = 2) -> Remedy:
+    """Compares two times of each step, and draws blocks of steps anew for the interval."""
+    mean = mean or (lambda each: each.mean(-1))
+    num_steps, source = len(ddp), torch.Generator().manual_seed(0)
+    long = min(_BLOCK, num_steps)
+    begins = torch.randint(num_steps, (_DRAWS, -(-num_steps // long), 1), generator=source)
+    steps = ((begins + torch.arange(long)) % num_steps).flatten(1)[:, :num_steps]
+    ratios = ddp[steps].mean(-1) / mean(other[steps])
+    low, high = ratios.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
+    gain = float(ddp.mean() / mean(other))
+    return Remedy(
+        name, _WHAT[name], paste_of(name, workers), gain, low * (1 - _MODEL), high * (1 + _MODEL)
+    )

@@ -1,0 +1,240 @@
+"""From traces to times: what each rank did before each meeting of all ranks.
+
+Legend: P ranks, S steps, N meetings, F parts of a rank's own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.lab.timeline.trace import Step, Trace, missing_ranks, read_folder
+
+PARTS: Final = ("loader", "forward", "backward", "optimizer", "validation", "gc", "between")
+LEAST_STEPS: Final = 20
+_WARM_UP: Final = 3
+"""The first steps, which are left out."""
+_MOST_STEPS: Final = 4000
+"""The last steps of a long run, which are looked at."""
+_NEAR_S: Final = 1e-4
+Spans = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Holds the times of one run, in seconds.
+
+    Args:
+        own: what each rank did before each meeting: [N, P]
+        parts: of that, the parts: [F, N, P]
+        takes: what each meeting took once all ranks had come: [N]
+        over: when each meeting was over for each rank, after it was for the first: [N, P]
+        step: the step, as an index, in which each meeting was: [N]
+        is_sum: whether a meeting was the sum of the gradient: [N]
+        items: how many numbers each rank's batch had: [S, P]
+        numbers: the numbers of the steps: [S]
+        busy: how long the sums of each step took, those that nobody waited for included: [S]
+        num_bytes: what was summed in a step
+        about: the first line of rank 0's trace
+    """
+
+    own: Tensor
+    parts: Tensor
+    takes: Tensor
+    over: Tensor
+    step: Tensor
+    is_sum: Tensor
+    items: Tensor
+    numbers: Tensor
+    busy: Tensor
+    num_bytes: float
+    about: dict[str, Any]
+
+    @property
+    def num_ranks(self) -> int:
+        """P."""
+        return self.own.shape[1]
+
+    @property
+    def num_steps(self) -> int:
+        """S."""
+        return len(self.numbers)
+
+    def by_step(self, of_meetings: Tensor) -> Tensor:
+        """Adds up what belongs to meetings, over each step: [N, ...] to [S, ...]."""
+        sums = torch.zeros(self.num_steps, *of_meetings.shape[1:], dtype=torch.float64)
+        return sums.index_add(0, self.step, of_meetings.double())
+
+
+def read(folder: Path) -> Times:
+    """Reads the traces in this folder.
+
+    Raises:
+        ValueError: if they are not those of DDP, or too short
+    """
+    traces = read_folder(folder)
+    about = traces[0].about
+    if "sums" not in about:
+        raise ValueError(
+            f"the trace in {folder} must be of torch's DDP, got one of strategy "
+            f'{about.get("strategy")!r}; record a short run with strategy="ddp" and StepTrace, or '
+            "draw this one with `lightning-dsgd timeline`"
+        )
+    absent = missing_ranks(traces)
+    if absent:
+        raise ValueError(
+            f"the trace in {folder} must have a file of every rank, got none of ranks "
+            f"{', '.join(map(str, absent))}; copy them there"
+        )
+    if traces[0].world_size < 2:
+        raise ValueError(f"the trace in {folder} must be of two ranks or more, got one rank")
+    return times_of(traces)
+
+
+def times_of(traces: Sequence[Trace]) -> Times:
+    """Returns the times of one run of DDP.
+
+    Raises:
+        ValueError: if it is too short
+    """
+    shared = set.intersection(*({step.number for step in trace.steps} for trace in traces))
+    numbers = sorted(shared)[_WARM_UP:][-_MOST_STEPS:]
+    if len(numbers) < LEAST_STEPS:
+        raise ValueError(
+            f"a trace must have {LEAST_STEPS + _WARM_UP} steps of every rank, got {len(shared)}; "
+            "train for longer"
+        )
+    chosen = set(numbers)
+    by_rank = [[step for step in trace.steps if step.number in chosen] for trace in traces]
+    meetings_of = _on_device if traces[0].about.get("clock") == "device" else _on_host
+    met = [[meetings_of(step) for step in steps] for steps in by_rank]
+    counts = [min(map(len, of_step)) for of_step in zip(*met, strict=True)]
+    if sum(counts) == 0:
+        raise ValueError("a trace must have sums of gradients, got none; train with DDP")
+    # Where ranks met a different number of times, the last meetings are common to all.
+    common = [_last_of(m, counts) for m in met]
+    alone = [_last_of(m, counts, is_left=True) for m in met]
+    flat = [[meeting for of_step in of_rank for meeting in of_step] for of_rank in common]
+    spans = torch.tensor(flat, dtype=torch.float64)  # [P, N, 2]
+    begin, end = spans[..., 0].T, spans[..., 1].T
+    first = torch.tensor([[steps[0].begin_s for steps in by_rank]], dtype=torch.float64)
+    since = torch.cat([first, end[:-1]])
+    own, parts = [], []
+    for rank, steps in enumerate(by_rank):
+        waits = _Cumulative([meeting for of_step in alone[rank] for meeting in of_step])
+        garbage = _joined(span for step in steps for span in step.gc)
+        mine = begin[:, rank] - since[:, rank] - waits.within(since[:, rank], begin[:, rank])
+        own.append(mine.clamp(min=0.0))
+        known = [
+            _Cumulative(_without(_joined(spans), garbage)).within(since[:, rank], begin[:, rank])
+            for spans in _parts(steps)
+        ]
+        known.append(_Cumulative(garbage).within(since[:, rank], begin[:, rank]))
+        rest = own[-1] - torch.stack(known).sum(0)
+        parts.append(torch.stack([*known, rest.clamp(min=0.0)]))
+    index = torch.tensor([i for i, k in enumerate(counts) for _ in range(k)])
+    of_sums = [_are_sums(step, m) for step, m in zip(by_rank[0], common[0], strict=True)]
+    return Times(
+        own=torch.stack(own, 1),
+        parts=torch.stack(parts, 2),
+        takes=(end - begin).min(1).values.clamp(min=0.0),
+        over=end - end.min(1, keepdim=True).values,
+        step=index,
+        is_sum=torch.tensor([is_sum for of_step in of_sums for is_sum in of_step]),
+        items=torch.tensor([[s.items for s in steps] for steps in by_rank]).T.double(),
+        numbers=torch.tensor(numbers),
+        busy=torch.tensor([_busy(of_step) for of_step in zip(*by_rank, strict=True)]).double(),
+        num_bytes=float(sum(num_bytes for *_, num_bytes in by_rank[0][-1].sum)),
+        about=traces[0].about,
+    )
+
+
+def _last_of(met: list[Spans], counts: list[int], is_left: bool = False) -> list[Spans]:
+    """Returns so many last meetings of each step, or those that are left."""
+    pairs = [(of_step, len(of_step) - k) for of_step, k in zip(met, counts, strict=True)]
+    return [of_step[:at] if is_left else of_step[at:] for of_step, at in pairs]
+
+
+def _on_host(step: Step) -> Spans:
+    return sorted(step.exchange)
+
+
+def _on_device(step: Step) -> Spans:
+    """A device waits in its last sum alone; the host's waits are not the job's."""
+    return [(step.sum[-1][0], max(over for _, over, _ in step.sum))] if step.sum else []
+
+
+def _are_sums(step: Step, meetings: Spans) -> list[bool]:
+    """Returns whether each meeting is that of the sums; the last one, where none was seen."""
+    last_s = max((over for _, over, _ in step.sum), default=None)
+    if last_s is None:
+        return [place == len(meetings) - 1 for place in range(len(meetings))]
+    return [begin - _NEAR_S <= last_s <= end + _NEAR_S for begin, end in meetings]
+
+
+def _parts(steps: Sequence[Step]) -> Iterable[Spans]:
+    for kind in ("load", "forward", "backward", "optimizer", "evaluate"):
+        yield [span for step in steps for span in getattr(step, kind)]
+
+
+def _busy(of_step: Sequence[Step]) -> float:
+    """Returns how long the sums of one step took, one after the other, once all were ready."""
+    total_s, free_s = 0.0, float("-inf")
+    if len({len(step.sum) for step in of_step}) > 1:
+        return 0.0
+    for of_piece in zip(*(step.sum for step in of_step), strict=True):
+        begin_s = max(free_s, *(ready for ready, _, _ in of_piece))
+        free_s = max(begin_s, min(over for _, over, _ in of_piece))
+        total_s += free_s - begin_s
+    return total_s
+
+
+class _Cumulative:
+    """Knows how much of the time up to a moment some spans cover."""
+
+    def __init__(self, spans: Spans) -> None:
+        spans = spans or [(0.0, 0.0)]
+        bounds = torch.tensor(spans, dtype=torch.float64)
+        self._begin, self._long = bounds[:, 0].contiguous(), bounds[:, 1] - bounds[:, 0]
+        self._before = self._long.cumsum(0) - self._long
+
+    def within(self, since: Tensor, until: Tensor) -> Tensor:
+        """Returns how much of the times from `since` to `until` is covered."""
+        return self._up_to(until) - self._up_to(since)
+
+    def _up_to(self, moments: Tensor) -> Tensor:
+        k = (torch.searchsorted(self._begin, moments.contiguous(), right=True) - 1).clamp(min=0)
+        since = (moments - self._begin[k]).clamp(min=0.0)
+        return self._before[k] + torch.minimum(since, self._long[k])
+
+
+def _joined(spans: Iterable[tuple[float, float]]) -> Spans:
+    joined: Spans = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _without(spans: Spans, cut: Spans) -> Spans:
+    """Returns what is left of spans; both are in order."""
+    left, at = [], 0
+    for begin, end in spans:
+        while at < len(cut) and cut[at][1] <= begin:
+            at += 1
+        for cut_begin, cut_end in cut[at:]:
+            if cut_begin >= end:
+                break
+            if cut_begin > begin:
+                left.append((begin, cut_begin))
+            begin = max(begin, cut_end)
+        if end > begin:
+            left.append((begin, end))
+    return left

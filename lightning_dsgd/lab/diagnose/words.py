@@ -1,0 +1,131 @@
+"""A verdict in words: Verdict, Why, Next, in at most ten lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from lightning_dsgd.lab.diagnose.remedies import Remedy, advised
+from lightning_dsgd.lab.diagnose.times import Times
+from lightning_dsgd.lab.diagnose.verdict import Verdict
+
+_LEAST_PART: Final = 0.1
+"""The least share of a lateness at which a part is told."""
+_SHOWN: Final = 1.02
+_ALWAYS: Final = ("workers", "claimed", "wagma", "popsgd", "int8")
+"""The remedies whose gains are told also where there are none."""
+
+
+def verdict(found: Verdict) -> str:
+    """Says in one sentence what makes the job slow."""
+    who = _ranks(found.ranks)
+    many = f"in {found.late_share:.0%} of the steps, by {_ms(found.late_s)}"
+    costs = f"it costs {found.share:.0%} of the time"
+    s = "s" if len(found.ranks) == 1 else ""
+    if found.cause == "none":
+        return (
+            f"no rank is late, and the sums take {found.sums_s / found.step_s:.0%}: stay with ddp"
+        )
+    if found.cause == "network":
+        return f"the sums of the gradient take {found.share:.0%} of the time, on all ranks alike"
+    if found.cause == "link":
+        return (
+            f"the sums take {found.share:.0%} of the time, and are over last for {who}: "
+            "a link there is slow"
+        )
+    if found.cause == "random" and not found.ranks:
+        return f"another rank is late each time, {many}: {costs}"
+    if found.cause == "bursts" and not found.ranks:
+        return f"ranks are late for some steps on end, {many}: {costs}"
+    if found.cause == "lengths":
+        return f"ranks wait for the one with the largest batch, {many}: {costs}"
+    does = {
+        "slow": f"compute{s} longer than the others",
+        "random": f"compute{s} longer, at random",
+        "bursts": f"compute{s} longer for some steps on end, and then not",
+        "drift": f"get{s} slower and slower",
+        "loader": f"wait{s} for the data loader",
+        "validation": f"validate{s} longer than the others",
+        "gc": f"collect{s} Python's garbage",
+        "callbacks": f"spend{s} longer between batches, in callbacks or loggers",
+    }[found.cause]
+    if not who:
+        who, does = "ranks", does.replace("waits", "wait")
+    return f"{who} {does}, {many}: {costs}"
+
+
+def lines(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> list[str]:
+    """Returns the text."""
+    first = f"Verdict: {verdict(found)}"
+    step_s = found.step_s
+    meetings_s = float(times.takes.sum()) / times.num_steps
+    others_s = meetings_s - found.sums_s
+    late_s = sum(v for k, v in found.costs.items() if k != "network") * step_s
+    whole = (
+        f"a step takes {_ms(step_s)}: {_ms(max(0.0, step_s - late_s - meetings_s))} of own work, "
+        f"{_ms(late_s)} of waiting for who is last, {_ms(found.sums_s)} of sums"
+    )
+    if others_s > 0.02 * step_s:
+        whole += f", {_ms(others_s)} of other meetings"
+    text = [first, f"Why:     {whole}", *(f"         {each}" for each in _details(found))]
+    best = advised(list(remedies), found)
+    if best is None:
+        text.append("Next:    stay with ddp: nothing here would gain 5%")
+    else:
+        text += [f"Next:    {best.what}: {_gain(best)} times as fast", f"             {best.paste}"]
+    others = [r for r in remedies if r is not best and (r.gain >= _SHOWN or r.name in _ALWAYS)]
+    text.append("Others:  " + ", ".join(f"{r.name} {r.gain:.2f}" for r in others))
+    text.append(
+        f"Seen:    {times.num_ranks} ranks, {times.num_steps} steps; how to read this: "
+        'docs/know_before_you_choose.md, "Why is my DDP job slow?"'
+    )
+    return text
+
+
+def record(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> dict[str, Any]:
+    """Returns the same for programs."""
+    best = advised(list(remedies), found)
+    return {
+        "verdict": verdict(found),
+        **asdict(found),
+        "num_ranks": times.num_ranks,
+        "num_steps": times.num_steps,
+        "next": None if best is None else asdict(best),
+        "remedies": [asdict(remedy) for remedy in remedies],
+    }
+
+
+def _details(found: Verdict) -> list[str]:
+    said = []
+    if found.ranks and found.cause not in ("link", "network"):
+        since = "" if found.since is None else f", since step {found.since}"
+        said.append(f"{_ranks(found.ranks)}: last in {found.last_share:.0%} of the steps{since}")
+    longer = {name: s for name, s in found.parts.items() if s > _LEAST_PART * found.late_s}
+    if longer and found.late_s:
+        each = ", ".join(f"{name} +{_ms(s)}" for name, s in sorted(longer.items()))
+        said.append(f"longer where a rank is late: {each}")
+    if found.after_validation:
+        said.append("mostly in the step after a validation")
+    if found.cause == "none" and found.share > 0.01:
+        said.append(f"being late by chance costs {found.share:.1%} of the time")
+    return said
+
+
+def _gain(remedy: Remedy) -> str:
+    return f"{remedy.gain:.2f} ({remedy.low:.2f} to {remedy.high:.2f})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return ""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks[:6]]
+    if len(ranks) > 6:
+        return f"ranks {', '.join(shown)} and {len(ranks) - 6} more"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
