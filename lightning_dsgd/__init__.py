@@ -27,6 +27,7 @@ _HOMES = {
     "DecentralizedStrategy": "trainer.strategy",
     "Diverged": "transport",
     "FabricStrategy": "fabric.strategy",
+    "LoopTrace": "lab.timeline.loop_trace",
     "OfflineWandbLogger": "lab.loggers",
     "PeerLost": "transport",
     "ShardedStrategy": "sharded.strategy",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exporte
     from lightning_dsgd.lab.callbacks import StragglerInjector as StragglerInjector
     from lightning_dsgd.lab.checkpoint_artifacts import CheckpointArtifacts as CheckpointArtifacts
     from lightning_dsgd.lab.loggers import OfflineWandbLogger as OfflineWandbLogger
+    from lightning_dsgd.lab.timeline.loop_trace import LoopTrace as LoopTrace
     from lightning_dsgd.lab.timeline.step_trace import StepTrace as StepTrace
     from lightning_dsgd.plain.training import decentralized as decentralized
     from lightning_dsgd.sharded.strategy import ShardedStrategy as ShardedStrategy

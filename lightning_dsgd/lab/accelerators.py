@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -79,3 +80,56 @@ def _cycles_per_s(device: torch.device) -> float:
 
 def _spin_cycles(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # noqa: SLF001
+
+
+class Times:
+    """Tells when a device has come to a mark, on the host's clock; on a CPU, when the host has."""
+
+    def __init__(self, host_s: Callable[[], float] = time.monotonic) -> None:
+        self.host_s = host_s
+
+    def mark(self) -> Any:
+        """Returns a mark of what was queued so far on the current stream."""
+        return self.host_s()
+
+    def seconds(self, marks: Sequence[Any]) -> list[float] | None:
+        """Returns when each mark was passed; None while one is not.  Nobody waits."""
+        return list(marks)
+
+
+class DeviceTimes(Times):
+    """Reads a CUDA device's clock by events; making one waits for the device.
+
+    Each time is counted from the mark before it, as an event's distance has seven digits only.
+    """
+
+    def __init__(
+        self, host_s: Callable[[], float] = time.monotonic, event: Callable[[], Any] | None = None
+    ) -> None:
+        super().__init__(host_s)
+        self._event = event or functools.partial(torch.cuda.Event, enable_timing=True)
+        self._last = self.mark()
+        self._last.synchronize()
+        self._last_s = host_s()
+
+    def mark(self) -> Any:
+        """Queues an event."""
+        event = self._event()
+        event.record()
+        return event
+
+    def seconds(self, marks: Sequence[Any]) -> list[float] | None:
+        """Reads the events, if all have passed."""
+        if not all(mark.query() for mark in marks):
+            return None
+        found = []
+        for mark in marks:
+            self._last_s += 1e-3 * self._last.elapsed_time(mark)
+            self._last = mark
+            found.append(self._last_s)
+        return found
+
+
+def times_of(device: torch.device) -> Times:
+    """Returns the clock of a device's work; the host's for a device that has no events."""
+    return DeviceTimes() if device.type == "cuda" else Times()

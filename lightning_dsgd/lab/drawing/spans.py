@@ -178,13 +178,15 @@ class _Waits:
 
     def _latest(self, rank: int, at_s: float, end_s: float) -> tuple[int, float]:
         """Returns the computing rank that comes to its exchange last."""
-        computing = {}
+        computing, free_s = {}, end_s
         for other in self._ranks:
             busy, until_s = self._is_busy(other, at_s)
             if other != rank and not busy:
                 computing[other] = until_s
-        if not computing:
-            return NOBODY, end_s
+            elif other != rank:
+                free_s = min(free_s, until_s)
+        if not computing:  # until one of them leaves what all meet for, and computes again
+            return NOBODY, free_s
         latest = max(computing, key=lambda other: computing[other])
         return latest, min(end_s, computing[latest])
 

@@ -7,13 +7,17 @@ some times; the quickest answer counts, which is wrong by half of its round trip
 from __future__ import annotations
 
 import socket
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.devices import port_of
 from lightning_dsgd.transport import Transport
 
 _ASK: Final = 8
@@ -55,3 +59,24 @@ def offset_to_rank_0(
                 if end_s - begin_s < best_s:
                     best_s, offset_s = end_s - begin_s, theirs - (begin_s + end_s) / 2
     return offset_s
+
+
+def offset_by_meetings(is_one_kernel: bool, device: torch.device) -> float:
+    """Returns what turns this rank's clock into rank 0's if added, by torch's process group.
+
+    All ranks have to call it.  They leave a collective at about the same time.
+
+    Args:
+        is_one_kernel: whether this rank runs under rank 0's kernel; all ranks meet nevertheless
+        device: where the process group sums
+    """
+    left_s = []
+    for _ in range(_ASK):
+        dist.all_reduce(torch.zeros(1, device=device))
+        port_of(device).finish()
+        left_s.append(time.monotonic())
+    of_all: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_all, left_s)
+    if is_one_kernel:
+        return 0.0
+    return statistics.median(a - b for a, b in zip(of_all[0], left_s, strict=True))

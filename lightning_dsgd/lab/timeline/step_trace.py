@@ -15,13 +15,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import lightning.pytorch as pl
-import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dsgd.lab import trackers
-from lightning_dsgd.lab.timeline.clocks import boot_id, offset_to_rank_0
-from lightning_dsgd.lab.timeline.recorder import ALL, DEFAULT_MB, Recorder
+from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings, offset_to_rank_0
+from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
+from lightning_dsgd.lab.timeline.watch import Watch, items_in
 from lightning_dsgd.trainer import seams
 
+_LOADER: Final = ".train_dataloader_next"
+"""How the Trainer's loop names, for its profiler, that it waits for the loader."""
+_MOST_READ_MB: Final = 64.0
+"""As much is read for a verdict when training ends; it takes some seconds."""
 _MOST_SPANS: Final = 200_000
 """The most spans in the page that a run of W&B or MLflow gets."""
 
@@ -37,9 +42,13 @@ class StepTrace(pl.Callback):
 
     - with a strategy of this package: how long, and for which rank;
     - with Lightning's DDP on CPUs: how long for the all-reduce, after the last gradient was ready,
-      and for rank 0's buffers;
-    - with others, and with DDP on GPUs, whose waits the training thread does not see: nothing, as
-      the file's first line says.
+      for rank 0's buffers, and in other collectives of torch's;
+    - with DDP on GPUs, whose waits the training thread does not see: when each sum of the gradient
+      could begin, and when it was over, by events that nobody waits for;
+    - with others: nothing, as the file's first line says.
+
+    With DDP, `lightning-dsgd diagnose run/` says why the job is slow and what would help; its first
+    line is told when training ends.  A comm hook of your own goes on as before.
 
     When training ends, a W&B run gets the timeline as a panel, and an MLflow run as an artifact.  A
     later fit with the same folder writes over the files.  When a file is full, or cannot be
@@ -66,11 +75,18 @@ class StepTrace(pl.Callback):
         self._last_step = self._first_step = 0
         self._between_s: float | None = None
         self._validation_s: float | None = None
-        self._gradient_s = 0.0
-        self._forward_s: float | None = None
-        self._handles: list[Any] = []
+        self._phase: tuple[str, float] = "", 0.0
+        self._watch: Watch | None = None
+        self._profiler: Any = None
 
     # ---- the beginning ----
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        strategy = trainer.strategy
+        is_ours = hasattr(strategy, "session")
+        if stage == "fit" and seams.is_a("DDPStrategy", strategy) and not is_ours:
+            self._watch = Watch(strategy.root_device)
+            self._watch.sums.see_registrations()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
@@ -88,10 +104,15 @@ class StepTrace(pl.Callback):
         net = _network(strategy)
         if net is not None:
             self._offset_s = offset_to_rank_0(net)
+        elif self._watch is not None:
+            self._offset_s = offset_by_meetings(boot == boot_id(), strategy.root_device)
         elif boot != boot_id():
             self._offset_s = time.time() - time.monotonic()
-        if self._head["waits"] == "of DDP":
-            self._watch_ddp(strategy.model, pl_module)
+        if self._watch is not None:
+            self._watch.begin(strategy.model)
+            self._head["sums"] = "seen" if self._watch.sums.sees_sums else "the last"
+            self._head["clock"] = "host" if self._watch.is_on_host else "device"
+        self._time_loader(trainer.profiler)
         self._first_step = self._last_step = trainer.global_step
         if self.skip_steps == 0:
             self._begin(trainer)
@@ -124,57 +145,63 @@ class StepTrace(pl.Callback):
         net = _network(trainer.strategy)
         if net is not None:
             net.counters.watch = self._recorder
+        if self._watch is not None:
+            self._watch.recorder = self._recorder
+            self._watch.sums.forget()
 
-    def _watch_ddp(self, wrapper: Any, pl_module: Any) -> None:
-        """Notes when DDP begins to wait for others.
+    def _time_loader(self, profiler: Any) -> None:
+        """Notes how long the Trainer's profiler, whichever it is, would say the loader takes."""
+        start, stop, began_s = profiler.start, profiler.stop, [0.0]
 
-        After the last gradient it waits for its all-reduce; before a forward pass, for rank 0's
-        buffers, if the model has some.
-        """
+        def starts(name: str) -> None:
+            start(name)
+            if name.endswith(_LOADER):
+                began_s[0] = time.monotonic()
 
-        def ready(_: torch.Tensor) -> None:
-            self._gradient_s = time.monotonic()
+        def stops(name: str) -> None:
+            if name.endswith(_LOADER) and self._recorder is not None:
+                self._recorder.did("load", began_s[0], time.monotonic())
+            stop(name)
 
-        def begin(*args: Any) -> None:
-            self._forward_s = time.monotonic()
-
-        def begin_inside(*args: Any) -> None:
-            begin_s, self._forward_s = self._forward_s, None
-            if begin_s is not None:
-                self._waited_for_all(begin_s)
-
-        self._handles = [
-            wrapper.register_forward_pre_hook(begin),
-            pl_module.register_forward_pre_hook(begin_inside),
-        ]
-        for parameter in pl_module.parameters():
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
-
-    def _waited_for_all(self, begin_s: float) -> None:
-        if self._recorder is not None:
-            end_s = time.monotonic()
-            self._recorder.exchanged(begin_s, end_s)
-            self._recorder.waited(begin_s, end_s, ALL, in_lane=False)
+        profiler.start, profiler.stop, self._profiler = starts, stops, profiler
 
     # ---- a step ----
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        if self._recorder is not None and self._between_s is not None:
-            self._recorder.fetched(self._between_s, time.monotonic())
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
+        if self._recorder is not None:
+            if self._between_s is not None:
+                self._recorder.fetched(self._between_s, time.monotonic())
+            self._recorder.has_batch(items_in(batch))
         self._between_s = None
+        self._turns_to("forward")
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._turns_to("backward")
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if self._handles and not seams.is_accumulating(trainer):
-            self._waited_for_all(self._gradient_s)
+        watch = self._watch
+        if watch is not None and (watch.sums.sees_sums or not seams.is_accumulating(trainer)):
+            watch.backward_ends()
+        self._turns_to("")
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self._turns_to("optimizer")
+
+    def _turns_to(self, phase: str) -> None:
+        """Ends a phase of the step, and begins another."""
+        before, begin_s = self._phase
+        self._phase = phase, time.monotonic()
+        if before and self._recorder is not None:
+            self._recorder.did(before, begin_s, self._phase[1])
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._turns_to("")
         step = trainer.global_step
         if step != self._last_step:
             self._last_step = step
             if self._recorder is not None:
                 try:
-                    self._recorder.end_step(step)
+                    (self._watch or self._recorder).end_step(step)
                 except OSError as error:
                     self._give_up(trainer, error)
             elif step - self._first_step == self.skip_steps:
@@ -195,11 +222,14 @@ class StepTrace(pl.Callback):
     # ---- the end ----
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        is_ddp = self._watch is not None and trainer.world_size > 1
         self._end(trainer, "training has ended")
         loggers = list(filter(trackers.takes_pages, trainer.loggers))
-        if loggers:
+        if loggers or is_ddp:
             trainer.strategy.barrier()  # every rank's file is whole
-        if loggers and trainer.is_global_zero:
+        if trainer.is_global_zero and is_ddp:
+            rank_zero_info(self._verdict())
+        if trainer.is_global_zero and loggers:
             from lightning_dsgd.lab.drawing import page, picture  # no other rank needs them
 
             try:
@@ -209,13 +239,34 @@ class StepTrace(pl.Callback):
             except (ValueError, OSError) as error:
                 warnings.warn(f"the run gets no timeline: {error}", stacklevel=2)
 
+    def _verdict(self) -> str:
+        """Returns the first line of `lightning-dsgd diagnose`."""
+        from lightning_dsgd.lab.diagnose import times, verdict, words  # no other rank needs them
+
+        more = f"`lightning-dsgd diagnose {self.folder}` says why"
+        try:
+            mb = sum(path.stat().st_size for path in self.folder.glob("step_trace_*")) / 1e6
+            if mb > _MOST_READ_MB:
+                return f"{more} this job is as fast as it is"
+            return f"{words.verdict(verdict.judge(times.read(self.folder)))}; {more}"
+        except (ValueError, OSError) as error:
+            return f"StepTrace has no verdict: {error}"
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._watch is not None:  # training has not begun
+            self._watch.end()
+            self._watch = None
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._end(trainer, f"training has ended: {type(exception).__name__}")
 
     def _end(self, trainer: Any, why: str) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._watch is not None:
+            self._watch.end()
+        if self._profiler is not None:
+            for name in ("start", "stop"):
+                vars(self._profiler).pop(name, None)
+        self._watch = self._profiler = None
         recorder, self._recorder = self._recorder, None
         net = _network(trainer.strategy)
         if net is not None:
@@ -232,6 +283,8 @@ class StepTrace(pl.Callback):
         net = _network(trainer.strategy)
         if net is not None:
             net.counters.watch = None
+        if self._watch is not None:
+            self._watch.recorder = None
         warnings.warn(
             f"StepTrace records no more on rank {trainer.global_rank}, and training goes on: "
             f"{error}",

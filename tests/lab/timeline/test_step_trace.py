@@ -10,6 +10,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_dsgd import StepTrace, StragglerInjector
 from lightning_dsgd.lab.drawing.spans import tracks
@@ -101,6 +103,64 @@ def test_recording_changes_no_weight_and_knows_batches_from_steps(tmp_path: Path
 
 def fit_with(folder: Path | None, options: dict[str, Any]) -> torch.Tensor:
     return fit("local_sgd", folder, delayed=False, skip_steps=1, **options)
+
+
+class Hooked(DDPStrategy):
+    """DDP with the user's own hook, registered when the model is wrapped, or later."""
+
+    calls = 0
+    late = False
+
+    def hook(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
+        assert state == "mine"
+        self.calls += 1
+        return default_hooks.allreduce_hook(None, bucket)
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        if not self.late:
+            self.model.register_comm_hook("mine", self.hook)
+
+
+class RegistersLate(L.Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.strategy.late:
+            trainer.strategy.model.register_comm_hook("mine", trainer.strategy.hook)
+
+
+def fit_ddp(folder: Path | None, hooked: str) -> tuple[torch.Tensor, int]:
+    torch.manual_seed(0)
+    model, strategy = Regression(), Hooked() if hooked else "ddp"
+    callbacks: list[L.Callback] = [] if folder is None else [StepTrace(folder)]
+    if hooked:
+        strategy.late = hooked == "late"
+        callbacks.append(RegistersLate())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(strategy, 3, callbacks=callbacks).fit(
+            model, loader(num_samples=96), loader(num_samples=24)
+        )
+    assert torch.distributed.broadcast.__code__.co_name != "timed"
+    return weights(model), getattr(strategy, "calls", -1)
+
+
+@pytest.mark.parametrize("hooked", ["", "early", "late"])
+def test_the_sums_of_ddp_are_seen_beside_the_users_hook(hooked: str, tmp_path: Path) -> None:
+    plain, traced = (FitWorld().run(3, fit_ddp, where, hooked) for where in (None, tmp_path))
+    for (theirs, num_calls), (ours, num_ours) in zip(plain, traced, strict=True):
+        assert torch.equal(theirs, ours)
+        assert num_calls == num_ours == (4 if hooked else -1)
+    for trace in read_folder(tmp_path):
+        assert (trace.about["sums"], trace.about["clock"]) == ("seen", "host")
+        for step in trace.steps:
+            ((ready_s, over_s, num_bytes),) = step.sum
+            assert num_bytes == 4 * trace.about["parameters"]
+            (forward,), (backward,), (optimizer,) = step.forward, step.backward, step.optimizer
+            assert forward[1] <= backward[0] <= ready_s <= over_s <= backward[1] <= optimizer[0]
+            assert step.load[0][1] <= step.fetch[-1][1] <= forward[0] + 1e-3
+            assert step.items == 8 * 11
+            # The question for SIGTERM, the buffers of rank 0, and the sum.
+            assert [begin < ready_s for begin, _ in step.exchange][-3:] == [True, True, False]
 
 
 def fit_alone(folder: Path) -> list[str]:

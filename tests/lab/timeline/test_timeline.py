@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lightning_dsgd.lab.accelerators import DeviceTimes
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_to_rank_0
 from lightning_dsgd.lab.timeline.recorder import MOST_SPANS, Recorder, file_of
 from lightning_dsgd.lab.timeline.trace import missing_ranks, read_folder
@@ -220,3 +221,37 @@ def test_clocks_are_compared_through_the_network() -> None:
 def test_ranks_of_one_kernel_share_a_clock() -> None:
     assert boot_id() == boot_id() != ""
     assert SimulatedWorld(3, latency_s=1e-3).run(offset_to_rank_0) == [0.0] * 3
+
+
+class FakeEvent:
+    """An event of a device that has come as far as `at_ms`."""
+
+    at_ms = 0.0
+
+    def __init__(self) -> None:
+        self.passes_ms = float("inf")
+
+    def record(self) -> None:
+        self.passes_ms = FakeEvent.at_ms + 5.0
+
+    def query(self) -> bool:
+        return self.passes_ms <= FakeEvent.at_ms
+
+    def synchronize(self) -> None:
+        FakeEvent.at_ms = max(FakeEvent.at_ms, self.passes_ms)
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.passes_ms - self.passes_ms
+
+
+def test_a_devices_times_are_read_without_waiting_for_it() -> None:
+    times = DeviceTimes(lambda: 100.0, FakeEvent)  # the device has come to 5 ms
+    first, second = times.mark(), None
+    FakeEvent.at_ms += 2.0
+    second = times.mark()
+    assert times.seconds([first, second]) is None
+    FakeEvent.at_ms += 4.0
+    assert times.seconds([first]) == pytest.approx([100.005])
+    assert times.seconds([first, second]) is None
+    FakeEvent.at_ms += 4.0
+    assert times.seconds([first, second]) == pytest.approx([100.005, 100.007])

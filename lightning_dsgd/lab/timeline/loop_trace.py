@@ -1,0 +1,196 @@
+"""`LoopTrace`: the same record as `StepTrace`'s, of a loop in plain PyTorch or in Fabric."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings
+from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
+from lightning_dsgd.lab.timeline.watch import Watch, items_in
+
+T = TypeVar("T")
+
+
+class LoopTrace:
+    """Records where each rank's time goes in a loop that trains with torch's DDP.
+
+    ```python
+    model = DistributedDataParallel(model)    # or: model, optimizer = fabric.setup(...)
+    with lightning_dsgd.LoopTrace("run/", model, optimizer) as trace:
+        for x, y in trace.batches(loader):
+            optimizer.zero_grad()
+            loss_of(model(x), y).backward()
+            optimizer.step()
+        with trace.evaluating():
+            evaluate(model)
+    ```
+
+    `lightning-dsgd diagnose run/` says why the job is slow, and `timeline` draws it.
+    A step ends where the next batch is asked for, if gradients were summed.  All ranks have to make
+    a `LoopTrace`, together, before the first backward pass.  A comm hook of your own is called
+    behind ours if you register it after that; one that was registered before is kept too, but then
+    the last gradient's time alone is seen.  Not for `model.join()`.
+
+    Args:
+        folder: where the ranks' files are put
+        model: the DDP, or what Fabric has wrapped around it
+        optimizer: whose steps are timed; without it they count as "between"
+        max_mb: the most MB of a rank's file
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: torch.nn.Module,
+        optimizer: Any = None,
+        max_mb: float = DEFAULT_MB,
+    ) -> None:
+        if not max_mb > 0:
+            raise ValueError(f"max_mb must be positive, got max_mb={max_mb}; try {DEFAULT_MB:g}")
+        found = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
+        inside = getattr(model, "_forward_module", None)  # of Fabric, which lists it as no module
+        if isinstance(inside, DistributedDataParallel):
+            found.append(inside)
+        if not found:
+            raise ValueError(
+                "LoopTrace needs a model in torch's DistributedDataParallel, got "
+                f"{type(model).__name__}; wrap it first, or use StepTrace under the Trainer"
+            )
+        self._ddp = found[0]
+        self._folder, self._max_mb = Path(folder), max_mb
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Fabric wraps it
+        self._recorder: Recorder | None = None
+        self._handles: list[Any] = []
+        self._watch: Watch | None = None
+        self._num_steps = 0
+        self._forward_s: float | None = None
+        self._backward_s: float | None = None
+        self._between_s: float | None = None
+        self._optimizer_s = 0.0
+
+    def __enter__(self) -> LoopTrace:
+        device = next(self._ddp.parameters()).device
+        self._watch = watch = Watch(device)
+        told = [{"run": secrets.token_hex(8), "began_unix_s": time.time(), "boot": boot_id()}]
+        dist.broadcast_object_list(told, device=device)
+        is_one_boot = told[0].pop("boot") == boot_id()
+        watch.begin(self._ddp)
+        self._recorder = watch.recorder = Recorder(
+            self._folder,
+            dist.get_rank(),
+            dist.get_world_size(),
+            time.monotonic,
+            about={
+                **told[0],
+                "host": socket.gethostname(),
+                "device": str(device),
+                "parameters": sum(p.numel() for p in self._ddp.parameters() if p.requires_grad),
+                "strategy": "ddp",
+                "waits": "of DDP" if watch.is_on_host else "not seen",
+                "sums": "seen" if watch.sums.sees_sums else "the last",
+                "clock": "host" if watch.is_on_host else "device",
+            },
+            offset_s=offset_by_meetings(is_one_boot, device),
+            max_mb=self._max_mb,
+        )
+        self._handles = [
+            self._ddp.register_forward_pre_hook(self._begins_forward),
+            self._ddp.register_forward_hook(self._ends_forward),
+        ]
+        if self._optimizer is not None:
+            self._handles += [
+                self._optimizer.register_step_pre_hook(self._begins_step),
+                self._optimizer.register_step_post_hook(self._ends_step),
+            ]
+        self._between_s = time.monotonic()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        assert self._watch is not None
+        assert self._recorder is not None
+        if kind is None:
+            self._end_step()
+        for handle in self._handles:
+            handle.remove()
+        self._watch.end()
+        self._recorder.close("training has ended" if kind is None else f"ended: {kind.__name__}")
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yields the batches of a loader, and times how long it takes to get them."""
+        iterator = iter(loader)
+        while True:
+            self._end_step()
+            began_s = time.monotonic()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            now = time.monotonic()
+            if self._recorder is not None:
+                self._recorder.did("load", began_s, now)
+                self._recorder.fetched(began_s if self._between_s is None else self._between_s, now)
+                self._recorder.has_batch(items_in(batch))
+            self._between_s = None
+            yield batch
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Times a validation."""
+        self._end_step()
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            if self._recorder is not None:
+                self._recorder.evaluated(began_s, time.monotonic())
+
+    def _end_step(self) -> None:
+        watch, recorder = self._watch, self._recorder
+        if watch is None or recorder is None:
+            raise RuntimeError(
+                'LoopTrace must be entered first; write "with LoopTrace(...) as trace:"'
+            )
+        summed_s, over_s = watch.sums.ready_s, watch.sums.over_s
+        if summed_s is None:
+            return
+        if self._backward_s is not None:
+            recorder.did("backward", self._backward_s, over_s or summed_s)
+        if watch.is_on_host:
+            watch.met(summed_s, over_s or summed_s)
+        watch.sums.ready_s = watch.sums.over_s = self._backward_s = None
+        self._num_steps += 1
+        watch.end_step(self._num_steps)
+        self._between_s = time.monotonic()
+
+    def _begins_forward(self, *_: Any) -> None:
+        self._forward_s = time.monotonic()
+
+    def _ends_forward(self, *_: Any) -> None:
+        self._backward_s = time.monotonic()
+        if self._recorder is not None and self._forward_s is not None and torch.is_grad_enabled():
+            self._recorder.did("forward", self._forward_s, self._backward_s)
+
+    def _begins_step(self, *_: Any) -> None:
+        self._optimizer_s = time.monotonic()
+        if self._watch is not None and not self._watch.sums.sees_sums:
+            self._watch.sums.over_s = self._optimizer_s
+
+    def _ends_step(self, *_: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.did("optimizer", self._optimizer_s, time.monotonic())

@@ -1,0 +1,114 @@
+"""What a rank of torch's DDP records besides the phases of a step: its sums, and its meetings.
+
+`StepTrace` and `LoopTrace` have one each.  All times go to the recorder that is set at the moment;
+while none is set, nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+
+from lightning_dsgd.lab.accelerators import times_of
+from lightning_dsgd.lab.timeline.meetings import Meetings
+from lightning_dsgd.lab.timeline.recorder import ALL, Recorder
+from lightning_dsgd.lab.timeline.sums import Sums
+
+_SHORTEST_GC_S: Final = 5e-4
+"""Garbage collections that are shorter are not listed."""
+
+
+class Watch:
+    """Watches a rank of DDP.
+
+    Attributes:
+        recorder: what is told; None while nothing is recorded
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorder: Recorder | None = None
+        self.is_on_host = device.type != "cuda"
+        self.sums = Sums(times_of(device))
+        self._meetings = Meetings(self.met, time.monotonic)
+        self._thread = threading.get_ident()
+        self._collecting_s: float | None = None
+        self._forward_s: float | None = None
+        self._handles: list[Any] = []
+
+    def begin(self, ddp: Any) -> None:
+        """Begins to watch a DDP that is wrapped around a model."""
+        self.sums.watch(ddp)
+        self._meetings.begin()
+        gc.callbacks.append(self._collects)
+        if self.is_on_host and ddp.broadcast_buffers and any(True for _ in ddp.buffers()):
+            # Before a forward pass DDP waits for the buffers of rank 0.
+            self._handles = [
+                ddp.register_forward_pre_hook(self._comes_to_forward),
+                ddp.module.register_forward_pre_hook(self._is_in_forward),
+            ]
+
+    def end(self) -> None:
+        """Leaves everything as it was."""
+        self.sums.stop()
+        self._meetings.end()
+        if self._collects in gc.callbacks:
+            gc.callbacks.remove(self._collects)
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.recorder = [], None
+
+    def met(self, begin_s: float, end_s: float | None = None) -> None:
+        """Records that this rank met all others, and waited for them."""
+        if self.recorder is not None:
+            end_s = time.monotonic() if end_s is None else end_s
+            self.recorder.exchanged(begin_s, end_s)
+            self.recorder.waited(begin_s, end_s, ALL, in_lane=False)
+
+    def backward_ends(self) -> None:
+        """Records how long the backward pass waited for the sums, which are over."""
+        ready_s, self.sums.ready_s = self.sums.ready_s, None
+        if self.is_on_host and ready_s is not None:
+            self.met(ready_s)
+
+    def end_step(self, number: int) -> None:
+        """Ends a step: hands over what is known by now, and writes it."""
+        if self.recorder is not None:
+            for begin_s, end_s, *figures in self.sums.end_step(number):
+                self.recorder.did("sum", begin_s, end_s, *figures)
+            self.recorder.end_step(number)
+
+    def _comes_to_forward(self, *_: Any) -> None:
+        self._forward_s = time.monotonic()
+
+    def _is_in_forward(self, *_: Any) -> None:
+        begin_s, self._forward_s = self._forward_s, None
+        if begin_s is not None:
+            self.met(begin_s)
+
+    def _collects(self, phase: str, _: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        now = time.monotonic()
+        if phase == "start":
+            self._collecting_s = now
+        elif self._collecting_s is not None:
+            begin_s, self._collecting_s = self._collecting_s, None
+            if now - begin_s >= _SHORTEST_GC_S and self.recorder is not None:
+                self.recorder.did("gc", begin_s, now)
+
+
+def items_in(batch: Any) -> int:
+    """Returns how many numbers a batch has, in all its tensors."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    parts: Iterable[Any] = ()
+    if isinstance(batch, dict):
+        parts = batch.values()
+    elif isinstance(batch, list | tuple):
+        parts = batch[:64]
+    return sum(map(items_in, parts))
