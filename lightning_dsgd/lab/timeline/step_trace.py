@@ -90,6 +90,9 @@ class StepTrace(pl.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
+        if self._watch is not None and not seams.is_a("DistributedDataParallel", strategy.model):
+            self._watch.end()  # a strategy that stands on Lightning's DDP and sums in its own way
+            self._watch = None
         shared = {"run": secrets.token_hex(8), "began_unix_s": time.time(), "boot": boot_id()}
         shared = strategy.broadcast(shared)
         boot = shared.pop("boot")
@@ -99,7 +102,7 @@ class StepTrace(pl.Callback):
             "device": str(strategy.root_device),
             "parameters": sum(p.numel() for p in pl_module.parameters() if p.requires_grad),
             **_epoch(trainer),
-            **self._describe(strategy),
+            **self._describe(strategy, self._watch),
         }
         net = _network(strategy)
         if net is not None:
@@ -119,14 +122,14 @@ class StepTrace(pl.Callback):
         self._between_s = time.monotonic()
 
     @staticmethod
-    def _describe(strategy: Any) -> dict[str, Any]:
+    def _describe(strategy: Any, watch: Watch | None) -> dict[str, Any]:
         if _network(strategy) is not None:
             algorithm = strategy.algorithm
             options = {k: str(v) for k, v in algorithm.hyperparameters().items()}
             return {"strategy": algorithm.name, "hyperparameters": options, "waits": "by rank"}
-        sees_ddp = seams.is_a("DDPStrategy", strategy) and strategy.root_device.type == "cpu"
+        sees_waits = watch is not None and watch.is_on_host
         name = type(strategy).__name__.removesuffix("Strategy").lower()
-        return {"strategy": name, "waits": "of DDP" if sees_ddp else "not seen"}
+        return {"strategy": name, "waits": "of DDP" if sees_waits else "not seen"}
 
     def _begin(self, trainer: Any) -> None:
         try:
