@@ -19,12 +19,13 @@ or a strategy takes DDP's place, which changes how the model learns too:
                its latency; what is hidden behind the backward pass stays hidden
 
 The interval has 90% of what other stretches of the run give (blocks of steps are drawn again, 200
-times), and 3% on both sides for what a model leaves out.
+times), and 3% on both sides for what a model leaves out.  A strategy's lower end also allows for
+communication that takes as long as DDP's meetings, as it does where processors are short.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -60,7 +61,6 @@ _OF_CAUSE: Final = {
     "network": ("int8",),
 }
 """The remedies of a cause, which come before others, in this order."""
-_NEARLY: Final = 0.85
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,13 @@ def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
         _replaced(times, ddp, "freeze", _less("gc", times)),
         _replaced(times, ddp, "lighter", _as_the_others("between", times)),
         _drawn("int8", ddp, times.by_step(times.own.max(1).values) + _int8(times)),
-        _drawn("claimed", ddp, torch.cat([own, together[:, None]], 1), _claimed),
-        *_simulated(times, ddp, own, float(together.mean())),
+        *(
+            _at_least(remedy, times, ddp)
+            for remedy in (
+                _drawn("claimed", ddp, torch.cat([own, together[:, None]], 1), _claimed),
+                *_simulated(times, ddp, own, float(together.mean())),
+            )
+        ),
     ]
     if verdict.cause == "lengths":
         even = times.own.mean(1, keepdim=True).expand_as(times.own)
@@ -141,14 +146,14 @@ def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
 def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
     """Returns what to do first; None: stay with DDP.
 
-    The remedy of the cause itself comes first, unless another is far better.
+    The remedy of the cause itself comes first, if it is worth it: most of them keep DDP.
     """
     if verdict.cause == "none":
         return None
     worth = [r for r in found if r.gain >= WORTH and r.low > 1.0 and r.name != "mended"]
     by_name = {remedy.name: remedy for remedy in worth}
     for name in _OF_CAUSE.get(verdict.cause, ()):
-        if name in by_name and by_name[name].gain >= _NEARLY * worth[0].gain:
+        if name in by_name:
             return by_name[name]
     return worth[0] if worth else None
 
@@ -247,6 +252,14 @@ def _simulated(times: Times, ddp: Tensor, own: Tensor, besides_s: float) -> list
         )
         for spec, found in gains.items()
     ]
+
+
+def _at_least(remedy: Remedy, times: Times, ddp: Tensor) -> Remedy:
+    """Lowers the lower end to what is left if the strategy waits as long as DDP's meetings take."""
+    step_s = float(ddp.mean())
+    meetings_s = float(times.takes.sum()) / times.num_steps
+    least = (1 - _MODEL) * step_s / (step_s / remedy.gain + meetings_s)
+    return replace(remedy, low=min(remedy.low, least))
 
 
 def _some_ranks(own: Tensor) -> list[int]:

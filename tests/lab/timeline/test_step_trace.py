@@ -160,7 +160,10 @@ def test_the_sums_of_ddp_are_seen_beside_the_users_hook(hooked: str, tmp_path: P
             assert step.load[0][1] <= step.fetch[-1][1] <= forward[0] + 1e-3
             assert step.items == 8 * 11
             # The question for SIGTERM, the buffers of rank 0, and the sum.
-            assert [begin < ready_s for begin, _ in step.exchange][-3:] == [True, True, False]
+            *_, question, buffers, of_sum = step.exchange
+            assert question[1] <= buffers[0] <= buffers[1] <= of_sum[0] <= ready_s
+            assert ready_s - of_sum[0] < 1e-3
+            assert over_s <= of_sum[1]
 
 
 def fit_alone(folder: Path) -> list[str]:
