@@ -58,7 +58,7 @@ CAUSES: dict[str, tuple[str, tuple[int, ...], str, str]] = {
     "uneven sequence lengths": ("lengths", (), "sorted", "ddp"),
     "thermal drift": ("drift", (VICTIM,), "claimed", CLAIMED),
     "none": ("none", (), "wagma", "wagma"),
-    "one slow link": ("link", (VICTIM + 1,), "int8", INT8),
+    "one slow link": ("link", (VICTIM - 1,), "int8", INT8),  # to whom gloo's ring sends next
     "slow network for all": ("network", (), "int8", INT8),
 }
 ON_LINKS = ("one slow link", "slow network for all")
