@@ -41,12 +41,6 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
         self._processes = Processes()
 
     @property
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-        own: torch.device = super().root_device  # whose index is the rank's place on its node
-        return devices.present(own) if self.in_force["share_device"] else own
-
-    @property
     def is_global_zero(self) -> bool:
         """Whether this rank prints, logs and writes files."""
         opens = self.session.phase is Phase.OPENING
@@ -54,6 +48,8 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
 
     def _configure_launcher(self) -> None:
         # The first hook that knows the devices, and the last before a launcher could start ranks.
+        if self.in_force["share_device"]:  # their indices are the ranks' places on the node
+            self.parallel_devices = [devices.present(each) for each in self.parallel_devices]
         check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
         self._start_method = start_method(
             self.cluster_environment, self._start_method, is_chosen=self._has_start_method
