@@ -91,7 +91,8 @@ def train(net: Any, task: str, density: float, settings: dict[str, Any]) -> list
         torch.manual_seed(settings["seed"])
         model, optimizer, loss_of, num_samples = TASKS[task]()
     [weights] = flat.flatten(model.named_parameters())
-    algorithm = OkTopk(density=density, threshold_period=settings["threshold_period"])
+    period = settings["threshold_period"]
+    algorithm = OkTopk(density=density, threshold_period=period, rule="paper")
     algorithm.start(net, weights.x)
     generator = torch.Generator().manual_seed(1000 * settings["seed"] + net.rank)
     history = []

@@ -161,7 +161,7 @@ def compare_sparse(
     paper: tuple[float, float],
 ) -> tuple[Rows, str]:
     """The sparse all-reduces and the dense one, at the largest P."""
-    oktopk = f"oktopk:density={density}:threshold_period={period}"
+    oktopk = f"oktopk:rule=paper:density={density}:threshold_period={period}"
     names = ("topk_allgather", "topk_dsa", "gtopk", "gaussian_topk")
     others = ["allreduce", *(f"{name}:density={density}" for name in names)]
     for p in ranks:

@@ -46,15 +46,16 @@ class Watch:
 
     def __init__(self, net: Transport, algorithm: ErrorFeedback) -> None:
         self.net = net
-        name = "split_and_reduce" if isinstance(algorithm, OkTopk) else "take_out"
+        name = "split_and_reduce" if isinstance(algorithm, OkTopk) else "local_topk"
         self.go_on = getattr(algorithm, name)
         setattr(algorithm, name, self._meet)
 
     def _meet(self, *selected: Any) -> Any:
+        found = None if selected else self.go_on()  # the selection itself
         self.selected_cpu = time.process_time()
         self.net.barrier().wait()
         self.met_at, self.met_cpu = time.perf_counter(), time.process_time()
-        return self.go_on(*selected)
+        return self.go_on(*selected) if selected else found
 
 
 def residual_of_many_steps(n: int, density: float, seed: int) -> Tensor:

@@ -62,7 +62,7 @@ def main() -> None:
         "copy": lambda: b.copy_(a),
         "add": lambda: b.add_(a),
         "select": lambda: take_out(sparse.select(residual, threshold)),
-        "accumulate": lambda: take_out(sparse.accumulate_and_select(residual, g, threshold)),
+        "accumulate": lambda: take_out(sparse.select(residual, threshold, g)),
         "kth": lambda: sparse.kth_magnitude(x, k),
         "topk": lambda: torch.topk(x.abs(), k),
         "pack": pack,

@@ -5,7 +5,8 @@
 Entries as in the tests: normal ones, which lie everywhere; all large ones in one region; the global
 top-k on one rank.  Counted are all bytes that the transport is given, headers, counts and flags
 included, in steps with exact thresholds and between them; the table has the most that any rank sent
-in any step, in KB.  The bound is the paper's, 6k (P-1)/P words of 4 bytes.
+in any step, in KB.  The bound is the paper's, 6k (P-1)/P words of 4 bytes.  The committed results
+of `oktopk` are those of `oktopk:rule=paper`; those of its default are in sparse_volume_shared.json.
 """
 
 from __future__ import annotations
@@ -18,17 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.oktopk import OkTopk
-from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.lab.bench.cells import Cell, finish
 from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.algorithms.test_oktopk import GRADIENTS
 
-SPARSE = {
-    algorithm.name: algorithm for algorithm in (OkTopk, TopkAllgather, GaussianTopk, TopkDSA, GTopk)
-}
+SPARSE = ["oktopk", "oktopk:rule=paper", "topk_allgather", "gaussian_topk", "topk_dsa", "gtopk"]
 
 
 def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
@@ -38,10 +36,8 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         dist.init_process_group("gloo")
     net = ProcessGroupTransport()
     n = settings["numel"]
-    if cell["algorithm"] == "dense":
-        algorithm: Any = AllReduce()
-    else:
-        algorithm = SPARSE[cell["algorithm"]](density=settings["density"])
+    of_density = "" if cell["algorithm"] == "allreduce" else f":density={settings['density']}"
+    algorithm: Any = make_algorithm(cell["algorithm"] + of_density)
     if isinstance(algorithm, OkTopk):
         algorithm.threshold_period = 4
     algorithm.start(net, torch.zeros(n))
@@ -61,14 +57,17 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=400_000)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--algorithms", nargs="+", default=SPARSE)
     parser.add_argument(
         "--output", type=Path, default=Path("docs/results/oktopk/sparse_volume.json")
     )
     args = parser.parse_args()
     settings = {"numel": args.numel, "density": args.density, "steps": args.steps}
     cells = [
-        {"algorithm": name, "gradient": gradient} for name in SPARSE for gradient in GRADIENTS
-    ] + [{"algorithm": "dense", "gradient": "normal"}]
+        {"algorithm": spec, "gradient": gradient}
+        for spec in args.algorithms
+        for gradient in GRADIENTS
+    ] + [{"algorithm": "allreduce", "gradient": "normal"}]
     most: dict[str, dict[int, float]] = {}
     report: dict[str, Any] = {}
     words = 6 * round(args.density * args.numel)

@@ -1,7 +1,8 @@
 """Ok-Topk (Li & Hoefler, PPoPP 2022, https://arxiv.org/abs/2201.07598), Algorithms 1 and 2.
 
     acc_i <- e_i + g_i P / A
-    u <- Topk(sum_i Topk(acc_i))
+    S <- the places of Topk(sum_i Topk(acc_i))
+    u <- sum_i acc_i at S                   rule="paper": sum_i Topk(acc_i) at S
     e_i <- acc_i, but 0 where it has contributed to u
     g_i <- u / P
 
@@ -10,35 +11,23 @@ selected, P ranks, of which A still have data (P, in the paper), tau' threshold_
 repartition_period.
 
 Every rank owns a region of the gradient: it sums the entries that the ranks have selected there and
-selects from the sums.  The selected sums are then all-gathered.
+selects from the sums.  Their places are all-gathered, and the values there summed, without indices
+(`rule="paper"`: the sums are all-gathered).
 
-Differs from the paper:
-- Algorithm 2 accumulates lr * g and subtracts u / P from the weights.  Here gradients are
-  accumulated and the optimizer comes afterwards, as in the paper's runs with Adam; with plain SGD
-  and a constant lr the two are the same.  When the lr changes, the residual is applied with the new
-  one.
-- A step with an exact threshold selects exactly k entries; of equal ones, the first.  In between,
-  the thresholds are corrected a little in each step according to their counts.  A threshold that
-  fewer than 3k/4 or more than 5k/4 entries reach is evaluated again at once, so that no step sends
-  almost nothing, and none more than the volume below.
-- The exact global threshold is found by counting digits, in four all-reduces of 1 KB; the paper
-  gathers all sums on all ranks, up to P k of them.
-- Any P: the all-gather is Bruck's, which is recursive doubling where P is a power of two.
-- Indices are packed (`sparse_wire`), not sent as coordinates of 4 bytes.
-- All destinations are one bucket: the sums of a region are made once all its entries are there, in
-  as many operations for any P.  On a GPU they are added in any order, unless
-  `torch.use_deterministic_algorithms` is on.
-- A rank that has run out of data continues with its residual, and all residuals are applied at the
-  end of training (`error_feedback`).
-- Not in the paper: `wire_dtype` (`rounding`; what a rank rounds off, of its values or of the sums
-  that it sends to all, stays in its residual); `local_steps`, which sums what several steps have
-  changed (`error_feedback`).  The periods then count exchanges.
+Differs from the paper, in short (`paper=True`: not in the first two points):
+- Every rank gives all that it has at S.  By the paper's rule it keeps what it has not selected
+  itself, which waits longer the more ranks there are.
+- Thresholds are corrected a little in each step according to their counts, and evaluated again
+  where fewer than 3k/4 or more than 5k/4 entries reach one.  Exact ones are found by counting.
+- Gradients are accumulated, not lr * g, and the optimizer comes afterwards, as in the paper's runs
+  with Adam.  A rank without data goes on with its residual (`error_feedback`).
+- Any P, packed indices (`sparse_wire`), one bucket; `wire_dtype` and `local_steps`.
 
-Every rank waits for every other in every exchange, once in `local_steps` steps.  Sends about 2k
-(P-1)/P values with their indices per exchange, 5.1 bytes each at a density of 1%: about 10k (P-1)/P
-bytes.  The paper's bound is 6k (P-1)/P numbers of 4 bytes.  It also holds for unfavourable
-positions of the entries, if k is large compared with the headers and counts (64 P bytes per
-exchange) and, with two ranks, not all entries lie in the other's region in both phases.
+Every rank waits for every other in every exchange, once in `local_steps` steps.  Sends about k
+(P-1)/P entries and as many indices, and 2k (P-1)/P values, per exchange: at a density of 1% about
+14k (P-1)/P bytes; by the paper's rule 2k (P-1)/P entries, 10k (P-1)/P bytes.  The paper's bound is
+6k (P-1)/P numbers of 4 bytes.  It holds for any positions of the entries, if k is large compared
+with the counts (64 P bytes) and, with two ranks, not all lie in the other's region in both phases.
 """
 
 from __future__ import annotations
@@ -46,6 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, Final
 
 import torch
@@ -53,10 +43,10 @@ from torch import Tensor
 
 from lightning_dsgd import devices
 from lightning_dsgd.algorithm import ORDINARY, Conditions, Profile
-from lightning_dsgd.hyperparameters import at_least
+from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
-from lightning_dsgd.primitives.sparse_wire import Part
+from lightning_dsgd.primitives.sparse_wire import PLACES, Part
 from lightning_dsgd.transport import Transport
 
 DIGIT_BITS: Final = 8
@@ -75,9 +65,8 @@ class OkTopk(ErrorFeedback):
     profile: ClassVar[Profile] = Profile(
         when="every step, or every `local_steps` steps",
         with_whom="all ranks",
-        sends="about 10k (P-1)/P / `local_steps` at a density of 1%, at most 24k (P-1)/P / "
-        "`local_steps`",
-        memory="2 |g|; at most |g| more for the region, 1 byte per element more",
+        sends="about 14k (P-1)/P at a density of 1%, at most 24k (P-1)/P, / `local_steps`",
+        memory="2 |g|; at most |g| more for the region",
         suits="slow networks and large models, ranks of equal speed",
     )
 
@@ -97,15 +86,38 @@ class OkTopk(ErrorFeedback):
         0, default=0, doc="number of steps at the start whose exchanges are dense"
     )
     wire_dtype: str = rounding.wire_dtype("stays in the residual", of="value")
+    rule: str | None = one_of(
+        "shared",
+        "paper",
+        default=None,
+        doc='what is applied at the chosen places: with "shared" all that the ranks have there, '
+        'with "paper" what a rank has selected; None means "shared", or "paper" with `paper=True`',
+    )
+    paper: bool = setting(
+        default=False,
+        doc='if True, the algorithm is as printed: `rule="paper"`, and thresholds stay as they are '
+        "for `threshold_period` exchanges",
+    )
+
+    def check_hyperparameters(self) -> None:
+        super().check_hyperparameters()
+        printed = {"rule": "paper", "wire_dtype": "float32", "local_steps": 1, "warmup_steps": 0}
+        for name, value in printed.items():
+            if self.paper and (got := getattr(self, name)) not in (None, value):
+                raise ValueError(
+                    f"with paper=True {name} must be as in the paper, got {name}={got!r}; set "
+                    f"{name}={value!r} or paper=False"
+                )
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
-        self.local_threshold = self.residual.new_zeros(())
-        self.global_threshold = self.residual.new_zeros(())
+        self.is_shared = not self.paper and self.rule != "paper"
+        self.local_threshold = self.global_threshold = self.residual.new_zeros(())
         self.divide(evenly(len(x), net.world_size))
-        self.marks = torch.zeros_like(x, dtype=torch.bool)  # local entries; none between two steps
+        self.marks = torch.zeros_like(x[:0] if self.is_shared else x, dtype=torch.bool)
         self.room = self.residual.new_zeros(0)  # for the region; zeros between two steps
         self.num_dense = math.ceil(self.warmup_steps / self.local_steps)  # exchanges of the warm-up
+        self.most = len(x) if self.paper else 5 * self.k // 4 + 1
         self.num_selected = 0
 
     def exchange(self, g: Tensor) -> None:
@@ -120,29 +132,29 @@ class OkTopk(ErrorFeedback):
         self.num_selected = self.num_applied = len(g)
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
-        """Runs one step of the paper's Algorithm 1."""
+        """Runs one step of the paper's Algorithm 1, up to the sum at the places it has chosen."""
         t = self.round - self.num_dense
         is_exact = t % self.threshold_period == 0
-        if is_exact:
-            self.accumulate(g)
-            self.local_threshold = self.th_re_evaluate()
-            local = self.cut(self.select(self.local_threshold), self.k)
-        else:
-            selected = sparse.accumulate_and_select(self.residual, g, self.local_threshold)
-            local = self.select_local(selected)
+        local, parts = self.select_local(g, is_exact)
         self.num_selected = len(local[0])
-        self.marks[local[1]] = True
         if t % self.repartition_period == 0:
             self.divide(self.space_repartition(local[1]))
-        region, touched, rounded_off = self.split_and_reduce(*local)
+            parts = self.measure(local, self.cuts(local[1]))
+        region, touched, rounded_off = self.split_and_reduce(local, parts)
         if is_exact:
             self.global_threshold = self.th_re_evaluate_global(region)
-        u, (of_sums, sums) = self.balance_and_allgatherv(region, is_exact)
+        selected, parts = self.select_global(region, is_exact)
         region[touched] = 0
+        sizes = [part.count for part in parts]
+        if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
+            selected, parts = self.balance(selected, sizes)
+        if self.is_shared:
+            (_, places), _ = self.gather(selected, parts, PLACES)
+            return self.sum_at(places), places
+        u, of_sums = self.gather(selected, parts, self.wire_dtype)
         self.update_residual(local[1], u[1], rounded_off)
         if self.wire_dtype != "float32":
-            self.residual[sums] += of_sums  # stays with the rank that has rounded
-        self.marks[local[1]] = False
+            self.residual[selected[1]] += of_sums  # stays with the rank that has rounded
         return u
 
     # ---- selection ----
@@ -153,23 +165,29 @@ class OkTopk(ErrorFeedback):
             return self.residual.new_zeros(())
         return sparse.kth_magnitude(self.residual, self.k)
 
-    def select_local(self, selected: Selected) -> Selected:
+    def select_local(self, g: Tensor, is_exact: bool) -> tuple[Selected, list[Part]]:
         """Selects entries by an earlier threshold, or the k largest by a new threshold."""
-        values, _ = selected
-        if self.may_go_on(self.local_threshold, len(values)):
-            self.local_threshold = sparse.corrected(self.local_threshold, len(values), self.k)
-            return selected
-        self.require_finite(bool(values.isfinite().all()))
-        if len(values) >= self.k:
-            self.local_threshold = sparse.kth_magnitude(values, self.k)
+        if is_exact:
+            self.accumulate(g)
         else:
-            self.local_threshold = self.th_re_evaluate()
-            selected = self.select(self.local_threshold)
-        return self.cut(selected, self.k)
+            values, places = sparse.select(self.residual, self.local_threshold, g, self.most)
+            parts = self.measure((values, places), self.cuts(places))
+            count = parts[-1].end
+            if self.may_go_on(self.local_threshold, count):
+                self.local_threshold = self.corrected(self.local_threshold, count)
+                return (values[:count], places[:count]), parts
+        self.local_threshold = self.th_re_evaluate()
+        local = self.cut(self.select(self.local_threshold), self.k)
+        return local, self.measure(local, self.cuts(local[1]))
 
     def may_go_on(self, threshold: Tensor, count: int) -> bool:
         """Returns whether a threshold selects about k entries, or fewer as there are no more."""
-        return sparse.is_near(count, self.k) or (count < self.k and not threshold)
+        is_near = self.paper or sparse.is_near(count, self.k)  # waits for no device
+        return is_near or (count < self.k and not threshold)
+
+    def corrected(self, threshold: Tensor, count: int) -> Tensor:
+        """Returns the next exchange's threshold, after one that has selected so many entries."""
+        return threshold if self.paper else sparse.corrected(threshold, count, self.k)
 
     def th_re_evaluate_global(self, region: Tensor) -> Tensor:
         """Returns the exact k-th largest magnitude of all regions, digit by digit from the highest.
@@ -201,23 +219,19 @@ class OkTopk(ErrorFeedback):
         The ranks have at most 5k/4 entries, and at most k by an exact threshold; of equal entries
         the first are taken.
         """
-        if not is_exact:
-            selected, parts = self.select_near(region)
+        rank = self.net.rank
+        if not is_exact:  # one entry more than all ranks may have tells of too many
+            values, places = sparse.select(region, self.global_threshold, most=self.most)
+            indices = places + self.boundaries[rank]
+            (part,) = self.measure((values, indices), self.cuts(indices)[rank : rank + 2])
+            parts = self.announce(part)
             total = sum(part.count for part in parts)
             if self.may_go_on(self.global_threshold, total):
-                self.global_threshold = sparse.corrected(self.global_threshold, total, self.k)
-                return selected, parts
+                self.global_threshold = self.corrected(self.global_threshold, total)
+                return (values[: part.count], indices[: part.count]), parts
             self.global_threshold = self.th_re_evaluate_global(region)
         selected = self.select_exactly(region)
         return selected, self.announce(*self.measure(selected))
-
-    def select_near(self, region: Tensor) -> tuple[Selected, list[Part]]:
-        """Selects by an earlier threshold, at most one entry more than all ranks may have."""
-        most = 5 * self.k // 4 + 1
-        values, places, cuts = sparse.select_at_most(region, self.global_threshold, most)
-        indices = places + self.boundaries[self.net.rank]
-        (part,) = self.measure((values, indices), cuts)
-        return (values[: part.count], indices[: part.count]), self.announce(part)
 
     def select_exactly(self, region: Tensor) -> Selected:
         """Selects this rank's entries of the k largest, by the k-th magnitude of all regions."""
@@ -247,58 +261,61 @@ class OkTopk(ErrorFeedback):
         self.boundaries = boundaries
         self.edges = devices.integers(boundaries, self.residual.device)
 
-    def split_and_reduce(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def cuts(self, indices: Tensor) -> Tensor:
+        """Returns where the entries of each region begin, and the last ones end."""
+        return torch.searchsorted(indices, self.edges)
+
+    def split_and_reduce(self, local: Selected, parts: list[Part]) -> tuple[Tensor, Tensor, Tensor]:
         """Sends each rank the entries of its region; sums the entries of this rank's region.
 
-        Returns:
-            The region's sums, the places that may differ from zero, and what was rounded off the
-            values.
+        Returns the region's sums, the places that may differ from zero, and what was rounded off.
         """
         rank, num_ranks = self.net.rank, self.net.world_size
         start, stop = self.boundaries[rank : rank + 2]
-        cuts = torch.searchsorted(indices, self.edges)
         order = downwards(rank, num_ranks)
-        (terms, places), rounded_off = self.swap((values, indices), cuts, order, self.wire_dtype)
+        (terms, places), rounded_off = self.swap(local, parts, order, self.wire_dtype)
         if len(self.room) < stop - start:
             self.room = self.residual.new_zeros(stop - start)
         region, touched = self.room[: stop - start], places - start
         return region.index_add_(0, touched, terms), touched, rounded_off
 
-    def balance_and_allgatherv(self, region: Tensor, is_exact: bool) -> tuple[Selected, Selected]:
-        """Returns the global top-k from all regions, and what was rounded off this rank's sums."""
-        selected, parts = self.select_global(region, is_exact)
-        sizes = [part.count for part in parts]
-        if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
-            selected = self.balance(selected, sizes)
-            parts = self.announce(*self.measure(selected))
-        u, rounded_off = self.gather(selected, parts, self.wire_dtype)
-        return u, (rounded_off, selected[1])
-
-    def balance(self, selected: Selected, sizes: Sequence[int]) -> Selected:
+    def balance(self, selected: Selected, sizes: Sequence[int]) -> tuple[Selected, list[Part]]:
         """Spreads the entries evenly, in their order."""
         rank, num_ranks = self.net.rank, self.net.world_size
         begin = sum(sizes[:rank])
         goals = evenly(sum(sizes), num_ranks)
         cuts = [min(max(goal - begin, 0), sizes[rank]) for goal in goals]
-        parts = devices.integers(cuts, self.residual.device)
-        return self.swap(selected, parts, range(num_ranks))[0]
+        parts = self.measure(selected, devices.integers(cuts, self.residual.device))
+        wire_dtype = PLACES if self.is_shared else "float32"
+        selected = self.swap(selected, parts, range(num_ranks), wire_dtype)[0]
+        return selected, self.announce(*self.measure(selected))
 
-    # ---- the residual ----
+    # ---- what is applied, and the residual ----
 
-    def update_residual(
-        self, local_indices: Tensor, global_indices: Tensor, rounded_off: Tensor
-    ) -> None:
-        """Clears the residual at those local indices that are among the global ones.
+    def sum_at(self, places: Tensor) -> Tensor:
+        """Sums what all ranks have at these places; what is rounded off alone stays there."""
+        values = self.residual[places]
+        if self.wire_dtype == "float32":
+            self.net.all_reduce(values).wait()
+            self.residual[places] = 0
+            return values
+        rank, num_ranks = self.net.rank, self.net.world_size
+        numbers = torch.arange(len(places), device=places.device)
+        parts = [Part(a, b - a, a) for a, b in pairwise(evenly(len(places), num_ranks))]
+        share, order = slice(parts[rank].begin, parts[rank].end), downwards(rank, num_ranks)
+        (terms, those), rounded_off = self.swap((values, numbers), parts, order, self.wire_dtype)
+        sums = torch.zeros_like(values[share]).index_add_(0, those - share.start, terms)
+        (totals, _), of_sums = self.gather((sums, numbers[share]), parts, self.wire_dtype)
+        rounded_off[share] = of_sums
+        self.residual[places] = rounded_off
+        return totals
 
-        The residual keeps there what was rounded off.
-        """
-        if self.wire_dtype == "float32":  # no place comes twice; the host waits for no length
-            left = self.residual[global_indices]
-            self.residual[global_indices] = left.masked_fill_(self.marks[global_indices], 0)
-            return
-        applied = torch.isin(local_indices, global_indices, assume_unique=True)
-        left = self.residual[local_indices]
-        self.residual[local_indices] = torch.where(applied, rounded_off, left)
+    def update_residual(self, local: Tensor, applied: Tensor, rounded_off: Tensor) -> None:
+        """Leaves what was rounded off at those local indices whose entries were applied."""
+        self.marks[applied] = True
+        left = self.residual[local]
+        self.residual[local] = torch.where(self.marks[local], rounded_off, left)
+        self.marks[applied] = False
 
     # ---- state ----
 

@@ -60,10 +60,10 @@ class TopkAllgather(ErrorFeedback):
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
         self.accumulate(g)
-        values, indices = self.local_topk()
-        self.take_out(indices)
+        values, indices = selected = self.local_topk()
+        self.residual[indices] = 0
         total = g if g.dtype == values.dtype else torch.zeros_like(self.residual)
-        theirs, places = self.gather_all((values, indices))
+        theirs, places = self.gather(selected, self.announce(*self.measure(selected)))[0]
         total.index_add_(0, places, theirs)
         return sparse.select(total, total.new_zeros(()))
 
@@ -121,11 +121,12 @@ class TopkDSA(ErrorFeedback):
         rank, world_size = self.net.rank, self.net.world_size
         self.accumulate(g)
         selected = self.local_topk()
-        self.take_out(selected[1])
+        self.residual[selected[1]] = 0
         bounds = evenly(len(g), world_size)
         start, stop = bounds[rank : rank + 2]
         cuts = torch.searchsorted(selected[1], devices.integers(bounds, g.device))
-        (values, places), _ = self.swap(selected, cuts, downwards(rank, world_size))
+        parts, order = self.measure(selected, cuts), downwards(rank, world_size)
+        (values, places), _ = self.swap(selected, parts, order, "float32")
         region = self.residual.new_zeros(stop - start).index_add_(0, places - start, values)
         values, places = sparse.select(region, region.new_zeros(()))
         sums = values, places + start
@@ -160,7 +161,7 @@ class GTopk(ErrorFeedback):
         rank, world_size = self.net.rank, self.net.world_size
         self.accumulate(g)
         selected = self.local_topk()
-        self.take_out(selected[1])
+        self.residual[selected[1]] = 0
         distances = [1 << i for i in range((world_size - 1).bit_length())]
         for distance in distances:
             if rank % (2 * distance) == distance:

@@ -330,10 +330,6 @@ class ErrorFeedback(Algorithm):
         keep = sparse.places(sparse.largest(values, k), k)
         return values[keep], indices[keep]
 
-    def take_out(self, indices: Tensor) -> None:
-        """Takes the entries that were sent out of the residual."""
-        self.residual[indices] = 0
-
     # ---- the wire ----
 
     def measure(self, selected: Selected, cuts: Tensor | None = None) -> list[Part]:
@@ -346,13 +342,13 @@ class ErrorFeedback(Algorithm):
         return parts
 
     def swap(
-        self, selected: Selected, cuts: Tensor, order: Sequence[int], wire_dtype: str = "float32"
+        self, selected: Selected, parts: Sequence[Part], order: Sequence[int], wire_dtype: str
     ) -> tuple[Selected, Tensor]:
         """Sends every rank its part of a selection.
 
         Args:
             selected: this rank's entries
-            cuts: where the part of each rank begins, and the last one ends
+            parts: the part of each rank
             order: the ranks; their parts are returned in this order, this rank's own among them
             wire_dtype: what values are rounded to; a rank's own are not rounded
 
@@ -360,8 +356,8 @@ class ErrorFeedback(Algorithm):
             The parts of all ranks for this one, and what was rounded off the values sent.
         """
         net, (values, indices) = self.net, selected
-        parts = self.measure(selected, cuts)
-        own, parts[net.rank] = parts[net.rank], Part(0, 0)
+        own, parts = parts[net.rank], [*parts]
+        parts[net.rank] = Part(0, 0)
         kept = slice(own.begin, own.end)
         if net.world_size == 1:
             return selected, torch.zeros_like(values)
@@ -376,15 +372,9 @@ class ErrorFeedback(Algorithm):
         )
         into = message.new_empty(sum(from_each))
         net.all_to_all(into, message, from_each, to_each).wait()
-        messages, others = (
-            torch.split(into, from_each),
-            [rank for rank in order if rank != net.rank],
-        )
+        messages, others = torch.split(into, from_each), [r for r in order if r != net.rank]
         came = sparse_wire.unpack(
-            [messages[rank] for rank in others],
-            [theirs[rank] for rank in others],
-            self.residual,
-            wire_dtype,
+            [messages[r] for r in others], [theirs[r] for r in others], self.residual, wire_dtype
         )
         place = sum(theirs[rank].count for rank in order[: order.index(net.rank)])
         all_values, all_indices = (
@@ -419,11 +409,6 @@ class ErrorFeedback(Algorithm):
         self.net.gather_into(into, message, sizes).wait()
         all_of_them = sparse_wire.unpack(torch.split(into, sizes), parts, self.residual, wire_dtype)
         return all_of_them, rounded_off
-
-    def gather_all(self, selected: Selected) -> Selected:
-        """Gathers the selections of all ranks."""
-        (part,) = self.measure(selected)
-        return self.gather(selected, self.announce(part))[0]
 
 
 def evenly(length: int, num_parts: int) -> list[int]:

@@ -2,15 +2,15 @@
 
     kth_magnitude           th <- k-th largest |x_i|          reads x once, and 1.3 k candidates
     select                  values, indices <- |x_i| >= th    reads x once
-    accumulate_and_select   r += g, g <- 0, select from r     reads r and g, writes r and g
+                            with g: x += g, g <- 0 before     reads x and g, writes x and g
 
-Legend: n elements of x, k of them wanted, th a threshold (a tensor of one element), r the residual.
+Legend: n elements of x, k of them wanted, th a threshold (a tensor of one element).
 
 On a CPU a selection goes by pieces that stay in the cache, so what is written there as several
 operations touches memory once (with g of another dtype than r, twice).  On a GPU it is a kernel
 (`sparse_triton.py`) where Triton can be imported and is the faster form there (`sparse_choice.py`);
-nothing waits for the device there but what returns a tensor whose length depends on the values:
-`select` and `accumulate_and_select`.  `sparse_wire` has the wire format.
+nothing waits for the device there but `select` where the length of what it returns depends on the
+values.  `sparse_wire` has the wire format.
 
 **NaN and inf** are selected, whatever the threshold: who looks at what was selected has found them,
 without a pass of its own.  **Zeros** are never selected, nor are subnormal numbers.
@@ -85,42 +85,20 @@ def corrected(threshold: Tensor, count: int, k: int) -> Tensor:
 # ---- selection ----
 
 
-def select(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns values and ascending indices of the elements that reach the threshold's magnitude."""
-    return _select(x, threshold, None)
+def select(
+    x: Tensor, threshold: Tensor, g: Tensor | None = None, most: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns values and ascending indices of the elements that reach the threshold's magnitude.
 
-
-def accumulate_and_select(residual: Tensor, g: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds g to the residual, zeroes g, and selects from the residual."""
-    return _select(residual, threshold, g)
-
-
-def select_at_most(x: Tensor, threshold: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Selects no more than `most` elements, the first ones; waits for no device.
-
-    Returns:
-        Values and indices, which on a device are `most` or as many as x has, and where those that
-        were selected begin and end among these.
+    Adds g to x before, and zeroes g.  With `most`, selects no more than so many, the first ones,
+    and waits for no device: there both tensors returned are as long, or as long as x, and behind
+    the elements that were selected the indices are the length of x.
     """
+    least = threshold.clamp(min=torch.finfo(x.dtype).smallest_normal)  # no zeros
     if devices.is_on_host(x):
-        values, indices = select(x, threshold)
-        return values, indices, torch.tensor([0, min(most, len(values))])
-    marks = (x.abs() < _least(x, threshold)).logical_not_()
-    indices = torch.nonzero_static(marks, size=min(most, len(x)), fill_value=0).squeeze(1)
-    count = marks.sum(0, keepdim=True).clamp_(max=most)
-    return x[indices], indices, torch.cat([count.new_zeros(1), count])
-
-
-def _least(x: Tensor, threshold: Tensor) -> Tensor:
-    """Returns the least magnitude to be selected: no zero, and no subnormal number."""
-    return threshold.clamp(min=torch.finfo(x.dtype).smallest_normal)
-
-
-def _select(x: Tensor, threshold: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
-    least = _least(x, threshold)
-    if devices.is_on_host(x):
-        return select_by_pieces(x, least, g)
-    return _choice.among(forms(x), x)(x, least, g)
+        values, indices = select_by_pieces(x, least, g)
+        return values[:most], indices[:most]
+    return _choice.among(forms(x), x)(x, least, g, most)
 
 
 def prepare(x: Tensor, num_regions: int, *, is_told: bool) -> None:
@@ -146,14 +124,21 @@ def forms(x: Tensor) -> dict[str, Form]:
     return forms
 
 
-def select_plainly(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def select_plainly(
+    x: Tensor, least: Tensor, g: Tensor | None = None, most: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Selects on any device; the two faster forms must equal its result to the bit."""
     if g is not None:
         x += g
         g.zero_()
     # Not `>=`, which would pass over NaN.
-    indices = (x.abs() < least).logical_not_().nonzero().squeeze(1)
-    return x.index_select(0, indices), indices
+    marks = (x.abs() < least).logical_not_()
+    if most is None:
+        indices = marks.nonzero().squeeze(1)
+        return x.index_select(0, indices), indices
+    size = min(most, len(x))
+    indices = torch.nonzero_static(marks, size=size, fill_value=len(x)).squeeze(1)
+    return x[indices.clamp(max=len(x) - 1)], indices
 
 
 def select_by_pieces(x: Tensor, least: Tensor, g: Tensor | None = None) -> tuple[Tensor, Tensor]:

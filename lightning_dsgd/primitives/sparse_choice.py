@@ -34,7 +34,7 @@ _ALWAYS: Final = "torch"
 """The form that runs wherever torch does."""
 _log: Final = logging.getLogger("lightning_dsgd")
 
-Form = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Form = Callable[..., tuple[Tensor, Tensor]]
 """Adds a tensor to x, and returns x's values and indices that reach a least magnitude."""
 
 

@@ -1,4 +1,4 @@
-"""Accumulation, selection and compaction on a GPU, in two kernels and with one wait for the device.
+"""Accumulation, selection and compaction on a GPU, in two kernels and with one wait at most.
 
     _accumulate_and_mark    r += g, g <- 0, marks of r, their count in each block
     _compact                values, indices <- r at the marks, block after block
@@ -9,7 +9,7 @@ A mark is a bit, so that `_compact` reads n / 8 bytes and of r only the sectors 
 them; the first kernel reads and writes r and g once, 16 n bytes in fp32, which is next to all that
 there is.  Where a block's entries begin is known from the counts, so indices ascend without a sort
 and without atomics, and the result does not depend on which block is first.  The host waits once,
-for the number of all marks, as the tensors that are returned have that length.
+for the number of all marks, where the tensors that are returned have that length.
 
 `sparse.select_plainly` is what it must equal to the bit.
 """
@@ -53,7 +53,7 @@ def _accumulate_and_mark(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _compact(  # type: ignore[no-untyped-def]
-    r, marks, ends, values, indices, BLOCK: tl.constexpr
+    r, marks, ends, values, indices, most, BLOCK: tl.constexpr
 ):
     block = tl.program_id(0)
     places = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -61,18 +61,22 @@ def _compact(  # type: ignore[no-untyped-def]
     end = tl.load(ends + block)
     # Counted from where the block ends: the last of its marks stands there.
     target = end - tl.sum(mark, axis=0) + tl.cumsum(mark, axis=0) - 1
-    is_marked = mark != 0  # never beyond n, where `_accumulate_and_mark` leaves zeros
-    tl.store(values + target, tl.load(r + places, mask=is_marked), mask=is_marked)
-    tl.store(indices + target, places, mask=is_marked)
+    # Never beyond n, where `_accumulate_and_mark` leaves zeros.
+    is_taken = (mark != 0) & (target < most)
+    tl.store(values + target, tl.load(r + places, mask=is_taken), mask=is_taken)
+    tl.store(indices + target, places, mask=is_taken)
 
 
-def select(x: Tensor, least: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+def select(
+    x: Tensor, least: Tensor, g: Tensor | None, most: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Adds g to x, and selects values and ascending indices of all but |x_i| < least.
 
     Args:
         x: a contiguous tensor; changed where g is given
         least: one element on the same device, above zero
         g: as long as x, contiguous; zeros afterwards
+        most: as in `sparse.select`; nothing waits for the device then
     """
     if g is None:
         x = x.contiguous()
@@ -98,9 +102,9 @@ def select(x: Tensor, least: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
             num_warps=8,
         )
     ends = counts.cumsum(0)  # in 64 bits
-    count = int(ends[-1])  # waits for the device
-    values = torch.empty(count, dtype=x.dtype, device=x.device)
-    indices = torch.empty(count, dtype=torch.int64, device=x.device)
+    count = min(most, len(x)) if most is not None else int(ends[-1])  # waits for the device
+    values = torch.zeros(count, dtype=x.dtype, device=x.device)
+    indices = torch.full((count,), len(x), dtype=torch.int64, device=x.device)
     with devices.selected(x.device):
-        _compact[grid](x, marks, ends, values, indices, BLOCK=BLOCK, num_warps=8)
+        _compact[grid](x, marks, ends, values, indices, count, BLOCK=BLOCK, num_warps=8)
     return values, indices

@@ -48,6 +48,8 @@ _MARKS: Final = 0
 """Stands for a width where a part has a bit for each place."""
 _RUN: Final = 3
 """Stands for a width where indices have no gap."""
+PLACES: Final = "places"
+"""In place of a `wire_dtype`: indices are sent alone, and values come out as zeros."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,11 @@ class Part:
 
     def num_bytes(self, wire_dtype: str, dtype: torch.dtype) -> int:
         """Returns the bytes of the part's message."""
-        return sum(rounding.planes(self.count, wire_dtype, dtype)) + self.index_bytes
+        return sum(self.planes(wire_dtype, dtype)) + self.index_bytes
+
+    def planes(self, wire_dtype: str, dtype: torch.dtype) -> list[int]:
+        """Returns the bytes of what stands for the values."""
+        return [] if wire_dtype == PLACES else rounding.planes(self.count, wire_dtype, dtype)
 
 
 def heads_of(parts: Sequence[Part]) -> Tensor:
@@ -144,14 +150,16 @@ def pack(
     parts = [part for part in parts if part.count]
     if not parts:
         return values.new_empty(0, dtype=torch.uint8), values[:0]
-    code = taken = torch.cat([values[part.begin : part.end] for part in parts])
     rounded_off = values[:0]
+    if wire_dtype == PLACES:
+        return torch.cat(_units(indices, parts)), rounded_off
+    code = taken = torch.cat([values[part.begin : part.end] for part in parts])
     if wire_dtype != "float32":
         slots, length = _slots(parts, wire_dtype, values.device)
         blocks = values.new_zeros(length).index_copy_(0, slots, taken)
         code = rounding.encode(blocks, wire_dtype)
         rounded_off = taken - rounding.decode(code, like=blocks)[slots]
-    sizes = [rounding.planes(part.count, wire_dtype, values.dtype) for part in parts]
+    sizes = [part.planes(wire_dtype, values.dtype) for part in parts]
     in_order = [size for plane in zip(*sizes, strict=True) for size in plane]
     planes = torch.split(code.view(torch.uint8), in_order)
     units = _units(indices, parts)
@@ -167,13 +175,13 @@ def unpack(
     if not found:
         return like.new_empty(0), torch.empty(0, dtype=torch.int64, device=like.device)
     parts = [part for _, part in found]
-    sizes = [
-        [*rounding.planes(part.count, wire_dtype, like.dtype), part.index_bytes] for part in parts
-    ]
+    sizes = [[*part.planes(wire_dtype, like.dtype), part.index_bytes] for part in parts]
     *planes, units = zip(
         *(torch.split(message, size) for (message, _), size in zip(found, sizes, strict=True)),
         strict=True,
     )
+    if wire_dtype == PLACES:
+        return like.new_zeros(sum(part.count for part in parts)), _indices(units, parts)
     code = torch.cat([piece for plane in planes for piece in plane])
     code = code.view(rounding.encode(like.new_empty(0), wire_dtype).dtype)
     if wire_dtype == "float32":

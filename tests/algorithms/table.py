@@ -117,10 +117,11 @@ def entry_bytes(count: float, span: float | None = None) -> float:
     return 24 + 8 * count + math.ceil((span or 0) / 8)
 
 
-def two_phase_bytes(p: int, span: int) -> float:
-    """Of K entries over so many places: a region's to its owner, the owner's to all."""
+def oktopk_bytes(p: int, span: int) -> float:
+    """Of K entries over so many places: a region's to its owner, its places to all, and a sum."""
     thresholds = 2 * (p - 1) / p * 16 * 64 / 5  # by digits, once in five exchanges
-    return 2 * (p - 1) * entry_bytes(K / p, span / p) + thresholds
+    chosen = (p - 1) * entry_bytes(0, span / p) + 2 * (p - 1) / p * 8 * K
+    return (p - 1) * entry_bytes(K / p, span / p) + chosen + thresholds
 
 
 SYNC = "sync_period=4"
@@ -322,7 +323,7 @@ DENSITY = f"density={K / N}"
 TABLE |= {
     "oktopk": Row(
         f"oktopk:{DENSITY}:threshold_period=5:repartition_period=10",
-        lambda p, size: two_phase_bytes(p, K),
+        lambda p, size: oktopk_bytes(p, K),
         period=10,
         slack=0.1,
         **SPARSE,
@@ -350,7 +351,7 @@ TABLE |= {
     ),
     "oktopk_local_steps": Row(
         f"oktopk:{DENSITY}:local_steps=3:threshold_period=5:repartition_period=10",
-        lambda p, size: two_phase_bytes(p, N) / 3,  # of changes that are hardly ever equal
+        lambda p, size: oktopk_bytes(p, N) / 3,  # of changes that are hardly ever equal
         period=30,
         slack=0.1,
         **SPARSE,

@@ -37,7 +37,10 @@ ALL: dict[str, Callable[..., ErrorFeedback]] = {
     "oktopk_bfloat16": partial(
         OkTopk, threshold_period=4, repartition_period=8, wire_dtype="bfloat16"
     ),
-    "oktopk_int8": partial(OkTopk, threshold_period=4, repartition_period=8, wire_dtype="int8"),
+    "oktopk_int8": partial(
+        OkTopk, threshold_period=4, repartition_period=8, wire_dtype="int8", rule="paper"
+    ),
+    "oktopk_paper": partial(OkTopk, threshold_period=4, repartition_period=8, paper=True),
     "oktopk_int4_balanced": partial(
         OkTopk, threshold_period=4, repartition_period=8, wire_dtype="int4", balance_ratio=1.0
     ),
@@ -46,7 +49,12 @@ ALL: dict[str, Callable[..., ErrorFeedback]] = {
     "gtopk": GTopk,
     "gaussian_topk": GaussianTopk,
 }
-NOT_NOW = ("oktopk_balanced", "oktopk_bfloat16", "oktopk_int8")  # but oktopk_int4_balanced
+NOT_NOW = (
+    "oktopk_balanced",
+    "oktopk_bfloat16",
+    "oktopk_int8",
+    "oktopk_paper",
+)  # but oktopk_int4_balanced
 EVERY = pytest.mark.parametrize(
     "make",
     [
@@ -144,30 +152,83 @@ def topk(x: Tensor, k: int) -> Tensor:
     return torch.zeros_like(x).index_copy_(0, first, x[first])
 
 
-def dense(world_size: int, n: int, k: int, num_steps: int) -> list[tuple[Tensor, list[Tensor]]]:
-    """u / P and the residuals after each step: Topk(sum_i Topk(acc_i))."""
+def exchange_densely(residuals: list[Tensor], k: int, rule: str) -> Tensor:
+    """What is applied, and taken out of the residuals, at the places of Topk(sum_i Topk(acc_i))."""
+    local = [topk(acc, k) for acc in residuals]
+    chosen = topk(torch.stack(local).sum(0), k) != 0
+    given = [chosen & ((mine != 0) | (rule == "shared")) for mine in local]
+    u = torch.stack([x.where(mask, 0) for x, mask in zip(residuals, given, strict=True)]).sum(0)
+    for residual, mask in zip(residuals, given, strict=True):
+        residual[mask] = 0
+    return u
+
+
+def dense(
+    world_size: int, n: int, k: int, num_steps: int, rule: str
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """u / P and the residuals after each step."""
     residuals = [torch.zeros(n) for _ in range(world_size)]
     history = []
     for step in range(num_steps):
         for rank, residual in enumerate(residuals):
             residual += coarse(rank, step, n, world_size)
-        local = [topk(acc, k) for acc in residuals]
-        u = topk(torch.stack(local).sum(0), k)
-        for residual, mine in zip(residuals, local, strict=True):
-            residual[(u != 0) & (mine != 0)] = 0
+        u = exchange_densely(residuals, k, rule)
         history.append((u / world_size, [residual.clone() for residual in residuals]))
     return history
 
 
+RULES = pytest.mark.parametrize("rule", ["shared", "paper"])
+
+
 @SIZES
+@RULES
 @pytest.mark.parametrize("k", [1, 13, 300, 1000])
-def test_with_exact_thresholds_a_step_equals_the_dense_computation(world_size: int, k: int) -> None:
-    make = partial(OkTopk, density=k / 1000, threshold_period=1, repartition_period=2)
+def test_with_exact_thresholds_a_step_equals_the_dense_computation(
+    world_size: int, k: int, rule: str
+) -> None:
+    make = partial(OkTopk, density=k / 1000, threshold_period=1, repartition_period=2, rule=rule)
     ranks = simulate(world_size, make, coarse, 1000, 6)
-    for step, (u, residuals) in enumerate(dense(world_size, 1000, k, 6)):
+    for step, (u, residuals) in enumerate(dense(world_size, 1000, k, 6, rule)):
         for rank, residual in zip(ranks, residuals, strict=True):
             assert torch.equal(rank["given"][step], u)
             assert torch.equal(rank["left"][step], residual)
+
+
+def left_of_a_signal(rule: str, world_size: int) -> float:
+    """How many steps' worth of what all ranks have in common is held back in the end."""
+    ranks = simulate(world_size, partial(OkTopk, density=0.02, rule=rule), with_signal, 500, 60)
+    signal, left = with_signal(0, 0, 500, 0), torch.stack([r["left"][-1] for r in ranks]).mean(0)
+    return float(left @ signal / (signal @ signal))
+
+
+def with_signal(rank: int, step: int, n: int, world_size: int) -> Tensor:
+    """The same in every step, and noise of the rank's own; without ranks, the former."""
+    noise = normal(rank, step, n, world_size) if world_size else torch.zeros(n)
+    return noise + 0.3 * normal(-1, 0, n, world_size)
+
+
+def test_what_is_held_back_grows_with_the_ranks_by_the_papers_rule_alone() -> None:
+    few, many = (
+        {rule: left_of_a_signal(rule, size) for rule in ("shared", "paper")} for size in (2, 8)
+    )
+    assert many["shared"] < 1.2 * few["shared"]
+    assert many["paper"] > 1.3 * few["paper"] > 1.3 * few["shared"]
+
+
+def thresholds(net: Any, *, paper: bool) -> list[tuple[float, float]]:
+    algorithm, found = OkTopk(density=0.05, threshold_period=4, paper=paper), []
+    algorithm.start(net, torch.zeros(1000))
+    for step in range(8):
+        algorithm.before_update(torch.empty(0), normal(net.rank, step, 1000, net.world_size))
+        found.append((float(algorithm.local_threshold), float(algorithm.global_threshold)))
+    return found
+
+
+@pytest.mark.parametrize("paper", [True, False])
+def test_as_printed_thresholds_stay_for_their_period(paper: bool) -> None:
+    for found in SimulatedWorld(2).run(partial(thresholds, paper=paper)):
+        assert found[0] != found[4]
+        assert (found == [found[0]] * 4 + [found[4]] * 4) == paper
 
 
 @SIZES
@@ -379,10 +440,11 @@ def test_no_step_of_real_ranks_sends_more_than_6k_words() -> None:
         assert max(rank["bytes"]) <= bound(4, NUM // 100)
 
 
+@RULES
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 @pytest.mark.parametrize("world_size", [3, *(pytest.param(p, marks=LATER) for p in (2, 8, 16))])
-def test_no_step_sends_more_than_6k_words(world_size: int, gradient: Gradient) -> None:
-    make = partial(OkTopk, threshold_period=4)
+def test_no_step_sends_more_than_6k_words(world_size: int, gradient: Gradient, rule: str) -> None:
+    make = partial(OkTopk, threshold_period=4, rule=rule)
     for rank in simulate(world_size, make, gradient, NUM, 6):
         assert max(rank["bytes"]) <= bound(world_size, NUM // 100)
 
@@ -465,15 +527,18 @@ def test_a_gaussian_threshold_lets_through_more_than_3k_4(world_size: int) -> No
         assert rank["bytes"][0] > 0.75 * 4.9 * k * (world_size - 1)
 
 
-def test_rounded_values_take_fewer_bytes() -> None:
-    full, *rounded = (
-        sum(
-            r["bytes"][1] for r in simulate(4, partial(OkTopk, wire_dtype=wire), normal, 4 * NUM, 2)
-        )
-        for wire in ("float32", "bfloat16", "int8", "int4")
-    )
-    for sent, entry in zip(rounded, (3.09, 2.12, 1.62), strict=True):
-        assert entry <= 5.09 * sent / full <= 1.1 * entry  # blocks are filled up
+ENTRIES = {"paper": (10.18, 6.18, 4.24, 3.24), "shared": (14.18, 8.18, 5.27, 3.77)}
+"""The bytes that an exchange takes for each entry of k (P-1)/P."""
+
+
+@RULES
+def test_rounded_values_take_fewer_bytes(rule: str) -> None:
+    k = 4 * NUM // 100
+    for wire, each in zip(("float32", "bfloat16", "int8", "int4"), ENTRIES[rule], strict=True):
+        make = partial(OkTopk, wire_dtype=wire, rule=rule)
+        ranks = simulate(4, make, normal, 4 * NUM, 2)
+        mean = sum(rank["bytes"][1] for rank in ranks) / len(ranks) / (k * 3 / 4)
+        assert 0.75 * each <= mean <= 1.25 * 1.1 * each  # by a count near k; blocks are filled up
 
 
 # ---- local steps ----
@@ -535,10 +600,11 @@ def test_nothing_is_sent_between_two_exchanges_and_a_settling_there_changes_no_w
         assert [num > 0 for num in other["bytes"]] == [step % 4 == 3 for step in range(18)]
 
 
-def test_local_steps_with_exact_thresholds_equal_the_dense_computation() -> None:
+@RULES
+def test_local_steps_with_exact_thresholds_equal_the_dense_computation(rule: str) -> None:
     """SparseLoCo on Topk(sum_i Topk(e_i)), to the bit."""
     world_size, period, num_steps, k = 4, 3, 12, 40
-    make = partial(OkTopk, density=k / 1000, local_steps=period, threshold_period=1)
+    make = partial(OkTopk, density=k / 1000, local_steps=period, threshold_period=1, rule=rule)
     ranks = SimulatedWorld(world_size).run(drive_locally, make, [num_steps] * world_size)
     x, residuals = torch.full((1000,), 3.0), [torch.zeros(1000) for _ in range(world_size)]
     for begin in range(0, num_steps, period):
@@ -547,11 +613,7 @@ def test_local_steps_with_exact_thresholds_equal_the_dense_computation() -> None
             for step in range(begin, begin + period):
                 mine -= change_of(rank, step, 1000, world_size)
             residual += x - mine
-        local = [topk(residual, k) for residual in residuals]
-        u = topk(torch.stack(local).sum(0), k)
-        for residual, sent in zip(residuals, local, strict=True):
-            residual[(u != 0) & (sent != 0)] = 0
-        x = x - u / world_size
+        x = x - exchange_densely(residuals, k, rule) / world_size
     for rank, residual in zip(ranks, residuals, strict=True):
         assert torch.equal(rank["own"][-1], x)
         assert torch.equal(rank["left"], residual)

@@ -85,7 +85,7 @@ def test_accumulating_and_selecting_is_both_in_one_also_by_threads(
     try:
         residual, g = randn(n), randn(n, 1).to(dtype)
         total = residual + g
-        values, indices = sparse.accumulate_and_select(residual, g, threshold(2.0))
+        values, indices = sparse.select(residual, threshold(2.0), g)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(residual, total)

@@ -322,7 +322,7 @@ def _selection(device: torch.device) -> Found:
         y.index_add_(0, places.long(), theirs)
 
     def accumulate() -> None:
-        _, places = sparse.accumulate_and_select(residual, none, threshold)
+        _, places = sparse.select(residual, threshold, none)
         residual[places] = 0
 
     return {
