@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from lightning_dsgd.lab.accelerators import times_of
+from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
 from lightning_dsgd.lab.timeline.meetings import Meetings
 from lightning_dsgd.lab.timeline.recorder import ALL, Recorder
 from lightning_dsgd.lab.timeline.sums import Sums
@@ -32,8 +32,9 @@ class Watch:
 
     def __init__(self, device: torch.device) -> None:
         self.recorder: Recorder | None = None
-        self.is_on_host = device.type != "cuda"
-        self.sums = Sums(times_of(device))
+        times = times_of(device)
+        self.is_on_host = not isinstance(times, DeviceTimes)
+        self.sums = Sums(times)
         self._meetings = Meetings(self.met, time.monotonic)
         self._thread = threading.get_ident()
         self._collecting_s: float | None = None
