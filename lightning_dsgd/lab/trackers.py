@@ -76,6 +76,7 @@ def begin(logger: Any, config: Mapping[str, Any], recipe: str) -> None:
             run.define_metric(f"dsgd/{name}", "trainer/global_step", summary=summary)
         if recipe:
             file = Path(run.dir, "recipe.yaml")
+            file.parent.mkdir(parents=True, exist_ok=True)  # a disabled run has made none
             file.write_text(recipe, encoding="utf-8")
             run.save(str(file), base_path=run.dir, policy="now")
     elif seams.is_a("MLFlowLogger", logger):

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -85,25 +86,30 @@ class LoopTrace:
         told = [{"run": secrets.token_hex(8), "began_unix_s": time.time(), "boot": boot_id()}]
         dist.broadcast_object_list(told, device=device)
         is_one_boot = told[0].pop("boot") == boot_id()
+        offset_s = offset_by_meetings(is_one_boot, device)
         watch.begin(self._ddp)
-        self._recorder = watch.recorder = Recorder(
-            self._folder,
-            dist.get_rank(),
-            dist.get_world_size(),
-            time.monotonic,
-            about={
-                **told[0],
-                "host": socket.gethostname(),
-                "device": str(device),
-                "parameters": sum(p.numel() for p in self._ddp.parameters() if p.requires_grad),
-                "strategy": "ddp",
-                "waits": "of DDP" if watch.is_on_host else "not seen",
-                "sums": "seen" if watch.sums.sees_sums else "the last",
-                "clock": "host" if watch.is_on_host else "device",
-            },
-            offset_s=offset_by_meetings(is_one_boot, device),
-            max_mb=self._max_mb,
-        )
+        try:
+            self._recorder = watch.recorder = Recorder(
+                self._folder,
+                dist.get_rank(),
+                dist.get_world_size(),
+                time.monotonic,
+                about={
+                    **told[0],
+                    "host": socket.gethostname(),
+                    "device": str(device),
+                    "parameters": sum(p.numel() for p in self._ddp.parameters() if p.requires_grad),
+                    "strategy": "ddp",
+                    "waits": "of DDP" if watch.is_on_host else "not seen",
+                    "sums": "seen" if watch.sums.sees_sums else "the last",
+                    "clock": "host" if watch.is_on_host else "device",
+                },
+                offset_s=offset_s,
+                max_mb=self._max_mb,
+            )
+        except OSError as error:
+            self._give_up(error)
+            return self
         self._handles = [
             self._ddp.register_forward_pre_hook(self._begins_forward),
             self._ddp.register_forward_hook(self._ends_forward),
@@ -122,14 +128,32 @@ class LoopTrace:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        assert self._watch is not None
-        assert self._recorder is not None
         if kind is None:
             self._end_step()
+        self._leave()
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            try:
+                recorder.close("training has ended" if kind is None else f"ended: {kind.__name__}")
+            except OSError as failed:
+                self._give_up(failed)
+
+    def _leave(self) -> None:
+        """Leaves everything as it was."""
         for handle in self._handles:
             handle.remove()
-        self._watch.end()
-        self._recorder.close("training has ended" if kind is None else f"ended: {kind.__name__}")
+        self._handles = []
+        if self._watch is not None:
+            self._watch.end()
+
+    def _give_up(self, error: OSError) -> None:
+        """Records no more after an error, such as a full disk, which must not end a training."""
+        self._recorder = None
+        self._leave()
+        warnings.warn(
+            f"LoopTrace records no more on rank {dist.get_rank()}, and training goes on: {error}",
+            stacklevel=2,
+        )
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yields the batches of a loader, and times how long it takes to get them."""
@@ -162,10 +186,12 @@ class LoopTrace:
 
     def _end_step(self) -> None:
         watch, recorder = self._watch, self._recorder
-        if watch is None or recorder is None:
+        if watch is None:
             raise RuntimeError(
                 'LoopTrace must be entered first; write "with LoopTrace(...) as trace:"'
             )
+        if recorder is None:  # it has given up
+            return
         summed_s, over_s = watch.sums.ready_s, watch.sums.over_s
         if summed_s is None:
             return
@@ -175,7 +201,10 @@ class LoopTrace:
             watch.met(summed_s, over_s or summed_s)
         watch.sums.ready_s = watch.sums.over_s = self._backward_s = None
         self._num_steps += 1
-        watch.end_step(self._num_steps)
+        try:
+            watch.end_step(self._num_steps)
+        except OSError as error:
+            self._give_up(error)
         self._between_s = time.monotonic()
 
     def _begins_forward(self, *_: Any) -> None:

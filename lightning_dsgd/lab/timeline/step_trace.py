@@ -78,6 +78,7 @@ class StepTrace(pl.Callback):
         self._phase: tuple[str, float] = "", 0.0
         self._watch: Watch | None = None
         self._profiler: Any = None
+        self._gave_up = False
 
     # ---- the beginning ----
 
@@ -117,6 +118,7 @@ class StepTrace(pl.Callback):
             self._head["clock"] = "host" if self._watch.is_on_host else "device"
         self._time_loader(trainer.profiler)
         self._first_step = self._last_step = trainer.global_step
+        self._phase, self._gave_up = ("", 0.0), False
         if self.skip_steps == 0:
             self._begin(trainer)
         self._between_s = time.monotonic()
@@ -156,15 +158,15 @@ class StepTrace(pl.Callback):
         """Notes how long the Trainer's profiler, whichever it is, would say the loader takes."""
         start, stop, began_s = profiler.start, profiler.stop, [0.0]
 
-        def starts(name: str) -> None:
-            start(name)
-            if name.endswith(_LOADER):
+        def starts(action_name: str) -> None:
+            start(action_name)
+            if action_name.endswith(_LOADER):
                 began_s[0] = time.monotonic()
 
-        def stops(name: str) -> None:
-            if name.endswith(_LOADER) and self._recorder is not None:
+        def stops(action_name: str) -> None:
+            if action_name.endswith(_LOADER) and self._recorder is not None:
                 self._recorder.did("load", began_s[0], time.monotonic())
-            stop(name)
+            stop(action_name)
 
         profiler.start, profiler.stop, self._profiler = starts, stops, profiler
 
@@ -207,7 +209,7 @@ class StepTrace(pl.Callback):
                     (self._watch or self._recorder).end_step(step)
                 except OSError as error:
                     self._give_up(trainer, error)
-            elif step - self._first_step == self.skip_steps:
+            elif step - self._first_step >= self.skip_steps and not self._gave_up:
                 self._begin(trainer)
         self._between_s = time.monotonic()
 
@@ -282,12 +284,12 @@ class StepTrace(pl.Callback):
 
     def _give_up(self, trainer: Any, error: OSError) -> None:
         """Records no more after an error, such as a full disk, which must not end a training."""
-        self._recorder = None
+        self._recorder, self._gave_up = None, True
         net = _network(trainer.strategy)
         if net is not None:
             net.counters.watch = None
         if self._watch is not None:
-            self._watch.recorder = None
+            self._watch.end()
         warnings.warn(
             f"StepTrace records no more on rank {trainer.global_rank}, and training goes on: "
             f"{error}",

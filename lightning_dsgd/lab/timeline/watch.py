@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -108,7 +108,7 @@ def items_in(batch: Any) -> int:
     if isinstance(batch, torch.Tensor):
         return batch.numel()
     parts: Iterable[Any] = ()
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):  # Hugging Face's are no dict
         parts = batch.values()
     elif isinstance(batch, list | tuple):
         parts = batch[:64]
