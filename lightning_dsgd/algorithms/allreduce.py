@@ -203,6 +203,10 @@ class AllReduce(Algorithm):
             if self.overflowed:
                 piece.fill_(torch.nan)
                 return
+        if self.kept is None and self.conditions.samples is None:
+            net.all_reduce(piece).wait()
+            piece /= total
+            return
         agreement.weigh(net, piece, weight, total)
         kept = None if self.kept is None else self.kept[span]
         quantised.average(net, piece, kept, self.wire)

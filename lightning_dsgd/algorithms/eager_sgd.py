@@ -89,6 +89,12 @@ class EagerSGD(Algorithm):
         self.g = x[:0]
         self.pending, self.unapplied = torch.zeros_like(x), torch.zeros_like(x)
         weighs = conditions.samples is not None
+        if weighs and x.dtype.itemsize < torch.float32.itemsize:
+            raise ValueError(
+                "weights must be of fp32 where eager_sgd weighs by samples, whose numbers travel "
+                f'beside the gradient, got {x.dtype} with weigh_by="samples"; use mixed precision, '
+                'or weigh_by="ranks"'
+            )
         self.message = x.new_zeros(len(x) + 2 * weighs)
         self.total, self.samples = self.message[: len(x)], self.message[len(x) :]
         self.newest = 0 if weighs else 1  # how much this rank's newest gradient counts

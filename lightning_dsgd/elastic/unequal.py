@@ -62,11 +62,13 @@ class _Window:
         num_batches: how many there are
         num_samples: how many samples these have
         unit: of how many samples the gradient counts as the mean
+        seen: a parameter, and its gradient when the newest batch began
     """
 
     num_batches: int = 0
     num_samples: int = 0
     unit: float = 0.0
+    seen: tuple[Tensor, Tensor] | None = None
 
 
 class Samples:
@@ -118,6 +120,7 @@ class Samples:
                 f"iterate over batches(loader) where loops are your own, or {_WAY_OUT}"
             )
         window = self._windows.get(id(optimizer), _Window())
+        self._forget_dropped(window)
         self.newest.fill_(window.num_samples or self._size)
         if window.num_batches:  # else the second step after a batch
             _scale(optimizer, window, window.num_samples / window.num_batches)
@@ -134,11 +137,23 @@ class Samples:
         self._size = size
         self.newest.fill_(size)  # what is sent during the backward pass is of one batch
         for optimizer, window in self._known():
-            if not _gradients(optimizer):  # a batch whose gradient was dropped does not count
+            self._forget_dropped(window)
+            seen = _smallest(optimizer)
+            if seen is None:
                 window.num_batches = window.num_samples = 0
             _scale(optimizer, window, size)
             window.num_batches += 1
             window.num_samples += size
+            window.seen = seen
+
+    def _forget_dropped(self, window: _Window) -> None:
+        """Leaves the newest batch alone in a window whose gradients before were dropped.
+
+        A backward pass adds to a gradient in its place, and makes another one where there is none.
+        """
+        if window.seen is not None and window.seen[0].grad is not window.seen[1]:
+            window.num_batches, window.num_samples = 1, round(window.unit)
+            window.seen = None
 
 
 @torch.no_grad()
@@ -149,9 +164,19 @@ def _scale(optimizer: Optimizer, window: _Window, unit: float) -> None:
         torch._foreach_mul_(gradients, before / unit)
 
 
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
+def _trained(optimizer: Optimizer) -> list[Tensor]:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return [p.grad for p in parameters if p.grad is not None]
+    return [p for p in parameters if p.grad is not None]
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    return [p.grad for p in _trained(optimizer) if p.grad is not None]
+
+
+def _smallest(optimizer: Optimizer) -> tuple[Tensor, Tensor] | None:
+    """Returns the parameter with the smallest gradient, which is kept alive for a batch."""
+    p = min(_trained(optimizer), key=Tensor.numel, default=None)
+    return None if p is None or p.grad is None else (p, p.grad)
 
 
 def _sizes(batch: Any) -> Iterator[int]:

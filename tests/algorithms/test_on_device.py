@@ -145,7 +145,7 @@ SCALES = ("primitives.step_scaling", RESULT)
 RESULTS = {
     "wagma": {ANSWER},
     "sgp": {("algorithms.sgp", RESULT)},
-    "allreduce": {("agreement", RESULT)},
+    "allreduce": {("algorithms.allreduce", RESULT)},
     "wagma_overlap": set(),
     "wagma_paper": {ANSWER},
     "wagma_int8": {ANSWER},
