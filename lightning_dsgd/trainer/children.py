@@ -197,7 +197,8 @@ class Processes:
             if child.returncode
         ]
         if failed:
-            if not has_failed:  # else the last words are those of this rank
+            was_killed = any(child.returncode < 0 for child in children)
+            if was_killed or not has_failed:  # else the last words are those of this rank
                 say(f"lightning_dsgd: ended badly: {', '.join(failed)}; why stands above")
             if not self._forgives:
                 sys.stdout.flush()

@@ -40,7 +40,7 @@ ALL: dict[str, Callable[..., ErrorFeedback]] = {
     "oktopk_int8": partial(
         OkTopk, threshold_period=4, repartition_period=8, wire_dtype="int8", rule="paper"
     ),
-    "oktopk_paper": partial(OkTopk, threshold_period=4, repartition_period=8, paper=True),
+    "oktopk_paper": partial(OkTopk, threshold_period=4, repartition_period=8, rule="paper"),
     "oktopk_int4_balanced": partial(
         OkTopk, threshold_period=4, repartition_period=8, wire_dtype="int4", balance_ratio=1.0
     ),
