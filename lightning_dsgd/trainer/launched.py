@@ -49,7 +49,9 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
     def _configure_launcher(self) -> None:
         # The first hook that knows the devices, and the last before a launcher could start ranks.
         if self.in_force["share_device"]:  # their indices are the ranks' places on the node
-            self.parallel_devices = [devices.present(each) for each in self.parallel_devices]
+            lightnings: Any = self
+            own = [devices.present(each) for each in lightnings.parallel_devices]
+            lightnings.parallel_devices = own
         check_launch(self.cluster_environment, self.num_nodes, self.num_processes)
         self._start_method = start_method(
             self.cluster_environment, self._start_method, is_chosen=self._has_start_method
