@@ -21,8 +21,6 @@ from lightning_dsgd.hyperparameters import parse
 
 _AMOUNT: Final = re.compile(r"(?P<copies>\d*) ?\|[xg]\|(?: / (?:(?P<ranks>P)|`(?P<by>\w+)`))?")
 _OPTION: Final = re.compile(r"`(\w+)(=False)?`")
-_BYTE: Final = 0.25
-"""A byte for each element, in copies of the weights in fp32."""
 
 
 def copies(
@@ -71,7 +69,7 @@ def _options(clause: str, options: dict[str, Any]) -> list[bool]:
 
 def _copies(clause: str, amount: re.Match[str] | None, spec: str, num_ranks: int) -> float:
     if amount is None:
-        return _BYTE if "byte per element" in clause else 0.0
+        return 0.0
     by = num_ranks if amount["ranks"] else 1
     if amount["by"]:
         by = make_algorithm(spec).hyperparameters()[amount["by"]]
