@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lightning_dsgd.lab.drawing.spans import union
 from lightning_dsgd.lab.timeline.trace import Step, Trace, missing_ranks, read_folder
 
 PARTS: Final = ("loader", "forward", "backward", "optimizer", "validation", "gc", "between")
@@ -127,11 +128,11 @@ def times_of(traces: Sequence[Trace]) -> Times:
     own, parts = [], []
     for rank, steps in enumerate(by_rank):
         waits = _Cumulative([meeting for of_step in alone[rank] for meeting in of_step])
-        garbage = _joined(span for step in steps for span in step.gc)
+        garbage = union(span for step in steps for span in step.gc)
         mine = begin[:, rank] - since[:, rank] - waits.within(since[:, rank], begin[:, rank])
         own.append(mine.clamp(min=0.0))
         known = [
-            _Cumulative(_without(_joined(spans), garbage)).within(since[:, rank], begin[:, rank])
+            _Cumulative(_without(union(spans), garbage)).within(since[:, rank], begin[:, rank])
             for spans in _parts(steps)
         ]
         known.append(_Cumulative(garbage).within(since[:, rank], begin[:, rank]))
@@ -211,16 +212,6 @@ class _Cumulative:
         k = (torch.searchsorted(self._begin, moments.contiguous(), right=True) - 1).clamp(min=0)
         since = (moments - self._begin[k]).clamp(min=0.0)
         return self._before[k] + torch.minimum(since, self._long[k])
-
-
-def _joined(spans: Iterable[tuple[float, float]]) -> Spans:
-    joined: Spans = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
 
 
 def _without(spans: Spans, cut: Spans) -> Spans:
