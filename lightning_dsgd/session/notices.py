@@ -24,6 +24,8 @@ LOW_DENSITY: Final = 0.01
 """The papers' lowest density; below it an entry waits for more than a hundred exchanges."""
 LOW_BETA: Final = 0.5
 """Adam's first beta that suits sparse gradients."""
+LEAST_PIECE: Final = 2**18
+"""A smaller piece of a gradient costs more time than its sum takes on most networks."""
 _PERIODS: Final = ("group_period", "local_steps", "sync_period")
 """Hyperparameters that may hold the number of steps between two exchanges; the first counts."""
 
@@ -161,12 +163,26 @@ def _period_longer_than_training(facts: Facts) -> str:
     )
 
 
+def _small_pieces(facts: Facts) -> str:
+    algorithm, num_weights = facts.algorithm, max(facts.sizes)
+    num_pieces = getattr(algorithm, "num_buckets", 1) if algorithm.takes_pieces else 1
+    enough = max(1, num_weights // LEAST_PIECE)
+    if num_pieces <= enough:
+        return ""
+    return (
+        f'got num_buckets={num_pieces} with overlap=True, strategy="{algorithm.name}" and '
+        f"{num_weights:,} weights: messages of so small pieces take longer than what they hide; "
+        f"set num_buckets={enough}, or overlap=False"
+    )
+
+
 _RULES: Final = (
     _adam_where_weights_are_averaged,
     _adam_with_sparse_gradients,
     _few_entries,
     _momentum_with_long_delay,
     _period_longer_than_training,
+    _small_pieces,
 )
 
 

@@ -66,6 +66,10 @@ def stepped_by(kind: str) -> torch.optim.Optimizer:
         ("wagma:sync_period=100", "SGD", 400, 10, []),  # groups average in every step
         ("wagma:group_period=20:sync_period=100", "SGD", 400, 10, ["got group_period=20"]),
         ("no_sync", "AdamW", 400, 10, []),
+        # pieces of a gradient
+        ("allreduce:overlap=true", "SGD", 40_000, 10, ["got num_buckets=8", "set num_buckets=1,"]),
+        ("allreduce:overlap=true", "SGD", 10**6, 10, []),
+        ("allreduce:overlap=true:num_buckets=1", "SGD", 400, 10, []),
     ],
 )
 def test_each_silent_loss_has_a_line_with_the_way_out(

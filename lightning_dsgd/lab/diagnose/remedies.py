@@ -16,7 +16,8 @@ or a strategy takes DDP's place, which changes how the model learns too:
     wagma, popsgd
                simulated with the recorded times (`lab.simulate`)
     int8       DDP's sums with a byte for each entry: what a sum takes is divided by four, but for
-               its latency; what is hidden behind the backward pass stays hidden
+               its latency; what is hidden behind the backward pass stays hidden, unless the
+               gradient is too small to be sent in pieces
 
 The interval has 90% of what other stretches of the run give (blocks of steps are drawn again, 200
 times), and 3% on both sides for what a model leaves out.  A strategy's lower end also allows for
@@ -31,11 +32,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.lab.diagnose.times import PARTS, Times
 from lightning_dsgd.lab.diagnose.verdict import Verdict, base
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.recorded import Recorded
+from lightning_dsgd.session.notices import LEAST_PIECE
 
+MOST_PIECES: Final = AllReduce.num_buckets
 WORTH: Final = 1.05
 """A remedy that makes the job this many times as fast is worth a change."""
 _FETCH_S: Final = 5e-4
@@ -84,8 +88,10 @@ class Remedy:
     high: float
 
 
-def paste_of(name: str, workers: int = 2) -> str:
+def paste_of(name: str, workers: int = 2, pieces: int = MOST_PIECES) -> str:
     """Returns the line to paste for a remedy."""
+    overlap = ", overlap=True" if pieces > 1 else ""
+    overlap += f", num_buckets={pieces}" if 1 < pieces < MOST_PIECES else ""
     return {
         "workers": f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
         "shared": "val_dataloaders with a DistributedSampler; none with work for rank 0 alone",
@@ -97,7 +103,7 @@ def paste_of(name: str, workers: int = 2) -> str:
         "wagma": 'L.Trainer(strategy="wagma", ...)',
         "popsgd": 'L.Trainer(strategy="popsgd", ...)',
         "int8": "L.Trainer(strategy=lightning_dsgd.AllReduceStrategy("
-        'wire_dtype="int8", overlap=True), ...)',
+        f'wire_dtype="int8"{overlap}), ...)',
     }[name]
 
 
@@ -126,7 +132,12 @@ def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
         _replaced(times, ddp, "shared", _less("validation", times, share=True)),
         _replaced(times, ddp, "freeze", _less("gc", times)),
         _replaced(times, ddp, "lighter", _as_the_others("between", times)),
-        _drawn("int8", ddp, times.by_step(times.own.max(1).values) + _int8(times)),
+        _drawn(
+            "int8",
+            ddp,
+            times.by_step(times.own.max(1).values) + _int8(times),
+            pieces=pieces_of(times),
+        ),
         *(
             _at_least(remedy, times, ddp)
             for remedy in (
@@ -193,14 +204,21 @@ def _replaced(times: Times, ddp: Tensor, name: str, own: Tensor) -> Remedy:
     return _drawn(name, ddp, _of_ddp(times, own), workers=workers)
 
 
+def pieces_of(times: Times) -> int:
+    """Returns in how many pieces the gradient is worth being sent during the backward pass."""
+    return min(MOST_PIECES, max(1, int(times.num_bytes / 4) // LEAST_PIECE))
+
+
 def _int8(times: Times) -> Tensor:
     """Returns what the meetings of each step would take with a byte for each entry."""
     sums = times.by_step(times.takes * times.is_sum)
     others = times.by_step(times.takes * ~times.is_sum)
     busy = torch.maximum(times.busy, sums)
-    hidden = busy - sums
     latency_s = 2 * (times.num_ranks - 1) * _LATENCY_S
     faster = torch.minimum(busy, latency_s + (busy - latency_s).clamp(min=0.0) / 4)
+    if pieces_of(times) == 1:
+        return others + faster
+    hidden = busy - sums
     # What is left hides behind the backward pass as far as it did, but for the last piece.
     return others + (faster - hidden).clamp(min=0.0).maximum(faster / 4)
 
@@ -274,7 +292,7 @@ def _some_ranks(own: Tensor) -> list[int]:
 # ---- intervals ----
 
 
-def _drawn(name: str, ddp: Tensor, other: Tensor, mean: Any = None, workers: int = 2) -> Remedy:
+def _drawn(name: str, ddp: Tensor, other: Tensor, mean: Any = None, **pasted: int) -> Remedy:
     """Compares two times of each step, and draws blocks of steps anew for the interval."""
     mean = mean or (lambda each: each.mean(-1))
     num_steps, source = len(ddp), torch.Generator().manual_seed(0)
@@ -285,5 +303,5 @@ def _drawn(name: str, ddp: Tensor, other: Tensor, mean: Any = None, workers: int
     low, high = ratios.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
     gain = float(ddp.mean() / mean(other))
     return Remedy(
-        name, _WHAT[name], paste_of(name, workers), gain, low * (1 - _MODEL), high * (1 + _MODEL)
+        name, _WHAT[name], paste_of(name, **pasted), gain, low * (1 - _MODEL), high * (1 + _MODEL)
     )
