@@ -116,6 +116,9 @@ class Algorithm:
     the same data end with the same weights.
     """
 
+    printed: ClassVar[dict[str, Any]] = {}
+    """What the hyperparameters must be with `paper=True`, for an algorithm that has that one."""
+
     weighs_samples: ClassVar[bool] = False
     """Whether means can be weighted by `Conditions.samples`."""
 
@@ -161,6 +164,10 @@ class Algorithm:
         """Whether the optimizer's steps are to be scaled: see `primitives.step_scaling`."""
         return bool(getattr(self, "scale_steps", False))
 
+    def __post_init__(self) -> None:
+        if self.printed:
+            hyperparameters.take_printed(self)
+
     def hyperparameters(self) -> dict[str, Any]:
         """Returns the names and the values of the dataclass's fields."""
         return {name: getattr(self, name) for name in hyperparameters.names(self)}
@@ -172,6 +179,8 @@ class Algorithm:
         algorithms add rules for several fields.
         """
         hyperparameters.check(self)
+        if self.printed:
+            hyperparameters.check_printed(self)
         if self.scales_steps and self.uses_gradient:
             raise ValueError(
                 "scale_steps is for steps that the ranks make apart, with gradients of their own, "

@@ -74,6 +74,23 @@ def one_of(*choices: str, default: Any, doc: str) -> Any:
     return _made(default, _Setting(doc, "", lambda value: value in choices, choices))
 
 
+def take_printed(owner: Any) -> None:
+    """With `paper=True` gives fields that are None the values that the paper has (`printed`)."""
+    for name, value in owner.printed.items():
+        if owner.paper is True and getattr(owner, name) is None:
+            setattr(owner, name, value)
+
+
+def check_printed(owner: Any) -> None:
+    """Raises `ValueError` for the first field that `paper=True` forbids to be what it is."""
+    for name, value in owner.printed.items():
+        if owner.paper and (got := getattr(owner, name)) != value:
+            raise ValueError(
+                f"with paper=True {name} must be as in the paper, got {name}={got!r}; set "
+                f"{name}={value!r} or paper=False"
+            )
+
+
 def with_default(owner: Any, name: str, default: Any) -> Any:
     """Declares a field of the base class again, with its rule and text, but another default."""
     [of_base] = (each for each in _own(owner) if each.name == name)

@@ -47,7 +47,8 @@ Differs from the paper:
 - Ranks switch together in the sense of (a) and (b), each at its own step number.  If speeds differ,
   a common step number T without waiting grows without bound: when the slowest rank reaches it, the
   fastest is already at c * T, c > 1, and the next common number is no less than that.
-- The replica keeps this rank's own sum in flight; in Algorithm 2 it restarts without it.
+- The replica keeps this rank's own sum in flight; in Algorithm 2, and with `paper=True`, it goes on
+  from W_{s+1} without it.
 - The replica is sent instead of the sum of gradients: by Equation (2) the result is the same.  The
   paper avoids this because two threads would write the weights at once; here only one writes them.
 - Any optimizer; a bound on the steps between two switches; an outer optimizer as in DiLoCo
@@ -74,7 +75,7 @@ from torch import Tensor
 
 from lightning_dsgd.agreement import average, weigh
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
-from lightning_dsgd.hyperparameters import above, at_least
+from lightning_dsgd.hyperparameters import above, at_least, setting
 from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
 from lightning_dsgd.transport import Receipt, Transport
@@ -91,10 +92,15 @@ class HPSGD(Algorithm):
         when="as often as the network allows, in the background",
         with_whom="all ranks",
         sends="2(P-1)/P |x| per synchronisation",
-        memory="2 |x|; 4 |x| with an outer optimizer or a `wire_dtype`, 5 |x| with both",
+        memory="2 |x|, 3 |x| with `paper=True`; 4 |x| with an outer optimizer or a `wire_dtype`, "
+        "5 |x| with both",
         suits="random stragglers; with a `wire_dtype` also slow networks",
     )
     weighs_samples: ClassVar[bool] = True
+    printed: ClassVar[dict[str, Any]] = {
+        **{"max_local_steps": None, "outer_lr": 1, "outer_momentum": 0},
+        **{"wire_dtype": "float32", "scale_steps": False},
+    }
 
     max_local_steps: int | None = at_least(
         1,
@@ -112,10 +118,17 @@ class HPSGD(Algorithm):
     )
     wire_dtype: str = rounding.wire_dtype()
     scale_steps: bool = step_scaling.scale_steps()
+    paper: bool = setting(
+        default=False,
+        doc="if True, a rank goes on from the global model alone after each synchronisation, as "
+        "printed: its own steps that are being summed come back with the next one",
+    )
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.handed_over = torch.empty_like(x)
+        is_apart = self.paper and net.world_size > 1
+        self.restart = x.clone() if is_apart else None  # W_s, from which the replica began
         self.merged = x.clone()  # the lane's, from a hand-over to its answer
         self.is_at_rest = True  # nothing is in flight, and `merged` is the global model
         self.is_touched = False  # x was another one when training went on from there
@@ -176,6 +189,8 @@ class HPSGD(Algorithm):
         """Begins anew at the first step or round after all ranks have stood still."""
         self.is_at_rest = False
         self.is_touched = not torch.equal(x, self.merged)
+        if self.restart is not None:
+            self.restart.copy_(x)
         if self.outer is not None:
             self.outer.begin(x)
 
@@ -190,6 +205,9 @@ class HPSGD(Algorithm):
             self.is_at_rest = True
         else:
             x += self.merged
+            if self.restart is not None:
+                x -= self.restart
+                self.restart.copy_(self.merged)
         return is_last
 
     def hand_over(self, x: Tensor, *, stands_still: bool) -> None:
@@ -197,6 +215,8 @@ class HPSGD(Algorithm):
         if self.is_at_rest:
             self._begin(x)
         self.handed_over.copy_(x)
+        if self.restart is not None:
+            x.copy_(self.restart)
         self.in_flight = self.home.recv(_WORDS, self.net.rank)
         words = [int(stands_still), self.num_local_steps, int(self.is_touched)]
         self.lane.tell(torch.tensor(words + self.samples.tolist()))
@@ -239,7 +259,8 @@ class HPSGD(Algorithm):
     def _synchronize(self, net: Transport) -> None:
         """Executes rounds; the lane owns `handed_over` and `merged` while a round is in flight.
 
-        `merged` becomes the change to add to x, or, after a last round, the global model.
+        `merged` becomes the change to add to x, or, after a last round and with `paper`, the global
+        model.
         """
         is_settled = True
         while True:
@@ -256,7 +277,7 @@ class HPSGD(Algorithm):
                 weight = samples, words[3:]
                 self._sum(net, self.outer, weight, has_steps=num_steps > 0, is_last=is_last)
             is_settled = is_last
-            if not is_settled:
+            if not is_settled and self.restart is None:
                 self.merged -= self.handed_over
             self.home.send(words, net.rank)
 

@@ -70,6 +70,13 @@ class OkTopk(ErrorFeedback):
         suits="slow networks and large models, ranks of equal speed",
     )
 
+    printed: ClassVar[dict[str, Any]] = {
+        "rule": "paper",
+        "wire_dtype": "float32",
+        "local_steps": 1,
+        "warmup_steps": 0,
+    }
+
     threshold_period: int = at_least(
         1, default=32, doc="number of exchanges from one exact threshold to the next"
     )
@@ -99,19 +106,9 @@ class OkTopk(ErrorFeedback):
         "for `threshold_period` exchanges",
     )
 
-    def check_hyperparameters(self) -> None:
-        super().check_hyperparameters()
-        printed = {"rule": "paper", "wire_dtype": "float32", "local_steps": 1, "warmup_steps": 0}
-        for name, value in printed.items():
-            if self.paper and (got := getattr(self, name)) not in (None, value):
-                raise ValueError(
-                    f"with paper=True {name} must be as in the paper, got {name}={got!r}; set "
-                    f"{name}={value!r} or paper=False"
-                )
-
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
-        self.is_shared = not self.paper and self.rule != "paper"
+        self.is_shared = self.rule != "paper"
         self.local_threshold = self.global_threshold = self.residual.new_zeros(())
         self.divide(evenly(len(x), net.world_size))
         self.marks = torch.zeros_like(x[:0] if self.is_shared else x, dtype=torch.bool)

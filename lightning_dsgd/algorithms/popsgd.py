@@ -38,7 +38,10 @@ A rank that stops tells all possible partners with an empty message; they then c
 
 Differs from the paper: matchings instead of independent pairs, so that each rank interacts equally
 often, and never with itself; any optimizer; the published code is one-sided and changes the mean.
-Not in the paper: `wire_dtype`.
+Not in the paper: `wire_dtype`.  With `paper=True` the pairs are independent, each drawn uniformly
+from all pairs of ranks (or of neighbours); both wait for each other, and send their weights
+unchanged.  The pairs of a rank come in an order that all ranks know, so of all pairs that are due
+the first one never waits for another.
 
 Waits for nobody, with `blocking` for one partner every local_steps steps.  Sends (|x| + 32 bytes) /
 local_steps per step, 16 bytes instead of the 32 with `blocking`; one byte per element and 2 KB with
@@ -85,10 +88,15 @@ class PopSGD(Algorithm):
         suits="random stragglers; a slow rank that gets fewer batches",
     )
 
+    printed: ClassVar[dict[str, Any]] = {
+        **{"blocking": True, "wire_dtype": "float32", "scale_steps": False}
+    }
+
     local_steps: int = at_least(1, default=1, doc="number of steps from one exchange to the next")
-    blocking: bool = setting(
-        default=False,
-        doc="if True, wait for the partner; if False, use the weights that it published last",
+    blocking: bool | None = setting(
+        default=None,
+        doc="if True, wait for the partner; if False, use the weights that it published last; None "
+        "means False, or True with `paper=True`",
     )
     topology: str = one_of(
         "complete",
@@ -106,6 +114,14 @@ class PopSGD(Algorithm):
     )
     seed: int = setting(default=0, doc="seed of the random pairs")
     scale_steps: bool = step_scaling.scale_steps()
+    paper: bool = setting(
+        default=False,
+        doc="if True, the algorithm is as printed: pairs are independent, and wait for each other",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.blocking = self.blocking or False
 
     @property
     def exchange_period(self) -> int:
@@ -123,8 +139,8 @@ class PopSGD(Algorithm):
 
     def partner(self, version: int) -> int:
         """Returns the rank with which this rank interacts, or this rank if there is none."""
-        partners = topology.random_partners(version, self.net.world_size, self.topology, self.seed)
-        return partners[self.net.rank]
+        draw = topology.random_pair if self.paper else topology.random_partners
+        return draw(version, self.net.world_size, self.topology, self.seed)[self.net.rank]
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         self._begin(x)
@@ -134,6 +150,9 @@ class PopSGD(Algorithm):
         if self.steps_since < self.local_steps:
             return
         self.steps_since = 0
+        alone = not self.paper or self.net.world_size == 1
+        while not alone and self.partner(self.version) == self.net.rank:
+            self.version += 1  # a pair of others
         version, self.version = self.version, self.version + 1
         if self.lane is not None:
             self.lane.arrive(version, x)

@@ -23,6 +23,9 @@ Differs from the paper: any optimizer; any P; ranks may have different numbers o
 decay acts on z, where the gradient is computed, and not on x (the same if w is 1).  Not in the
 paper: `wire_dtype`.  A rank keeps in its own x what it rounds off a share, so the sum of x stays.
 
+With `paper=True` and `overlap=tau` it is tau-OSGP as published (ICML 2019): a rank sends every tau
+steps only, and waits for what was sent tau steps ago before it sends again.
+
 Waits for the messages of the step (`overlap=0`), or for those sent `overlap` steps ago, never for
 an answer.  On a device a message comes once its sender's device has made it: without `overlap` the
 receivers wait for a slow kernel.  Sends num_peers (|x| + 8 bytes) per step; a `wire_dtype` divides
@@ -40,7 +43,7 @@ from torch import Tensor
 
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
-from lightning_dsgd.hyperparameters import at_least, one_of
+from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import nodes, rounding, step_scaling, topology
 from lightning_dsgd.transport import Transport, Work
 
@@ -62,6 +65,8 @@ class SGP(Algorithm):
         suits="equally fast ranks on a slow network; `num_peers` messages per step for any P",
     )
 
+    printed: ClassVar[dict[str, Any]] = {"wire_dtype": "float32", "scale_steps": False}
+
     num_peers: int = at_least(
         1,
         default=1,
@@ -82,11 +87,21 @@ class SGP(Algorithm):
     node_size: int | None = nodes.node_size()
     wire_dtype: str = rounding.wire_dtype("stays with the rank that sends")
     scale_steps: bool = step_scaling.scale_steps()
+    paper: bool = setting(
+        default=False,
+        doc="if True, the algorithm is as printed: with `overlap` weights are sent every `overlap` "
+        "steps, not in every step",
+    )
 
     @property
     def team_size(self) -> int:
         """The number of ranks on a node, which hold the same weights."""
         return self.node.size
+
+    @property
+    def exchange_period(self) -> int:
+        """The number of steps from one message to the next."""
+        return max(1, self.overlap) if self.paper else 1
 
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
@@ -214,7 +229,10 @@ class _Pusher:
     def push(self, x: Tensor, w: float, step: int) -> float:
         """Sends shares, adds the shares that have come to x, and returns the new w."""
         a = self.algorithm
-        arguments = (a.topology, step, self.place, self.num_places, a.num_peers)
+        if step % a.exchange_period:
+            return w + self._take(x, step)
+        at = step // a.exchange_period
+        arguments = (a.topology, at, self.place, self.num_places, a.num_peers)
         receivers = self._ranks(topology.out_peers(*arguments))
         p = 1 / (len(receivers) + 1)
         going = [peer for peer in receivers if not self._has_stopped(peer, x)]

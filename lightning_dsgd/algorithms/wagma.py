@@ -17,7 +17,8 @@ zero, so the mean of the ranks is the start plus all updates of all ranks.  The 
     W <- (sum + W') / (S + 1)
 
 It pulls a late rank back towards its older weights: 30% of all updates is lost if two of eight
-ranks are late at random.  The metric `updates_kept` is the share that is not.
+ranks are late at random.  The metric `updates_kept` is the share that is not.  `paper=True` is
+Algorithm 2 as printed: that rule, no grace, and tau = 10 unless another period is set.
 
 Also different: any P and S (`topology.groups`); tau is 100 by default and not 10, as ranks wait for
 the slowest at global averages (docs/algorithms/wagma.md); a rank that has run out of data continues
@@ -94,14 +95,22 @@ class WAGMA(Algorithm):
         suits="random stragglers, many nodes",
     )
 
+    printed: ClassVar[dict[str, Any]] = {
+        **{"rule": "paper", "grace_s": 0, "overlap": False, "group_period": 1},
+        **{"wire_dtype": "float32", "hierarchical": False, "scale_steps": False},
+    }
+
     group_size: int | None = at_least(
         1,
         default=None,
         doc="number of ranks in a group; None means the power of two nearest to sqrt(world_size): "
         "2 for 2 to 7 ranks, 4 for 8 to 31",
     )
-    sync_period: int = at_least(
-        1, default=100, doc="number of steps from one global average to the next"
+    sync_period: int | None = at_least(
+        1,
+        default=None,
+        doc="number of steps from one global average to the next; None means 100, or the paper's "
+        "10 with `paper=True`",
     )
     wait_avoiding: bool = setting(
         default=True,
@@ -120,12 +129,12 @@ class WAGMA(Algorithm):
     overlap: bool = setting(
         default=False, doc="if True, do not wait for the group's average; apply it when it arrives"
     )
-    rule: str = one_of(
+    rule: str | None = one_of(
         "conserving",
         "paper",
-        default="conserving",
+        default=None,
         doc='how a late rank merges its group\'s average; "conserving" keeps all updates, "paper" '
-        "loses a part of them",
+        'loses a part of them; None means "conserving", or "paper" with `paper=True`',
     )
     group_period: int = at_least(
         1,
@@ -140,6 +149,22 @@ class WAGMA(Algorithm):
     )
     node_size: int | None = nodes.node_size()
     scale_steps: bool = step_scaling.scale_steps()
+    paper: bool = setting(
+        default=False,
+        doc="if True, the algorithm is as printed: the paper's rule and period, and no grace",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rule = self.rule or "conserving"
+        if self.sync_period is None:
+            self.sync_period = 10 if self.paper else 100
+
+    @property
+    def period(self) -> int:
+        """The number of steps from one global average to the next."""
+        assert self.sync_period is not None
+        return self.sync_period
 
     @property
     def team_size(self) -> int:
@@ -163,8 +188,8 @@ class WAGMA(Algorithm):
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
-        if self.sync_period % self.group_period:
-            num_averages = max(1, round(self.sync_period / self.group_period))
+        if self.period % self.group_period:
+            num_averages = max(1, round(self.period / self.group_period))
             raise ValueError(
                 "sync_period must be a multiple of group_period, got "
                 f"sync_period={self.sync_period} with group_period={self.group_period}; try "
@@ -219,7 +244,7 @@ class WAGMA(Algorithm):
     def _fix_groups(self, net: Transport) -> None:
         """Has the network's engine sum in the groups, where they are few and nothing is rounded."""
         size, of = self.size, net.world_size
-        if not net.sum_engine or self.sums is not None or self.group_period == self.sync_period:
+        if not net.sum_engine or self.sums is not None or self.group_period == self.period:
             return
         groups = topology.groups(0, of, size)
         if self.dynamic_groups:
@@ -342,7 +367,7 @@ class WAGMA(Algorithm):
         return topology.group_of(self.across.rank, at, self.across.world_size, self.size)
 
     def is_global(self, version: int) -> bool:
-        return (version + 1) * self.group_period % self.sync_period == 0
+        return (version + 1) * self.group_period % self.period == 0
 
     def activator(self, version: int) -> int | None:
         return None

@@ -235,12 +235,26 @@ def random_partners(
     cycle: a matching along the cycle; each of its P edges is as likely as any other
     """
     draw = random.Random(f"{seed}/{version}")
+    partners = list(range(world_size))
     if topology == "cycle":
         start = draw.randrange(world_size)
         order = [(start + i) % world_size for i in range(world_size)]
     else:
         order = draw.sample(range(world_size), world_size)
-    partners = list(range(world_size))
     for a, b in zip(order[::2], order[1::2], strict=False):
         partners[a], partners[b] = b, a
+    return tuple(partners)
+
+
+@lru_cache(maxsize=128)
+def random_pair(
+    version: int, world_size: int, topology: str = "complete", seed: int = 0
+) -> tuple[int, ...]:
+    """Returns the same of one pair, drawn uniformly from all; all others are their own partners."""
+    draw = random.Random(f"{seed}/pair/{version}")
+    a = draw.randrange(world_size)
+    hop = draw.choice((1, -1)) if topology == "cycle" else draw.randrange(1, max(2, world_size))
+    b = (a + hop) % world_size
+    partners = list(range(world_size))
+    partners[a], partners[b] = b, a
     return tuple(partners)

@@ -55,7 +55,7 @@ class Row:
     rounding: float = 1e-12
     """How near its sums are to exact ones."""
     is_delayed: bool = False
-    """Whether a gradient is applied a step later than on one rank alone."""
+    """Whether ranks with the same gradients differ for a while: by delay, or by whom they meet."""
     accuracy: float = 1e-6
     """How near the constant learning rate comes to a minimum that is another one on every rank."""
 
@@ -213,7 +213,7 @@ TABLE = {
     "dpsgd": Row("dpsgd", lambda p, size: len(topology.ring(0, p)) * size),
     "wagma": wagma(copies=2),
     "wagma_overlap": wagma(":overlap=true", copies=3),
-    "wagma_paper": wagma(":rule=paper", copies=2),
+    "wagma_paper": wagma(base=f"wagma:{SYNC}:paper=true", copies=2, is_delayed=True),
     "wagma_int8": Row(f"{EAGER_WAGMA}:wire_dtype=int8", is_rounded=True, **LATE),
     "wagma_overlap_int4": Row(
         f"{EAGER_WAGMA}:overlap=true:wire_dtype=int4", is_rounded=True, **LATE
@@ -239,6 +239,7 @@ TABLE = {
         accuracy=0.1,
     ),
     "hpsgd": Row("hpsgd", hpsgd_bytes, copies=2, **LATE),
+    "hpsgd_paper": Row("hpsgd:paper=true", hpsgd_bytes, copies=3, is_delayed=True, **LATE),
     "hpsgd_bounded": Row("hpsgd:max_local_steps=1", hpsgd_bytes, is_synchronous=False),
     "hpsgd_outer": Row(
         "hpsgd:outer_lr=0.7:outer_momentum=0.9",
@@ -282,6 +283,13 @@ TABLE |= {
     "sgp_overlap": Row(
         "sgp:overlap=1", lambda p, size: push_bytes(p, size, 1), has_push_weights=True, **LATE
     ),
+    "sgp_paper_overlap": Row(
+        "sgp:paper=true:overlap=2",
+        lambda p, size: push_bytes(p, size, 1) / 2,
+        period=2,
+        has_push_weights=True,
+        **LATE,
+    ),
     "sgp_int8": Row(
         "sgp:wire_dtype=int8",
         lambda p, size: push_bytes(p, block_bytes(size, 8), 1),
@@ -296,6 +304,7 @@ TABLE |= {
         **LATE,
     ),
     "popsgd_blocking": Row("popsgd:blocking=true", lambda p, size: pair_bytes(p, size + 16)),
+    "popsgd_paper": Row("popsgd:paper=true", is_delayed=True, accuracy=1.0),
     "popsgd_blocking_local_steps": Row(
         "popsgd:blocking=true:local_steps=3:topology=cycle",
         lambda p, size: pair_bytes(p, size + 16) / 3,

@@ -243,3 +243,16 @@ def test_standing_still_again_sends_three_words_and_changes_nothing() -> None:
     words = 3 * 2 / 3 * 2 * 8  # of each rank in the mean
     for before, after in ((0, 1), (1, 2)):
         assert sum(sent[after] - sent[before] for _, sent in ranks) == pytest.approx(3 * words)
+
+
+def test_as_printed_a_replica_goes_on_from_the_global_model_alone() -> None:
+    def train(net: Any) -> list[float]:
+        rank = Rank(net, HPSGD(paper=True), torch.zeros(1).double())
+        seen = []
+        for step in range(3):  # a sum takes less than a step
+            rank.step(float(net.rank + 1) * 10.0**step, seconds=1.0)
+            seen.append(float(rank.x))
+        return [*seen, float(rank.finish())]
+
+    # Each step is lost to its own rank until the mean of it has come back.
+    assert SimulatedWorld(2).run(train) == [[0.0, 1.5, 16.5, 166.5]] * 2

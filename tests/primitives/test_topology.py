@@ -207,14 +207,17 @@ def test_partners_are_mutual_and_leave_out_one_rank_where_p_is_odd(kind: str) ->
 
 
 @pytest.mark.parametrize(("kind", "num_edges"), [("complete", 10), ("cycle", 5)])
-def test_every_pair_is_as_likely_as_any_other(kind: str, num_edges: int) -> None:
+@pytest.mark.parametrize(("draw", "pairs"), [("random_partners", 2), ("random_pair", 1)])
+def test_every_pair_is_as_likely_as_any_other(
+    draw: str, pairs: int, kind: str, num_edges: int
+) -> None:
     rounds = 2000
     counts: Counter[tuple[int, int]] = Counter()
     for version in range(rounds):
-        partners = topology.random_partners(version, 5, kind, seed=1)
+        partners = getattr(topology, draw)(version, 5, kind, seed=1)
         counts.update((a, b) for a, b in enumerate(partners) if a < b)
     assert len(counts) == num_edges
-    expected = 2 * rounds / num_edges
+    expected = pairs * rounds / num_edges
     assert sum((n - expected) ** 2 / expected for n in counts.values()) < 3 * num_edges
 
 
