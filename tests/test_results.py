@@ -116,6 +116,7 @@ def test_no_new_result_lacks_its_hyperparameters() -> None:
 def test_a_figure_of_other_defaults_is_told() -> None:
     result = {"made": "2026-11-25T20:00:00+00:00", "hyperparameters": in_force(["wagma", "ddp"])}
     assert result["hyperparameters"].keys() == {"wagma"}
+    del result["hyperparameters"]["wagma"]["paper"]  # an option that is new, and off
     assert measured_with(result) == "Measured on 2026-11-25 with today's defaults."
     result["hyperparameters"]["wagma"] |= {"sync_period": 10}
     result["hyperparameters"]["wagmas"] = {}

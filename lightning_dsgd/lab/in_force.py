@@ -22,7 +22,10 @@ def in_force(specs: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def differences(result: dict[str, Any]) -> list[str]:
-    """Returns what of a result's hyperparameters is another now; an empty list if nothing is."""
+    """Returns what of a result's hyperparameters is another now; an empty list if nothing is.
+
+    An option that is new, and off by default, changes nothing.
+    """
     found = []
     for spec, then in result["hyperparameters"].items():
         try:
@@ -30,7 +33,8 @@ def differences(result: dict[str, Any]) -> list[str]:
         except ValueError as error:
             found.append(f"`{spec}` is refused now: {error}")
             continue
-        for name in sorted({*then, *now}):
+        is_off = {name for name in now if name not in then and now[name] in (False, None)}
+        for name in sorted({*then, *now} - is_off):
             before, today = (str(each.get(name, "unknown")) for each in (then, now))
             if before != today:
                 found.append(f"`{spec}` had {name}={before}, which is {today} now")
