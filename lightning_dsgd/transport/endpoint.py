@@ -1,6 +1,7 @@
 """What all transports share: arguments are checked, groups known, and collectives begun, here.
 
-A transport brings two verbs, `post` and `collect`, on which messages and collectives stand.
+A transport brings two verbs, `post` and `collect`, on which messages and collectives stand, and
+what the contract says of life and death.
 
 **Threads.**  An endpoint belongs to one thread, the training thread or a lane's, which alone
 calls collectives and `recv` on it: so its groups need no lock.  Any thread of the rank may `send`.
@@ -10,19 +11,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from lightning_dsgd.transport import collectives
 from lightning_dsgd.transport.collectives import Call, Collective, Group
-from lightning_dsgd.transport.contract import ANY, Lane, PeerLost, Receipt, Views, Work
+from lightning_dsgd.transport.contract import ANY, Lane, Receipt, Transport, Views, Work
 from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.messages import channel_id
 
 
-class Endpoint(ABC):
+class Endpoint(Transport, ABC):
     """One rank's end of a network; subclasses bring the wire.
 
     Args:
@@ -60,47 +60,13 @@ class Endpoint(ABC):
     ) -> Receipt:
         """Receives the next message of this channel and tag from `src`, into `into` if given."""
 
-    @abstractmethod
-    def now(self) -> float:
-        """Returns the seconds on this transport's clock."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raises `PeerLost` if a rank is known to be lost."""
-
-    @abstractmethod
-    def on_lost(self, callback: Callable[[PeerLost], None]) -> None:
-        """Has `callback` called when another rank is lost."""
-
-    @abstractmethod
-    def blaming(self, what: str) -> AbstractContextManager[None]:
-        """Raises `PeerLost` if an error within the block comes of a lost rank."""
-
-    @abstractmethod
-    def fail(self, reason: str) -> None:
-        """Tells every rank that this one is lost, and closes the network."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Says farewell and closes the network."""
-
-    @property
-    @abstractmethod
-    def is_forks(self) -> bool:
-        """Whether this process was forked from the one that opened the network."""
-
-    @abstractmethod
-    def check_process(self) -> None:
-        """Raises `TransportError` in a process forked from the one that opened the network."""
-
     @property
     def views(self) -> Views:
         """Who trains, and who goes on after a loss; by default, a loss is final."""
         return Views()
 
     @abstractmethod
-    def sub(self, name: str) -> Endpoint:
-        """Returns the same network with channels of its own, for the same thread."""
+    def sub(self, name: str) -> Endpoint: ...
 
     @abstractmethod
     def start_lane(self, fn: Callable[[Any], None], name: str) -> Lane:
@@ -178,10 +144,10 @@ class Endpoint(ABC):
         call = self._call((src, self.rank), "push")
         return self.pair_natively(like[:0], call) or call.receive(like, 0)
 
-    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:  # noqa: B027
+    def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Does nothing: sums are made of messages here."""
 
-    def expect_at_most(self, nbytes: int) -> None:  # noqa: B027
+    def expect_at_most(self, nbytes: int) -> None:
         """Does nothing: all ranks are in this process."""
 
     def begin_natively(
