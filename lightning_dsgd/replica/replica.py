@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -211,8 +211,7 @@ class Replica:
         if self._to_load.waits:
             self.follow()
             self._to_load.give(self.parts)
-        watch = self.net.counters.watch
-        with nullcontext() if watch is None else exchanging(watch, self.net.now):
+        with exchanging(self.net.counters.watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
             for part in parts:
@@ -238,8 +237,7 @@ class Replica:
     @torch.no_grad()
     def after_update(self, optimizer: Optimizer) -> None:
         """Calls the algorithm with the weights that the optimizer has made."""
-        watch = self.net.counters.watch
-        with nullcontext() if watch is None else exchanging(watch, self.net.now):
+        with exchanging(self.net.counters.watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
             if self._scales_steps:
