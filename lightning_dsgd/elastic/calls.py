@@ -22,7 +22,7 @@ too, which the loss of a rank of another replica does not end.  So while one of 
 view, no other may be in such a collective and wait for it.  All ranks of a replica make the same
 calls and steps in the same order.  At the end of each they ask each other, in a collective of their
 own as well, whether any of them has met a loss (`Row`).  If so, all change the view there: who was
-through asks for a next view (`Views.renew`), and a step is made again by all of them, or by
+through asks for a next view (`ChangingViews.renew`), and a step is made again by all of them, or by
 none.  A change is over for a replica once all of its ranks have begun anew in the same view.  They
 ask each other that for each number of a view in turn, also for those that a rank has skipped.
 
@@ -53,8 +53,8 @@ from torch import Tensor
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.rows import Row
+from lightning_dsgd.elastic.views import JOINS, LEAVES, views_of
 from lightning_dsgd.transport import PeerLost
-from lightning_dsgd.transport.contract import JOINS, LEAVES
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.view import View
 
@@ -147,7 +147,7 @@ class Calls:
         if not self._has_lost(lost):
             return None
         if lost is None:
-            self.net.views.renew()
+            views_of(self.net).renew()
             lost = PeerLost(self.net.rank, "goes on with those that hold its replica with it")
         return lost
 
@@ -157,7 +157,7 @@ class Calls:
         A rank that no view holds asks no other: one of the others may never answer then.  A loss of
         which another rank alone has told is not known before the next view.
         """
-        return (lost is not None and self.net.views.is_outside) or self._row.has_lost(lost)
+        return (lost is not None and views_of(self.net).is_outside) or self._row.has_lost(lost)
 
     def once(self, call: Callable[[], T]) -> T | None:
         """Makes a call as `together` does; a change of the view ends it, and all ranks get None."""
@@ -188,7 +188,7 @@ class Calls:
 
     def admit(self, newcomers: Sequence[int]) -> None:
         """Goes on in a view with these newcomers; all members call it, with the same newcomers."""
-        if not {*newcomers} <= {*self.view.members} and self.net.views.admit(newcomers):
+        if not {*newcomers} <= {*self.view.members} and views_of(self.net).admit(newcomers):
             self.change_view(PeerLost(newcomers[0], JOINS))
 
     def dismiss(self, leavers: Sequence[int]) -> None:
@@ -197,7 +197,7 @@ class Calls:
         Raises:
             PeerLost: on the ranks that leave
         """
-        if {*leavers} & {*self.view.members} and self.net.views.dismiss(leavers):
+        if {*leavers} & {*self.view.members} and views_of(self.net).dismiss(leavers):
             self.change_view(PeerLost(leavers[0], LEAVES))
 
     def step(self, call: Callable[[], None], *, again: bool) -> None:

@@ -54,6 +54,7 @@ from lightning_dsgd.elastic.entrance import make_group_of_one
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.suits import check_survival
+from lightning_dsgd.elastic.views import views_of
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
@@ -292,7 +293,7 @@ class TrainerMembers(ChangingMembers):
     def _newcomers(self) -> list[int]:
         view = self.calls.view
         room = max(0, (self._max_ranks or self._num_ranks) - view.world_size)
-        return [*view.views.newcomers()[:room]]
+        return [*views_of(view).newcomers()[:room]]
 
     def _forget(self, lost: list[int]) -> None:
         """Removes lost ranks from the register, so that newcomers do not try to reach them."""

@@ -34,6 +34,7 @@ from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.rows import ShardingInRows
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.elastic.views import views_of
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
@@ -174,7 +175,7 @@ class Members(Ranks, ABC):
         if session.world_size > 1:  # else nobody can be lost, and nobody reaches this rank
             rows = self._rows if self._holds_with_others else ()
             session.net.views.survive(self._min_ranks, rows)
-        register, card = self._entrance.register, self.calls.view.views.card()
+        register, card = self._entrance.register, views_of(self.calls.view).card()
         can_be_joined = self.can_be_joined and self._entrance.is_open and not self._rows
         can_be_joined = can_be_joined and card is not None
         if register is not None and card is not None and can_be_joined:

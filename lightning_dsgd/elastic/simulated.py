@@ -22,8 +22,8 @@ from functools import partial
 
 from lightning_dsgd.elastic.ballots import Message
 from lightning_dsgd.elastic.membership import Membership
-from lightning_dsgd.elastic.views import Action, AgreedViews
-from lightning_dsgd.transport.contract import JOINS, PeerLost, TransportError, Views, failed
+from lightning_dsgd.elastic.views import JOINS, Action, AgreedViews
+from lightning_dsgd.transport.contract import PeerLost, TransportError, Views, failed
 from lightning_dsgd.transport.simulated.baton import Awaited, Baton
 from lightning_dsgd.transport.simulated.faults import Faults, Loss
 

@@ -41,8 +41,8 @@ from typing import Any, Final
 
 from lightning_dsgd.elastic.ballots import Message
 from lightning_dsgd.elastic.membership import Membership
-from lightning_dsgd.elastic.views import Action, AgreedViews
-from lightning_dsgd.transport.contract import JOINS, PeerLost, TransportError
+from lightning_dsgd.elastic.views import JOINS, Action, AgreedViews
+from lightning_dsgd.transport.contract import PeerLost, TransportError
 from lightning_dsgd.transport.frames import AGREEMENT, HEADER
 from lightning_dsgd.transport.mesh import LossPolicy, Mesh, encode
 from lightning_dsgd.transport.view import bits_of, number_of

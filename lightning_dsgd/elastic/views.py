@@ -20,17 +20,73 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from lightning_dsgd.elastic.ballots import Message
 from lightning_dsgd.elastic.membership import Membership
-from lightning_dsgd.transport.contract import JOINS, LEAVES, RENEWS, PeerLost, Views
+from lightning_dsgd.transport.contract import PeerLost, Transport, TransportError, Views
 
 Action = Callable[[Membership, float], None]
 """What a membership is to do, at a time."""
 
+# Why the waits of a rank end, where nobody is lost.
+JOINS: Final = "joins"
+LEAVES: Final = "has left, as it was told to"
+RENEWS: Final = "goes on with the others of its replica, which know of a loss"
 
-class AgreedViews(Views, ABC):
+
+class ChangingViews(Views):
+    """The verbs by which members change; in this class, nobody comes or leaves."""
+
+    def renew(self) -> None:
+        """Has the ranks agree on the next view, also where this rank knows of no loss.
+
+        Waits of this rank end as after a loss, and `next_view` is to be called.  The call does
+        nothing where the next view is agreed on already and this rank has not entered it.
+        """
+        raise TransportError("only a network that goes on after a loss has another view")
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether no next view will hold this rank: its group has lost a rank, or it has ended."""
+        return False
+
+    def newcomers(self) -> tuple[int, ...]:
+        """Returns the numbers of processes that have asked to become ranks of the next view."""
+        return ()
+
+    def admit(self, newcomers: Sequence[int]) -> bool:
+        """Has the ranks agree on a view with these newcomers; False if none can be let in.
+
+        If so, waits of this rank end as after a loss, and `next_view` is to be called.
+        """
+        return False
+
+    def dismiss(self, leavers: Sequence[int]) -> bool:
+        """Has the ranks agree on a view without these ranks; False if they are no ranks any more.
+
+        Waits end as `admit` says.  All ranks call it, also those that leave, for which no view
+        follows.
+        """
+        return False
+
+    def card(self) -> tuple[str, int, str] | None:
+        """Returns the host and port where newcomers reach this rank, and the secret they need.
+
+        Returns None where nobody can join.
+        """
+        return None
+
+
+_FINAL: Final = ChangingViews()
+
+
+def views_of(net: Transport) -> ChangingViews:
+    """Returns the views of a network, also where a loss is final."""
+    return views if isinstance(views := net.views, ChangingViews) else _FINAL
+
+
+class AgreedViews(ChangingViews, ABC):
     """One rank's end of the views; see the head of the file.
 
     Attributes:

@@ -174,17 +174,11 @@ class Lane(Protocol):
         ...
 
 
-# Why the waits of a rank end, where nobody is lost.
-JOINS: Final = "joins"
-LEAVES: Final = "has left, as it was told to"
-RENEWS: Final = "goes on with the others of its replica, which know of a loss"
-
-
 class Views:
     """Who trains, and who goes on after a loss; in this class, a loss is final: no view follows.
 
     Ranks have the numbers that their launcher gave them, in every view.  What follows a loss on a
-    network that survives is a matter of a wing, whose class has all of these verbs.
+    network that survives is a matter of a wing, whose class has more verbs: `elastic.views`.
     """
 
     def survive(self, min_ranks: int | None, groups: Sequence[Sequence[int]] = ()) -> None:
@@ -209,45 +203,6 @@ class Views:
             PeerLost: where this rank cannot go on; `lost` itself where no view follows a loss
         """
         raise lost
-
-    def renew(self) -> None:
-        """Has the ranks agree on the next view, also where this rank knows of no loss.
-
-        Waits of this rank end as after a loss, and `next_view` is to be called.  The call does
-        nothing where the next view is agreed on already and this rank has not entered it.
-        """
-        raise TransportError("only a network that goes on after a loss has another view")
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether no next view will hold this rank: its group has lost a rank, or it has ended."""
-        return False
-
-    def newcomers(self) -> tuple[int, ...]:
-        """Returns the numbers of processes that have asked to become ranks of the next view."""
-        return ()
-
-    def admit(self, newcomers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view with these newcomers; False if none can be let in.
-
-        If so, waits of this rank end as after a loss, and `next_view` is to be called.
-        """
-        return False
-
-    def dismiss(self, leavers: Sequence[int]) -> bool:
-        """Has the ranks agree on a view without these ranks; False if they are no ranks any more.
-
-        Waits end as `admit` says.  All ranks call it, also those that leave, for which no view
-        follows.
-        """
-        return False
-
-    def card(self) -> tuple[str, int, str] | None:
-        """Returns the host and port where newcomers reach this rank, and the secret they need.
-
-        Returns None where nobody can join.
-        """
-        return None
 
 
 @runtime_checkable
