@@ -37,12 +37,12 @@ from torch import Tensor, nn
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.model import stand_in
 from lightning_dsgd.transport import PeerLost, TransportError
-from lightning_dsgd.transport.simulated import SimulatedWorld
 from lightning_dsgd.transport.view import View
 
 BYTES = 4
@@ -196,17 +196,16 @@ def run(spec: str, args: argparse.Namespace, *, strikes: bool) -> dict[str, Any]
     num_elements = stand_in(make_algorithm(spec), args.ranks, int(args.params))
     end_s = 60 * args.minutes
     job = Job(spec, num_elements, args.compute_s, end_s)
-    world = SimulatedWorld(
+    world = SurvivingWorld(
         args.ranks,
-        args.latency_us / 1e6,
-        args.gbit_s * 1e9 / 8,
+        latency_s=args.latency_us / 1e6,
+        bandwidth_bytes_s=args.gbit_s * 1e9 / 8,
         timeout_s=1e9,
         message_bytes=functools.partial(
             counted, scale=args.params / num_elements, num_elements=num_elements
         ),
         heartbeat_timeout_s=args.heartbeat_s,
         strict=False,
-        goes_on=True,
     )
     places, replaced_at = list(range(args.ranks)), {}
     faults = moments(args) if strikes else []

@@ -19,6 +19,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from lightning_dsgd.elastic.ballots import Message
 from lightning_dsgd.elastic.membership import Membership
@@ -26,6 +27,56 @@ from lightning_dsgd.elastic.views import JOINS, Action, AgreedViews
 from lightning_dsgd.transport.contract import PeerLost, TransportError, Views, failed
 from lightning_dsgd.transport.simulated.baton import Awaited, Baton
 from lightning_dsgd.transport.simulated.faults import Faults, Loss
+from lightning_dsgd.transport.simulated.world import SimulatedWorld
+
+
+class SurvivingWorld(SimulatedWorld):
+    """A simulated world in which a view of the ranks left follows a loss: `Views.next_view`.
+
+    Args:
+        world_size: P, at the start
+        min_ranks: how many ranks a view must have; None: more than half of the last view's
+        groups: ranks none of which can go on without the others of their group
+        **options: as `SimulatedWorld` takes them
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        min_ranks: int | None = None,
+        groups: Sequence[Sequence[int]] = (),
+        **options: Any,
+    ) -> None:
+        super().__init__(world_size, **options)
+        self.min_ranks, self.groups = min_ranks, groups
+
+    def join(self, at_s: float) -> int:
+        """Has a process come and run what all run; returns its number, which no rank has had.
+
+        The process finds `net.is_newcomer`, and must call `net.join`.  Its result is behind the
+        results of the first ranks.
+        """
+        if at_s < 0:
+            raise ValueError(f"ranks join at 0 s or later, got at_s={at_s}")
+        self._arrivals.append(at_s)
+        return self.world_size + len(self._arrivals) - 1
+
+    def doubt(self, rank: int, other: int, at_s: float) -> None:
+        """Makes one rank alone take another for lost, which lives.
+
+        The same happens where a message between the two is late, or where the link is cut and this
+        end notices first.
+        """
+
+        def strike(faults: Any) -> None:
+            faults.doubt(rank, other)
+
+        self._script(rank, at_s, strike)
+
+    def _make_faults(self, baton: Baton) -> SurvivableFaults:
+        terms = self.world_size, self.latency_s, self.min_ranks, self.groups
+        return SurvivableFaults(baton, self.detect_s, self.heartbeat_timeout_s, *terms)
 
 
 class _NextView(Awaited):
@@ -58,12 +109,12 @@ class SimulatedViews(AgreedViews):
         if list(map(tuple, groups)) != list(map(tuple, world.groups)):
             raise ValueError(
                 f"groups must be those of the world, got groups={groups} with "
-                f"SimulatedWorld(groups={world.groups})"
+                f"SurvivingWorld(groups={world.groups})"
             )
         if world.min_ranks != min_ranks:
             raise ValueError(
                 f"min_ranks must be that of the world, got min_ranks={min_ranks} with "
-                f"SimulatedWorld(min_ranks={world.min_ranks})"
+                f"SurvivingWorld(min_ranks={world.min_ranks})"
             )
 
     @property
@@ -186,6 +237,7 @@ class SurvivableFaults(Faults):
         self._views[rank].begin()
 
     def doubt(self, rank: int, other: int) -> None:
+        """Makes one rank alone take another for lost, which lives."""
         self.reasons.setdefault(other, f"has not answered rank {rank}")
         self._suspect(rank, other, died=False)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
-from lightning_dsgd.transport.simulated import SimulatedWorld
 from lightning_dsgd.transport.view import View
 from tests.algorithms.table import LR, SYNC, TABLE, Row, start_at, target, wagma
 from tests.support.thorough import times
@@ -82,9 +82,7 @@ def survive(net: Any, row: Row, num_steps: int) -> tuple[tuple[int, ...], Tensor
 def play(row: Row, world_size: int, seed: int, num_lost: int, num_came: int = 0) -> None:
     """Ranks are lost at any time of some steps, evaluations, and the end; others come before."""
     chance = random.Random(seed)
-    world = SimulatedWorld(
-        world_size, latency_s=0.01, bandwidth_bytes_s=3e5, detect_s=0.003, goes_on=True
-    )
+    world = SurvivingWorld(world_size, latency_s=0.01, bandwidth_bytes_s=3e5, detect_s=0.003)
     lost = chance.sample(range(world_size), num_lost)
     for rank in lost:
         world.kill(rank, chance.uniform(0.05, 8.0))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.transport import PeerLost, TransportError
-from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
+from lightning_dsgd.transport.simulated import Killed
 from lightning_dsgd.transport.view import View
 from tests.support.thorough import times
 
@@ -65,18 +66,17 @@ def take_part(net: Any, seed: int, views: Views) -> list[list[int]]:
     return history
 
 
-def make(chance: random.Random, *, may_end: bool) -> tuple[SimulatedWorld, set[int], set[int]]:
+def make(chance: random.Random, *, may_end: bool) -> tuple[SurvivingWorld, set[int], set[int]]:
     """A world, those that are killed in it, and those that are cut off.
 
     Unless the others may end, so few are lost that more than half are left whenever it happens.
     """
     num_first = chance.choice([2, 3, 3, 4, 5, 6, 7])
-    world = SimulatedWorld(
+    world = SurvivingWorld(
         num_first,
         latency_s=chance.choice([0.0, 0.001, 0.05]),
         detect_s=chance.choice([0.003, 0.2]),
         heartbeat_timeout_s=2.0,
-        goes_on=True,
         min_ranks=chance.choice([None, 1]),
         strict=False,
     )

@@ -18,6 +18,7 @@ from lightning_dsgd.elastic import changes
 from lightning_dsgd.elastic.changes import ChangingMembers
 from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.elastic.register import Register
+from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.fabric.collectives import FabricSession
 from lightning_dsgd.lab.callbacks import gathered
 from lightning_dsgd.session.opening import Opening
@@ -27,7 +28,7 @@ from lightning_dsgd.session.session import Session
 from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.sessions import TrainerSession
 from lightning_dsgd.transport import PeerLost
-from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
+from lightning_dsgd.transport.simulated import Killed
 from lightning_dsgd.transport.view import View
 
 CHOSEN = choose("a test", Options, {"timeout_s": 10.0, "heartbeat_timeout_s": 10.0})
@@ -89,7 +90,7 @@ def test_a_launcher_learns_of_a_training_whose_process_group_the_script_has_made
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(keeper.port))
-    SimulatedWorld(2, goes_on=True).run(train_with, Opening(CHOSEN, print))
+    SurvivingWorld(2).run(train_with, Opening(CHOSEN, print))
     assert keeper.survives()
     assert not keeper.can_be_joined()  # it would wait in that process group
 
@@ -111,7 +112,7 @@ def lose_one_that_survives(net: Any, lost: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("lost", range(4))
 def test_a_rank_may_be_lost_once_it_has_begun_to_survive(lost):
-    world = SimulatedWorld(4, latency_s=0.05, detect_s=0.0, goes_on=True, strict=False)
+    world = SurvivingWorld(4, latency_s=0.05, detect_s=0.0, strict=False)
     left = tuple(rank for rank in range(4) if rank != lost)
     outcomes = world.outcomes(lose_one_that_survives, lost)
     assert [outcomes[rank] for rank in left] == [left] * 3
@@ -135,7 +136,7 @@ def of_all_that_are_left(make: Callable[[Any], Any], num_kills: int = 20) -> Ite
     num_taken_over = 0
     for seed in range(num_kills):
         chance = random.Random(seed)
-        world = SimulatedWorld(4, latency_s=0.05, detect_s=0.0, goes_on=True, strict=False)
+        world = SurvivingWorld(4, latency_s=0.05, detect_s=0.0, strict=False)
         lost = chance.randrange(4)
         world.kill(lost, 0.2 + chance.random() * 0.1)
         outcomes = world.outcomes(call_again_and_again, make)
@@ -304,7 +305,7 @@ def begin_batch_after_break(net: Any) -> list[Phase]:
 
 
 def test_ranks_can_meet_before_a_batch_whose_last_one_was_left_by_break():
-    both = SimulatedWorld(2, goes_on=True).run(begin_batch_after_break)
+    both = SurvivingWorld(2).run(begin_batch_after_break)
     assert both == [[Phase.TRAINING, Phase.IN_BATCH]] * 2
 
 
@@ -326,7 +327,7 @@ def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
         ranks._enter_view(ranks.calls.view)
         return bool(session.training.agreed.leaves)
 
-    assert SimulatedWorld(1, goes_on=True).run(change) == [True]
+    assert SurvivingWorld(1).run(change) == [True]
     assert asked == [signal.SIGINT]
 
 
@@ -358,4 +359,4 @@ def test_gradients_through_what_is_gathered_are_refused(face):
         with pytest.raises(ValueError, match=r"got all_gather\(\.\.\., sync_grads=True\); leave"):
             face(net).all_gather(torch.ones(1), sync_grads=True)
 
-    SimulatedWorld(2, goes_on=True).run(gather)
+    SurvivingWorld(2).run(gather)

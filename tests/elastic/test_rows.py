@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import lightning_dsgd as dsgd
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.transport import PeerLost, Timeout
-from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
+from lightning_dsgd.transport.simulated import Killed
 from lightning_dsgd.transport.simulated.baton import Awaited
 from lightning_dsgd.transport.view import View
 from tests.support.thorough import times
@@ -138,11 +139,10 @@ def lose(name: str, num_replicas: int, num_shards: int, seed: int, num_losses: i
     """At any time; of several, each of another replica, so many that the others can go on."""
     chance, num_ranks = random.Random(f"{name}/{seed}"), num_replicas * num_shards
     groups = [range(i, i + num_shards) for i in range(0, num_ranks, num_shards)]
-    world = SimulatedWorld(
+    world = SurvivingWorld(
         num_ranks,
         latency_s=chance.choice([0.001, 0.01, 0.05]),
         detect_s=chance.choice([0.003, 0.1]),
-        goes_on=True,
         groups=groups,
         strict=False,
     )
@@ -174,10 +174,9 @@ def lose(name: str, num_replicas: int, num_shards: int, seed: int, num_losses: i
 def doubt(name: str, num_replicas: int, num_shards: int, seed: int) -> None:
     """One rank takes another for lost, which lives, and may do the same a moment later."""
     chance, num_ranks = random.Random(f"doubt/{name}/{seed}"), num_replicas * num_shards
-    world = SimulatedWorld(
+    world = SurvivingWorld(
         num_ranks,
         latency_s=chance.choice([0.001, 0.01, 0.05]),
-        goes_on=True,
         groups=[range(i, i + num_shards) for i in range(0, num_ranks, num_shards)],
         strict=False,
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.transport import Diverged, PeerLost, failed
-from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
+from lightning_dsgd.transport.simulated import RankFailed
 from lightning_dsgd.transport.view import View
 
 
 def test_ranks_join_a_world_that_goes_on():
-    world = SimulatedWorld(2, goes_on=True, min_ranks=1)
+    world = SurvivingWorld(2, min_ranks=1)
     assert [world.join(5.0), world.join(1.0)] == [2, 3]
 
     def fn(net):
@@ -24,7 +25,7 @@ def test_ranks_join_a_world_that_goes_on():
 
 
 def test_a_newcomer_finds_nobody_where_all_have_ended():
-    world = SimulatedWorld(2, goes_on=True)
+    world = SurvivingWorld(2)
     world.join(1.0)
 
     def fn(net):
@@ -41,7 +42,7 @@ def test_groups_are_those_of_the_world():
         with pytest.raises(ValueError, match=r"groups must be those of the world"):
             net.views.survive(None, [[0, 2], [1, 3]])
 
-    SimulatedWorld(4, goes_on=True, groups=[(0, 1), (2, 3)]).run(fn)
+    SurvivingWorld(4, groups=[(0, 1), (2, 3)]).run(fn)
 
 
 def test_one_rank_has_all_begin_another_view():
@@ -56,7 +57,7 @@ def test_one_rank_has_all_begin_another_view():
         View(net, first[1], first[0]).barrier().wait()
         return first
 
-    assert SimulatedWorld(3, latency_s=0.01, goes_on=True).run(fn) == [(1, (0, 1, 2))] * 3
+    assert SurvivingWorld(3, latency_s=0.01).run(fn) == [(1, (0, 1, 2))] * 3
 
 
 def test_a_rank_that_doubts_another_has_the_others_leave_it_or_its_group_out():
@@ -68,7 +69,7 @@ def test_a_rank_that_doubts_another_has_the_others_leave_it_or_its_group_out():
         _, members = net.views.next_view(PeerLost(3, "is lost"))
         return is_outside, members
 
-    world = SimulatedWorld(4, latency_s=0.01, goes_on=True, groups=[(0, 1), (2, 3)])
+    world = SurvivingWorld(4, latency_s=0.01, groups=[(0, 1), (2, 3)])
     world.doubt(1, 3, 1.0)
     outcomes = world.outcomes(fn)
     assert outcomes[:2] == [(False, (0, 1))] * 2
@@ -91,7 +92,7 @@ def test_all_end_with_a_rank_whose_training_is_not_finite_whoever_was_lost_befor
                 net.recv(torch.zeros(1), 2).wait()
             net.views.next_view(caught.value)
 
-    world = SimulatedWorld(5, latency_s=0.01, detect_s=detect_s, goes_on=True)
+    world = SurvivingWorld(5, latency_s=0.01, detect_s=detect_s)
     world.kill(0, 0.9)
     outcomes = world.outcomes(fn)
     assert isinstance(outcomes[2], FloatingPointError)  # as users may catch it
@@ -119,5 +120,5 @@ def test_the_others_go_on_whatever_else_a_rank_raises(error):
             net.recv(torch.zeros(1), 2).wait()
         return net.views.next_view(caught.value)[1]
 
-    outcomes = SimulatedWorld(3, latency_s=0.01, goes_on=True).outcomes(fn)
+    outcomes = SurvivingWorld(3, latency_s=0.01).outcomes(fn)
     assert outcomes == [(0, 1), (0, 1), error]

@@ -50,7 +50,7 @@ class Faults:
 
     def join(self, rank: int, within_s: float) -> None:
         """Has a newcomer ask all that are there to let it in; `next_view` gives its first view."""
-        raise TransportError("ranks join a world with goes_on=True alone")
+        raise TransportError("ranks join a SurvivingWorld alone")
 
     # ---- scripted ----
 
@@ -73,10 +73,6 @@ class Faults:
         after_s = self.heartbeat_timeout_s
         reason = f"stopped answering: not heard of for {after_s:g} s"
         self._plan(Loss(rank, reason, None, died=False), self.baton.time + after_s)
-
-    def doubt(self, rank: int, other: int) -> None:
-        """Makes one rank alone take another for lost, which lives."""
-        raise TransportError("ranks doubt each other in a world with goes_on=True alone")
 
     # ---- what the ranks do ----
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd import wings
 from lightning_dsgd.transport.contract import PeerLost, TransportError
 from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.simulated.baton import Baton, shortened
@@ -50,7 +49,7 @@ def on_one_core() -> Iterator[None]:
 class SimulatedWorld:
     """P ranks on a virtual clock.
 
-    Faults (`kill`, `delay`, `drop`, `doubt`) strike at a virtual time that is set before the run.
+    Faults (`kill`, `delay`, `drop`) strike at a virtual time that is set before the run.
     They and default timeouts do not keep the world going: when every thread waits and nothing is
     under way, `Deadlock` is raised at once, with a table of who waits for what.
 
@@ -69,9 +68,6 @@ class SimulatedWorld:
         strict: a run that leaves messages that nobody received has failed
         nodes: which ranks share a node and its uplink; by default each has its own
         costs: what communication takes of the processors; by default nothing
-        goes_on: whether the loss of a rank is followed by a view without it: `Views.next_view`
-        min_ranks: with `goes_on`, how many ranks a view must have; None: more than half of the last
-        groups: with `goes_on`, ranks none of which can go on without the others of their group
     """
 
     undelivered: list[str]
@@ -91,9 +87,6 @@ class SimulatedWorld:
         strict: bool = True,
         nodes: Nodes | None = None,
         costs: Costs | None = None,
-        goes_on: bool = False,
-        min_ranks: int | None = None,
-        groups: Sequence[Sequence[int]] = (),
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -118,24 +111,9 @@ class SimulatedWorld:
         self.strict = strict
         self.nodes = nodes
         self.costs = costs
-        self.goes_on, self.min_ranks, self.groups = goes_on, min_ranks, groups
         self.undelivered = []
         self._faults: list[tuple[float, Fault]] = []
-        self._arrivals: list[float] = []
-
-    def join(self, at_s: float) -> int:
-        """Has a process come and run what all run; returns its number, which no rank has had.
-
-        The process finds `net.is_newcomer`, and must call `net.join`.  Its result is behind the
-        results of the first ranks.
-        """
-        if not self.goes_on or at_s < 0:
-            raise ValueError(
-                "ranks join at 0 s or later, a world with goes_on=True, got "
-                f"at_s={at_s} and goes_on={self.goes_on}"
-            )
-        self._arrivals.append(at_s)
-        return self.world_size + len(self._arrivals) - 1
+        self._arrivals: list[float] = []  # of newcomers, which come to a world of the wing alone
 
     def kill(self, rank: int, at_s: float) -> None:
         """Ends all of the rank's threads; the others know `detect_s` later."""
@@ -153,16 +131,6 @@ class SimulatedWorld:
         After `heartbeat_timeout_s` the others have lost it, and it has lost the others.
         """
         self._script(rank, at_s, lambda faults: faults.drop(rank))
-
-    def doubt(self, rank: int, other: int, at_s: float) -> None:
-        """Makes one rank alone take another for lost, which lives, where `goes_on` is True.
-
-        The same happens where a message between the two is late, or where the link is cut and this
-        end notices first.
-        """
-        if not self.goes_on:
-            raise ValueError("ranks doubt each other in a world with goes_on=True, got False")
-        self._script(rank, at_s, lambda faults: faults.doubt(rank, other))
 
     def run(self, fn: Callable[..., R], *args: Any) -> list[R]:
         """Runs `fn(net, *args)` on each rank from 0 s on; returns what each rank returned.
@@ -195,11 +163,7 @@ class SimulatedWorld:
 
     def _simulation(self) -> Simulation:
         baton = Baton(self.world_size + len(self._arrivals))
-        faults = Faults(baton, self.detect_s, self.heartbeat_timeout_s)
-        if self.goes_on:
-            wing = wings.load("elastic.simulated", "SimulatedWorld(goes_on=True)")
-            terms = self.world_size, self.latency_s, self.min_ranks, self.groups
-            faults = wing.SurvivableFaults(baton, self.detect_s, self.heartbeat_timeout_s, *terms)
+        faults = self._make_faults(baton)
         links = Links(
             baton,
             faults,
@@ -211,6 +175,9 @@ class SimulatedWorld:
         )
         processors = Processors(baton, self.costs)
         return Simulation(baton, faults, links, processors, self._arrivals)
+
+    def _make_faults(self, baton: Baton) -> Faults:
+        return Faults(baton, self.detect_s, self.heartbeat_timeout_s)
 
     def _outcomes(
         self, simulation: Simulation, fn: Callable[..., Any], args: tuple[Any, ...]

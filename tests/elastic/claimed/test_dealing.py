@@ -13,6 +13,7 @@ import torch
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.claimed.claims import Epoch
 from lightning_dsgd.elastic.claimed.dealing import Dealing
+from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.transport import PeerLost, Timeout
 from lightning_dsgd.transport.simulated import Killed, RankFailed, SimulatedWorld
 from lightning_dsgd.transport.view import View
@@ -63,13 +64,12 @@ def train(net: Any, seed: int, made: dict[int, list[int]]) -> None:
 def run(seed: int) -> None:
     chance = random.Random(seed)
     size = chance.randrange(1, 6)
-    world = SimulatedWorld(
+    world = SurvivingWorld(
         size,
         latency_s=chance.choice([0.0, 0.001, 0.05]),
         detect_s=chance.choice([0.003, 0.2]),
         heartbeat_timeout_s=2.0,
         timeout_s=60.0,
-        goes_on=True,
         min_ranks=1,
         strict=False,
     )

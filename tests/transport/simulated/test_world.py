@@ -32,13 +32,6 @@ def test_faults_that_cannot_be():
         SimulatedWorld(2).kill(2, 1.0)
 
 
-def test_ranks_join_and_doubt_each_other_in_a_world_that_goes_on_alone():
-    with pytest.raises(ValueError, match=r"with goes_on=True, got at_s=1.0 and goes_on=False"):
-        SimulatedWorld(2).join(1.0)
-    with pytest.raises(ValueError, match="goes_on=True"):
-        SimulatedWorld(2).doubt(0, 1, 1.0)
-
-
 def test_a_world_that_does_not_go_on_says_how_to():
     def fn(net):
         with pytest.raises(TransportError, match=r"got on_loss=.continue.; use transport="):
