@@ -38,17 +38,19 @@ from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
 from lightning_dsgd.lab import epochs
 from lightning_dsgd.lab.epochs import EQUAL, Epochs
 from lightning_dsgd.lab.simulate.machines import Machine
+from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors
 from lightning_dsgd.lab.timeline.recorder import Recorder
 from lightning_dsgd.primitives import rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, evenly
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.transport.simulated import (
-    Costs,
     Nodes,
     SimulatedTransport,
     SimulatedWorld,
     on_one_core,
 )
+from lightning_dsgd.transport.simulated.baton import Baton
+from lightning_dsgd.transport.simulated.processors import Processors
 from lightning_dsgd.transport.watch import exchanging
 
 LEAST_ELEMENTS: Final = 256
@@ -153,7 +155,7 @@ def run(
         message_bytes=message_bytes(machine.num_params / num_elements),
         strict=False,  # nobody receives what is under way when all have made their steps
         nodes=_nodes(machine),
-        costs=_costs(machine, algorithm),
+        processors=_processors(machine, algorithm),
     )
     own_s = selection_s(algorithm, machine, world_size)
     core_s = own_s / 2, own_s / 2 + machine.step_core_s
@@ -276,12 +278,12 @@ def _nodes(machine: Machine) -> Nodes | None:
     )
 
 
-def _costs(machine: Machine, algorithm: Algorithm) -> Costs | None:
+def _processors(machine: Machine, algorithm: Algorithm) -> Callable[[Baton], Processors]:
     cpu = machine.processor
     if cpu is None:
-        return None
+        return Processors
     own = cpu.dense_s_per_byte.get(algorithm.name)
-    return Costs(
+    costs = Costs(
         machine.cores,
         machine.machine_size,
         cpu.send_s,
@@ -292,6 +294,7 @@ def _costs(machine: Machine, algorithm: Algorithm) -> Costs | None:
         cpu.unpack_s_per_byte,
         own or 0.0,
     )
+    return partial(SharedProcessors, costs)
 
 
 def _of_this_run() -> dict[str, Any]:

@@ -124,15 +124,10 @@ class SimulatedTransport(Endpoint):
     ) -> Work[None]:
         self._simulation.faults.check(self.rank, f"sending to rank {dst}")
         payload = x.detach().clone()
-        processors, done_s = self._simulation.processors, 0.0
-        if processors.costs is not None and dst != self.rank:
-            seconds = processors.costs.to_send(self._simulation.links.bytes_of(payload))
-            begin_s = processors.begin(self.rank, seconds)
-            processors.sleep_until(begin_s)
-            done_s = begin_s + seconds
-        num_bytes = self._simulation.links.send(
-            Message(payload, self.rank, dst, channel, tag, kind, self.path)
-        )
+        processors, links, done_s = self._simulation.processors, self._simulation.links, 0.0
+        if dst != self.rank:
+            done_s = processors.begin_sending(self.rank, links.bytes_of(payload))
+        num_bytes = links.send(Message(payload, self.rank, dst, channel, tag, kind, self.path))
         if dst != self.rank:
             self.counters.count("simulated", num_bytes)
         processors.sleep_until(done_s)
@@ -239,15 +234,6 @@ class _Receipt(Expected):
             self._tell(begin, end, self.source)
         return self._result
 
-    def _work_on(self, message: Message) -> None:
-        processors, rank = self._simulation.processors, self._net.rank
-        costs = processors.costs
-        if costs is not None and message.src != rank:
-            seconds = costs.to_receive(message.num_bytes)
-            processors.work(rank, seconds, message.at_s - seconds)
-            placed = self._into is not None
-            self._net.work(costs.to_take(message.payload, message.num_bytes, is_placed=placed))
-
     def _tell(self, begin: float, end: float, src: int) -> None:
         watch, me = self._net.counters.watch, self._simulation.baton.running
         if watch is not None and end > begin:
@@ -263,7 +249,9 @@ class _Receipt(Expected):
         assert message is not None
         self._net.counters.comm_s += max(0.0, message.at_s - self._begin)
         self._simulation.links.take(message)
-        self._work_on(message)
+        if message.src != self._net.rank:
+            is_placed = self._into is not None
+            self._simulation.processors.take(self._net.rank, message, is_placed=is_placed)
         self.source, x = message.src, message.payload
         try:
             check_message(

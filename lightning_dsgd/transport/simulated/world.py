@@ -22,7 +22,7 @@ from lightning_dsgd.transport.simulated.baton import Baton, shortened
 from lightning_dsgd.transport.simulated.endpoint import SimulatedTransport
 from lightning_dsgd.transport.simulated.faults import Faults
 from lightning_dsgd.transport.simulated.links import Links, Nodes
-from lightning_dsgd.transport.simulated.processors import Costs, Processors
+from lightning_dsgd.transport.simulated.processors import Processors
 from lightning_dsgd.transport.simulated.simulation import Fault, Simulation
 
 R = TypeVar("R")
@@ -67,7 +67,7 @@ class SimulatedWorld:
         heartbeat_timeout_s: how long after a rank's last sign of life the others give it up
         strict: a run that leaves messages that nobody received has failed
         nodes: which ranks share a node and its uplink; by default each has its own
-        costs: what communication takes of the processors; by default nothing
+        processors: makes what communication takes of them; by default nothing
     """
 
     undelivered: list[str]
@@ -86,7 +86,7 @@ class SimulatedWorld:
         heartbeat_timeout_s: float = 20.0,
         strict: bool = True,
         nodes: Nodes | None = None,
-        costs: Costs | None = None,
+        processors: Callable[[Baton], Processors] = Processors,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -110,7 +110,7 @@ class SimulatedWorld:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.strict = strict
         self.nodes = nodes
-        self.costs = costs
+        self._processors = processors
         self.undelivered = []
         self._faults: list[tuple[float, Fault]] = []
         self._arrivals: list[float] = []  # of newcomers, which come to a world of the wing alone
@@ -173,8 +173,7 @@ class SimulatedWorld:
             self.message_bytes,
             self.nodes,
         )
-        processors = Processors(baton, self.costs)
-        return Simulation(baton, faults, links, processors, self._arrivals)
+        return Simulation(baton, faults, links, self._processors(baton), self._arrivals)
 
     def _make_faults(self, baton: Baton) -> Faults:
         return Faults(baton, self.detect_s, self.heartbeat_timeout_s)

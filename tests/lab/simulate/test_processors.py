@@ -1,0 +1,59 @@
+"""What communication takes of processors in a simulated world: stories as in `test_stories`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors
+from lightning_dsgd.transport.simulated import SimulatedWorld
+from tests.transport.simulated.test_stories import MB_S, PAIRS, Row, check
+
+
+def shared(*args: Any, **kwargs: Any) -> Any:
+    return partial(SharedProcessors, Costs(*args, **kwargs))
+
+
+ADDS = {**MB_S, "processors": shared(cores=1, ranks=1, add_s_per_byte=1e-6, unpack_s_per_byte=2e-6)}
+STORIES: dict[str, Row] = {
+    "work on a message overlaps with its way": (
+        MB_S | {"processors": shared(1, 1, send_s_per_byte=4e-7, receive_s_per_byte=5e-7)},
+        ["send 1 1000000; now", "recv 0"],
+        [[0.4], [1.0]],
+    ),
+    "numbers that arrive are added": (
+        *(ADDS, ["send 1 1000000 float32", "recv 0 float32"], [[], [2.0]]),
+    ),
+    "bytes that arrive are unpacked": (
+        *(ADDS, ["send 1 1000000 uint8", "recv 0 uint8"], [[], [3.0]]),
+    ),
+    "whole numbers that arrive are only received": (
+        *(ADDS, ["send 1 80 int64", "recv 0 int64"], [[], [8e-5]]),
+    ),
+    "one core": ({"processors": shared(1, 4)}, ["work 1"] * 4, [[1], [2], [3], [4]]),
+    "two cores": ({"processors": shared(2, 4)}, ["work 1"] * 4, [[1], [1], [2], [2]]),
+    "a core for each": ({"processors": shared(4, 4)}, ["work 1"] * 4, [[1]] * 4),
+    "two machines": ({"processors": shared(1, 2)}, ["work 1"] * 4, [[1], [2], [1], [2]]),
+    "a rank that waits for a core sends later": (
+        *({"latency_s": 0.25, "processors": shared(1, 4, send_s=1.0)}, PAIRS),
+        [[1.0], [0.25], [2.0], [1.25]],
+    ),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_what_takes_how_long(story: str) -> None:
+    check(*STORIES[story])
+
+
+def test_what_is_received_into_its_place_is_worked_on_too() -> None:
+    def to_all(net: Any) -> float:
+        net.broadcast(torch.zeros(250_000), 0).wait()
+        return float(net.now())
+
+    for placed_s_per_byte, expected in ((0.0, 1.0), (1e-6, 2.0)):
+        costs = shared(1, 1, add_s_per_byte=3e-6, placed_s_per_byte=placed_s_per_byte)
+        assert SimulatedWorld(2, **MB_S, processors=costs).run(to_all)[1] == pytest.approx(expected)
