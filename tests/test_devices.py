@@ -104,7 +104,6 @@ def test_devices_have_libraries_for_sums() -> None:
 
 
 # ---- on a GPU ----
-
 needs_gpu = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 
 

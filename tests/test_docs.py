@@ -39,8 +39,6 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 # ---- tables ----
-
-
 def test_the_table_has_every_strategy_and_its_class() -> None:
     named = {algorithm.name: algorithm.__name__ for algorithm in ALGORITHMS.values()}
     assert named == {
@@ -102,8 +100,6 @@ def test_every_result_is_shown_on_a_page() -> None:
 
 
 # ---- the example ----
-
-
 def example() -> dict[str, Any]:
     """What the page's first block defines."""
     names: dict[str, Any] = {}
@@ -210,7 +206,6 @@ def test_code_of_the_pages_compiles(page: Path) -> None:
 
 
 # ---- the site ----
-
 once = pytest.mark.xdist_group("site")  # which takes long to build
 
 

@@ -24,6 +24,7 @@ import yaml
 import lightning_dsgd
 from lightning_dsgd import wings
 from lightning_dsgd.algorithms import ALGORITHMS
+from tests.support.thorough import cases
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_dsgd"
@@ -276,20 +277,15 @@ def test_the_import_loads_neither_torch_nor_lightning() -> None:
     assert said_by(code) == "[]\n"
 
 
-@pytest.mark.parametrize(
+@cases(
     "imports",
-    [
-        "import lightning_dsgd, lightning as L",
-        *(
-            pytest.param(imports, marks=pytest.mark.exhaustive)
-            for imports in (
-                "import lightning as L, lightning_dsgd",
-                "import lightning_dsgd, pytorch_lightning as L",
-                "import lightning_dsgd.trainer.named, lightning as L",
-                "from lightning_dsgd import DecentralizedStrategy; import lightning as L",
-                "import pytorch_lightning as L, lightning_dsgd",
-            )
-        ),
+    now=["import lightning_dsgd, lightning as L"],
+    later=[
+        "import lightning as L, lightning_dsgd",
+        "import lightning_dsgd, pytorch_lightning as L",
+        "import lightning_dsgd.trainer.named, lightning as L",
+        "from lightning_dsgd import DecentralizedStrategy; import lightning as L",
+        "import pytorch_lightning as L, lightning_dsgd",
     ],
 )
 def test_the_names_are_registered_whichever_comes_first(imports: str) -> None:
@@ -488,8 +484,6 @@ def test_the_changelog_has_what_is_unreleased_and_a_released_version() -> None:
 
 
 # ---- what tells of the package elsewhere ----
-
-
 def yaml_of(name: str) -> Any:
     return yaml.safe_load(ROOT.joinpath(name).read_text())
 
@@ -524,8 +518,6 @@ def test_githubs_workflows_try_the_oldest_and_the_newest() -> None:
 
 
 # ---- what `make` installs ----
-
-
 def would_run(target: str, venv: Path) -> str:
     """What `make` would do for a target."""
     if shutil.which("make") is None:

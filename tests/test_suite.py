@@ -43,8 +43,7 @@ def test_never():
 
 
 @pytest.mark.parametrize(
-    ("always", "parallel"),
-    [(True, []), (False, ["--numprocesses", "1", "--dist", "loadgroup"])],
+    ("always", "parallel"), [(True, []), (False, ["--numprocesses", "1", "--dist", "loadgroup"])]
 )
 def test_what_fails_runs_once_more(tmp_path: Path, always: bool, parallel: list[str]) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = xdist_group\n")

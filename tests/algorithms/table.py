@@ -343,10 +343,7 @@ TABLE |= {
         **SPARSE,
     ),
     "topk_dsa": Row(
-        f"topk_dsa:{DENSITY}",
-        lambda p, size: 2 * (p - 1) / p * entry_bytes(K),
-        slack=0.1,
-        **SPARSE,
+        f"topk_dsa:{DENSITY}", lambda p, size: 2 * (p - 1) / p * entry_bytes(K), slack=0.1, **SPARSE
     ),
     "gtopk": Row(
         f"gtopk:{DENSITY}",

@@ -26,6 +26,7 @@ from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.algorithms.table import LR, TABLE, N, Row, start, start_at, target
 from tests.support import matrices
 from tests.support.rank import Rank, held_by
+from tests.support.thorough import cases
 from tests.support.worlds import ProcessWorld
 
 # An odd number of ranks, and what is not rounded, stand for all in `make test`.
@@ -215,7 +216,7 @@ def test_who_writes_the_weights_between_steps_leaves_all_ranks_alike(
 
 
 @ROWS
-@pytest.mark.parametrize("world_size", [4, *(pytest.param(p, marks=LATER) for p in (2, 3))])
+@cases("world_size", now=[4], later=[2, 3])
 def test_finds_the_minimum_of_a_quadratic_with_the_same_weights_on_all_ranks(
     row: Row, world_size: int
 ) -> None:
@@ -254,7 +255,7 @@ def resume(net: Any, row: Row, stop_at: int, is_resumed: bool) -> list[Tensor]:
 
 # What PopSGD's lane does when depends on how long the start takes.
 @rows(lambda row: row.is_synchronous or not row.spec.startswith("popsgd"), rounded_later=False)
-@pytest.mark.parametrize("stop_at", [6, *(pytest.param(k, marks=LATER) for k in (1, 8))])
+@cases("stop_at", now=[6], later=[1, 8])
 def test_save_and_resume_equals_straight_through(row: Row, stop_at: int) -> None:
     """Also where a sum is under way."""
     straight, resumed = (
@@ -304,9 +305,7 @@ def unevenly(net: Any, row: Row, counts: list[int]) -> Tensor:
 
 
 @ROWS
-@pytest.mark.parametrize(
-    "counts", [[0, 5, 5], *(pytest.param(c, marks=LATER) for c in ([9, 1, 1, 1, 4], [3, 11]))]
-)
+@cases("counts", now=[[0, 5, 5]], later=[[9, 1, 1, 1, 4], [3, 11]])
 def test_ranks_may_have_different_numbers_of_batches(row: Row, counts: list[int]) -> None:
     ends = SimulatedWorld(len(counts)).run(unevenly, row, counts)
     assert all(torch.equal(x, ends[0]) for x in ends)
@@ -354,8 +353,6 @@ def test_a_slow_rank_holds_up_nobody(name: str, world_size: int) -> None:
 
 
 # ---- what only one of them promises ----
-
-
 def dpsgd_trajectory(net: Any, num_steps: int) -> list[Tensor]:
     rank, goal = start(net, TABLE["dpsgd"], spread=1.0), target(net.rank)
     xs = [rank.x.clone()]
@@ -434,8 +431,6 @@ def test_a_gradient_that_travels_in_pieces_is_the_same_and_sooner_there() -> Non
 
 
 # ---- over real processes ----
-
-
 def add_for_real(net: Any, name: str) -> Any:
     return add_to_all(net, TABLE[name], "stragglers")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.transport.counters import Traffic
 from tests.support.rank import Rank
+from tests.support.thorough import cases
 from tests.support.worlds import NativeWorld, ProcessWorld
 
 ENGINE, MESSAGES, NONE = {"gloo"}, {"TCP"}, set[str]()
@@ -63,7 +63,7 @@ def train(net: Any, specs: list[str]) -> dict[str, tuple[dict[str, Traffic], Ten
     return found
 
 
-@pytest.mark.parametrize("world_size", [4, pytest.param(8, marks=pytest.mark.exhaustive)])
+@cases("world_size", now=[4], later=[8])
 def test_an_engine_carries_all_but_news(world_size: int) -> None:
     ranks = NativeWorld().run(world_size, train, list(ENGINES))
     for rank in ranks:

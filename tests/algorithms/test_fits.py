@@ -20,9 +20,9 @@ from lightning_dsgd import STRATEGIES
 from lightning_dsgd.hyperparameters import parse
 from tests.support.fits import buffers
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 
-LATER = pytest.mark.exhaustive
 STREAMING = "sync_period=6:num_fragments=2:overlap_steps=2:wire_dtype=int4:outer_momentum=0.4"
 FITS = {
     "hpsgd:max_local_steps=1:outer_lr=0.7:outer_momentum=0.5": 2,
@@ -117,10 +117,7 @@ def fit_and_resume(spec: str, world_size: int, folder: str) -> list[dict[str, An
     return [whole, fit(spec, world_size, folder, f"{folder}/epoch=0.ckpt")]
 
 
-@pytest.mark.parametrize(
-    ("spec", "world_size"),
-    [*FITS.items(), *(pytest.param(*each, marks=LATER) for each in LATE_FITS.items())],
-)
+@cases("spec, world_size", now=[*FITS.items()], later=[*LATE_FITS.items()])
 def test_a_fit_ends_in_one_model_that_learns_and_resumes_to_the_bit(
     spec: str, world_size: int, tmp_path: Path
 ) -> None:

@@ -21,10 +21,10 @@ from tests.algorithms.table import Row
 from tests.algorithms.test_algorithms import run_in
 from tests.support import matrices
 from tests.support.rank import Rank
+from tests.support.thorough import cases
 
 N = 12
 LR = 0.1
-LATER = pytest.mark.exhaustive
 
 
 def whole_numbers(rank: int) -> Tensor:
@@ -37,8 +37,6 @@ def target(rank: int) -> Tensor:
 
 
 # ---- each update once ----
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -47,7 +45,7 @@ def target(rank: int) -> Tensor:
         *("popsgd:wire_dtype=int8", "popsgd:blocking=true:topology=cycle:seed=5"),
     ],
 )
-@pytest.mark.parametrize("world_size", [5, pytest.param(8, marks=LATER)])
+@cases("world_size", now=[5], later=[8])
 def test_no_update_is_lost_on_any_graph(spec: str, world_size: int) -> None:
     for mean, ends, figures in run_in("late messages", Row(spec), world_size):
         for end in ends:
@@ -57,7 +55,7 @@ def test_no_update_is_lost_on_any_graph(spec: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("spec", ["popsgd", "popsgd:blocking=true", "adpsgd"])
-@pytest.mark.parametrize("world_size", [7, pytest.param(33, marks=LATER)])
+@cases("world_size", now=[7], later=[33])
 def test_no_update_is_lost_among_many_ranks(spec: str, world_size: int) -> None:
     for mean, ends, _ in run_in("late messages", Row(spec), world_size):
         torch.testing.assert_close(ends[-1], mean, rtol=0, atol=1e-12)
@@ -80,8 +78,6 @@ def test_an_empty_shard_holds_nobody_up(spec: str, counts: list[int]) -> None:
 
 
 # ---- SGP: the recursion ----
-
-
 def average_only(net: Any, num_steps: int) -> Tensor:
     rank = Rank(net, SGP(), whole_numbers(net.rank))
     for _ in range(num_steps):
@@ -183,8 +179,6 @@ def test_with_overlap_nobody_waits_for_messages_that_take_less() -> None:
 
 
 # ---- pairs: PopSGD and AD-PSGD ----
-
-
 def meet(net: Any, num_steps: int) -> tuple[list[Tensor], list[int]]:
     algorithm = PopSGD(blocking=True, seed=3)
     rank, xs, clocks = Rank(net, algorithm, whole_numbers(net.rank)), [], []
@@ -332,7 +326,7 @@ def agree(net: Any, spec: str, num_steps: int) -> Tensor:
         *("popsgd:blocking=true", "popsgd:blocking=true:local_steps=2:topology=cycle:seed=5"),
     ],
 )
-@pytest.mark.parametrize("world_size", [3, pytest.param(8, marks=LATER)])
+@cases("world_size", now=[3], later=[8])
 def test_pairs_bring_all_ranks_together(spec: str, world_size: int) -> None:
     begin = torch.stack([target(rank) for rank in range(world_size)])
     for steps, factor in ((40, 0.2), (160, 0.02)):

@@ -44,8 +44,6 @@ class Recorded(HPSGD):
 
 
 # ---- Equations (1) and (2) ----
-
-
 def gradient(rank: int, step: int, x: Tensor) -> Tensor:
     """Of a function of its own on each rank and step, and not linear."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
@@ -165,8 +163,6 @@ def test_the_outer_optimizer_is_nesterov_momentum_on_the_global_model(
 
 
 # ---- nobody waits ----
-
-
 def measure_sync(net: Any) -> float:
     words, x = torch.zeros(2, dtype=torch.int64), torch.zeros(N)
     net.all_reduce(words).wait()
@@ -224,8 +220,6 @@ def test_max_local_steps_bounds_how_far_a_rank_runs_ahead(bound: int) -> None:
 
 
 # ---- standing still, saving, failing ----
-
-
 def stand_still(net: Any) -> tuple[Tensor, list[int]]:
     rank, sent = Rank(net, HPSGD(), initial() + net.rank), []
     for _ in range(3):

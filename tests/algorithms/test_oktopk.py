@@ -25,6 +25,7 @@ from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
 from tests.support.fits import Seeded
 from tests.support.models import loader, trainer, weights
 from tests.support.rank import Rank
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, ProcessWorld
 
 LATER = pytest.mark.exhaustive
@@ -104,11 +105,7 @@ def on_one_rank(rank: int, step: int, n: int, world_size: int) -> Tensor:
     return g
 
 
-GRADIENTS = {
-    "normal": normal,
-    "in one region": in_one_region,
-    "on one rank": on_one_rank,
-}
+GRADIENTS = {"normal": normal, "in one region": in_one_region, "on one rank": on_one_rank}
 
 
 def drive(
@@ -144,8 +141,6 @@ def simulate(world_size: int, *args: Any) -> list[dict[str, Any]]:
 
 
 # ---- the dense computation ----
-
-
 def topk(x: Tensor, k: int) -> Tensor:
     """The k largest, the first of equal ones, in place; zeros elsewhere."""
     first = x.abs().sort(descending=True, stable=True).indices[:k]
@@ -260,7 +255,7 @@ def test_spreading_entries_evenly_changes_where_they_travel_and_nothing_else(
 
 @EVERY
 @SIZES
-@pytest.mark.parametrize("density", [0.001, 0.3, pytest.param(1.0, marks=LATER)])
+@cases("density", now=[0.001, 0.3], later=[1.0])
 def test_what_was_accumulated_is_what_was_applied_and_what_is_left(
     make: Callable[..., ErrorFeedback], world_size: int, density: float
 ) -> None:
@@ -383,8 +378,6 @@ def test_regions_are_the_same_on_all_ranks_and_hold_about_equally_many(gradient:
 
 
 # ---- what may go wrong ----
-
-
 def diverging(rank: int, step: int, n: int, world_size: int, bad: float = torch.nan) -> Tensor:
     g = normal(rank, step, n, world_size)
     if (rank, step) == (2, 5):
@@ -423,7 +416,6 @@ def test_an_overflow_is_left_to_be_skipped_by_all(make: Callable[..., ErrorFeedb
 
 
 # ---- what goes over the wire ----
-
 NUM = 100_000
 WORDS = 4
 """Bytes of a value, and of an index."""
@@ -442,7 +434,7 @@ def test_no_step_of_real_ranks_sends_more_than_6k_words() -> None:
 
 @RULES
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
-@pytest.mark.parametrize("world_size", [3, *(pytest.param(p, marks=LATER) for p in (2, 8, 16))])
+@cases("world_size", now=[3], later=[2, 8, 16])
 def test_no_step_sends_more_than_6k_words(world_size: int, gradient: Gradient, rule: str) -> None:
     make = partial(OkTopk, threshold_period=4, rule=rule)
     for rank in simulate(world_size, make, gradient, NUM, 6):
@@ -542,8 +534,6 @@ def test_rounded_values_take_fewer_bytes(rule: str) -> None:
 
 
 # ---- local steps ----
-
-
 def change_of(rank: int, step: int, n: int, world_size: int) -> Tensor:
     """Changes of the weights: sums of a few are exact in fp32."""
     return coarse(rank, step, n, world_size) / 4
@@ -687,8 +677,6 @@ def test_weights_that_diverged_in_local_steps_are_found_before_they_are_sent() -
 
 
 # ---- a training run ----
-
-
 def train_digits(net: Any, num_steps: int, density: float) -> tuple[list[float], float]:
     """How far the counts of every step were from k, locally and in total; the last losses."""
     data = DigitsData()

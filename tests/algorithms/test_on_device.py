@@ -31,6 +31,7 @@ from lightning_dsgd.transport.processes import _Receipt
 from tests.algorithms.table import LR, TABLE, start_at, target
 from tests.support.fake_device import FakeDevice, _where
 from tests.support.rank import Rank
+from tests.support.thorough import cases
 from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
 from tests.transport.test_staging import hung
 
@@ -121,7 +122,6 @@ def test_sgp_waits_for_no_share_that_is_not_due() -> None:
 
 
 # ---- where the host waits for the device ----
-
 P = 3
 RESULT = "a result"
 Step = tuple[Counter[tuple[str, str]], int]
@@ -244,7 +244,7 @@ OTHERS = ["no_sync", "local_sgd", "diloco", "dpsgd"]
 BASELINES = ["topk_allgather", "gaussian_topk", "topk_dsa", "gtopk"]
 
 
-@pytest.mark.parametrize("names", [OTHERS, pytest.param(BASELINES, marks=LATER)])
+@cases("names", now=[OTHERS], later=[BASELINES])
 def test_a_step_waits_and_queues_no_more_than_the_page_says(names: list[str]) -> None:
     for of_rank in FakeWorld().run(P, waits_of_each, [(name, {}) for name in names]):
         for name, found in zip(names, of_rank, strict=True):
@@ -256,13 +256,10 @@ def test_the_page_has_every_strategy() -> None:
     assert {*TABLE_OF_THE_PAGE} >= {*ALGORITHMS}
 
 
-@pytest.mark.parametrize(
+@cases(
     "names",
-    [
-        ["wagma", "sgp", "allreduce"],
-        ["eager_solo", "adpsgd", "popsgd", "hpsgd"],
-        pytest.param(["wagma_overlap", "wagma_paper", "wagma_int8", "hpsgd_bounded"], marks=LATER),
-    ],
+    now=[["wagma", "sgp", "allreduce"], ["eager_solo", "adpsgd", "popsgd", "hpsgd"]],
+    later=[["wagma_overlap", "wagma_paper", "wagma_int8", "hpsgd_bounded"]],
 )
 def test_the_host_waits_for_one_result_a_step_at_most(names: list[str]) -> None:
     cases: list[Any] = [(name, {}) for name in names] + [("wagma", {"scale_steps": True})]
@@ -298,7 +295,7 @@ def exchange_entries(net: Any, fake: FakeDevice, options: dict[str, Any]) -> lis
     return found[1:]  # the first one makes a threshold
 
 
-@pytest.mark.parametrize("world_size", [2, *(pytest.param(p, marks=LATER) for p in (4, 8, 16))])
+@cases("world_size", now=[2], later=[4, 8, 16])
 @pytest.mark.parametrize(
     ("options", "sums"),
     [

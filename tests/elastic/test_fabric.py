@@ -25,6 +25,7 @@ from tests.fabric.test_fabric import steps
 from tests.plain.test_training import loader_of
 from tests.support.doomed import await_leave
 from tests.support.models import weights
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 
 WORLD = FitWorld(timeout_s=60.0)
@@ -81,13 +82,7 @@ def train(name: str, folder: str, lost: int, doomed: str) -> Any:
     return loop(name, folder, Places(doomed if dist.get_rank() == lost else ""))
 
 
-@pytest.mark.parametrize(
-    ("name", "lost", "doomed"),
-    [
-        ("wagma", 0, "batch 20"),
-        pytest.param("allreduce", 2, "save 2", marks=pytest.mark.exhaustive),
-    ],
-)
+@cases("name, lost, doomed", now=[("wagma", 0, "batch 20")], later=[("allreduce", 2, "save 2")])
 def test_a_rank_is_killed_and_the_others_train_to_the_end(name, lost, doomed, tmp_path):
     outcomes = WORLD.outcomes(3, train, name, str(tmp_path), lost, doomed)
     check_left(outcomes, [lost], tmp_path / "saved.ckpt")

@@ -77,8 +77,6 @@ def members(net: Any, opening: Opening | None = None) -> Untrained:
 
 
 # ---- where the members are written down ----
-
-
 def train_with(net: Any, opening: Opening) -> None:
     ranks = members(net, opening)
     ranks.begin()
@@ -96,8 +94,6 @@ def test_a_launcher_learns_of_a_training_whose_process_group_the_script_has_made
 
 
 # ---- from when on a rank may be lost ----
-
-
 def lose_one_that_survives(net: Any, lost: int) -> tuple[int, ...]:
     ranks = members(net)
     net.compute(float(net.rank == lost))  # the last to come needs to wait least
@@ -119,8 +115,6 @@ def test_a_rank_may_be_lost_once_it_has_begun_to_survive(lost):
 
 
 # ---- results that are taken over from a view with more members ----
-
-
 def call_again_and_again(net: Any, make: Callable[[Any], Any]) -> tuple[list[Any], int]:
     ranks, call = make(net)
     given = []
@@ -205,8 +199,6 @@ def test_a_broadcast_gives_the_value_of_its_rank_or_if_lost_of_the_first_around_
 
 
 # ---- after this rank has left ----
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -229,8 +221,6 @@ def test_fabric_ends_a_rank_that_has_left_where_it_calls_something(call):
 
 
 # ---- the last resort ----
-
-
 class Timers:
     """In the place of timers: what they do, and whether they still would."""
 
@@ -290,14 +280,10 @@ def test_a_rank_is_ended_for_a_loss_that_training_does_not_notice_also_in_anothe
 
 
 # ---- before a batch ----
-
-
 def begin_batch_after_break(net: Any) -> list[Phase]:
     session, phases = members(net).session, list[Phase]()
     agreed = SimpleNamespace(
-        may_begin_batch=lambda: True,
-        leaves=False,
-        meets_now=lambda: phases.append(session.phase),
+        may_begin_batch=lambda: True, leaves=False, meets_now=lambda: phases.append(session.phase)
     )
     session.training, session._phase = SimpleNamespace(agreed=agreed), Phase.IN_BATCH
     session.begin_batch()
@@ -332,8 +318,6 @@ def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
 
 
 # ---- where a session stands ----
-
-
 @pytest.mark.parametrize("before", Phase)
 def test_a_change_that_is_not_in_the_table_raises_and_names_both_phases(before):
     for after in Phase:
@@ -351,8 +335,6 @@ def test_a_change_that_is_not_in_the_table_raises_and_names_both_phases(before):
 
 
 # ---- what is refused ----
-
-
 @FACES
 def test_gradients_through_what_is_gathered_are_refused(face):
     def gather(net: Any) -> None:

@@ -25,7 +25,7 @@ from tests.plain.test_training import loader_of, make, replica_of, same, steps
 from tests.support.doomed import await_leave
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import Regression, weights
-from tests.support.thorough import some
+from tests.support.thorough import cases, some
 from tests.support.worlds import FitWorld
 
 exhaustive = pytest.mark.exhaustive
@@ -158,13 +158,13 @@ def check_left(
     assert len(outcomes) >= mark.world_size >= len(left)
 
 
-@pytest.mark.parametrize(
-    ("name", "lost", "doomed", "uneven"),
-    [
-        ("wagma", 0, "batch 20", 3),
-        pytest.param("allreduce", 2, "evaluation 2", 0, marks=exhaustive),
-        pytest.param("local_sgd", 0, "save 2", 0, marks=exhaustive),
-        pytest.param("wagma", 1, "end 1", 0, marks=exhaustive),
+@cases(
+    "name, lost, doomed, uneven",
+    now=[("wagma", 0, "batch 20", 3)],
+    later=[
+        ("allreduce", 2, "evaluation 2", 0),
+        ("local_sgd", 0, "save 2", 0),
+        ("wagma", 1, "end 1", 0),
     ],
 )
 def test_a_rank_is_killed_and_the_others_train_to_the_end(name, lost, doomed, uneven, tmp_path):
@@ -213,7 +213,7 @@ def stop(folder: str, how: str) -> str:
     return "not stopped"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGINT", marks=exhaustive)])
+@cases("how", now=["SIGTERM"], later=["SIGINT"])
 def test_all_ranks_stop_and_save_where_too_few_would_stay_or_one_is_interrupted(how, tmp_path):
     outcomes = WORLD.outcomes(3, stop, str(tmp_path), how)
     errors = [outcome.error for outcome in outcomes]
@@ -268,16 +268,15 @@ def diverge(name: str, options: dict[str, Any]) -> None:
             steps(model, optimizer, [[each * bad for each in batch]])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "what"),
-    [
-        ("oktopk", {}, "gradients must be finite, got NaN or inf on rank 2 at step 9; look at"),
-        pytest.param(
+@cases(
+    "name, options, what",
+    now=[("oktopk", {}, "gradients must be finite, got NaN or inf on rank 2 at step 9; look at")],
+    later=[
+        (
             "wagma",
             {"check_finite": True},
             "every weight must be finite, got NaN or inf on rank 2 at step 9 in",
-            marks=exhaustive,
-        ),
+        )
     ],
 )
 def test_all_ranks_end_where_what_they_train_is_not_finite(name, options, what, tmp_path):
@@ -328,8 +327,6 @@ def test_any_rank_is_killed_at_any_time(name, tmp_path):
 
 
 # ---- the way of a lost rank ----
-
-
 def files_of_a_loss(lost: int) -> tuple[list[str], list[str]]:
     """The package's files through which calls come to the wing's code, in a step and in a loss.
 

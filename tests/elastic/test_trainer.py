@@ -27,7 +27,7 @@ from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS
 from tests.support.doomed import Doomed, Plan, await_leave
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import loader, trainer
-from tests.support.thorough import some
+from tests.support.thorough import cases, some
 from tests.support.worlds import FitWorld
 
 WORLD = FitWorld(timeout_s=60.0)
@@ -148,9 +148,7 @@ def check(outcomes: list[Any], lost: list[int], folder: Path) -> None:
     assert sum(len(f.read_text().splitlines()) for f in folder.rglob("metrics.csv")) > 5
 
 
-@pytest.mark.parametrize(
-    ("name", "lost"), [("local_sgd", 0), pytest.param("wagma", 2, marks=pytest.mark.exhaustive)]
-)
+@cases("name, lost", now=[("local_sgd", 0)], later=[("wagma", 2)])
 def test_a_rank_is_killed_and_the_others_train_to_the_end(name, lost, tmp_path):
     plan = Plan(lost, "SIGKILL", at=20)
     outcomes = WORLD.outcomes(3, fit, name, str(tmp_path), (plan,), 3)
@@ -161,10 +159,7 @@ def test_a_rank_is_killed_and_the_others_train_to_the_end(name, lost, tmp_path):
         assert outcome.result is None or outcome.result["num_batches"] == 256 / 8 / 2
 
 
-@pytest.mark.parametrize(
-    ("name", "leaves"),
-    [pytest.param("wagma", 1, marks=pytest.mark.exhaustive), ("local_sgd", 0)],
-)
+@cases("name, leaves", now=[("local_sgd", 0)], later=[("wagma", 1)])
 def test_a_rank_that_gets_sigterm_leaves_and_the_others_train_to_the_end(name, leaves, tmp_path):
     plan = Plan(leaves, "SIGTERM", at=20)
     outcomes = WORLD.outcomes(3, fit, name, str(tmp_path), (plan,), 3)

@@ -40,8 +40,6 @@ def size_of(rank: int, step: int) -> int:
 
 
 # ---- in the simulated world ----
-
-
 def apply_all(net: Any, spec: str, slow: bool) -> tuple[Tensor, Tensor]:
     """What a rank's optimizer applies, and what it has not sent.
 
@@ -145,8 +143,6 @@ def test_a_mean_of_weights_is_by_the_samples_since_the_last_one(spec: str, claim
 
 
 # ---- in real processes ----
-
-
 def batches_of(rank: int) -> list[tuple[Tensor, Tensor]]:
     """Sizes differ between the ranks, and between a rank's batches."""
     x = [draw(100 * rank + step, size_of(rank, step), 10).float() for step in range(8)]
@@ -259,8 +255,6 @@ def test_a_sampler_deals_every_sample_once_by_batch_sizes(drop_last: bool) -> No
 
 
 # ---- what is refused ----
-
-
 def test_a_step_must_have_a_known_number_of_samples() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
@@ -288,8 +282,6 @@ def test_where_ranks_never_average_at_one_point_the_option_is_refused(name: str)
 
 
 # ---- where ranks come and go ----
-
-
 class Constant(Plain):
     """A step of all ranks has 12 samples; rank 1 dies in its second step of epoch 1."""
 

@@ -27,6 +27,7 @@ from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain, errors, run, same
 from tests.support.models import weights
 from tests.support.mpi import ROOT, environment
+from tests.support.thorough import cases
 from tests.support.worlds import ParentWorld
 
 exhaustive = pytest.mark.exhaustive
@@ -50,8 +51,6 @@ def steps(fabric: Any, model: Any, optimizer: Any, batches: Any) -> None:
 
 
 # ---- names ----
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_name_is_known_to_fabric(package: str) -> None:
     fabric = importlib.import_module(package).Fabric
@@ -81,8 +80,6 @@ def test_the_private_names_that_are_overridden_exist(package: str) -> None:
 
 
 # ---- a loop ----
-
-
 def train_unevenly() -> tuple[Tensor, Tensor, float, bool, dict[str, float], list[str]]:
     model, optimizer = make()
     fabric = fabric_of(dsgd.WAGMA(group_size=2))
@@ -186,8 +183,6 @@ def test_several_models_set_up_apart_train_in_bf16() -> None:
 
 
 # ---- checkpoints ----
-
-
 def save_and_load_models(folder: str) -> None:
     """Of models alone, set up or not, before there is training: as with ddp."""
     fabric = fabric_of(dsgd.WAGMA())
@@ -211,8 +206,6 @@ def test_models_alone_are_saved_and_loaded_as_with_ddp(tmp_path: Path) -> None:
 
 
 # ---- failure, and the end ----
-
-
 def set_up_late() -> None:
     model, optimizer = make(Plain)
     fabric = fabric_of(dsgd.LocalSGD(4))
@@ -228,12 +221,10 @@ def consensus_of_nothing() -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("fn", "text"),
-    [
-        (set_up_late, "set up before the first step, got one more model"),
-        pytest.param(consensus_of_nothing, "got no optimizer", marks=exhaustive),
-    ],
+@cases(
+    "fn, text",
+    now=[(set_up_late, "set up before the first step, got one more model")],
+    later=[(consensus_of_nothing, "got no optimizer")],
 )
 def test_what_cannot_work_is_refused(fn: Any, text: str) -> None:
     for error in errors(2, fn):

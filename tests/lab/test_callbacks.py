@@ -20,8 +20,6 @@ from tests.support.models import loader, trainer, weights
 from tests.support.trackers import wandb_logger
 
 # ---- figures ----
-
-
 DELAY_S = 0.4  # which is much beside what a busy machine delays the other rank
 
 

@@ -71,8 +71,6 @@ def steps(model: Regression, optimizer: torch.optim.Optimizer, batches: Any) -> 
 
 
 # ---- no Lightning ----
-
-
 @pytest.mark.exhaustive
 def test_a_process_alone_trains_with_a_warning_and_without_lightning(tmp_path: Path) -> None:
     script = f"""
@@ -97,8 +95,6 @@ print([name for name in sys.modules if "lightning" in name and "lightning_dsgd" 
 
 
 # ---- batches, evaluation, figures ----
-
-
 def train_unevenly() -> tuple[Tensor, Tensor, float, dict[str, float], int]:
     model, optimizer = make()
     with replica_of(model, optimizer, dsgd.WAGMA(group_size=2)) as replica:
@@ -140,8 +136,6 @@ def test_ranks_that_meet_for_different_things_are_told() -> None:
 
 
 # ---- gradients ----
-
-
 def mean_batch(index: int, ranks: int = 2) -> tuple[Tensor, Tensor]:
     all_x, all_y = zip(*(list(loader_of(rank))[index] for rank in range(ranks)), strict=True)
     return torch.cat(all_x), torch.cat(all_y)
@@ -326,8 +320,6 @@ def test_lbfgs_trains_where_weights_are_exchanged() -> None:
 
 
 # ---- checkpoints ----
-
-
 OWN = {"a": None}
 
 
@@ -376,8 +368,6 @@ def test_bad_checkpoints_are_refused(tmp_path: Path) -> None:
 
 
 # ---- starting ----
-
-
 def started() -> tuple[int, int]:
     model, optimizer = make()
     for _ in range(2):  # the second finds the process group there

@@ -28,8 +28,6 @@ def target(rank: int) -> Tensor:
 
 
 # ---- the outer optimizer ----
-
-
 def descend(net: Any, algorithm: Callable[[], PeriodicAverage], num_steps: int) -> list[Tensor]:
     rank, goal, seen = Rank(net, algorithm(), torch.zeros(N).double()), target(net.rank), []
     for _ in range(num_steps):
@@ -93,8 +91,6 @@ def test_the_defaults_of_diloco_are_the_papers() -> None:
 
 
 # ---- claimed batches ----
-
-
 @pytest.mark.parametrize("claims", [True, False])
 @pytest.mark.parametrize("num_fragments", [1, 2])
 def test_a_slow_rank_that_claims_holds_the_others_up_for_a_step(
@@ -125,8 +121,6 @@ def test_a_slow_rank_that_claims_holds_the_others_up_for_a_step(
 
 
 # ---- messages ----
-
-
 def watch(net: Any, algorithm: Callable[[], PeriodicAverage]) -> tuple[list[int], float, float]:
     """The bytes of each of two later periods' steps, the seconds they took and were waited for."""
     made = algorithm()
@@ -166,8 +160,6 @@ def test_nobody_waits_for_a_sum_that_comes_in_time() -> None:
 
 
 # ---- what should not be done ----
-
-
 def started(net: Any, algorithm: Algorithm) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

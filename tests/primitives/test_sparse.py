@@ -129,8 +129,6 @@ def test_thresholds_follow_their_counts_gently() -> None:
 
 
 # ---- the wire ----
-
-
 def pack(values: Tensor, indices: Tensor, cuts: list[int], wire: str) -> tuple[list[int], Tensor]:
     """The bytes of each part, and all of them, which have come back as they were."""
     parts, is_finite = sparse_wire.measure(values, indices, torch.tensor(cuts), 1 << 62)

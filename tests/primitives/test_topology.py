@@ -25,8 +25,6 @@ def matrix(graph: str, step: int, world_size: int, num_peers: int = 1, seed: int
 
 
 # ---- neighbours ----
-
-
 def test_the_neighbours_on_the_ring_are_mutual_and_at_most_two() -> None:
     for world_size, rank in ((size, rank) for size in UP_TO_40 for rank in range(size)):
         peers = topology.ring(rank, world_size)
@@ -57,8 +55,6 @@ def test_the_power_of_two_nearest_the_square_root(world_size: int, size: int) ->
 
 
 # ---- groups ----
-
-
 def test_groups_of_four_among_eight_are_those_of_the_paper() -> None:
     assert topology.groups(0, 8, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert topology.groups(1, 8, 4) == [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -96,8 +92,6 @@ def test_every_update_reaches_every_rank_within_twice_log_s_p_versions(world_siz
 
 
 # ---- directed graphs ----
-
-
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("num_peers", [1, 2, 3])
 def test_columns_sum_to_one_and_those_of_balanced_graphs_rows_too(
@@ -191,8 +185,6 @@ def test_the_averaging_errors_of_32_ranks_after_five_steps_are_those_of_the_pape
 
 
 # ---- pairs ----
-
-
 @pytest.mark.parametrize("kind", ["complete", "cycle"])
 def test_partners_are_mutual_and_leave_out_one_rank_where_p_is_odd(kind: str) -> None:
     for world_size in UP_TO_40:

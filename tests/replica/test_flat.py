@@ -131,8 +131,6 @@ def assert_equal(model: nn.Module, reference: nn.Module) -> None:
 
 
 # Training is what it was
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_trains_to_the_bit_like_the_plain_module(model: str, optimizer: str) -> None:
@@ -150,8 +148,6 @@ def test_trains_to_the_bit_like_the_plain_module(model: str, optimizer: str) -> 
 
 
 # What x is
-
-
 @pytest.fixture
 def _uninitialized_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
@@ -212,8 +208,6 @@ def test_there_may_be_nothing_to_flatten() -> None:
 
 
 # Gradients
-
-
 def test_gather_is_lazy_and_leaves_the_padding_zero() -> None:
     module = build(mlp)
     (flat,) = flatten(module.named_parameters())
@@ -295,8 +289,6 @@ def test_zero_grad_after_scatter(set_to_none: bool) -> None:
 
 
 # Leaving x and coming back
-
-
 def test_refresh_moves_all_or_nothing() -> None:
     module = build(mlp)
     (flat,) = flatten(module.named_parameters())
@@ -340,8 +332,6 @@ def test_refresh_untangles_swapped_parameters() -> None:
 
 
 # Copies
-
-
 def saved(module: Any) -> bytes:
     file = io.BytesIO()
     torch.save(module, file)
@@ -373,8 +363,6 @@ def test_saved_state_dict_holds_x_once() -> None:
 
 
 # What cannot be flattened
-
-
 class Tagged(Tensor):
     """A tensor subclass, as DTensor is one."""
 

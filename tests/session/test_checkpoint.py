@@ -37,8 +37,6 @@ def make(name: str) -> Any:
 
 
 # ---- what runs on the ranks ----
-
-
 class SavesUnderItsOwnName(L.Callback):
     """And loads, where torch must pickle nothing."""
 
@@ -227,8 +225,6 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 # ---- the file that everyone can read ----
-
-
 class Blocker(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] == "lightning_dsgd":
@@ -333,8 +329,6 @@ def train_then_save(folder: str, path: str) -> dict[str, Any]:
 
 
 # ---- exact resume ----
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Straight]:
     """Four epochs without a break, on two ranks, made when they are first asked for."""
@@ -442,8 +436,6 @@ def test_a_save_within_an_epoch_resumes_to_the_bit_with_a_stateful_loader(tmp_pa
 
 
 # ---- a save is complete or absent ----
-
-
 VERBS: dict[str, tuple[Any, str]] = {
     "save": (TorchCheckpointIO, "save_checkpoint"),
     "replace": (os, "replace"),
@@ -509,10 +501,7 @@ OTHERS = [moment for moment in MOMENTS if moment not in AROUND]
 
 @pytest.mark.parametrize(
     "moments",
-    [
-        pytest.param(AROUND, id="two moments"),
-        pytest.param(OTHERS, id="all others", marks=LATER),
-    ],
+    [pytest.param(AROUND, id="two moments"), pytest.param(OTHERS, id="all others", marks=LATER)],
 )
 def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_or_the_newer_whole(
     moments: list[str], straight: Callable[[str], Straight], tmp_path: Path
@@ -631,8 +620,6 @@ def names(folder: Path) -> list[str]:
 
 
 # ---- with other ranks, or without replicas ----
-
-
 @pytest.fixture(scope="module")
 def saved_by_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with epoch=0.ckpt and epoch=1.ckpt of three ranks; not to be changed."""
@@ -681,7 +668,6 @@ def test_a_checkpoint_of_stock_ddp_starts_all_ranks_and_says_so(tmp_path: Path) 
 
 
 # ---- what cannot be gone on with ----
-
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "truncated": lambda file: os.truncate(file, 2000),
     "empty": lambda file: os.truncate(file, 0),
@@ -740,8 +726,6 @@ def test_a_checkpoint_of_another_algorithm_is_refused_naming_both(
 
 
 # ---- Lightning's ways to save ----
-
-
 def test_save_top_k_removes_replicas_with_their_file(tmp_path: Path) -> None:
     save = {"monitor": "val_loss", "save_top_k": 2, "save_on_train_epoch_end": False}
     results = run(2, "local_sgd", 4, str(tmp_path), save=save)
@@ -835,8 +819,6 @@ def test_writing_in_the_background_saves_the_same(
 
 
 # ---- other callbacks' weights ----
-
-
 def test_a_moving_average_of_each_rank_is_saved_as_their_mean_and_resumes_to_the_bit(
     tmp_path: Path,
 ) -> None:

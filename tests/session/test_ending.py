@@ -28,6 +28,7 @@ from tests.support import doomed
 from tests.support.doomed import Doomed, Plan, num_batches
 from tests.support.models import Regression, loader, trainer
 from tests.support.mpi import environment, every_mpi, mpiexec
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, Outcome, ProcessWorld
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +38,6 @@ SOON_S = 100.0  # on a busy machine too, and before the 150 s for which doomed r
 
 
 # All ranks stop at the same batch
-
-
 def fit_until_requeued(
     name: str, folder: str, plans: tuple[Plan, ...], max_steps: int
 ) -> tuple[int, str]:
@@ -70,7 +69,7 @@ def fit_until_requeued(
     return fitter.global_step, "trained"
 
 
-@pytest.mark.parametrize("name", [pytest.param("allreduce", marks=LATER), "wagma"])
+@cases("name", now=["wagma"], later=["allreduce"])
 def test_slurms_signal_saves_between_two_batches_and_requeues_the_job(
     name: str, tmp_path: Path
 ) -> None:
@@ -116,8 +115,6 @@ def test_ranks_at_different_batches_stop_at_the_same_one() -> None:
 
 
 # A rank that fails ends all
-
-
 def fit(name: str, folder: str, plans: tuple[Plan, ...], kwargs: dict[str, Any]) -> None:
     last_resort.NOTICE_WITHIN_S = kwargs.pop("notice_within_s", 15.0)
     try:
@@ -247,8 +244,6 @@ def test_after_training_each_rank_ends_by_itself(tmp_path: Path) -> None:
 
 
 # A rank that is told to stop stops all
-
-
 def test_sigterm_to_all_ranks_stops_them_once(tmp_path: Path) -> None:
     found = outcomes("local_sgd", tmp_path, Plan(-1, "SIGTERM"), Plan(-1, "SIGTERM", at=21))
     last = num_batches(tmp_path)[0]
@@ -264,7 +259,7 @@ def test_a_first_interrupt_stops_all_after_the_same_batch(tmp_path: Path) -> Non
     assert len(set(num_batches(tmp_path))) == 1
 
 
-@pytest.mark.parametrize("name", [pytest.param("local_sgd", marks=LATER), "no_sync"])
+@cases("name", now=["no_sync"], later=["local_sgd"])
 def test_ranks_that_are_out_of_data_stop_with_the_others(name: str, tmp_path: Path) -> None:
     """Rank 0 waits at the end of its epoch for the others, and would begin no further batch."""
     samples = (8 * 10, 8 * 1000, 8 * 1000)
@@ -299,7 +294,7 @@ def test_what_is_saved_when_all_stop_is_the_consensus(tmp_path: Path) -> None:
     Regression.load_from_checkpoint(tmp_path / "saved.ckpt")
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=LATER)])
+@cases("rank", now=[0], later=[2])
 def test_a_failed_training_is_saved_by_rank_0_if_that_is_alive(rank: int, tmp_path: Path) -> None:
     found = outcomes("local_sgd", tmp_path, Plan(rank, "raise"), saves=True)
     check_named(found, rank, "failed: ValueError: no such luck in training_step")
@@ -361,11 +356,7 @@ def run_job(
     command = [*starter, *launcher, str(ROOT / "tests/support/scripts/job.py"), json.dumps(asked)]
     with Path(folder, "out").open("w") as out, Path(folder, "err").open("w") as err:
         job = subprocess.Popen(
-            command,
-            env=environment(JOB=marker),
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
+            command, env=environment(JOB=marker), stdout=out, stderr=err, start_new_session=True
         )
         try:
             if interrupt_at is not None:

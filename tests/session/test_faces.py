@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain, Seeded, assert_close, same
 from tests.support.models import weights
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 from tests.test_frozen import ALGORITHMS
 
@@ -30,8 +31,6 @@ def batches_of(rank: int, num_batches: int = 12) -> list[tuple[Tensor, Tensor]]:
 
 
 # ---- to the bit on every face ----
-
-
 class Overflowing(Plain):
     num_losses = 0
 
@@ -119,8 +118,6 @@ def test_steps_of_several_batches_clipping_and_overflows_are_the_same_on_every_f
 
 
 # ---- checkpoints ----
-
-
 class Noisy(Plain):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) * (0.9 + 0.2 * torch.rand(()))
@@ -169,8 +166,6 @@ def test_a_resumed_training_ends_with_the_same_bits(names: list[str], tmp_path: 
 
 
 # ---- one rank ends all ----
-
-
 class Acting(Plain):
     num_losses = 0
 
@@ -200,13 +195,13 @@ def train_until_it_ends(face: str, how: str) -> tuple[str, int, bool]:
     raise AssertionError("nothing has ended it")
 
 
-@pytest.mark.parametrize(
-    ("face", "how", "reason"),
-    [
+@cases(
+    "face, how, reason",
+    now=[
         ("plain", "SIGKILL", "died"),
         ("Fabric", "raise", "failed: ArithmeticError: no such luck"),
-        pytest.param("plain", "raise", "failed: ArithmeticError: no such luck", marks=exhaustive),
     ],
+    later=[("plain", "raise", "failed: ArithmeticError: no such luck")],
 )
 def test_a_lost_rank_ends_all_others_which_name_it(face: str, how: str, reason: str) -> None:
     """Under the Trainer: tests/session/test_ending.py."""
@@ -216,13 +211,10 @@ def test_a_lost_rank_ends_all_others_which_name_it(face: str, how: str, reason: 
         assert outcomes[rank].seconds < 55.0  # before the 60 s for which they would wait
 
 
-@pytest.mark.parametrize(
-    ("face", "how", "kind"),
-    [
-        ("plain", "SIGTERM", "SystemExit"),
-        pytest.param("plain", "SIGINT", "KeyboardInterrupt", marks=exhaustive),
-        pytest.param("Fabric", "SIGTERM", "SystemExit", marks=exhaustive),
-    ],
+@cases(
+    "face, how, kind",
+    now=[("plain", "SIGTERM", "SystemExit")],
+    later=[("plain", "SIGINT", "KeyboardInterrupt"), ("Fabric", "SIGTERM", "SystemExit")],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_batch(
     face: str, how: str, kind: str

@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_dsgd as dsgd
 from tests.support.faces import FACES, Loop
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 
-exhaustive = pytest.mark.exhaustive
 LR = 0.5
 COUNTS = (7, 3, 5)
 """Batches of each rank, in every epoch."""
@@ -64,8 +63,8 @@ def train(face: str, path: str, options: dict[str, Any], first: bool) -> Tensor:
     return model.w.detach()
 
 
-@pytest.mark.parametrize("local_steps", [1, pytest.param(4, marks=exhaustive)])
-@pytest.mark.parametrize("face", ["Trainer", "plain", pytest.param("Fabric", marks=exhaustive)])
+@cases("local_steps", now=[1], later=[4])
+@cases("face", now=["Trainer", "plain"], later=["Fabric"])
 def test_every_gradient_is_applied_once_all_have_trained(
     face: str, local_steps: int, tmp_path: Path
 ) -> None:

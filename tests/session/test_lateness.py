@@ -24,10 +24,10 @@ from tests.support.faces import FACES, Loop
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import Plain, fit, run
 from tests.support.heard import Heard
+from tests.support.thorough import cases
 from tests.support.worlds import FakeFitWorld
 
 # ---- who is late: simulated ranks ----
-
 Steps = Callable[[int, int], tuple[int, float]]
 """How many steps a rank makes before its n-th meeting, and how long each takes; 0: how long it
 does something else.
@@ -108,7 +108,6 @@ def test_another_late_rank_is_named_too() -> None:
 
 
 # ---- in each face: real ranks ----
-
 NUM_STEPS = 6
 
 
@@ -155,14 +154,10 @@ def train(
 ONE_SLOW = (0.02, 0.2, 0.02)
 
 
-@pytest.mark.parametrize(
-    ("face", "name"),
-    [
-        ("Trainer", "popsgd"),
-        pytest.param("Trainer", "allreduce", marks=pytest.mark.exhaustive),
-        ("plain", "no_sync"),
-        pytest.param("Fabric", "no_sync", marks=pytest.mark.exhaustive),
-    ],
+@cases(
+    "face, name",
+    now=[("Trainer", "popsgd"), ("plain", "no_sync")],
+    later=[("Trainer", "allreduce"), ("Fabric", "no_sync")],
 )
 def test_a_slow_rank_is_named_by_rank_0_once(face: str, name: str, tmp_path: Path) -> None:
     said, *others = run(3, train, face, name, ONE_SLOW, str(tmp_path))

@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.session.scaling import agree_on_overflow, is_unscaled
 from tests.support.fake_device import FakeDevice
+from tests.support.thorough import cases
 from tests.support.worlds import FakeWorld
 
 
@@ -58,7 +59,7 @@ def step_with_many_parameters(
     return syncs
 
 
-@pytest.mark.parametrize("known", [None, False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@cases("known", now=[None, False], later=[True])
 def test_the_host_waits_once_for_all_parameters_or_not_again(known: bool | None) -> None:
     """Where the algorithm has asked whether any gradient has overflowed, nobody asks again."""
     [found] = FakeWorld().run(1, step_with_many_parameters, known)

@@ -34,7 +34,6 @@ from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.native import Native
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.fits import (
-    LATER,
     NAMES,
     Adversaries,
     Plain,
@@ -50,11 +49,11 @@ from tests.support.fits import (
     strategy,
 )
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.thorough import cases
 from tests.support.worlds import ask_gloo
 
+
 # ---- ranks with different numbers of batches ----
-
-
 def fit_uneven(
     name: str, num_batches: tuple[int, ...], make: Callable[..., Any], kwargs: dict[str, Any]
 ) -> tuple[Tensor, int, float]:
@@ -72,13 +71,10 @@ def fit_uneven(
     return everything, run.global_step, float(run.callback_metrics["val_loss"])
 
 
-@pytest.mark.parametrize(
-    ("name", "num_batches"),
-    [
-        *((name, (3, 11)) for name in ("allreduce", "dpsgd")),
-        *(pytest.param(name, (11, 3), marks=LATER) for name in ("no_sync", "allreduce")),
-        ("local_sgd", (5, 6, 4)),
-    ],
+@cases(
+    "name, num_batches",
+    now=[*((name, (3, 11)) for name in ("allreduce", "dpsgd")), ("local_sgd", (5, 6, 4))],
+    later=[*((name, (11, 3)) for name in ("no_sync", "allreduce"))],
 )
 def test_ranks_with_different_numbers_of_batches_end_together(
     name: str, num_batches: tuple[int, ...]
@@ -127,10 +123,7 @@ def fit_uneven_natively(name: str, make: Callable[..., Any]) -> tuple[Tensor, in
     return state, num_sums
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [("allreduce", Pair), *(pytest.param(n, TwoDtypes, marks=LATER) for n in NAMES)],
-)
+@cases("name, make", now=[("allreduce", Pair)], later=[*((n, TwoDtypes) for n in NAMES)])
 def test_several_parts_sum_by_torchs_collectives_as_by_messages(
     name: str, make: Callable[..., Any]
 ) -> None:
@@ -271,19 +264,21 @@ def fit_apart(
     return run.global_step, run.current_epoch, model.num_validated, logged, files, weights(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "case", "steps", "epochs", "num_validated"),
-    [
-        pytest.param(*("allreduce", "saves by step", [8, 8, 8], 4, 0), marks=LATER),
-        pytest.param(*("wagma", "accumulates", [3, 3, 3], 3, 0), marks=LATER),
+@cases(
+    "name, case, steps, epochs, num_validated",
+    now=[
         ("local_sgd", "streams", [8, 8, 8], 4, 0),
         ("wagma", "survives", [8, 8, 8], 4, 0),
-        pytest.param(*("allreduce", "validates", [8, 8, 8], 4, 4), marks=LATER),
         ("wagma", "validates within", [8, 8, 8], 4, 3 + 2 + 1 + 1),
         ("wagma", "accumulates between", [4, 2, 2], 2, 4),
-        pytest.param(*("no_sync", "looks at the time", [8, 8, 8], 4, 0), marks=LATER),
         ("local_sgd", "stops early", [8, 8, 7], 4, 4),
         ("wagma", "resumes", [8, 8, 8], 4, 0),
+    ],
+    later=[
+        ("allreduce", "saves by step", [8, 8, 8], 4, 0),
+        ("wagma", "accumulates", [3, 3, 3], 3, 0),
+        ("allreduce", "validates", [8, 8, 8], 4, 4),
+        ("no_sync", "looks at the time", [8, 8, 8], 4, 0),
     ],
 )
 def test_ranks_with_different_numbers_of_batches_go_through_the_same_epochs(
@@ -320,8 +315,6 @@ class Alone(Plain):
 
 
 # ---- logged metrics ----
-
-
 class Logging(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rank = float(self.global_rank)
@@ -418,8 +411,6 @@ def test_what_makes_uneven_ranks_wait_for_each_other_is_refused(case: str, tmp_p
 
 
 # ---- callbacks that decide ----
-
-
 def fit_monitored(name: str, folder: str) -> tuple[str, float, float]:
     best = ModelCheckpoint(folder, monitor="val_loss")  # the name holds the number of steps
     model, run = fit(
@@ -516,8 +507,6 @@ def test_a_moving_average_of_the_weights_ends_with_one_model(name: str) -> None:
 
 
 # ---- parameters that no optimizer trains, and the step changes ----
-
-
 class Taught(Seeded):
     """A teacher follows the network, as in BYOL; a second one is frozen."""
 
@@ -571,8 +560,6 @@ def test_a_teacher_is_averaged_where_its_student_is(name: str, tmp_path: Path) -
 
 
 # ---- validation ----
-
-
 class Watching(Seeded):
     """Looks at its weights and statistics around a validation in the middle of an epoch.
 
@@ -667,8 +654,6 @@ def test_validate_test_and_predict_work_alone_and_after_fit(name: str) -> None:
 
 
 # ---- buffers ----
-
-
 class Statistics(L.Callback):
     def __init__(self) -> None:
         self.values: list[Tensor] = []
@@ -699,8 +684,6 @@ def test_statistics_are_local_in_training_and_averaged_at_the_end(
 
 
 # ---- nobody waits for everybody ----
-
-
 class Slow(Plain):
     """One rank is not done with its first batch before all others are done with their last one."""
 

@@ -22,6 +22,13 @@ def tries(number: int, fast: int) -> list[Any]:
     ]
 
 
+def cases(names: str, now: Iterable[Any], later: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parameters of a test: `make test` runs some of them, `make test-all` the later ones too."""
+    rows = [(case,) if "," not in names else case for case in later]
+    marked = [pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows]
+    return pytest.mark.parametrize(names, [*now, *marked])
+
+
 def some(names: Iterable[str], few: Iterable[str]) -> list[str]:
     """A few of the names by default, and all where everything is tried more than once."""
     return list(names if len(times(1)) > 1 else few)

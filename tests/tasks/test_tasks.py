@@ -43,8 +43,6 @@ def trainer(devices: int = 1, strategy: str = "auto", **options: Any) -> L.Train
 
 
 # ---- optimizer and schedule ----
-
-
 class Rates(L.Callback):
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -68,10 +66,7 @@ RATES: list[tuple[dict[str, Any], list[float]]] = [
     ),
     ({"warmup": 1, "max_epochs": 2}, [0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1]),
     ({"decay": "linear", "max_epochs": 1}, [1, 0.75, 0.5, 0.25]),
-    (
-        {"decay": "cosine", "max_epochs": 1},
-        [(1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)],
-    ),
+    ({"decay": "cosine", "max_epochs": 1}, [(1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)]),
     (
         {"decay": "inverse_sqrt", "warmup": 4, "schedule_unit": "step", "max_epochs": 2},
         [0.2, 0.4, 0.6, 0.8, 1, *((4 / k) ** 0.5 for k in (5, 6, 7))],
@@ -98,8 +93,6 @@ def test_schedule_that_lacks_something_is_refused(options: dict[str, Any], text:
 
 
 # ---- images ----
-
-
 @pytest.mark.parametrize(
     ("name", "size", "count"),
     [
@@ -267,8 +260,6 @@ def test_image_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 # ---- text ----
-
-
 @pytest.mark.parametrize("vocab_size", [NUM_SMALLEST, 300])
 def test_tokenizer_loses_nothing(vocab_size: int) -> None:
     text = "def größe(x):\n    return 'the the the'  # ✓ the end\n\tthe"

@@ -46,9 +46,8 @@ from lightning_dsgd.tasks.translation import (
 from tests.support.worlds import FitWorld
 from tests.tasks.test_tasks import num_parameters, one_thread, trainer  # noqa: F401 - a fixture
 
+
 # ---- translation ----
-
-
 def test_transformer_has_the_papers_parameters_and_the_biases_of_its_attention() -> None:
     with torch.device("meta"):
         model = TranslationModel(33_708, dim=512, depth=6, num_heads=8)
@@ -132,8 +131,6 @@ def test_transformer_learns_to_translate() -> None:
 
 
 # ---- regression ----
-
-
 def test_least_squares_are_those_of_the_paper() -> None:
     a, b = least_squares(5000, 4)
     solution = torch.linalg.lstsq(a, b[:, None]).solution[:, 0]
@@ -206,8 +203,6 @@ def test_logistic_regression_learns() -> None:
 
 
 # ---- PopSGD's partition ----
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("mult", [1, 3])
 def test_every_sample_is_held_by_two_ranks_which_pass_mult_times_over_it(
@@ -277,8 +272,6 @@ def test_a_fit_deals_the_data_out_so_and_anew_in_every_epoch() -> None:
 
 
 # ---- speech ----
-
-
 def test_deep_speech_has_the_parameters_of_the_papers_lstm() -> None:
     with torch.device("meta"):
         assert num_parameters(SpeechRecognizer()) == 27_569_568
@@ -385,8 +378,6 @@ def test_speech_recogniser_learns() -> None:
 
 
 # ---- control ----
-
-
 def test_maze_rewards_the_turn_that_was_signalled_at_its_start() -> None:
     maze = TMaze(8)
     lengths = set()

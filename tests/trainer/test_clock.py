@@ -22,6 +22,7 @@ from lightning_dsgd import STRATEGIES
 from lightning_dsgd.session.stopping import END, SAVE, STOP, AgreedBatch
 from tests.support.fits import some_now
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, ProcessWorld
 
 EMPTY = torch.empty(0)
@@ -32,8 +33,6 @@ def rank() -> int:
 
 
 # ---- the agreement ----
-
-
 def do_as_agreed(
     net: Any, asks: dict[int, list[tuple[int, int, int]]], apart_until: int = 0
 ) -> tuple[int, list[Any]]:
@@ -103,8 +102,6 @@ def test_what_is_asked_at_the_end_does_not_outlive_the_network() -> None:
 
 
 # ---- the end ----
-
-
 def await_answer(trainer: Any) -> None:
     """Until it is agreed after which batch all do what this rank has asked for."""
     while trainer.strategy.session.training.agreed._unanswered:
@@ -144,8 +141,7 @@ class Until(Timer):
 
 
 class Seen(L.Callback):
-    def __init__(self) -> None:
-        self.num_batches = self.num_validated = self.num_ends = 0
+    num_batches = num_validated = num_ends = 0
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.num_batches += 1
@@ -224,14 +220,14 @@ def fit_unevenly(of_rank: int, at: int, where: str, folder: str) -> Any:
     return fit_by_time("no_sync", Until(of_rank, at, waits, folder), [80, 800, 240], **options)
 
 
-@pytest.mark.parametrize(
-    ("of_rank", "at", "where"),
-    [
-        (2, 35, "validation"),
-        pytest.param(2, 35, "two validations an epoch", marks=pytest.mark.exhaustive),
-        pytest.param(2, 35, "none", marks=pytest.mark.exhaustive),
-        pytest.param(1, 50, "validation", marks=pytest.mark.exhaustive),
-        pytest.param(0, 10, "a checkpoint", marks=pytest.mark.exhaustive),
+@cases(
+    "of_rank, at, where",
+    now=[(2, 35, "validation")],
+    later=[
+        (2, 35, "two validations an epoch"),
+        (2, 35, "none"),
+        (1, 50, "validation"),
+        (0, 10, "a checkpoint"),
     ],
 )
 def test_ranks_with_uneven_batches_end_after_the_same_epoch(
@@ -249,8 +245,6 @@ def test_ranks_with_uneven_batches_end_after_the_same_epoch(
 
 
 # ---- the checkpoints ----
-
-
 class Stream(IterableDataset[Any]):
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches

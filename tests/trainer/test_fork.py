@@ -23,6 +23,7 @@ from lightning_dsgd import STRATEGIES
 from lightning_dsgd.transport import ANY, TransportError
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import SIZE, MPIFitWorld, MPIJob, every_mpi
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, ProcessWorld
 
 EMPTY = torch.empty(0)
@@ -104,13 +105,7 @@ def check_ends(ranks: list[tuple[Any, int, torch.Tensor]], folder: Path) -> None
     assert [file.name for file in folder.glob("*.ckpt")] == ["saved.ckpt"]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_workers"),
-    [
-        ("hpsgd", 1),
-        *(pytest.param(n, 0, marks=pytest.mark.exhaustive) for n in ("wagma", "eager_sgd")),
-    ],
-)
+@cases("name, num_workers", now=[("hpsgd", 1)], later=[*((n, 0) for n in ("wagma", "eager_sgd"))])
 def test_children_end_and_their_ranks_train_on(name: str, num_workers: int, tmp_path: Path) -> None:
     check_ends(FitWorld().run(2, fit_forking, name, str(tmp_path), num_workers), tmp_path)
 

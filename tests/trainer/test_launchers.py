@@ -39,9 +39,7 @@ def script(folder: Path, devices: int, num_nodes: int = 1) -> list[str]:
 
 
 def run(
-    *commands: list[str],
-    variables: list[dict[str, str]] | None = None,
-    folder: Path | None = None,
+    *commands: list[str], variables: list[dict[str, str]] | None = None, folder: Path | None = None
 ) -> None:
     given = variables or [{}] * len(commands)
     with contextlib.ExitStack() as stack:
@@ -112,12 +110,7 @@ def test_the_variables_of_slurm(tmp_path: Path) -> None:
         "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     tasks = [
-        {
-            **job,
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": "0",
-            "SLURM_NODEID": str(rank),
-        }
+        {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)}
         for rank in range(2)
     ]
     run(*[[sys.executable, *script(tmp_path, 1, 2)]] * 2, variables=tasks)

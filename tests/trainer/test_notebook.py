@@ -154,8 +154,6 @@ def test_an_interrupted_cell_leaves_the_kernel_and_no_rank(kernel: Any) -> None:
 
 
 # What is chosen, and what is refused
-
-
 AT_A_PROMPT: list[tuple[Any, dict[str, Any], str]] = [
     (LightningEnvironment(), {}, "fork"),
     (LightningEnvironment(), {"start_method": "fork"}, "fork"),

@@ -158,8 +158,6 @@ def test_stragglers_on_the_device_are_kernels() -> None:
 
 
 # ---- the other faces ----
-
-
 def train_by(
     face: Callable[[Loop], None], name: str, device: torch.device, **options: Any
 ) -> Tensor:

@@ -21,12 +21,7 @@ from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
-from lightning_dsgd import (
-    STRATEGIES,
-    CommunicationMonitor,
-    LocalSGDStrategy,
-    StragglerInjector,
-)
+from lightning_dsgd import STRATEGIES, CommunicationMonitor, LocalSGDStrategy, StragglerInjector
 from tests.support.fits import fp16
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
@@ -39,7 +34,6 @@ def make(name: str, **options: Any) -> Any:
 
 
 # ---- the arguments of a strategy ----
-
 SECONDS = "must be a number above 0 and at most"
 ARGUMENTS: list[tuple[dict[str, Any], list[str]]] = [
     (
@@ -97,8 +91,6 @@ def test_arguments_at_the_default_of_ddp_say_nothing() -> None:
 
 
 # ---- Trainer, callbacks, optimizers, models ----
-
-
 class NeverTrained(Regression):
     """Fails the test if training begins."""
 
@@ -310,8 +302,6 @@ def test_a_straggler_with_bad_numbers_is_refused_when_it_is_made(
 
 
 # ---- processes, and names ----
-
-
 def fit_with_fewer_processes() -> None:
     fit(make("local_sgd"), devices=4, plugins=[Elsewhere()])
 
@@ -352,8 +342,6 @@ def test_another_unknown_name_is_refused_by_lightning_itself(name: str) -> None:
 
 
 # ---- ranks that differ ----
-
-
 def changed(change: Callable[[NeverTrained], Any], of_rank: int = 2) -> NeverTrained:
     """A model that is another one on one rank."""
     model = NeverTrained()

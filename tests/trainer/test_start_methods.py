@@ -38,8 +38,6 @@ def ranks_weights(folder: str) -> list[torch.Tensor]:
 
 
 # Weights come back
-
-
 def fit_twice(name: str, method: str, folder: str) -> None:
     model = Regression()
     seen = [weights(model)]
@@ -114,8 +112,6 @@ def test_a_trainer_of_forked_ranks_trains_after_it_has_failed(tmp_path: Path) ->
 
 
 # Threads
-
-
 def fit_after_computing(pauses: bool) -> list[int]:
     """As in a notebook, where a cell above has computed something."""
     if not pauses:
@@ -151,8 +147,6 @@ def test_ranks_may_be_forked_from_a_process_that_has_computed(
 
 
 # A rank that fails ends all
-
-
 def fit_doomed(method: str, folder: str, plans: tuple[Plan, ...]) -> None:
     doomed.fit("wagma", folder, plans, devices=2, options={"start_method": method})
 
@@ -265,8 +259,6 @@ def wait_for_the_end(pid: int) -> None:
 
 
 # What cannot be
-
-
 def fit_under_a_launcher() -> None:
     os.environ.update(LOCAL_RANK="0", WORLD_SIZE="2")
     trainer(STRATEGIES["dpsgd"](start_method="fork"), 2)

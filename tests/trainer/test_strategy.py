@@ -37,9 +37,8 @@ from tests.support.fits import (
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.worlds import FitWorld
 
+
 # ---- one optimizer step ----
-
-
 def files_of_a_step() -> list[str]:
     """The package's files that a training thread comes through from a batch's end to the next."""
     met: set[str] = set()
@@ -85,8 +84,6 @@ def test_clipping_clips_the_reduced_gradient() -> None:
 
 
 # ---- equal to what is known ----
-
-
 def fit_ten_steps() -> tuple[Tensor, Tensor]:
     kwargs = {"make": Seeded, "max_steps": 10, "max_epochs": -1}
     return fit_weights("allreduce", kwargs), fit_weights("ddp", kwargs)
@@ -113,8 +110,6 @@ def test_one_rank_equals_a_single_device_to_the_bit() -> None:
 
 
 # ---- manual optimization, several optimizers ----
-
-
 class Manual(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -180,10 +175,7 @@ class Adaptive(Plain):
         }
         optimizer = made[self.optimizer]()
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def fit_adaptive(name: str, options: dict[str, Any], optimizer: str) -> Tensor:
@@ -230,11 +222,7 @@ def fit_compiled(backend: str, folder: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [
-        "eager",
-        pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler]),
-    ],
+    "backend", ["eager", pytest.param("inductor", marks=[pytest.mark.exhaustive, needs_compiler])]
 )
 def test_a_compiled_model_trains_like_the_plain_one(backend: str, tmp_path: Path) -> None:
     ranks = run(2, fit_compiled, backend, str(tmp_path))
@@ -243,8 +231,6 @@ def test_a_compiled_model_trains_like_the_plain_one(backend: str, tmp_path: Path
 
 
 # ---- which parameters ----
-
-
 class Shared(Plain):
     """A tied weight, a frozen one, one that only rank 0 uses, and one that nobody uses."""
 
@@ -339,8 +325,6 @@ def test_parameters_that_the_optimizer_gets_later_are_trained_together_from_then
 
 
 # ---- what goes wrong ----
-
-
 class Diverging(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -363,8 +347,6 @@ def test_check_finite_names_rank_and_step_on_every_rank(name: str) -> None:
 
 
 # ---- both packages, all launchers ----
-
-
 def fit_with_pytorch_lightning() -> Tensor:
     class Model(pytorch_lightning.LightningModule):
         def __init__(self) -> None:

@@ -48,9 +48,8 @@ NEEDS = {
 }
 """What else a case needs, and how to get it."""
 
+
 # ---- one case a feature: what a rank does, and what it has at its end ----
-
-
 def fit(name: str, model: L.LightningModule | None = None, data: Any = None, **kwargs: Any) -> Any:
     model = Regression() if model is None else model
     run = trainer(STRATEGIES[name](timeout_s=20.0), 2, **kwargs)
@@ -369,8 +368,6 @@ def test_a_feature_works_and_ends_in_one_model(
 
 
 # ---- what ends a training ----
-
-
 class Raising(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 2:
@@ -390,8 +387,6 @@ def test_a_checkpoint_on_an_exception_is_saved(tmp_path: Path) -> None:
 
 
 # ---- weights that a callback takes away ----
-
-
 def fit_pruning(name: str) -> tuple[Tensor, float]:
     model = Regression()
     callback = ModelPruning(
@@ -411,8 +406,6 @@ def test_ranks_that_step_together_prune_the_same_weights() -> None:
 
 
 # ---- the table ----
-
-
 def rows() -> list[tuple[str, str]]:
     """The features of the page, each with the test that shows it."""
     page = (ROOT / "docs" / "evidence" / "works_with.md").read_text()

@@ -14,6 +14,7 @@ import torch
 
 from lightning_dsgd.transport import PeerLost, handshake
 from lightning_dsgd.transport.handshake import HELLO, NONCE_BYTES
+from tests.support.thorough import cases
 from tests.support.worlds import ProcessWorld
 from tests.transport.helpers import until
 
@@ -133,7 +134,7 @@ def meet_an_impostor(net: Any, is_silent: bool) -> str:
     return info.value.reason
 
 
-@pytest.mark.parametrize("is_silent", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@cases("is_silent", now=[False], later=[True])
 def test_who_listens_must_prove_who_it_is(is_silent: bool) -> None:
     world = ProcessWorld(heartbeat_timeout_s=12.0 if is_silent else 60.0)
     reasons = world.run(3, meet_an_impostor, is_silent)

@@ -15,6 +15,7 @@ import torch
 
 from lightning_dsgd.transport import ANY, PeerLost
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from tests.support.thorough import cases
 from tests.support.worlds import ProcessWorld
 from tests.transport.helpers import BIG, died, our_threads, stopped, until
 
@@ -72,13 +73,13 @@ def wait_each_in_its_way(
     return verdict
 
 
-@pytest.mark.parametrize(
-    ("lost", "how", "reason", "within_s"),
-    [
+@cases(
+    "lost, how, reason, within_s",
+    now=[
         (0, died, "died (its connection ended without a farewell)", 30.0),
         (7, raised, "failed: ValueError: no such luck", 30.0),
-        pytest.param(0, stopped, "has not answered for", 60.0, marks=pytest.mark.exhaustive),
     ],
+    later=[(0, stopped, "has not answered for", 60.0)],
 )
 def test_every_wait_ends_soon_and_names_the_rank_that_is_lost(
     lost: int, how: Callable[[int], None], reason: str, within_s: float, tmp_path: Path

@@ -26,7 +26,7 @@ from lightning_dsgd.transport.tickets import Key
 from lightning_dsgd.transport.view import View
 from tests.support.mpi import MPIJob, MPIWorld, every_mpi
 from tests.support.rank import Rank
-from tests.support.thorough import tries
+from tests.support.thorough import cases, tries
 from tests.support.worlds import NativeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
 from tests.transport.helpers import died, our_threads, stopped, train_in_nodes
@@ -36,7 +36,7 @@ SCHEDULES = tries(6, fast=2)
 WORLD = NativeWorld(timeout_s=60.0, heartbeat_timeout_s=60.0)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
+@cases("world_size", now=[3], later=[2])
 def test_the_contract_holds(world_size: int) -> None:
     WORLD.run(world_size, run_in_order)
 
@@ -173,8 +173,6 @@ def test_nodes_talk_in_groups_that_are_fixed(name: str) -> None:
 
 
 # ---- order ----
-
-
 def in_random_order(net: Any, seed: int, kill_after_s: float | None) -> str:
     chance = random.Random(f"{seed} {net.rank}")
     plans = reordered(draw_plans(random.Random(seed)), chance)
@@ -303,8 +301,6 @@ def test_all_others_name_a_rank_that_is_killed_at_any_time(seed: int, calls: Any
 
 
 # ---- what ends a wait ----
-
-
 def die_in_a_sum(net: Any, how: Any) -> list[str]:
     net.all_reduce(torch.ones(10)).wait()
     if net.rank == 1:
@@ -329,10 +325,7 @@ def die_in_a_sum(net: Any, how: Any) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize(
-    ("how", "what"),
-    [(died, "died"), pytest.param(stopped, "has not", marks=pytest.mark.exhaustive)],
-)
+@cases("how, what", now=[(died, "died")], later=[(stopped, "has not")])
 def test_a_lost_rank_ends_all_waits(how: Any, what: str) -> None:
     world = NativeWorld(timeout_s=100.0, heartbeat_timeout_s=60.0 if how is died else 15.0)
     outcomes = world.outcomes(3, die_in_a_sum, how, stopped=[1] if how is stopped else [])

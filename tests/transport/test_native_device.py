@@ -29,6 +29,7 @@ from tests.algorithms import test_slow_kernels
 from tests.algorithms.test_on_device import NAMES, check
 from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
+from tests.support.thorough import cases
 from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
 from tests.transport.test_staging import hung
@@ -134,30 +135,19 @@ def test_the_contract_holds_on_a_device(world_size: int) -> None:
     FakeNCCLWorld().run(world_size, contract)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["allreduce", "hpsgd", "dpsgd", "sgp", "popsgd_blocking"],
-        pytest.param(NAMES, marks=pytest.mark.exhaustive),
-    ],
-)
+@cases("names", now=[["allreduce", "hpsgd", "dpsgd", "sgp", "popsgd_blocking"]], later=[NAMES])
 def test_algorithms_train_on_a_device(names: list[str]) -> None:
     """With two ranks, to the bit as with messages."""
     check(FakeNCCLWorld(), names, 2, to_the_bit=True)
 
 
-@pytest.mark.parametrize(
+@cases(
     "spec",
-    [
-        *("wagma", "popsgd", f"sgp:overlap={test_slow_kernels.STEPS - 1}"),
-        *(
-            pytest.param(spec, marks=pytest.mark.exhaustive)
-            for spec in (
-                *("wagma:overlap=true", "wagma:hierarchical=true:node_size=2:group_size=2"),
-                "wagma:hierarchical=true:node_size=2:group_size=2:overlap=true",
-                *("eager_sgd:quorum=solo", "hpsgd", "popsgd:wire_dtype=int8"),
-            )
-        ),
+    now=[*("wagma", "popsgd", f"sgp:overlap={test_slow_kernels.STEPS - 1}")],
+    later=[
+        *("wagma:overlap=true", "wagma:hierarchical=true:node_size=2:group_size=2"),
+        "wagma:hierarchical=true:node_size=2:group_size=2:overlap=true",
+        *("eager_sgd:quorum=solo", "hpsgd", "popsgd:wire_dtype=int8"),
     ],
 )
 def test_sums_and_pairs_wait_for_no_slow_kernel_of_another_rank(spec: str) -> None:
@@ -165,8 +155,6 @@ def test_sums_and_pairs_wait_for_no_slow_kernel_of_another_rank(spec: str) -> No
 
 
 # ---- each wait is needed ----
-
-
 def sum_up(net: Any, fake: FakeDevice) -> bool:
     """Sums of what has just been made, read at once, by two threads; whether they are right."""
     right = []
@@ -232,8 +220,6 @@ def test_each_wait_is_needed() -> None:
 
 
 # ---- a device that does not come to it ----
-
-
 def sum_on_a_hung_device(net: Any, fake: FakeDevice) -> float:
     x, begin = torch.zeros(10, device=fake.device), time.monotonic()
 
@@ -276,8 +262,6 @@ def test_a_lost_rank_ends_the_wait_for_a_hung_device() -> None:
 
 
 # ---- NCCL itself ----
-
-
 def on_one_gpu(net: Any, device: torch.device) -> list[float]:
     dist.destroy_process_group()
     store = dist.HashStore()  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ from lightning_dsgd.transport.works import Done
 from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeTensor, OnDevice
 from tests.support.mpi import FakeMPIWorld, MPIJob, every_mpi
+from tests.support.thorough import cases
 from tests.support.worlds import FakeWorld, FitWorld
 from tests.transport.contract.test_in_order import run_in_order
 
@@ -42,7 +43,7 @@ def contract(net: Any, fake: FakeDevice) -> None:
     run_in_order(OnDevice(net, fake.device))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@cases("world_size", now=[2], later=[3])
 def test_the_contract_holds_for_tensors_on_a_device(world_size: int) -> None:
     FakeWorld().run(world_size, contract)
 
@@ -135,8 +136,6 @@ def test_a_send_is_done_once_the_wire_has_read_it() -> None:
 
 
 # ---- what each wait is for ----
-
-
 def busy(x: Tensor) -> Tensor:
     for _ in range(8):
         x += 0
@@ -428,8 +427,6 @@ def test_no_memory_is_pinned_where_heartbeats_are_answered() -> None:
 
 
 # ---- which device ----
-
-
 def use_a_device_that_nobody_has_entered() -> None:
     fake = fake_device.install(index=dist.get_rank() + 1)
     with pytest.raises(RuntimeError, match=r"MainThread calls fake:\d, but works on fake:0"):
@@ -461,8 +458,6 @@ def test_every_thread_chooses_its_device_first() -> None:
 
 
 # ---- a device that does not come to it ----
-
-
 @contextlib.contextmanager
 def hung(fake: FakeDevice) -> Iterator[None]:
     gate = threading.Event()

@@ -10,6 +10,7 @@ import torch
 
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from lightning_dsgd.transport.view import View, bits_of, number_of
+from tests.support.thorough import cases
 from tests.support.worlds import ProcessWorld
 from tests.transport.contract.counting import traffic
 from tests.transport.contract.helpers import EMPTY, PATIENCE_S, Simulated, others, same
@@ -31,7 +32,7 @@ def as_member(net: Any, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(kind(net, members, number=3), *args) if net.rank != 1 else None
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
+@cases("world_size", now=[1, 2, 3], later=[4])
 def test_a_view_keeps_the_contract(world_size):
     Simulated().run(world_size + 1, as_member, run_in_order)
 

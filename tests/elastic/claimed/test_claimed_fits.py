@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from lightning_dsgd import STRATEGIES
 from tests.support.fits import Plain, run
 from tests.support.models import trainer
+from tests.support.thorough import cases
 
 SLOW_S, FAST_S = 0.15, 0.005
 """The seconds that a batch takes on the last rank, and on the others."""
@@ -237,11 +238,7 @@ def test_each_optimizer_step_has_its_batches_accumulated(made: dict[str, list[An
 
 
 def test_loaders_that_are_read_together_are_claimed_together(made: dict[str, list[Any]]) -> None:
-    for mode, one, others in (
-        ("max_size_cycle", 1, 3),
-        ("max_size", 1, 1),
-        ("min_size", None, 1),
-    ):
+    for mode, one, others in (("max_size_cycle", 1, 3), ("max_size", 1, 1), ("min_size", None, 1)):
         ones = Counter(i for samples, _ in made[mode] for i in samples[0])
         seconds = Counter(i for _, others in made[mode] for i in others)
         assert seconds == Counter(dict.fromkeys(range(12), others)), mode
@@ -275,7 +272,7 @@ def resume(path: str, max_epochs: int) -> Any:
     return model.samples, model.schedule.last_epoch, fitted.current_epoch
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@cases("world_size", now=[2], later=[3])
 def test_an_epoch_goes_on_from_a_checkpoint_with_what_was_left(
     world_size: int, tmp_path: Path
 ) -> None:

@@ -24,8 +24,6 @@ def test_a_group_of_one_node_can_be_measured() -> None:
 
 
 # ---- a rank of a job ----
-
-
 LAUNCHERS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
@@ -46,8 +44,6 @@ def test_a_launcher_numbers_the_ranks(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 # ---- workloads ----
-
-
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_workload_names_a_model_and_data_that_take_its_options(name: str) -> None:
     workload = WORKLOADS[name]
@@ -59,8 +55,6 @@ def test_a_workload_names_a_model_and_data_that_take_its_options(name: str) -> N
 
 
 # ---- the pace of `bench convergence` ----
-
-
 @pytest.mark.parametrize(("computed_s", "slept_s"), [(0.0, 0.1), (0.06, 0.04), (0.12, 0.0)])
 def test_a_step_takes_at_least_so_long_and_the_pace_adds_nothing_to_a_longer_one(
     computed_s: float, slept_s: float, monkeypatch: pytest.MonkeyPatch
@@ -76,8 +70,6 @@ def test_a_step_takes_at_least_so_long_and_the_pace_adds_nothing_to_a_longer_one
 
 
 # ---- the model and the clock of `bench throughput` ----
-
-
 def test_communication_is_counted_per_step() -> None:
     clock = Clock(steps=4)
     assert clock.communication_per_step() == {}

@@ -35,8 +35,6 @@ def test_convergence_counts_steps_and_seconds_to_the_target(tmp_path: Path) -> N
 
 
 # ---- plots of result files ----
-
-
 SETTINGS = {"ranks": 4, "compute_s": 0.4, "delay_s": 0.32, "delayed_ranks": 2}
 
 
@@ -62,8 +60,6 @@ def test_throughput_of_several_files_is_drawn(tmp_path: Path) -> None:
 
 
 # ---- comparisons as W&B runs ----
-
-
 @pytest.mark.exhaustive
 def test_a_comparison_is_logged_to_offline_wandb_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,8 +32,6 @@ assert not loaded, loaded
 
 
 # ---- rows, table and plot ----
-
-
 def test_table_result_file_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     cli.main(
@@ -71,8 +69,6 @@ def test_without_an_all_reduce_nothing_is_compared_to_it(
 
 
 # ---- the check against measured runs ----
-
-
 def measured(**rates: float) -> dict[str, Any]:
     """A result file of `bench throughput`."""
     return {

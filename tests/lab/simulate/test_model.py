@@ -146,8 +146,6 @@ def test_every_profile_runs(name: str) -> None:
 
 
 # ---- machines ----
-
-
 def test_a_spread_has_the_figures_that_it_is_given() -> None:
     spread = MACHINES["piz-daint-habitat"]
     times = torch.tensor(spread.step_times(50, 100, seed=0)).flatten()
@@ -167,8 +165,6 @@ def test_the_delayed_ranks_are_those_of_the_straggler_injector() -> None:
 
 
 # ---- step times of a real run, drawn again ----
-
-
 RECORD = Recorded(((1.0, 2.0, 3.0), (10.0, 20.0, 30.0)))
 
 

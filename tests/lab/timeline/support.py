@@ -9,8 +9,7 @@ from lightning_dsgd.lab.timeline.recorder import Recorder
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.at_s = 100.0
+    at_s = 100.0
 
     def __call__(self) -> float:
         return self.at_s

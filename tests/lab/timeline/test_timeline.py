@@ -151,8 +151,6 @@ def test_a_killed_run_leaves_what_it_had_written(tmp_path: Path) -> None:
 
 
 # ---- one run ----
-
-
 def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
     for rank, offset_s in ((0, 0.0), (1, 5.0)):
         mine = recorder(tmp_path, rank, offset_s=offset_s)
@@ -202,8 +200,6 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
 
 
 # ---- clocks ----
-
-
 AHEAD_S = (0.0, 0.0, 5.0, -7.0)
 
 

@@ -17,17 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lightning_dsgd as dsgd
 from lightning_dsgd import decentralized
 from lightning_dsgd.sharded import shards
 from tests.support.fits import run
 from tests.support.heard import Heard
+from tests.support.thorough import cases
 from tests.support.torchrun import run_forked_by_torchrun
 from tests.support.worlds import ParentWorld
 
@@ -111,8 +108,6 @@ def whole(model: nn.Module) -> Tensor:
 
 
 # ---- every algorithm ----
-
-
 def train_with(name: str) -> tuple[Any, ...]:
     mesh = make_mesh()
     model, optimizer = make(mesh)
@@ -127,13 +122,7 @@ def train_with(name: str) -> tuple[Any, ...]:
     return first, inside, whole(model), loss_of(model), metrics
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "local_sgd",
-        *(pytest.param(n, marks=exhaustive) for n in ("diloco", "sgp, overlap", "hpsgd", "adpsgd")),
-    ],
-)
+@cases("name", now=["local_sgd"], later=["diloco", "sgp, overlap", "hpsgd", "adpsgd"])
 def test_replicas_learn_and_agree(name: str) -> None:
     ranks = run(4, train_with, name)
     for first, (consensus, consensus_loss), weights, last, metrics in ranks:
@@ -179,7 +168,6 @@ def test_local_sgd_is_the_same_in_every_run_and_that_of_whole_replicas() -> None
 
 
 # ---- x and the shards ----
-
 POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
     "kept": {"reshard_after_forward": False},
@@ -292,8 +280,6 @@ def test_clipping_is_by_the_norm_of_the_whole_gradient() -> None:
 
 
 # ---- checkpoints ----
-
-
 def resume(folder: Path, kind: str) -> tuple[Tensor, Tensor, Any]:
     mesh = make_mesh()
     model, optimizer = make(mesh, kind)
@@ -405,8 +391,6 @@ def test_the_consensus_is_saved_as_a_distributed_checkpoint(tmp_path: Path) -> N
 
 
 # ---- the page's script ----
-
-
 def run_script(folder: str, text: str) -> None:
     os.chdir(folder)
     Path("train.py").write_text(text)
@@ -431,8 +415,6 @@ def test_the_script_of_the_page_word_for_word(tmp_path: Path) -> None:
 
 
 # ---- tensor parallelism ----
-
-
 class Pair(nn.Module):
     """Two layers that two ranks compute together, and one that each computes by itself."""
 
@@ -482,13 +464,10 @@ def train_parallel(name: str, shape: tuple[int, ...], folder: Path) -> tuple[Any
     return first, last, saved, [t.detach() for t in held_by_all], loaded
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("local_sgd", (2, 2)),
-        *(pytest.param(n, (2, 2), marks=exhaustive) for n in ("dpsgd", "sgp", "diloco")),
-        pytest.param("local_sgd", (2, 2, 2), marks=exhaustive),
-    ],
+@cases(
+    "name, shape",
+    now=[("local_sgd", (2, 2))],
+    later=[*((n, (2, 2)) for n in ("dpsgd", "sgp", "diloco")), ("local_sgd", (2, 2, 2))],
 )
 def test_with_tensor_parallelism_ranks_of_a_replica_hold_the_same(
     name: str, shape: tuple[int, ...], tmp_path: Path
@@ -505,8 +484,6 @@ def test_with_tensor_parallelism_ranks_of_a_replica_hold_the_same(
 
 
 # ---- what cannot work ----
-
-
 REFUSED: dict[str, str] = {
     "allreduce": "must exchange weights, got 'allreduce' with",
     "sgp": "which exchanges gradients, as FSDP does by itself",

@@ -28,6 +28,7 @@ from tests.sharded.plain.test_sharded import (
     whole,
 )
 from tests.support.killed import NUM_RANKS, kill_at_random
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, Outcome
 
 exhaustive = pytest.mark.exhaustive
@@ -142,15 +143,15 @@ def check_left(
     assert len(outcomes) >= mark.world_size >= len(left)
 
 
-@pytest.mark.parametrize(
-    ("name", "lost", "doomed", "uneven"),
-    [
-        ("local_sgd", 0, "backward 13", 0),
-        pytest.param("wagma", 3, "batch 11", 3, marks=exhaustive),
-        pytest.param("local_sgd", 1, "evaluation 2", 0, marks=exhaustive),
-        pytest.param("local_sgd", 2, "save 2", 3, marks=exhaustive),
-        pytest.param("local_sgd", 0, "gather 2", 0, marks=exhaustive),
-        pytest.param("sgp", 1, "end 1", 0, marks=exhaustive),
+@cases(
+    "name, lost, doomed, uneven",
+    now=[("local_sgd", 0, "backward 13", 0)],
+    later=[
+        ("wagma", 3, "batch 11", 3),
+        ("local_sgd", 1, "evaluation 2", 0),
+        ("local_sgd", 2, "save 2", 3),
+        ("local_sgd", 0, "gather 2", 0),
+        ("sgp", 1, "end 1", 0),
     ],
 )
 def test_a_rank_is_killed_and_the_other_replica_trains_to_the_end(

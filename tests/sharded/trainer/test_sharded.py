@@ -21,6 +21,7 @@ import lightning_dsgd as dsgd
 from lightning_dsgd import ShardedStrategy
 from tests.support.fits import errors, run
 from tests.support.models import Regression, loader, trainer
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 
 exhaustive = pytest.mark.exhaustive
@@ -77,10 +78,7 @@ def fit(algorithm: Any, folder: Path, parallel: str = "fsdp", **options: Any) ->
 
 
 def train(name: str, folder: Path, parallel: str) -> tuple[Any, ...]:
-    algorithm = {
-        "local_sgd": dsgd.LocalSGD(sync_period=3),
-        "wagma": dsgd.WAGMA(group_size=2),
-    }[name]
+    algorithm = {"local_sgd": dsgd.LocalSGD(sync_period=3), "wagma": dsgd.WAGMA(group_size=2)}[name]
     module, own = fit(algorithm, folder, parallel, gradient_clip_val=1.0, max_epochs=4)
     loss = float(own.callback_metrics["val_loss"])
     samples = module.ids[: len(module.ids) // 4]
@@ -89,13 +87,10 @@ def train(name: str, folder: Path, parallel: str) -> tuple[Any, ...]:
     return loss, after["val_loss"], whole(module), sorted(samples)
 
 
-@pytest.mark.parametrize(
-    ("name", "parallel"),
-    [
-        ("wagma", "fsdp"),
-        pytest.param("local_sgd", "tensor", marks=exhaustive),
-        pytest.param("local_sgd", "fsdp", marks=exhaustive),
-    ],
+@cases(
+    "name, parallel",
+    now=[("wagma", "fsdp")],
+    later=[("local_sgd", "tensor"), ("local_sgd", "fsdp")],
 )
 def test_replicas_learn_and_agree(name: str, parallel: str, tmp_path: Path) -> None:
     ranks = run(4, train, name, tmp_path, parallel)
@@ -149,8 +144,6 @@ def test_a_checkpoint_goes_on_with_the_same_bits_and_from_other_numbers(tmp_path
 
 
 # ---- what cannot work ----
-
-
 def uneven_within() -> None:
     rank = dist.get_rank()
     x = torch.randn(8 * (4 + rank % 2), 10)

@@ -15,14 +15,7 @@ from tests.support.worlds import Outcome
 
 EMPTY = torch.empty(0)
 PATIENCE_S = 20.0
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 
 
 def pause(net: Any, seconds: float) -> None:

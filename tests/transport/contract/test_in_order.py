@@ -11,6 +11,7 @@ import traceback
 import pytest
 
 from lightning_dsgd.transport import Transport
+from tests.support.thorough import cases
 from tests.transport.contract import collectives, counting, lanes, messages
 from tests.transport.contract.counting import traffic
 from tests.transport.contract.helpers import Simulated
@@ -56,9 +57,7 @@ def run_in_order(net: Transport) -> None:
             raise AssertionError(f"{check.__name__}: {type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize(
-    "world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (2, 4))]
-)
+@cases("world_size", now=[1, 3], later=[2, 4])
 def test_all_that_leaves_the_network_in_order(world, world_size):
     world.run(world_size, run_in_order)
 
