@@ -87,9 +87,7 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_a_command_says_what_it_is_asked_or_what_is_wrong(
-    case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_answers_or_refuses(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, status, texts = SAID[case]
     with nullcontext() if status is None else pytest.raises(SystemExit) as end:
         main(arguments)
@@ -131,9 +129,7 @@ LISTED += [f"bench {what}" for what in BENCHES]
 
 
 @pytest.mark.parametrize("command", LISTED)
-def test_each_option_has_a_text_and_tells_its_default(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_option_tells_its_default(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     seen: list[argparse.ArgumentParser] = []
 
@@ -237,9 +233,7 @@ BESIDE_A_NAME = {
 
 
 @pytest.mark.parametrize("case", BESIDE_A_NAME)
-def test_a_name_takes_hyperparameters(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_take_options(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its recipe has another strategy; the rest keeps its defaults."""
     given = BESIDE_A_NAME[case]
     if isinstance(given, str):

@@ -84,7 +84,7 @@ def test_a_wait_ends_when_it_holds_when_it_is_late_and_when_the_check_raises() -
         until(holds.is_set, float("inf"), check)
 
 
-def test_a_wait_that_may_asks_more_seldom_and_sees_its_end_at_most_a_fiftieth_later(
+def test_a_wait_that_may_asks_seldom_and_ends_at_most_a_fiftieth_later(
     monkeypatch,
 ) -> None:
     asked = [0.0]

@@ -218,7 +218,7 @@ def test_imports_point_one_way() -> None:
         ("lab.bench.report", "import lightning as L"),
     ],
 )
-def test_an_import_against_the_way_is_noticed(
+def test_a_wrong_import_is_noticed(
     module: str, statement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "tree_of", lambda _: ast.parse(statement))
@@ -357,7 +357,7 @@ def on_disk(*patterns: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for each in patterns for path in ROOT.glob(each)}
 
 
-def test_wheel_carries_the_package_recipes_and_examples_and_nothing_else(
+def test_wheel_carries_package_recipes_examples_and_no_more(
     wheel: zipfile.ZipFile,
 ) -> None:
     names = wheel.namelist()

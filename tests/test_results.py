@@ -60,9 +60,7 @@ def test_a_long_series_has_its_own_line() -> None:
     ]
 
 
-def test_a_written_file_replaces_the_old_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_replaces_the_old_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page" / "result.json"
     for value in (1, 2):
         write_result({"value": value}, path)

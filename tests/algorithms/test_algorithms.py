@@ -83,9 +83,7 @@ def keep_equal(net: Any, row: Row) -> Tensor:
 
 @rows(lambda row: not row.is_rounded and not row.is_delayed)
 @SIZES
-def test_same_start_and_same_gradient_keep_all_ranks_in_consensus(
-    row: Row, world_size: int
-) -> None:
+def test_same_start_and_same_gradients_keep_the_consensus(row: Row, world_size: int) -> None:
     [alone] = SimulatedWorld(1).run(keep_equal, row)
     for x in SimulatedWorld(world_size).run(keep_equal, row):
         torch.testing.assert_close(x, alone, rtol=1e-13, atol=1e-13)
@@ -203,9 +201,7 @@ def touch(net: Any, row: Row) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @ROWS
 @SIZES
-def test_who_writes_the_weights_between_steps_leaves_all_ranks_alike(
-    row: Row, world_size: int
-) -> None:
+def test_who_writes_weights_between_steps_leaves_all_alike(row: Row, world_size: int) -> None:
     results = SimulatedWorld(world_size, latency_s=0.01).run(touch, row)
     owns, *alike = zip(*results, strict=True)
     for tensors in alike:
@@ -217,9 +213,7 @@ def test_who_writes_the_weights_between_steps_leaves_all_ranks_alike(
 
 @ROWS
 @cases("world_size", now=[4], later=[2, 3])
-def test_finds_the_minimum_of_a_quadratic_with_the_same_weights_on_all_ranks(
-    row: Row, world_size: int
-) -> None:
+def test_all_ranks_find_the_same_minimum_of_a_quadratic(row: Row, world_size: int) -> None:
     optimum = torch.stack([target(rank) for rank in range(world_size)]).mean(0)
     spread = 1.0 if row.mixes_weights else 0.0
     world = SimulatedWorld(world_size, latency_s=0.01)
@@ -284,9 +278,7 @@ def count(net: Any, row: Row) -> tuple[int, int]:
 
 @rows(lambda row: row.bytes_per_step is not None, rounded_later=False)
 @SIZES
-def test_a_step_sends_the_bytes_and_a_rank_holds_the_memory_that_are_promised(
-    row: Row, world_size: int
-) -> None:
+def test_a_step_takes_the_bytes_and_memory_that_are_promised(row: Row, world_size: int) -> None:
     sent, copies = zip(*SimulatedWorld(world_size).run(count, row), strict=True)
     assert row.bytes_per_step is not None
     expected = row.bytes_per_step(world_size, N * 8)

@@ -118,9 +118,7 @@ def fit_and_resume(spec: str, world_size: int, folder: str) -> list[dict[str, An
 
 
 @cases("spec, world_size", now=[*FITS.items()], later=[*LATE_FITS.items()])
-def test_a_fit_ends_in_one_model_that_learns_and_resumes_to_the_bit(
-    spec: str, world_size: int, tmp_path: Path
-) -> None:
+def test_a_fit_ends_in_one_model_and_resumes(spec: str, world_size: int, tmp_path: Path) -> None:
     ranks = FitWorld(timeout_s=60.0).run(
         world_size, fit_and_resume, spec, world_size, str(tmp_path)
     )

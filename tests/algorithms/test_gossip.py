@@ -137,9 +137,7 @@ def test_with_all_weights_one_pth_it_is_all_reduce_sgd(world_size: int) -> None:
 @pytest.mark.parametrize("graph", topology.GRAPHS)
 @pytest.mark.parametrize("num_peers", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
-def test_with_nesterov_momentum_it_is_algorithm_2(
-    graph: str, num_peers: int, world_size: int
-) -> None:
+def test_with_nesterov_it_is_algorithm_2(graph: str, num_peers: int, world_size: int) -> None:
     m, num_steps = 0.9, 15
     ranks = SimulatedWorld(world_size).run(
         descend, lambda: SGP(num_peers=num_peers, topology=graph), num_steps, m
@@ -260,7 +258,7 @@ def meet_apart(net: Any, where: list[int], distance: float, s: float) -> tuple[T
 
 @pytest.mark.parametrize("where", [[7], [7, 7 + 256], [0, 2099], [3, 3 + 1024, 5, 5 + 1024]])
 @pytest.mark.parametrize("distance", [127.0, 128.0, -128.0, 129.0, 199.0, 256.0, 2.0**70])
-def test_a_byte_that_cannot_tell_the_distance_is_noticed_on_both_sides(
+def test_a_byte_that_is_too_small_is_noticed_on_both_sides(
     distance: float, where: list[int]
 ) -> None:
     for s in (1.0, 2.0**-40):

@@ -151,9 +151,7 @@ def test_equation_2_the_global_model_is_the_mean_of_the_replicas() -> None:
 
 @pytest.mark.parametrize("outer", [(0.7, 0.9), (0.5, 0.0), (1.0, 0.5)])
 @pytest.mark.parametrize("num_steps", [[25, 24, 25], [0, 9, 20]])
-def test_the_outer_optimizer_is_nesterov_momentum_on_the_global_model(
-    outer: tuple[float, float], num_steps: list[int]
-) -> None:
+def test_the_outer_optimizer_is_nesterov(outer: tuple[float, float], num_steps: list[int]) -> None:
     """Against torch's; also with a rank that has no batch at all."""
     ranks, xs = trained(num_steps, "adam", outer)
     expected = reference("adam", [[*a.counts, 0] for a in ranks], outer)

@@ -178,9 +178,7 @@ RULES = pytest.mark.parametrize("rule", ["shared", "paper"])
 @SIZES
 @RULES
 @pytest.mark.parametrize("k", [1, 13, 300, 1000])
-def test_with_exact_thresholds_a_step_equals_the_dense_computation(
-    world_size: int, k: int, rule: str
-) -> None:
+def test_with_exact_thresholds_a_step_is_the_dense_one(world_size: int, k: int, rule: str) -> None:
     make = partial(OkTopk, density=k / 1000, threshold_period=1, repartition_period=2, rule=rule)
     ranks = simulate(world_size, make, coarse, 1000, 6)
     for step, (u, residuals) in enumerate(dense(world_size, 1000, k, 6, rule)):
@@ -227,7 +225,7 @@ def test_as_printed_thresholds_stay_for_their_period(paper: bool) -> None:
 
 
 @SIZES
-def test_reused_thresholds_give_what_exact_ones_give_while_their_counts_allow(
+def test_reused_thresholds_serve_while_their_counts_allow(
     world_size: int,
 ) -> None:
     make = partial(OkTopk, density=0.05, threshold_period=7)
@@ -239,7 +237,7 @@ def test_reused_thresholds_give_what_exact_ones_give_while_their_counts_allow(
 
 
 @pytest.mark.parametrize("world_size", [3, 5])
-def test_spreading_entries_evenly_changes_where_they_travel_and_nothing_else(
+def test_spreading_entries_evenly_changes_only_where_they_travel(
     world_size: int,
 ) -> None:
     plain, always, never = (
@@ -284,7 +282,7 @@ def drive_unevenly(
 
 
 @EVERY
-def test_the_last_rank_with_data_makes_steps_of_the_usual_size(
+def test_the_last_rank_makes_steps_of_the_usual_size(
     make: Callable[..., ErrorFeedback],
 ) -> None:
     """And a gradient counts as one of those that were made with it, whenever it is applied."""
@@ -312,9 +310,7 @@ def equal_ones(rank: int, step: int, n: int, world_size: int) -> Tensor:
 
 @EVERY
 @SIZES
-def test_equal_entries_are_taken_in_turn(
-    make: Callable[..., ErrorFeedback], world_size: int
-) -> None:
+def test_equal_entries_take_turns(make: Callable[..., ErrorFeedback], world_size: int) -> None:
     ranks = simulate(world_size, partial(make, density=0.1), equal_ones, 100, 10)
     given = torch.stack(ranks[0]["given"])
     limit = 100 if make is GaussianTopk else 12
@@ -330,7 +326,7 @@ def zeros_between(rank: int, step: int, n: int, world_size: int) -> Tensor:
 
 @EVERY
 @SIZES
-def test_zero_gradients_send_what_is_left_and_then_nothing(
+def test_zero_gradients_send_what_is_left(
     make: Callable[..., ErrorFeedback], world_size: int
 ) -> None:
     ranks = simulate(world_size, partial(make, density=0.5), zeros_between, 200, 20)
@@ -387,7 +383,7 @@ def diverging(rank: int, step: int, n: int, world_size: int, bad: float = torch.
 
 @EVERY
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_and_inf_are_found_before_they_are_sent(
+def test_nan_and_inf_are_found_before_a_send(
     make: Callable[..., ErrorFeedback], bad: float
 ) -> None:
     gradient = partial(diverging, bad=bad)
@@ -562,9 +558,7 @@ def drive_locally(
 
 @EVERY
 @pytest.mark.parametrize("counts", [[7], [8, 3, 6], [0, 5, 5, 11]], ids=str)
-def test_no_change_of_local_steps_is_lost(
-    make: Callable[..., ErrorFeedback], counts: list[int]
-) -> None:
+def test_no_local_change_is_lost(make: Callable[..., ErrorFeedback], counts: list[int]) -> None:
     """The mean = the start - all changes + what the residuals have, which the end applies too."""
     local = partial(make, density=0.05, local_steps=4)
     ranks = SimulatedWorld(len(counts)).run(drive_locally, local, counts, 2)
@@ -578,7 +572,7 @@ def test_no_change_of_local_steps_is_lost(
 
 
 @EVERY
-def test_nothing_is_sent_between_two_exchanges_and_a_settling_there_changes_no_weights(
+def test_nothing_is_sent_nor_changed_between_exchanges(
     make: Callable[..., ErrorFeedback],
 ) -> None:
     local = partial(make, density=0.05, local_steps=4)
@@ -654,7 +648,7 @@ def resume_with(net: Any, before: int, after: int) -> tuple[int, int]:
     ("before", "after", "expected"),
     [(4, 4, (1, 3)), (8, 4, (5, 1)), (4, 2, (1, 1)), (5, 1, (0, 0)), (1, 4, (0, 2))],
 )
-def test_a_resume_may_change_the_number_of_local_steps(
+def test_a_resume_may_change_local_steps(
     before: int, after: int, expected: tuple[int, int]
 ) -> None:
     assert SimulatedWorld(2).run(resume_with, before, after) == [expected] * 2
@@ -731,7 +725,7 @@ def fit_overflowing(name: str, local_steps: int) -> tuple[Tensor, float]:
 @pytest.mark.parametrize(
     ("name", "local_steps", "scales"), [("oktopk", 1, (128.0, 128.0)), ("gtopk", 3, (256.0, 128.0))]
 )
-def test_a_step_that_overflows_is_skipped_by_all_who_take_it(
+def test_an_overflow_is_skipped_by_all(
     name: str, local_steps: int, scales: tuple[float, float]
 ) -> None:
     """By all ranks, or with local steps by one alone; by all kinds: the simulated test above."""

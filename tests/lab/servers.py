@@ -155,7 +155,7 @@ def test_the_pages_charts_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "sweep", sorted(ROOT.glob("recipes/sweeps/*.yaml")), ids=lambda path: path.stem
 )
-def test_an_agent_of_wandb_starts_a_sweeps_runs(
+def test_a_wandb_agent_starts_runs(
     sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W&B's own agent makes the command and starts it, but offline and told by no server."""

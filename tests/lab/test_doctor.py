@@ -52,7 +52,7 @@ def test_a_child_that_dies_is_reported_and_one_that_does_not_runs_this_interpret
 @pytest.mark.parametrize(
     ("version", "works"), [("2.6.1", True), ("2.6.3", False), ("2.5.0", False)]
 )
-def test_the_release_of_lightning_decides(
+def test_lightnings_release_decides(
     version: str, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = {"wandb": "0.30", "scikit-learn": None, "matplotlib": None, "jsonargparse": None}
@@ -84,7 +84,7 @@ MPI4PY = {
 
 
 @pytest.mark.parametrize("case", MPI4PY)
-def test_mpi_is_asked_outside_the_job_of_this_process(
+def test_mpi_is_asked_outside_this_job(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, found, advice = MPI4PY[case]
@@ -107,9 +107,7 @@ def program(folder: Path) -> Path:
     return file
 
 
-def test_mpiexec_is_found_beside_the_interpreter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mpiexec_is_beside_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an environment that is not activated; what is on the PATH comes first, as in a shell."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -141,7 +139,7 @@ def test_torch_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OMPI_COMM_WORLD_SIZE": "3"}, "mpiexec (Open MPI), rank ? of 3"),
     ],
 )
-def test_the_launcher_is_recognised(
+def test_launchers_are_known(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():

@@ -92,9 +92,7 @@ def train(folder: str, name: str) -> tuple[Tensor, Tensor, list[float], float, f
 
 
 @pytest.mark.parametrize("name", ["wagma", "allreduce"])
-def test_a_hugging_face_trainer_learns_evaluates_and_saves_the_consensus(
-    name: str, tmp_path: Any
-) -> None:
+def test_hugging_faces_trainer_learns_and_saves_the_consensus(name: str, tmp_path: Any) -> None:
     first, second = FitWorld().outcomes(2, train, str(tmp_path), name)
     assert (first.error, second.error) == ("", "")
     (x, saved, losses, after, num_steps), (their_x, _, theirs, _, _) = first.result, second.result

@@ -39,9 +39,7 @@ def descend(net: Any, algorithm: Callable[[], PeriodicAverage], num_steps: int) 
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("num_fragments", [1, 2])
-def test_the_outer_optimizer_is_torchs_sgd_on_the_global_model(
-    nesterov: bool, num_fragments: int
-) -> None:
+def test_the_outer_optimizer_is_torchs_sgd(nesterov: bool, num_fragments: int) -> None:
     period, lr, momentum = 4, 0.8, 0.5
 
     def make() -> PeriodicAverage:
@@ -93,9 +91,7 @@ def test_the_defaults_of_diloco_are_the_papers() -> None:
 # ---- claimed batches ----
 @pytest.mark.parametrize("claims", [True, False])
 @pytest.mark.parametrize("num_fragments", [1, 2])
-def test_a_slow_rank_that_claims_holds_the_others_up_for_a_step(
-    claims: bool, num_fragments: int
-) -> None:
+def test_a_slow_rank_that_claims_holds_up_for_a_step(claims: bool, num_fragments: int) -> None:
     """Of 4 ranks that share 56 batches the last is half as fast: 16 s if nobody ever waits."""
     left = list(range(56))
 
@@ -182,9 +178,7 @@ def started(net: Any, algorithm: Algorithm) -> list[str]:
         (HPSGD(outer_lr=0.7, outer_momentum=0.9), []),
     ],
 )
-def test_outer_rates_that_diverge_or_are_too_large_are_told(
-    algorithm: Algorithm, expected: list[str]
-) -> None:
+def test_outer_rates_that_are_too_large_are_told(algorithm: Algorithm, expected: list[str]) -> None:
     [texts] = SimulatedWorld(1).run(started, algorithm)
     assert len(texts) == len(expected)
     assert all(re.search(e, text) for e, text in zip(expected, texts, strict=True))
@@ -193,7 +187,7 @@ def test_outer_rates_that_diverge_or_are_too_large_are_told(
 @pytest.mark.parametrize(
     ("lr", "momentum", "nesterov", "limit"), [(1.0, 0.9, True, 3.8 / 2.8), (1.0, 0.5, False, 3.0)]
 )
-def test_the_limit_is_that_of_a_quadratic(
+def test_the_limit_is_a_quadratics(
     lr: float, momentum: float, nesterov: bool, limit: float
 ) -> None:
     """Each period reaches the minimum, at 0, exactly."""

@@ -25,7 +25,7 @@ def average(net: Any, n: int, wire_dtype: str, rounds: int) -> tuple[list[Tensor
 
 @ROUNDED
 @pytest.mark.parametrize(("world_size", "n"), [(1, 50), (3, 1040), (4, 2), (5, 320)])
-def test_averages_are_the_same_everywhere_and_with_what_is_kept_exact(
+def test_averages_are_alike_and_with_what_is_kept_exact(
     wire_dtype: str, world_size: int, n: int
 ) -> None:
     ranks = SimulatedWorld(world_size).run(average, n, wire_dtype, 4)

@@ -43,7 +43,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("torch_s", "triton_s", "taken"), [(3, 2, "triton"), (2, 3, "torch")])
-def test_the_faster_form_is_measured_once_for_each_size_and_kind(
+def test_the_faster_form_is_measured_once_a_size(
     torch_s: float, triton_s: float, taken: str
 ) -> None:
     clock = Clock(torch=torch_s, triton=triton_s)

@@ -49,7 +49,7 @@ class OnGPU(torch.Tensor):
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
-def test_tensors_on_a_gpu_have_kernels_where_triton_is_there(
+def test_gpus_have_kernels_where_triton_is(
     has_triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which are then measured and taken: tests/primitives/test_sparse_choice.py."""

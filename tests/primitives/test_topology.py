@@ -34,7 +34,7 @@ def test_the_neighbours_on_the_ring_are_mutual_and_at_most_two() -> None:
 
 
 @pytest.mark.parametrize("world_size", UP_TO_40)
-def test_news_passed_on_to_the_exponential_neighbours_reach_all_in_log_p_hops(
+def test_news_to_exponential_neighbours_reach_all_in_log_p_hops(
     world_size: int,
 ) -> None:
     known = {0}
@@ -94,9 +94,7 @@ def test_every_update_reaches_every_rank_within_twice_log_s_p_versions(world_siz
 # ---- directed graphs ----
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("num_peers", [1, 2, 3])
-def test_columns_sum_to_one_and_those_of_balanced_graphs_rows_too(
-    graph: str, num_peers: int
-) -> None:
+def test_columns_sum_to_one_and_rows_of_balanced_graphs_too(graph: str, num_peers: int) -> None:
     for world_size in SIZES:
         for step in range(7):
             w = matrix(graph, step, world_size, num_peers)

@@ -144,7 +144,7 @@ def take_sums(net: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor
     return g, algorithm.unapplied
 
 
-def test_eager_sgd_loses_no_sum_that_comes_while_a_step_takes_the_last(
+def test_eager_sgd_loses_no_sum_that_comes_within_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     [(applied, left)] = SimulatedWorld(1).run(take_sums, monkeypatch)

@@ -269,7 +269,7 @@ def train_and_measure(folder: str) -> dict[str, Any]:
     return {**result, "val_loss": float(sum(losses)) / len(losses)}
 
 
-def test_plain_lightning_uses_the_file_where_this_package_cannot_be_imported(
+def test_plain_lightning_uses_the_file_where_this_package_is_absent(
     tmp_path: Path,
 ) -> None:
     results = FitWorld().run(2, train_and_measure, str(tmp_path))
@@ -288,9 +288,7 @@ def test_all_save_and_load_under_rank_0s_name_and_pickle_no_path(tmp_path: Path)
 
 
 @every_strategy
-def test_the_file_holds_to_the_bit_the_consensus_that_was_evaluated(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_file_holds_the_consensus_that_was_evaluated(name: str, tmp_path: Path) -> None:
     """On three ranks, where a mean of three equal numbers need not be that number."""
     results = run(3, name, 2, str(tmp_path))
     for epoch in range(2):
@@ -302,7 +300,7 @@ def test_the_file_holds_to_the_bit_the_consensus_that_was_evaluated(
         assert [result["evaluated"][epoch] for result in results] == [saved] * 3
 
 
-def test_a_checkpoint_after_fit_is_one_file_with_the_model_that_training_left(
+def test_a_checkpoint_after_fit_is_one_file_with_the_model_left(
     tmp_path: Path,
 ) -> None:
     """Also where replicas of an older save lie: a resume starts from the file and says so."""
@@ -716,9 +714,7 @@ def test_a_damaged_or_missing_replica_is_named_on_every_rank(three: Path, tmp_pa
     assert_all_start_from_the_file(results, paths[0], why)
 
 
-def test_a_checkpoint_of_another_algorithm_is_refused_naming_both(
-    three: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_algorithm_is_refused(three: Path, tmp_path: Path) -> None:
     for outcome in outcomes(3, "dpsgd", 3, str(tmp_path / "resumed"), str(three)):
         assert outcome.error.startswith("ValueError: training must go on with the algorithm")
         assert f"got strategy='dpsgd' for {three}, saved from 'local_sgd'" in outcome.error
@@ -819,7 +815,7 @@ def test_writing_in_the_background_saves_the_same(
 
 
 # ---- other callbacks' weights ----
-def test_a_moving_average_of_each_rank_is_saved_as_their_mean_and_resumes_to_the_bit(
+def test_a_moving_average_is_saved_as_the_mean_of_all_and_resumes(
     tmp_path: Path,
 ) -> None:
     """After an epoch, and in its validation, while the consensus is shown.

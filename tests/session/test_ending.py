@@ -70,9 +70,7 @@ def fit_until_requeued(
 
 
 @cases("name", now=["wagma"], later=["allreduce"])
-def test_slurms_signal_saves_between_two_batches_and_requeues_the_job(
-    name: str, tmp_path: Path
-) -> None:
+def test_slurms_signal_saves_between_batches_and_requeues(name: str, tmp_path: Path) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/asked"\n')
     scontrol.chmod(0o755)
@@ -200,9 +198,7 @@ def test_a_rank_that_cannot_notice_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["setup", "on_fit_start"])
-def test_what_all_ranks_raise_before_training_each_raises_itself(
-    where: str, tmp_path: Path
-) -> None:
+def test_what_all_raise_before_training_each_raises_itself(where: str, tmp_path: Path) -> None:
     for outcome in outcomes("local_sgd", tmp_path, Plan(-1, "raise", where, 1)):
         assert outcome.error == f"ValueError: no such luck in {where}"
         assert outcome.seconds < SOON_S
@@ -309,9 +305,7 @@ def test_a_rank_that_fails_while_all_stop_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
-def test_a_rank_that_fails_between_the_order_to_stop_and_the_stop_ends_all(
-    how: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_fails_between_order_and_stop_ends_all(how: str, tmp_path: Path) -> None:
     """Rank 0 holds at its next batch, so that all others still make one more."""
     plans = Plan(0, "SIGTERM", at=20), Plan(2, how, at=21, late_s=0.5)
     found = outcomes("local_sgd", tmp_path, *plans, options={"sync_period": 100})

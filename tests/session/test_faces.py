@@ -216,9 +216,7 @@ def test_a_lost_rank_ends_all_others_which_name_it(face: str, how: str, reason: 
     now=[("plain", "SIGTERM", "SystemExit")],
     later=[("plain", "SIGINT", "KeyboardInterrupt"), ("Fabric", "SIGTERM", "SystemExit")],
 )
-def test_a_signal_to_one_rank_stops_all_after_the_same_batch(
-    face: str, how: str, kind: str
-) -> None:
+def test_a_signal_to_one_stops_all_after_the_same_batch(face: str, how: str, kind: str) -> None:
     ranks = FitWorld().run(3, train_until_it_ends, face, how)
     for rank, (text, num_batches, is_given_back) in enumerate(ranks):
         counted = num_batches - (face == "Fabric")  # whose training begins within the first one

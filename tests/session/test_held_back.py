@@ -65,9 +65,7 @@ def train(face: str, path: str, options: dict[str, Any], first: bool) -> Tensor:
 
 @cases("local_steps", now=[1], later=[4])
 @cases("face", now=["Trainer", "plain"], later=["Fabric"])
-def test_every_gradient_is_applied_once_all_have_trained(
-    face: str, local_steps: int, tmp_path: Path
-) -> None:
+def test_every_gradient_is_applied_at_last(face: str, local_steps: int, tmp_path: Path) -> None:
     """Three ranks with different numbers of batches, two of which go on from a checkpoint."""
     path = tmp_path / "first"
     options, goal = {"density": 0.02, "local_steps": local_steps}, torch.zeros(400)

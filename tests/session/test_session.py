@@ -76,9 +76,7 @@ def fit_uneven(
     now=[*((name, (3, 11)) for name in ("allreduce", "dpsgd")), ("local_sgd", (5, 6, 4))],
     later=[*((name, (11, 3)) for name in ("no_sync", "allreduce"))],
 )
-def test_ranks_with_different_numbers_of_batches_end_together(
-    name: str, num_batches: tuple[int, ...]
-) -> None:
+def test_ranks_with_uneven_batches_end_together(name: str, num_batches: tuple[int, ...]) -> None:
     ranks = run(len(num_batches), fit_uneven, name, num_batches, Seeded, {})
     assert [steps for _, steps, _ in ranks] == [2 * n for n in num_batches]
     assert same([x for x, _, _ in ranks])
@@ -124,9 +122,7 @@ def fit_uneven_natively(name: str, make: Callable[..., Any]) -> tuple[Tensor, in
 
 
 @cases("name, make", now=[("allreduce", Pair)], later=[*((n, TwoDtypes) for n in NAMES)])
-def test_several_parts_sum_by_torchs_collectives_as_by_messages(
-    name: str, make: Callable[..., Any]
-) -> None:
+def test_several_parts_sum_by_torch_as_by_messages(name: str, make: Callable[..., Any]) -> None:
     """Over gloo as over NCCL: the parts of a rank that is out of batches sum in any order."""
     ranks = run(2, fit_uneven_natively, name, make)
     assert same([state for state, _ in ranks])

@@ -22,9 +22,7 @@ from tests.support.worlds import NativeWorld
         ([(0, 3), (4, 5), (1, 2)], [1, 2]),  # whose replicas do not lie in the order of the ranks
     ],
 )
-def test_the_replicas_of_a_view_are_those_that_are_left(
-    rows: list[tuple[int, ...]], left: list[int]
-) -> None:
+def test_a_views_replicas_are_those_left(rows: list[tuple[int, ...]], left: list[int]) -> None:
     members = sorted(rank for number in left for rank in rows[number])
     columns = [tuple(row[shard] for row in rows) for shard in range(len(rows[0]))]
     sorted_rows = [tuple(sorted(row)) for row in rows]

@@ -205,9 +205,7 @@ def test_logistic_regression_learns() -> None:
 # ---- PopSGD's partition ----
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("mult", [1, 3])
-def test_every_sample_is_held_by_two_ranks_which_pass_mult_times_over_it(
-    world_size: int, mult: int
-) -> None:
+def test_every_sample_is_held_by_two_ranks_for_mult_passes(world_size: int, mult: int) -> None:
     dataset = TensorDataset(torch.arange(83))
     samplers = [PopSGDSampler(dataset, world_size, rank, mult) for rank in range(world_size)]
     seen = [list(sampler) for sampler in samplers]

@@ -230,7 +230,7 @@ def fit_unevenly(of_rank: int, at: int, where: str, folder: str) -> Any:
         (0, 10, "a checkpoint"),
     ],
 )
-def test_ranks_with_uneven_batches_end_after_the_same_epoch(
+def test_uneven_ranks_end_after_one_epoch(
     of_rank: int, at: int, where: str, tmp_path: Path
 ) -> None:
     """Rank 0 has 10 batches an epoch, rank 1 100 and rank 2 30: they wait where others go on."""
@@ -364,7 +364,7 @@ def save_a_stream(folder: str) -> tuple[int, int]:
     return steps, sum("a checkpoint by train_time_interval is left out" in text for text in said)
 
 
-def test_a_checkpoint_that_a_rank_is_too_short_for_is_left_out_with_a_warning(
+def test_a_checkpoint_that_a_rank_is_too_short_for_is_left_out(
     tmp_path: Path,
 ) -> None:
     """Streams of unknown, different lengths: rank 0 waits at the end of its training."""

@@ -75,7 +75,7 @@ ARGUMENTS: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("options", "parts"), ARGUMENTS, ids=str)
-def test_an_argument_that_a_strategy_cannot_honour_is_refused_when_it_is_made(
+def test_what_a_strategy_cannot_honour_is_refused(
     options: dict[str, Any], parts: list[str]
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(parts[0])) as caught:
@@ -294,9 +294,7 @@ def test_what_cannot_work_is_refused_on_every_rank_before_training(
         ({"on": "gpu"}, 'on must be "host" or "device", got on=\'gpu\'; try on="host"'),
     ],
 )
-def test_a_straggler_with_bad_numbers_is_refused_when_it_is_made(
-    options: dict[str, Any], text: str
-) -> None:
+def test_a_straggler_with_bad_numbers_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         StragglerInjector(**{"delay_s": 0.1, **options})
 

@@ -140,9 +140,7 @@ class Multiplying(Regression):
 
 
 @pytest.mark.parametrize(("pauses", "num_threads"), [(True, 2), (False, 1)])
-def test_ranks_may_be_forked_from_a_process_that_has_computed(
-    pauses: bool, num_threads: int
-) -> None:
+def test_ranks_may_be_forked_after_a_computation(pauses: bool, num_threads: int) -> None:
     assert ParentWorld().run(1, fit_after_computing, pauses) == [[num_threads, 2]]
 
 
@@ -178,9 +176,7 @@ def ended(folder: Path, *plans: Plan, method: str = "fork", **arguments: Any) ->
         ("SIGTERM", ["ProcessExitedException: process", "rank 1 received SIGTERM; all ranks"]),
     ],
 )
-def test_a_script_ends_with_its_forked_rank_and_says_why(
-    how: str, parts: list[str], tmp_path: Path
-) -> None:
+def test_a_script_ends_with_its_forked_rank(how: str, parts: list[str], tmp_path: Path) -> None:
     stderr = ended(tmp_path, Plan(1, how))
     for part in parts:
         assert part in stderr
@@ -211,7 +207,7 @@ class Ending(Regression):
 
 
 @pytest.mark.parametrize("how", [SystemExit, KeyboardInterrupt])
-def test_forked_ranks_that_end_without_a_result_are_not_waited_for(
+def test_forked_ranks_without_a_result_are_not_waited_for(
     how: type[BaseException],
 ) -> None:
     (found,) = ParentWorld().outcomes(1, fit_and_end, how)

@@ -355,7 +355,7 @@ def grouped(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [grouped(name) for name in (FAST, *EXHAUSTIVE)])
 @pytest.mark.parametrize("feature", CASES)
-def test_a_feature_works_and_ends_in_one_model(
+def test_a_feature_ends_in_one_model(
     feature: str, name: str, results: Callable[[str], Any]
 ) -> None:
     if missing(feature):

@@ -54,7 +54,7 @@ def test_a_rank_without_descriptors_does_not_spin() -> None:
 @pytest.mark.parametrize(
     "place", ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"]
 )
-def test_the_ranks_of_a_node_take_interfaces_in_turn(
+def test_ranks_of_a_node_take_interfaces_in_turn(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)

@@ -157,9 +157,7 @@ def fail_while_messages_travel(net: Transport) -> None:
 
 
 @every_mpi
-def test_a_job_survives_a_world_that_fails_in_the_midst_of_messages(
-    python: str, mpi_jobs: Jobs
-) -> None:
+def test_a_job_survives_a_world_that_fails_amid_messages(python: str, mpi_jobs: Jobs) -> None:
     world = MPIWorld(job=mpi_jobs(python))
     for outcome in world.outcomes(SIZE, fail_while_messages_travel):
         assert "ValueError: no such luck" in outcome.error

@@ -61,9 +61,7 @@ def sums_in_groups(net: Any) -> tuple[str, list[list[float]]]:
 
 
 @every_mpi
-def test_torchs_collectives_sum_under_mpiexec_too(
-    python: str, mpi_jobs: Callable[[str], MPIJob]
-) -> None:
+def test_torch_sums_under_mpiexec_too(python: str, mpi_jobs: Callable[[str], MPIJob]) -> None:
     """To the bit as where messages travel over TCP."""
     world = MPIWorld(job=mpi_jobs(python), native_devices=("cpu",))
     makes = (

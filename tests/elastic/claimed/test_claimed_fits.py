@@ -273,9 +273,7 @@ def resume(path: str, max_epochs: int) -> Any:
 
 
 @cases("world_size", now=[2], later=[3])
-def test_an_epoch_goes_on_from_a_checkpoint_with_what_was_left(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_an_epoch_goes_on_with_what_was_left(world_size: int, tmp_path: Path) -> None:
     ranks = run(2, save, str(tmp_path))
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     before = [i for samples, at in ranks for i in samples[:at]]

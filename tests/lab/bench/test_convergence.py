@@ -61,9 +61,7 @@ def test_throughput_of_several_files_is_drawn(tmp_path: Path) -> None:
 
 # ---- comparisons as W&B runs ----
 @pytest.mark.exhaustive
-def test_a_comparison_is_logged_to_offline_wandb_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_is_logged_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     curve = [{"step": 10, "seconds": 1.0, "value": 0.5}, {"step": 20, "seconds": 2.0, "value": 0.7}]

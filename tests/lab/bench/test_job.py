@@ -55,7 +55,7 @@ def test_interrupted_job_goes_on_with_the_cells_that_are_missing(tmp_path: Path)
     assert (tmp_path / "log").read_text() == "0\n0\n"
 
 
-def test_a_rank_that_ends_badly_once_all_is_measured_is_told_of(
+def test_a_rank_that_ends_badly_at_last_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     results = job(tmp_path, ends_with=3).run(CELLS[:1], tmp_path / "out.json")
@@ -85,7 +85,7 @@ def endless(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_when_a_job_is_ended(
+def test_an_ended_job_leaves_nothing(
     endless: subprocess.Popen[bytes], tmp_path: Path, signum: signal.Signals
 ) -> None:
     ranks = [int(path.read_text()) for path in tmp_path.glob("pid-*")]

@@ -43,7 +43,7 @@ def test_nodes_are_there_while_the_block_lasts() -> None:
 
 
 @shaped
-def test_nodes_are_removed_when_the_network_cannot_be_built(
+def test_nodes_of_a_network_that_fails_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -55,7 +55,7 @@ def test_nodes_are_removed_when_the_network_cannot_be_built(
     assert namespaces(os.getpid()) == []
 
 
-def test_without_namespaces_it_says_that_it_measures_loopback(
+def test_without_namespaces_it_says_it_measures_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)

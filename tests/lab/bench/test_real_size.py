@@ -63,9 +63,7 @@ def test_other_settings_are_not_mixed(script: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_with_what_is_missing(
-    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = "--ranks 2 --network none --epochs 2 --epoch-steps 3 --size 16,160,4,2 --lrs 0.01"
     options += " --compute-ms 20 --delay-ms 10 --validated 32 --seeds 1 --strategies "
     run_bench(script, tmp_path / "r.json", options + "ddp,ddp_powersgd")  # DDP has two buckets

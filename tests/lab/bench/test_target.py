@@ -148,7 +148,7 @@ CHECKED = {"task": "digits", "steps": 6, "epoch_steps": 3, "validation_s": 1.0}
         ({"data": "claimed"}, "local_sgd:sync_period=2"),
     ],
 )
-def test_an_epoch_is_as_many_batches_of_all_ranks(
+def test_an_epoch_counts_all_ranks(
     data: dict[str, str], spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks stand still after three steps; the slow one makes three, or half of the others'."""
@@ -263,7 +263,7 @@ def test_an_all_reduce_takes_three_steps_on_a_slow_link() -> None:
     assert SITUATIONS["random-16"].ranks == 16
 
 
-def test_ranks_wait_at_the_end_for_one_that_is_an_hour_behind(
+def test_ranks_wait_at_the_end_for_one_an_hour_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which is longer than the time-out of a job."""

@@ -59,7 +59,7 @@ def test_table_result_file_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
-def test_without_an_all_reduce_nothing_is_compared_to_it(
+def test_without_all_reduce_nothing_is_compared_to_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cli.main(["simulate", "--strategies", "dpsgd", "--ranks", "4", "--steps", "2"])
@@ -86,9 +86,7 @@ def measured(**rates: float) -> dict[str, Any]:
     }
 
 
-def test_check_compares_with_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_compares_with_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step of 150 ms, 10 MB at 100 MB/s: an all-reduce takes 150 ms more."""
     report = measured(ddp=3.0, no_sync=6.0)
     report["summary"].append({"strategy": "ddp_powersgd:rank=2", "steps_per_s": 4.0})

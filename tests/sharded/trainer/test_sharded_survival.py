@@ -147,7 +147,7 @@ def test_a_rank_is_killed_and_the_other_replica_trains_to_the_end(
 
 
 @exhaustive
-def test_a_collective_in_a_hook_of_the_users_fails_and_the_other_replica_goes_on(
+def test_a_users_collective_fails_and_the_other_replica_goes_on(
     tmp_path: Path,
 ) -> None:
     args = "local_sgd", str(tmp_path), 3, "on_validation_epoch_end", 3
