@@ -69,6 +69,14 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
+def ended(
+    command: list[Any], folder: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A command that has come to its end, with these variables beside the others."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 250}
+    return subprocess.run(command, cwd=folder, env=environment(**variables), **options)
+
+
 @dataclass
 class MPIJob:
     """The processes of one mpiexec, which wait for something to do; restarted if they died."""
@@ -83,19 +91,9 @@ class MPIJob:
         address = str(Path(self.folder, f"socket-{self._num_worlds}"))
         with Listener(address, "AF_UNIX", backlog=SIZE) as listener:
             listener._listener._socket.settimeout(START_WITHIN_S)  # type: ignore[attr-defined]
-            self._process = subprocess.Popen(
-                [
-                    mpiexec(self.python),
-                    "-n",
-                    str(SIZE),
-                    self.python,
-                    "-m",
-                    "tests.support.mpi",
-                    address,
-                ],
-                env=environment(),
-                cwd=ROOT,
-            )
+            rank = [self.python, "-m", "tests.support.mpi", address]
+            command = [mpiexec(self.python), "-n", str(SIZE), *rank]
+            self._process = subprocess.Popen(command, env=environment(), cwd=ROOT)
             pipes = [listener.accept() for _ in range(SIZE)]
         self._pipes = [pipe for _, pipe in sorted((pipe.recv(), pipe) for pipe in pipes)]
 
@@ -197,7 +195,7 @@ def _work(address: str) -> None:
             return
         given, size, store, fn, args = pickle.loads(task)
         given.communicator = world.Create_group(world.Get_group().Incl(range(size)))
-        run_joined(given, world.rank, size, store, pipe, fn, args)
+        run_joined(pipe, given, world.rank, size, store, fn, args)
         given.communicator.Free()
 
 

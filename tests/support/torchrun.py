@@ -12,15 +12,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 def run_forked_by_torchrun(num_ranks: int, fn: Callable[..., Any], *args: Any) -> None:
     """Runs `fn(*args)` on every rank."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id="tests",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # a port that is free
-        start_method="fork",
-    )
+    free = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}  # at a port that is free
+    config = LaunchConfig(1, 1, num_ranks, run_id="tests", start_method="fork", **free)
     all_forked = multiprocessing.get_context("fork").Barrier(num_ranks)
     elastic_launch(config, _run_once_all_are_forked)(all_forked, fn, args)
 

@@ -113,10 +113,8 @@ class ProcessWorld:
             ranks = []
             for rank in range(world_size):
                 ours, theirs = preloaded.Pipe(duplex=False)
-                process = preloaded.Process(
-                    target=_run_rank,
-                    args=(self, rank, world_size, str(Path(folder, "store")), theirs, fn, args),
-                )
+                given = theirs, self, rank, world_size, str(Path(folder, "store")), fn, args
+                process = preloaded.Process(target=_run_rank, args=given)
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))
@@ -297,17 +295,11 @@ class ParentWorld(ProcessWorld):
 
 
 def _set_up_as_torchrun_does(rank: int, world_size: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        TORCHELASTIC_RUN_ID="tests",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        OMP_NUM_THREADS="1",  # else Lightning sets what suits one job on this machine
-    )
+    given = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size}
+    given |= {"LOCAL_WORLD_SIZE": world_size, "TORCHELASTIC_RUN_ID": "tests"}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given["OMP_NUM_THREADS"] = 1  # else Lightning sets what suits one job on this machine
+    os.environ.update({name: str(value) for name, value in given.items()})
 
 
 def collect(
@@ -329,27 +321,19 @@ def collect(
     return outcomes
 
 
-def _run_rank(
-    world: ProcessWorld,
-    rank: int,
-    world_size: int,
-    store: str,
-    pipe: Connection,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _run_rank(pipe: Connection, *given: Any) -> None:
     torch.set_num_threads(1)
-    error = run_joined(world, rank, world_size, store, pipe, fn, args)
+    error = run_joined(pipe, *given)
     pipe.close()
     sys.exit(1 if error else 0)
 
 
 def run_joined(
+    pipe: Connection,
     world: ProcessWorld,
     rank: int,
     world_size: int,
     store: str,
-    pipe: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> str:

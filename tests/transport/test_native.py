@@ -20,9 +20,8 @@ from torch import Tensor
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.devices import until
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
-from lightning_dsgd.transport.native import TAKEN, Native, NativeCollective
+from lightning_dsgd.transport.native import Native, NativeCollective
 from lightning_dsgd.transport.pairs import Pair
-from lightning_dsgd.transport.tickets import Key
 from lightning_dsgd.transport.view import View
 from tests.support.mpi import MPIJob, MPIWorld, every_mpi
 from tests.support.rank import Rank
@@ -30,7 +29,6 @@ from tests.support.thorough import cases, tries
 from tests.support.worlds import NativeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
 from tests.transport.helpers import died, our_threads, stopped, train_in_nodes
-from tests.transport.test_tickets import carry_out, contribution, draw_groups, draw_plans, reordered
 
 SCHEDULES = tries(6, fast=2)
 WORLD = NativeWorld(timeout_s=60.0, heartbeat_timeout_s=60.0)
@@ -39,21 +37,6 @@ WORLD = NativeWorld(timeout_s=60.0, heartbeat_timeout_s=60.0)
 @cases("world_size", now=[3], later=[2])
 def test_the_contract_holds(world_size: int) -> None:
     WORLD.run(world_size, run_in_order)
-
-
-def sums(net: Any) -> list[Tensor]:
-    assert net._native is not None
-    sums = []
-    for dtype in [*sorted(TAKEN, key=str), torch.int16]:  # the last, by messages
-        x = torch.arange(1000).remainder(7).to(dtype) * (net.rank + 1)
-        work = net.all_reduce(x)
-        assert work.wait() is work.wait() is x
-        assert work.done()
-        sums.append(x)
-    everyone = net.all_reduce(torch.ones(3), range(3)).wait()
-    pair = net.sub("apart").all_reduce(torch.ones(3), [0, 1]).wait() if net.rank < 2 else everyone
-    assert [everyone.tolist(), pair.tolist()[:1]] == [[3.0] * 3, [2.0 if net.rank < 2 else 3.0]]
-    return sums
 
 
 def sums_in_groups(net: Any) -> tuple[str, list[list[float]]]:
@@ -171,43 +154,6 @@ def test_nodes_talk_in_groups_that_are_fixed(name: str) -> None:
 
 
 # ---- order ----
-def in_random_order(net: Any, seed: int, kill_after_s: float | None) -> str:
-    chance = random.Random(f"{seed} {net.rank}")
-    plans = reordered(draw_plans(random.Random(seed)), chance)
-    if kill_after_s is not None and net.rank == seed % net.world_size:
-        threading.Timer(kill_after_s, died, [net.rank]).start()
-
-    def run(end: Any, plan: list[list[int]]) -> None:
-        own = random.Random(chance.random())
-
-        def pause() -> None:
-            time.sleep(own.choice((0.0, 0.001, 0.02)) * own.random())
-
-        def begin(key: Key) -> Any:
-            group, channel, _ = key
-            x = torch.full((1000 * (channel + 1),), contribution(net.rank, key))
-            work = ends[end.path, channel].all_reduce(x, groups[group])
-            assert isinstance(work, NativeCollective)
-            return work
-
-        carry_out(plan, begin, pause, own, groups, net.rank)
-
-    def in_lane(end: Any, plan: list[list[int]]) -> None:
-        for channel in {channel for channels in plan for channel in channels}:
-            ends[end.path, channel] = end.sub(str(channel))
-        run(end, plan)
-
-    drawn = draw_groups(random.Random(f"groups {seed}"), net.world_size)
-    groups = [range(net.world_size), *drawn]
-    net.fix_groups(drawn)
-    ends: dict[tuple[str, int], Any] = {}
-    with contextlib.ExitStack() as joining:
-        for plan in plans[1:]:
-            joining.callback(net.spawn_lane(partial(in_lane, plan=plan)).join)
-        in_lane(net.sub("own"), plans[0])
-    if kill_after_s is not None:
-        net.recv(torch.empty(0), seed % net.world_size).wait()
-    return "through"
 
 
 def pairs_in_random_order(net: Any, seed: int, kill_after_s: float | None) -> str:
@@ -276,7 +222,7 @@ def average_at_random(net: Any, seed: int, kill_after_s: float | None) -> str:
     return "through"
 
 
-IN_RANDOM_ORDER = [in_random_order, pairs_in_random_order, average_at_random]
+IN_RANDOM_ORDER = [pairs_in_random_order, average_at_random]
 
 
 @pytest.mark.parametrize("seed", SCHEDULES)

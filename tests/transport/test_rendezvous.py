@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.transport import TransportError, processes, rendezvous
 from tests.support.models import Regression, loader, trainer
-from tests.support.mpi import ROOT, environment
+from tests.support.mpi import ROOT, ended
 from tests.support.ports import free_port
 from tests.support.worlds import Outcome, StartWorld
 
@@ -162,9 +161,7 @@ def test_ranks_that_torchrun_starts_again_do_not_meet_those_of_before() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     options = ["--nproc-per-node", "2", "--max-restarts", "1"]
     script = str(ROOT / "tests/support/scripts/restarted.py")
-    job = subprocess.run(
-        [*torchrun, *options, script], env=environment(), capture_output=True, text=True
-    )
+    job = ended([*torchrun, *options, script])
     assert job.returncode == 0, job.stderr
     for rank in range(2):
         assert f"trained as rank {rank}" in job.stdout

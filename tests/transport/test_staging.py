@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_dsgd import devices
-from lightning_dsgd.devices import PASSED, until
+from lightning_dsgd.devices import HOST, PASSED, Mark, until
 from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.primitives.stream_lock import StreamLock
 from lightning_dsgd.session.opening import Opening
@@ -551,3 +551,30 @@ def test_a_lost_rank_ends_waits_for_a_hung_device() -> None:
     zero, one = FakeWorld().outcomes(2, fail_while_the_device_hangs)
     assert (zero.error, one.error) == ("", "ValueError: no such luck")
     assert zero.result < 20
+
+
+# ---- the pinned chunks of a network: each is free once its mark has passed ----
+class Later(Mark):
+    """A mark that passes when it is told to."""
+
+    is_passed = False
+
+    def has_passed(self) -> bool:
+        return self.is_passed
+
+    def hold(self) -> None:
+        raise AssertionError("no stream waits for a chunk")
+
+
+def test_a_chunk_is_free_once_the_device_has_it() -> None:
+    pool, marks = Pinned(), [Later() for _ in range(NUM_CHUNKS)]
+    chunks = [pool.take(HOST) for _ in marks]
+    assert pool.take(HOST) is None
+    for chunk, mark in zip(chunks, marks, strict=True):
+        assert chunk is not None
+        assert len(chunk) == CHUNK_BYTES
+        pool.give(chunk, mark)
+    assert pool.take(HOST) is None
+    marks[3].is_passed = True
+    assert pool.take(HOST) is chunks[3]
+    assert pool.take(HOST) is None

@@ -6,7 +6,7 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -107,10 +107,6 @@ def contribution(rank: int, key: Key) -> float:
     return float((rank + 1) * (1 + channel) + 1000 * number)
 
 
-def total(members: Sequence[int], key: Key) -> float:
-    return sum(contribution(rank, key) for rank in members)
-
-
 def draw_groups(chance: random.Random, world_size: int) -> list[list[int]]:
     """Up to four, that overlap as they happen to; some are pairs."""
     num_groups = chance.randint(0, 4) if world_size > 1 else 0
@@ -118,48 +114,32 @@ def draw_groups(chance: random.Random, world_size: int) -> list[list[int]]:
     return [sorted(chance.sample(range(world_size), size)) for size in sizes]
 
 
-def carry_out(
-    plan: list[list[int]],
-    begin: Callable[[Key], Any],
-    pause: Callable[[], None],
-    chance: random.Random,
-    groups: Sequence[Sequence[int]],
-    rank: int,
-) -> None:
-    """Begins the sums of a plan, as many at a time as it says, and waits for them in any order.
-
-    Each channel is of one of the groups; those that the rank is not in, it leaves out.
-    """
-    numbers = Counter[int]()
-    for channels in plan:
-        under_way = []
-        for channel in channels:
-            group = channel % len(groups)
-            if rank not in groups[group]:
-                continue
-            pause()
-            key = group, channel, numbers[channel]
-            numbers[channel] += 1
-            under_way.append((key, begin(key)))
-        chance.shuffle(under_way)
-        for key, work in under_way:
-            assert (work.wait() == total(groups[key[0]], key)).all(), key
-
-
 def sum_in_threads(net: Any, seed: int, plans: list[list[list[int]]]) -> list[Key]:
-    """A thread for each plan, which says how many sums of which channels it calls at a time."""
+    """A thread for each plan, which says how many sums of which channels it calls at a time.
+
+    It waits for them in any order.  Each channel is of one of the groups; those that the rank is
+    not in, it leaves out.
+    """
     backend = InOrder(net)
     backend.form(draw_groups(random.Random(f"groups {seed}"), net.world_size))
     chance = random.Random(f"{seed} {net.rank}")
 
     def run(end: Any, plan: list[list[int]]) -> None:
-        def pause() -> None:
-            end.compute(chance.choice((0.0, 0.001, 0.05)) * chance.random())
-
-        def begin(key: Key) -> Any:
-            return backend.all_reduce(end, key, torch.full((3,), contribution(net.rank, key)))
-
-        carry_out(plan, begin, pause, chance, backend.groups, net.rank)
+        numbers = Counter[int]()
+        for channels in plan:
+            under_way = []
+            for channel in channels:
+                group = channel % len(backend.groups)
+                if net.rank in backend.groups[group]:
+                    end.compute(chance.choice((0.0, 0.001, 0.05)) * chance.random())
+                    key = group, channel, numbers[channel]
+                    numbers[channel] += 1
+                    x = torch.full((3,), contribution(net.rank, key))
+                    under_way.append((key, backend.all_reduce(end, key, x)))
+            chance.shuffle(under_way)
+            for key, work in under_way:
+                total = sum(contribution(rank, key) for rank in backend.groups[key[0]])
+                assert work.wait().eq(total).all(), key
 
     with contextlib.ExitStack() as ending:
         ending.callback(backend.tickets.stop)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
-from lightning_dsgd.transport import ANY, LaneStopped
-from lightning_dsgd.transport.simulated import POLL_S, RankFailed, SimulatedWorld
+from lightning_dsgd.transport import ANY, LaneStopped, TransportError
+from lightning_dsgd.transport.simulated import (
+    POLL_S,
+    Killed,
+    RankFailed,
+    SimulatedTransport,
+    SimulatedWorld,
+)
 
 KB = torch.zeros(1000, dtype=torch.uint8)  # 1 s at 1,000 bytes a second
 EMPTY = KB[:0]
@@ -29,20 +37,6 @@ def test_waiting_and_communicating_are_counted_in_virtual_time():
     assert (sender.bytes_sent, sender.messages_sent, sender.wait_s) == (2000, 2, 0.0)
     assert receiver.wait_s == 0.75  # the first was there at 1.5 s, the second at 2.5 s
     assert receiver.comm_s == 1.5 + 2.5
-
-
-def test_waits_of_lanes_count_as_communication_only():
-    def lane(net):
-        net.recv(KB, 0).wait()
-
-    def fn(net):
-        if net.rank == 0:
-            net.compute(2.0)
-        (net.spawn_lane(lane) if net.rank else net.spawn_lane(lambda n: n.send(KB, 1) and None))
-        net.compute(10.0)
-        return net.counters.wait_s, net.counters.comm_s
-
-    assert SimulatedWorld(2, 0.5, 1000.0).run(fn) == [(0.0, 0.0), (0.0, 3.5)]
 
 
 def test_polling_moves_the_clock():
@@ -120,3 +114,101 @@ def test_lanes_that_outlive_their_rank_are_a_failure():
     with pytest.raises(RankFailed, match="returned without stopping its lanes:\n  server-1: waits"):
         SimulatedWorld(2).run(fn)
     assert stopped == [0, 1]
+
+
+# ---- what a rank that is lost in a simulated world leaves behind ----
+def steps(net: SimulatedTransport, num_steps: int = 10) -> float:
+    x = torch.ones(4)
+    for _ in range(num_steps):
+        net.compute(1.0)
+        net.all_reduce(x).wait()
+    return net.now()
+
+
+def test_a_killed_rank_is_named_in_a_wait_and_as_the_cause_of_a_failed_run():
+    world = SimulatedWorld(4, detect_s=0.25)
+    world.kill(2, 3.875)
+    for rank in (0, 1, 3):
+        assert world.outcomes(steps)[rank].waited_for.startswith("all_reduce number 3 from rank ")
+    with pytest.raises(
+        RankFailed, match=r"rank 2 failed at 3.875 s .and 3 more of 4.: Killed: rank 2"
+    ):
+        world.run(steps)
+
+
+def test_a_killed_rank_ends_with_its_lanes_and_does_not_clean_up():
+    def lane(net):
+        try:
+            net.recv(KB, ANY).wait()
+        except Exception:
+            pytest.fail("nothing of this rank lives on")
+
+    def fn(net):
+        if net.rank == 1:
+            return
+        handle = net.spawn_lane(lane)
+        try:
+            net.compute(10.0)
+        finally:
+            handle.stop()
+
+    world = SimulatedWorld(2)
+    world.kill(0, 1.0)
+    assert [type(outcome) for outcome in world.outcomes(fn)] == [Killed, type(None)]
+
+
+# ---- the order of simulated messages, the bytes that they count for, and what is left over ----
+def test_no_message_overtakes_another_on_a_shared_link():
+    lengths = [random.Random(i).randrange(1, 1000) for i in range(200)]
+
+    def fn(net):
+        if net.rank == 0:
+            for length in lengths:
+                net.send(KB[:length], 1)
+                net.send(EMPTY, 1)
+            return []
+        return [len(net.recv(KB, 0).wait()) for _ in range(400)]
+
+    world = SimulatedWorld(2, 0.1, 1000.0 / 3, shared_link=True)
+    assert world.run(fn)[1] == [length for pair in lengths for length in (pair, 0)]
+
+
+def test_messages_may_count_for_other_bytes_than_they_have():
+    def fn(net):
+        if net.rank == 0:
+            net.send(torch.zeros(5), 1)
+            net.send(torch.zeros(1, dtype=torch.int64), 1)
+        else:
+            net.recv(torch.zeros(5), 0).wait()
+            net.recv(torch.zeros(1, dtype=torch.int64), 0).wait()
+        return net.now(), net.counters.bytes_sent
+
+    def stretched(x: torch.Tensor) -> float:
+        return x.nbytes * (100 if x.is_floating_point() else 1)
+
+    for options, total in (({"message_bytes": stretched}, 2008), ({"size_scale": 100.0}, 2800)):
+        world = SimulatedWorld(2, bandwidth_bytes_s=1000.0, **options)
+        assert world.run(fn) == [(0.0, total), (pytest.approx(total / 1000), 0)]
+
+
+def test_undelivered_messages_are_reported():
+    def fn(net):
+        if net.rank == 0:
+            net.send(torch.zeros(3), 1, tag=5)
+            net.sub("side").send(torch.zeros(4), 1)
+        else:
+            net.recv(KB, 0, tag=5)  # begun, never waited for
+
+    expected = [
+        "rank 1 never took a message with tag 5 from rank 0, 3 elements of torch.float32, "
+        "sent at 0 s",
+        "rank 1 never took a message with tag 0 from rank 0 [side], 4 elements of torch.float32, "
+        "sent at 0 s",
+    ]
+    world = SimulatedWorld(2)
+    with pytest.raises(TransportError, match=r"nobody received, 2 in all:\n.*tag 5"):
+        world.run(fn)
+    assert world.undelivered == expected
+    world = SimulatedWorld(2, latency_s=9.0, strict=False)
+    world.run(fn)
+    assert world.undelivered == expected
