@@ -6,7 +6,6 @@ import argparse
 import csv
 import json
 import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ import lightning_dsgd
 from lightning_dsgd import wings
 from lightning_dsgd.cli import COMMANDS, main
 from lightning_dsgd.lab.bench.command import BENCHES
+from tests.support.mpi import ended
 from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[1]
@@ -158,13 +158,8 @@ def test_each_option_tells_its_default(command: str, monkeypatch: pytest.MonkeyP
 def run_as_console_script(code: str, cwd: Path) -> None:
     """The code in a process that takes itself for `lightning-dsgd`."""
     code = f"import sys; sys.argv[0] = '/somewhere/bin/lightning-dsgd'\n{code}"
-    subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        check=True,
-        timeout=250,
-    )
+    done = ended([sys.executable, "-c", code], cwd)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["paper/popsgd_gisette", "gan"])
@@ -184,14 +179,8 @@ def test_a_recipe_is_copied_and_no_file_of_the_users_lost(
 
 
 HELP = (
-    "",
-    "strategies",
-    "doctor",
-    "recipes",
-    "bench",
-    "bench throughput",
-    "bench convergence",
-    "simulate",
+    *("", "strategies", "doctor", "recipes", "simulate"),
+    *("bench", "bench throughput", "bench convergence"),
 )
 
 
@@ -277,14 +266,8 @@ def test_a_refusal_is_a_line_of_each_rank(text: str, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_refusal_of_all_ranks_ends_with_a_line(tmp_path: Path) -> None:
     [wrong, _] = REFUSED.values()
-    done = subprocess.run(
-        [Path(sys.executable).with_name("lightning-dsgd"), *WAGMA, *wrong],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    command = [Path(sys.executable).with_name("lightning-dsgd"), *WAGMA, *wrong]
+    done = ended(command, tmp_path)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: group_size must be")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -20,11 +19,11 @@ from torch import Tensor
 import lightning_dsgd
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
-from lightning_dsgd.lab import catalogue
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.browser import chromium
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.mpi import ended
 from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[1]
@@ -39,31 +38,10 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 # ---- tables ----
-def test_the_table_has_every_strategy_and_its_class() -> None:
-    named = {algorithm.name: algorithm.__name__ for algorithm in ALGORITHMS.values()}
-    assert named == {
-        name: cls.__name__.removesuffix("Strategy")
-        for name, cls in lightning_dsgd.STRATEGIES.items()
-    }
+PAGES = "index choosing evidence/choosing time_to_target evidence/wagma examples paper_recipes"
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda a: a.name)
-def test_no_cell_of_the_table_is_empty(algorithm: Any) -> None:
-    assert all(catalogue.row(algorithm))
-
-
-PAGES = (
-    "index",
-    "choosing",
-    "evidence/choosing",
-    "time_to_target",
-    "evidence/wagma",
-    "examples",
-    "paper_recipes",
-)
-
-
-@pytest.mark.parametrize("file", [f"docs/{page}.md" for page in PAGES])
+@pytest.mark.parametrize("file", [f"docs/{page}.md" for page in PAGES.split()])
 def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     text = (ROOT / file).read_text()
     tables = runpy.run_path(str(DOCS / "tables.py"))
@@ -214,14 +192,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed: pip install '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = ended(command, NO_MKDOCS_2_WARNING="1")
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -278,13 +250,3 @@ for (const page of pages) for (const width of widths) {{
     excess = json.loads(result[1])
     assert len(excess) == 2 * len(pages)
     assert {page: px for page, px in excess.items() if px > 0} == {}
-
-
-@once
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("width", [PHONE_PX, DESKTOP_PX])
-def test_a_page_is_drawn(site: Path, tmp_path: Path, width: int) -> None:
-    image = tmp_path / "page.png"
-    size = f"--window-size={max(width, 500)},900"  # chromium's windows are no narrower
-    chromium(tmp_path / "profile", size, f"--screenshot={image}", (site / "choosing.html").as_uri())
-    assert image.stat().st_size > 20_000

@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_dsgd.cli import main
-from tests.support.mpi import environment, every_mpi, mpiexec
+from tests.support.mpi import ended, every_mpi, mpiexec
 from tests.support.ports import free_port
 from tests.support.worlds import FitWorld
 
@@ -76,14 +75,7 @@ LAUNCHERS = {
 
 
 def run(command: list[str], folder: Path, **variables: str) -> None:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    done = ended(command, folder, **variables)
     assert done.returncode == 0, done.stderr
     check(folder)
 

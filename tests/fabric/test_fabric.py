@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -26,7 +25,7 @@ from tests.session.test_faces import batches_of
 from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain, errors, run, same
 from tests.support.models import weights
-from tests.support.mpi import ROOT, environment
+from tests.support.mpi import ROOT, ended
 from tests.support.thorough import cases
 from tests.support.worlds import ParentWorld
 
@@ -262,10 +261,7 @@ def test_the_script_starts_its_own_ranks(tmp_path: Path, ends: str) -> None:
         "by itself": ("with fabric.strategy:", "if fabric.strategy:"),
     }[ends]
     script = page_script(tmp_path, change)
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment(), capture_output=True,
-        text=True, timeout=250,
-    )  # fmt: skip
+    done = ended([sys.executable, str(script)], tmp_path)
     if ends == "badly":
         assert done.returncode != 0
         assert "ZeroDivisionError" in done.stderr

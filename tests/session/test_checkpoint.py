@@ -8,8 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,11 @@ class Noisy(Regression):
 
 
 class Watch(L.Callback):
+    begin: dict[str, Any]
+    end: dict[str, Any]
+
     def __init__(self) -> None:
         self.evaluated: list[dict[str, Any]] = []
-        self.end: dict[str, Any] = {}
-        self.begin: dict[str, Any] = {}
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
@@ -153,7 +153,7 @@ def train(
     )
     runner.fit(
         model or Noisy(),
-        data or loader(shuffle=True),
+        data() if data else loader(shuffle=True),
         loader(32) if validate else None,
         ckpt_path=resume,
         weights_only=weights_only,
@@ -209,19 +209,11 @@ def train_from_each(
 
 
 def mean(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over the ranks, added in their order as a transport adds; rank 0's of what are no floats."""
-    means = {}
-    for key, first in states[0].items():
-        tensors = [state[key] for state in states]
-        is_float = first.is_floating_point()
-        means[key] = torch.stack(tensors).mean(0) if is_float else first
-    return means
-
-
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for key in ours:
-        torch.testing.assert_close(ours[key], theirs[key])
+    """Over the ranks; rank 0's of what are no floats."""
+    return {
+        key: torch.stack([state[key] for state in states]).mean(0) if x.is_floating_point() else x
+        for key, x in states[0].items()
+    }
 
 
 # ---- the file that everyone can read ----
@@ -327,25 +319,20 @@ def train_then_save(folder: str, path: str) -> dict[str, Any]:
 
 
 # ---- exact resume ----
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Straight]:
-    """Four epochs without a break, on two ranks, made when they are first asked for."""
-    made: dict[str, Straight] = {}
+Straight = Callable[[str], list[dict[str, Any]]]
+"""What each rank comes to with a strategy."""
 
-    def make(name: str) -> Straight:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(f"straight_{name}")
-            results = run(2, name, 4, str(folder), callbacks=[saver_while_shown(folder)])
-            made[name] = Straight(folder, results)
-        return made[name]
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Four epochs without a break, on two ranks, made when they are first asked for."""
+
+    @cache
+    def make(name: str) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(f"straight_{name}")
+        return run(2, name, 4, str(folder), callbacks=[saver_while_shown(folder)])
 
     return make
-
-
-@dataclass
-class Straight:
-    folder: Path
-    results: list[dict[str, Any]]
 
 
 def saver_while_shown(folder: Path) -> ModelCheckpoint:
@@ -360,13 +347,13 @@ def saver_while_shown(folder: Path) -> ModelCheckpoint:
 
 @every_strategy
 def test_resumed_training_equals_uninterrupted_training_to_the_bit(
-    name: str, straight: Callable[[str], Straight], tmp_path: Path
+    name: str, straight: Straight, tmp_path: Path
 ) -> None:
     """Four epochs are two and two more, with dropout, shuffled data, momentum and BatchNorm.
 
     Saved after the second epoch, and in its validation, while the consensus is in the module.
     """
-    whole = straight(name).results
+    whole = straight(name)
     first = run(2, name, 2, str(tmp_path), callbacks=[saver_while_shown(tmp_path)])
     paths = [tmp_path / "epoch=1.ckpt", tmp_path / "shown-epoch=1.ckpt"]
     for path, second in zip(paths, resume_each(2, name, 4, tmp_path, *paths), strict=True):
@@ -389,19 +376,15 @@ class StatefulLoader:
 
     def __init__(self) -> None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.batches = [
-            batch for i, batch in enumerate(loader(batch_size=8)) if i % world_size == rank
-        ]
+        self.batches = list(loader())[rank::world_size]
         self.epoch = self.position = 0
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Any:
-        order = torch.randperm(
-            len(self), generator=torch.Generator().manual_seed(self.epoch)
-        ).tolist()
-        for index in order[self.position :]:
+        draw = torch.Generator().manual_seed(self.epoch)
+        for index in torch.randperm(len(self), generator=draw).tolist()[self.position :]:
             self.position += 1
             if self.position == len(self):
                 self.epoch, self.position = self.epoch + 1, 0
@@ -414,19 +397,13 @@ class StatefulLoader:
         self.epoch, self.position = state["epoch"], state["position"]
 
 
-def train_with_stateful_loader(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    return train(*args[0], data=StatefulLoader(), **args[1])
-
-
 def test_a_save_within_an_epoch_resumes_to_the_bit_with_a_stateful_loader(tmp_path: Path) -> None:
     """Of 8 steps an epoch, 11 are done at the save."""
-    save = {"every_n_train_steps": 11, "filename": "{step}"}
-    options = {"save": save, "validate": False}
-    arguments = ("local_sgd", 3, str(tmp_path / "straight"))
-    straight = FitWorld().run(2, train_with_stateful_loader, arguments, options)
-    path = str(tmp_path / "straight/step=11.ckpt")
-    arguments = ("local_sgd", 3, str(tmp_path / "resumed"), path)
-    resumed = FitWorld().run(2, train_with_stateful_loader, arguments, options)
+    options: dict[str, Any] = {"validate": False, "data": StatefulLoader}
+    options["save"] = {"every_n_train_steps": 11, "filename": "{step}"}
+    straight = run(2, "local_sgd", 3, str(tmp_path), **options)
+    path = str(tmp_path / "step=11.ckpt")
+    resumed = run(2, "local_sgd", 3, str(tmp_path / "resumed"), path, **options)
     for one, other in zip(straight, resumed, strict=True):
         assert other["begin"]["steps"] == 11
         assert one["end"]["steps"] == 24
@@ -502,7 +479,7 @@ OTHERS = [moment for moment in MOMENTS if moment not in AROUND]
     [pytest.param(AROUND, id="two moments"), pytest.param(OTHERS, id="all others", marks=LATER)],
 )
 def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_or_the_newer_whole(
-    moments: list[str], straight: Callable[[str], Straight], tmp_path: Path
+    moments: list[str], straight: Straight, tmp_path: Path
 ) -> None:
     """Both in one place; whichever it is, training goes on from it to the bit."""
     paths = []
@@ -519,7 +496,7 @@ def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_or_the_newer_whole(
     resumed = resume_each(2, "local_sgd", 4, tmp_path, *paths)
     for moment, results in zip(moments, resumed, strict=True):
         *_, steps = MOMENTS[moment]
-        for one, other in zip(straight("local_sgd").results, results, strict=True):
+        for one, other in zip(straight("local_sgd"), results, strict=True):
             assert other["begin"]["steps"] == steps, moment
             assert other["end"] == one["end"], moment
 
@@ -733,9 +710,7 @@ def test_save_top_k_removes_replicas_with_their_file(tmp_path: Path) -> None:
     assert all(len(names(tmp_path / f"{name}.replicas")) == 2 for name in kept)
 
 
-def test_the_last_checkpoint_resumes_to_the_bit(
-    straight: Callable[[str], Straight], tmp_path: Path
-) -> None:
+def test_the_last_checkpoint_resumes_to_the_bit(straight: Straight, tmp_path: Path) -> None:
     """Also through a link to a link."""
     save = {"save_last": "link", "save_top_k": 1}
     run(2, "local_sgd", 2, str(tmp_path / "first"), save=save)
@@ -744,7 +719,7 @@ def test_the_last_checkpoint_resumes_to_the_bit(
     link = tmp_path / "latest"
     link.symlink_to(last)
     second = run(2, "local_sgd", 4, str(tmp_path / "second"), str(link))
-    for one, other in zip(straight("local_sgd").results, second, strict=True):
+    for one, other in zip(straight("local_sgd"), second, strict=True):
         assert other["end"] == one["end"]
 
 
@@ -802,15 +777,13 @@ def test_weights_only_holds_for_the_replicas_too(tmp_path: Path) -> None:
         assert "weights_only" in outcome.error
 
 
-def test_writing_in_the_background_saves_the_same(
-    straight: Callable[[str], Straight], tmp_path: Path
-) -> None:
+def test_writing_in_the_background_saves_the_same(straight: Straight, tmp_path: Path) -> None:
     """Lightning's AsyncCheckpointIO decides itself when it writes."""
     run(2, "local_sgd", 2, str(tmp_path), plugins=[AsyncCheckpointIO(TorchCheckpointIO())])
     path = tmp_path / "epoch=1.ckpt"
     assert names(Path(f"{path}.replicas")) == ["rank_00000.pt", "rank_00001.pt"]
     resumed = run(2, "local_sgd", 4, str(tmp_path / "resumed"), str(path))
-    for one, other in zip(straight("local_sgd").results, resumed, strict=True):
+    for one, other in zip(straight("local_sgd"), resumed, strict=True):
         assert other["end"] == one["end"]
 
 
@@ -832,7 +805,7 @@ def test_a_moving_average_is_saved_as_the_mean_of_all_and_resumes(
         for key in ("state_dict", "current_model_state"):
             owns = [replica(path, rank)[key] for rank in range(2)]
             assert not torch.equal(owns[0]["net.0.weight"], owns[1]["net.0.weight"])
-            assert_close(shared_file(path)[key], mean(owns))
+            torch.testing.assert_close(dict(shared_file(path)[key]), mean(owns))
         resumed = run(2, "local_sgd", 3, str(folder), str(path), **options(folder))
         for one, other in zip(whole, resumed, strict=True):
             assert other["end"] == one["end"]

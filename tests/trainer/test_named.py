@@ -17,6 +17,7 @@ import lightning_dsgd.pytorch_lightning as twins
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.trainer.named import STRATEGIES
+from tests.support.mpi import ended
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,13 +96,7 @@ def test_a_new_algorithm_is_a_file_and_a_row_or_an_entry_point(tmp_path: Path) -
     (theirs / "their_module.py").write_text(good + bad)
 
     path = os.pathsep.join([str(copy), str(theirs)])
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=copy,
-        capture_output=True,
-        text=True,
-    )
+    done = ended([sys.executable, "-c", LOOK], copy, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert "patience: how patient it is" in done.stdout
     assert "class_path: lightning_dsgd.NewcomerStrategy" in done.stdout
