@@ -17,7 +17,7 @@ def test_ranks_join_a_world_that_goes_on():
 
     def fn(net):
         if net.rank < 2:
-            with pytest.raises(ValueError, match=r"min_ranks=2 with SimulatedWorld.min_ranks=1"):
+            with pytest.raises(ValueError, match=r"min_ranks=2 with SurvivingWorld.min_ranks=1"):
                 net.views.survive(2)
         return net.rank, net.is_newcomer, net.now()
 
