@@ -29,9 +29,10 @@ from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import BATCH, TASKS, Networks, Task
 from lightning_dsgd.lab.epochs import EQUAL, Epochs
 from lightning_dsgd.lab.simulate.model import passes
+from lightning_dsgd.lab.simulate.processors import on_one_core
 from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.replica.held_back import apply_held_back, unclipped
-from lightning_dsgd.transport.simulated import SimulatedWorld, on_one_core
+from lightning_dsgd.transport.simulated import SimulatedWorld
 
 LATENCY_S: Final = 1e-3
 

@@ -38,18 +38,15 @@ from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
 from lightning_dsgd.lab import epochs
 from lightning_dsgd.lab.epochs import EQUAL, Epochs
 from lightning_dsgd.lab.simulate.machines import Machine
-from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors
+from lightning_dsgd.lab.simulate.nodes import NodeLinks, Nodes
+from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors, on_one_core
 from lightning_dsgd.lab.timeline.recorder import Recorder
 from lightning_dsgd.primitives import rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, evenly
 from lightning_dsgd.primitives.periodic import PeriodicAverage
-from lightning_dsgd.transport.simulated import (
-    Nodes,
-    SimulatedTransport,
-    SimulatedWorld,
-    on_one_core,
-)
+from lightning_dsgd.transport.simulated import SimulatedTransport, SimulatedWorld
 from lightning_dsgd.transport.simulated.baton import Baton
+from lightning_dsgd.transport.simulated.links import Links
 from lightning_dsgd.transport.simulated.processors import Processors
 from lightning_dsgd.transport.watch import exchanging
 
@@ -154,7 +151,7 @@ def run(
         timeout_s=math.inf,
         message_bytes=message_bytes(machine.num_params / num_elements),
         strict=False,  # nobody receives what is under way when all have made their steps
-        nodes=_nodes(machine),
+        links=_links(machine),
         processors=_processors(machine, algorithm),
     )
     own_s = selection_s(algorithm, machine, world_size)
@@ -267,15 +264,20 @@ def passes(algorithm: Algorithm, num_elements: int, seconds: float) -> list[tupl
     return [(piece_s if place else first_s, begin) for place, begin in enumerate(begins)]
 
 
-def _nodes(machine: Machine) -> Nodes | None:
+def _links(machine: Machine) -> Callable[..., Links]:
     if machine.node_size == 1:
-        return None
-    return Nodes(
+        return Links
+    if machine.shared_link:
+        raise ValueError(
+            "shared_link=True must be left out with nodes, whose ranks share their uplink"
+        )
+    nodes = Nodes(
         machine.node_size,
         machine.inside_latency_s,
         machine.inside_bandwidth_bytes_s,
         machine.uplink_bytes_s,
     )
+    return partial(NodeLinks, nodes)
 
 
 def _processors(machine: Machine, algorithm: Algorithm) -> Callable[[Baton], Processors]:

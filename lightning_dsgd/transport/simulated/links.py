@@ -8,11 +8,9 @@ What a message of b bytes costs, with s its sender, d its receiver:
 
 so that each rank sends one message at a time and receives one at a time, both at once (a
 full-duplex link), in the order in which messages reach it.  With `shared_link` all ranks have one
-link between them, which carries one message at a time.  With `nodes`, a message inside a node has
-another latency and bandwidth, and one that leaves it also passes the node's uplink and the other
-node's downlink, which the ranks of a node share: each carries one message at a time, at a rate of
-its own.  Sending takes none of the sender's time but what `processors` says: its Work is done at
-once, and the tensor is copied even where the caller would leave it alone.
+link between them, which carries one message at a time.  Sending takes none of the sender's time but
+what `processors` says: its Work is done at once, and the tensor is copied even where the caller
+would leave it alone.
 
 All of this belongs to the holder of the baton.
 """
@@ -35,23 +33,6 @@ from lightning_dsgd.transport.simulated.faults import Faults
 
 _Box = tuple[int, int, int]
 """Receiver, channel and tag: what a message and its receive have in common, but for the sender."""
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Which ranks are on one node, and what is different there.
-
-    Args:
-        size: how many ranks, one after the other, are on each node
-        latency_s: the latency inside a node
-        bandwidth_bytes_s: the bandwidth of each rank's link inside a node, in each direction
-        uplink_bytes_s: the bandwidth of a node to all other nodes, and from them
-    """
-
-    size: int
-    latency_s: float
-    bandwidth_bytes_s: float
-    uplink_bytes_s: float = math.inf
 
 
 @dataclass(eq=False)
@@ -92,7 +73,6 @@ class Links:
         bandwidth_bytes_s: the bandwidth of each link, in each direction
         shared_link: all ranks share one link, in place of one each
         message_bytes: gives the bytes of each message
-        nodes: which ranks share a node; None: each has its own
     """
 
     def __init__(
@@ -103,15 +83,11 @@ class Links:
         bandwidth_bytes_s: float,
         shared_link: bool,
         message_bytes: Callable[[Tensor], float],
-        nodes: Nodes | None = None,
     ) -> None:
         self._baton, self._faults = baton, faults
         self._latency_s, self._bandwidth_bytes_s = latency_s, bandwidth_bytes_s
         self._shared_link, self._message_bytes = shared_link, message_bytes
-        self._nodes = nodes
         num_ranks = len(baton.threads)
-        num_nodes = 0 if nodes is None else -(-num_ranks // nodes.size)
-        self._up_free, self._down_free = [0.0] * num_nodes, [0.0] * num_nodes
         self._egress_free = [0.0] * (1 if shared_link else num_ranks)
         self._ingress_free = [0.0] * num_ranks
         self._numbers = count()
@@ -129,17 +105,10 @@ class Links:
             self._offer(message)
             return 0
         message.num_bytes = num_bytes = self.bytes_of(message.payload)
-        latency_s, bandwidth_bytes_s = self._latency_s, self._bandwidth_bytes_s
-        nodes, is_inside = self._nodes, self._is_inside(message)
-        if nodes is not None and is_inside:
-            latency_s, bandwidth_bytes_s = nodes.latency_s, nodes.bandwidth_bytes_s
+        latency_s, bandwidth_bytes_s = self._rates_of(message)
         link = 0 if self._shared_link else message.src
         message.transfer_s = transfer_s = num_bytes / bandwidth_bytes_s
-        start_s = max(clock, self._egress_free[link])
-        if nodes is not None and not is_inside:
-            node = message.src // nodes.size
-            start_s = max(start_s, self._up_free[node])
-            self._up_free[node] = start_s + num_bytes / nodes.uplink_bytes_s
+        start_s = self._leave(message, max(clock, self._egress_free[link]))
         message.start_s = start_s
         self._egress_free[link] = free_s = start_s + transfer_s
         # Added as the next message's start is: another order lets that message overtake this one.
@@ -154,9 +123,17 @@ class Links:
         """Returns how many bytes count for a message."""
         return round(self._message_bytes(x))
 
-    def _is_inside(self, message: Message) -> bool:
-        nodes = self._nodes
-        return nodes is None or message.src // nodes.size == message.dst // nodes.size
+    def _rates_of(self, message: Message) -> tuple[float, float]:
+        """Returns the latency and the bandwidth of a message's way."""
+        return self._latency_s, self._bandwidth_bytes_s
+
+    def _leave(self, message: Message, at_s: float) -> float:
+        """Returns when a message begins to leave that its sender's link has room for by then."""
+        return at_s
+
+    def _come(self, message: Message, at_s: float) -> float:
+        """Returns when a message that comes then is at its receiver's link."""
+        return at_s
 
     def _deliver(self, there_s: float, message: Message) -> None:
         """Takes the message to the receiver's link, which takes one at a time."""
@@ -167,11 +144,8 @@ class Links:
         if self._shared_link:
             message.at_s = there_s
         else:
-            if self._nodes is not None and not self._is_inside(message):
-                node = dst // self._nodes.size
-                there_s = max(there_s, self._down_free[node])
-                self._down_free[node] = there_s + message.num_bytes / self._nodes.uplink_bytes_s
-            message.at_s = max(there_s, self._ingress_free[dst]) + message.transfer_s
+            there_s = max(self._come(message, there_s), self._ingress_free[dst])
+            message.at_s = there_s + message.transfer_s
             self._ingress_free[dst] = message.at_s
         self._offer(message)
 

@@ -7,9 +7,7 @@ ranks' threads while these run.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +19,7 @@ from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.simulated.baton import Baton, shortened
 from lightning_dsgd.transport.simulated.endpoint import SimulatedTransport
 from lightning_dsgd.transport.simulated.faults import Faults
-from lightning_dsgd.transport.simulated.links import Links, Nodes
+from lightning_dsgd.transport.simulated.links import Links
 from lightning_dsgd.transport.simulated.processors import Processors
 from lightning_dsgd.transport.simulated.simulation import Fault, Simulation
 
@@ -30,20 +28,6 @@ R = TypeVar("R")
 
 class RankFailed(RuntimeError):
     """A rank of a simulated world failed; its own exception is the cause of this one."""
-
-
-@contextmanager
-def on_one_core() -> Iterator[None]:
-    """Keeps this process on one core: one rank runs at a time, and the baton passes faster."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {sorted(before)[os.getpid() % len(before)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 class SimulatedWorld:
@@ -66,7 +50,7 @@ class SimulatedWorld:
         detect_s: how long after a rank's end the others know of it
         heartbeat_timeout_s: how long after a rank's last sign of life the others give it up
         strict: a run that leaves messages that nobody received has failed
-        nodes: which ranks share a node and its uplink; by default each has its own
+        links: makes the links of all ranks, with no link but a rank's own by default
         processors: makes what communication takes of them; by default nothing
     """
 
@@ -85,7 +69,7 @@ class SimulatedWorld:
         detect_s: float = 0.01,
         heartbeat_timeout_s: float = 20.0,
         strict: bool = True,
-        nodes: Nodes | None = None,
+        links: Callable[..., Links] = Links,
         processors: Callable[[Baton], Processors] = Processors,
     ) -> None:
         if world_size < 1:
@@ -96,10 +80,6 @@ class SimulatedWorld:
                 f"positive, got latency_s={latency_s}, bandwidth_bytes_s={bandwidth_bytes_s} and "
                 f"size_scale={size_scale}"
             )
-        if nodes is not None and shared_link:
-            raise ValueError(
-                "shared_link=True must be left out with nodes, whose ranks share their uplink"
-            )
         self.world_size = world_size
         self.latency_s = latency_s
         self.bandwidth_bytes_s = bandwidth_bytes_s
@@ -109,7 +89,7 @@ class SimulatedWorld:
         self.detect_s = detect_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.strict = strict
-        self.nodes = nodes
+        self._links = links
         self._processors = processors
         self.undelivered = []
         self._faults: list[tuple[float, Fault]] = []
@@ -164,14 +144,13 @@ class SimulatedWorld:
     def _simulation(self) -> Simulation:
         baton = Baton(self.world_size + len(self._arrivals))
         faults = self._make_faults(baton)
-        links = Links(
+        links = self._links(
             baton,
             faults,
             self.latency_s,
             self.bandwidth_bytes_s,
             self.shared_link,
             self.message_bytes,
-            self.nodes,
         )
         return Simulation(baton, faults, links, self._processors(baton), self._arrivals)
 

@@ -1,13 +1,17 @@
-"""What communication takes of processors in a simulated world: stories as in `test_stories`."""
+"""What processors and nodes cost in a simulated world: stories as in `test_stories`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_dsgd.lab.simulate.machines import MACHINES
+from lightning_dsgd.lab.simulate.model import run
+from lightning_dsgd.lab.simulate.nodes import NodeLinks, Nodes
 from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.transport.simulated.test_stories import MB_S, PAIRS, Row, check
@@ -18,6 +22,7 @@ def shared(*args: Any, **kwargs: Any) -> Any:
 
 
 ADDS = {**MB_S, "processors": shared(cores=1, ranks=1, add_s_per_byte=1e-6, unpack_s_per_byte=2e-6)}
+INSIDE = {"latency_s": 0.0, "bandwidth_bytes_s": 1e8}
 STORIES: dict[str, Row] = {
     "work on a message overlaps with its way": (
         MB_S | {"processors": shared(1, 1, send_s_per_byte=4e-7, receive_s_per_byte=5e-7)},
@@ -41,12 +46,32 @@ STORIES: dict[str, Row] = {
         *({"latency_s": 0.25, "processors": shared(1, 4, send_s=1.0)}, PAIRS),
         [[1.0], [0.25], [2.0], [1.25]],
     ),
+    "ranks of a node share its uplink": (
+        MB_S | {"links": partial(NodeLinks, Nodes(2, uplink_bytes_s=1e6, **INSIDE))},
+        ["send 2 1000000", "send 3 1000000", "recv 0", "recv 1"],
+        [[], [], [1.0], [2.0]],
+    ),
+    "an uplink may be faster than a rank's link": (
+        MB_S | {"links": partial(NodeLinks, Nodes(2, uplink_bytes_s=1e9, **INSIDE))},
+        ["send 2 1000000", "send 3 1000000", "recv 0", "recv 1"],
+        [[], [], [1.0], [1.001]],
+    ),
+    "messages within a node do not take its uplink": (
+        *(MB_S | {"links": partial(NodeLinks, Nodes(2, uplink_bytes_s=1e6, **INSIDE))}, PAIRS),
+        [[0.0], [0.01], [0.0], [0.01]],
+    ),
 }
 
 
 @pytest.mark.parametrize("story", STORIES)
 def test_what_takes_how_long(story: str) -> None:
     check(*STORIES[story])
+
+
+def test_ranks_of_a_node_share_no_other_link() -> None:
+    machine = replace(MACHINES["emulated"], shared_link=True, node_size=2)
+    with pytest.raises(ValueError, match="shared_link=True must be left out with nodes"):
+        run("allreduce", 4, machine, 1)
 
 
 def test_what_is_received_into_its_place_is_worked_on_too() -> None:

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from lightning_dsgd.transport import ANY, PeerLost, Timeout
-from lightning_dsgd.transport.simulated import Killed, Nodes, SimulatedWorld
+from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
 
 HALF_S = {"latency_s": 0.5, "bandwidth_bytes_s": 1000.0}
 MB_S = {"bandwidth_bytes_s": 1e6}
-INSIDE = {"latency_s": 0.0, "bandwidth_bytes_s": 1e8}
 DTYPES, FAULTS = ("float32", "uint8", "int64"), ("delay", "kill", "drop")
 TEN_STEPS = "; ".join(["compute 1; sum"] * 10)
 PAIRS = ["send 1 1000000; now", "recv 0", "send 3 1000000; now", "recv 2"]
@@ -111,20 +110,6 @@ STORIES: dict[str, Row] = {
         [[], [("in vain", 30.0), 30.0]],
     ),
     "work where there are no costs": ({}, ["work 1"] * 4, [[1]] * 4),
-    "ranks of a node share its uplink": (
-        MB_S | {"nodes": Nodes(2, uplink_bytes_s=1e6, **INSIDE)},
-        ["send 2 1000000", "send 3 1000000", "recv 0", "recv 1"],
-        [[], [], [1.0], [2.0]],
-    ),
-    "an uplink may be faster than a rank's link": (
-        MB_S | {"nodes": Nodes(2, uplink_bytes_s=1e9, **INSIDE)},
-        ["send 2 1000000", "send 3 1000000", "recv 0", "recv 1"],
-        [[], [], [1.0], [1.001]],
-    ),
-    "messages within a node do not take its uplink": (
-        *(MB_S | {"nodes": Nodes(2, uplink_bytes_s=1e6, **INSIDE)}, PAIRS),
-        [[0.0], [0.01], [0.0], [0.01]],
-    ),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_dsgd.transport import TransportError
-from lightning_dsgd.transport.simulated import Nodes, SimulatedWorld
+from lightning_dsgd.transport.simulated import SimulatedWorld
 
 
 @pytest.mark.parametrize(
@@ -14,10 +14,6 @@ from lightning_dsgd.transport.simulated import Nodes, SimulatedWorld
         ({"world_size": 0}, "world_size must be at least 1, got 0"),
         ({"world_size": 2, "latency_s": -1.0}, "got latency_s=-1.0"),
         ({"world_size": 2, "bandwidth_bytes_s": 0.0}, "bandwidth_bytes_s=0.0"),
-        (
-            {"world_size": 2, "shared_link": True, "nodes": Nodes(2, 0.0, 1e9)},
-            "shared_link=True must be left out with nodes",
-        ),
     ],
 )
 def test_worlds_that_cannot_be(arguments, message):
