@@ -201,15 +201,13 @@ class Native:
 
     # ---- the starter ----
 
-    def launch(self, key: Key, lengths: Mapping[int, int] | None = None) -> None:
-        """Calls torch's collective, whose ticket has come."""
+    def launch(self, key: Key, lengths: Mapping[int, int]) -> None:
+        """Calls torch's collective, whose ticket has come; a pair's on the group of all ranks."""
         self._under_way = [work for work in self._under_way if not work.has_passed()]
         work = self._asked.pop(key)
         with self._net.blaming(work.describe()):
-            work.launch(self._groups[max(key[0], ALL)], self._port, lengths or {})
+            work.launch(self._groups[max(key[0], ALL)], self._port, lengths)
         self._under_way.append(work)
-
-    launch_pair = launch  # on the communicator of all ranks
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
         """Fails a collective in its thread, as ranks have asked for different ones."""

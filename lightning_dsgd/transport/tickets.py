@@ -91,12 +91,13 @@ _WORDS: Final = torch.empty(0, dtype=torch.int64)
 class Backend(Protocol):
     """What sums and broadcasts tensors on this rank."""
 
-    def launch(self, key: Key) -> None:
-        """Begins a collective that this rank's thread has asked for."""
-        ...
+    def launch(self, key: Key, lengths: Mapping[int, int]) -> None:
+        """Begins what this rank's thread has asked for.
 
-    def launch_pair(self, key: Key, lengths: Mapping[int, int]) -> None:
-        """Begins what this rank's thread and another rank's have asked for: so long is each's."""
+        Args:
+            key: names it
+            lengths: of what each of a pair sends; empty where all have asked for the same length
+        """
         ...
 
     def refuse(self, key: Key, least: Form, greatest: Form) -> None:
@@ -223,9 +224,9 @@ class Tickets:
         if self._me not in group.members:
             return
         if key[0] < 0 and least[:2] == greatest[:2]:
-            self._backend.launch_pair(key, {rank: n for _, _, n, rank in (least, greatest)})
+            self._backend.launch(key, {rank: n for _, _, n, rank in (least, greatest)})
         elif least[:-1] == greatest[:-1]:
-            self._backend.launch(key)
+            self._backend.launch(key, {})
         else:
             self._backend.refuse(key, least, greatest)
 

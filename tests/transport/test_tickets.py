@@ -78,12 +78,9 @@ class InOrder:
         self.tickets.ask(ticket, SUM if ticket == key else EXCHANGE, 0, len(x))
         return receipt
 
-    def launch_pair(self, ticket: Key, lengths: Mapping[int, int]) -> None:
-        assert lengths == dict.fromkeys(self.groups[self._arguments[ticket][2][0]], 3)
-        self.launch(ticket)
-
-    def launch(self, ticket: Key) -> None:
+    def launch(self, ticket: Key, lengths: Mapping[int, int]) -> None:
         x, net, key = self._arguments.pop(ticket)
+        assert lengths == (dict.fromkeys(self.groups[key[0]], 3) if ticket != key else {})
         self.launched.append(ticket)
         total = self._sums.all_reduce(x.clone(), self.groups[key[0]]).wait(math.inf)
         net.send(total, net.rank, tag=_tag(key))
