@@ -163,10 +163,8 @@ class Native:
             call: who takes part, and which of the group's collectives it is
             place: the place in the group of a broadcast's source; None: a sum
         """
-        number = self._numbers[call.members]
-        key = number, call.channel, call.number
         root = SUM if place is None else call.members[place]
-        work = NativeCollective(net, x, key, root, call.members)
+        work = NativeCollective(net, x, self._numbers[call.members], call, root)
         if place is None:
             own = len(x) * (call.me + 1) // call.size - len(x) * call.me // call.size
             sent, messages = len(x) - own + own * (call.size - 1), 2 * (call.size - 1)
@@ -262,9 +260,9 @@ class NativeCollective(Expected):
     Args:
         net: the endpoint on which the collective was called
         x: the argument and result
-        ticket: its group, its channel, and its number on that channel
+        group: the number of its group
+        call: who takes part, and which call it is
         root: the rank whose x all take, or SUM
-        members: the ranks of the group
     """
 
     tickets: Tickets
@@ -272,17 +270,11 @@ class NativeCollective(Expected):
     awaited = -1
     """For which rank its caller waits; -1: all."""
 
-    def __init__(
-        self,
-        net: ProcessTransport,
-        x: Tensor,
-        ticket: Key,
-        root: int,
-        members: Sequence[int],
-    ) -> None:
-        super().__init__(net.rank, ticket[1:], None)
-        self.net, self.x, self.ticket, self.root = net, x, ticket, root
-        self._members = members
+    def __init__(self, net: ProcessTransport, x: Tensor, group: int, call: Call, root: int) -> None:
+        super().__init__(net.rank, (call.channel, call.number), None)
+        self.net, self.x, self.root = net, x, root
+        self.ticket = group, call.channel, call.number
+        self._members, self._kind = call.members, call.kind
         self._y = x.float() if root == SUM and x.dtype == torch.float16 else x
         self._begin = time.monotonic()
         self._works: Sequence[Any] = ()
@@ -299,10 +291,9 @@ class NativeCollective(Expected):
     def describe(self) -> str:
         """Says in words which collective this is."""
         group, _, number = self.ticket
-        what = "all_reduce" if self.root == SUM else "broadcast"
         whose = "all ranks" if group == ALL else f"ranks {', '.join(map(str, self._members))}"
         path = self.net.path.strip("/")
-        return f"{what} number {number} of {whose}" + (f" [{path}]" if path else "")
+        return f"{self._kind} number {number} of {whose}" + (f" [{path}]" if path else "")
 
     @property
     def itemsize(self) -> int:

@@ -63,8 +63,7 @@ class Pair(NativeCollective):
     def __init__(self, net: ProcessTransport, x: Tensor, call: Call) -> None:
         number = pair_number(min(call.members), max(call.members), net.world_size)
         root = EXCHANGE if call.kind == "exchange" else call.members[0]
-        super().__init__(net, x, (number, call.channel, call.number), root, call.members)
-        self._kind = call.kind
+        super().__init__(net, x, number, call, root)
         self._peer = self.awaited = call.members[1 - call.me]
         self._theirs = x[:0]
 

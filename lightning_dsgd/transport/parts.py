@@ -44,8 +44,7 @@ class Parts(NativeCollective):
         call: Call,
     ) -> None:
         agreed, root = (into, GATHER) if to_each is None else (into[:0], SWAP)
-        super().__init__(net, agreed, (number, call.channel, call.number), root, call.members)
-        self._kind = call.kind
+        super().__init__(net, agreed, number, call, root)
         self._into, self._from_each = into, list(from_each)
         self._to_each = [len(x)] * call.size if to_each is None else list(to_each)
         self._sent = x.repeat(call.size) if to_each is None else x
@@ -54,10 +53,6 @@ class Parts(NativeCollective):
     def missing(self, left: set[int]) -> int | None:
         """Returns a member that has left, before the ticket is here."""
         return None if self._is_launching else min(left.intersection(self._members), default=None)
-
-    def describe(self) -> str:
-        """Says in words which collective this is."""
-        return super().describe().replace("broadcast", self._kind, 1)
 
     def call(self, group: Any, lengths: Mapping[int, int]) -> Sequence[Any]:
         """Sends and receives all parts in one call."""
