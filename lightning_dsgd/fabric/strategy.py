@@ -242,8 +242,6 @@ class FabricMixin(CollectivesMixin):
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
         has_replicas = any(isinstance(each, Optimizer) for each in state.values())
         with failing(self.session):
-            if self._loop.claimed is not None:
-                self._loop.claimed.save(checkpoint)
             save(
                 self.session,
                 self.checkpoint_io,

@@ -172,8 +172,6 @@ class decentralized(Loop):
         }
         if self._scaler is not None:
             checkpoint["scaler"] = self._scaler.state_dict()
-        if self.claimed is not None:
-            self.claimed.save(checkpoint)
         return checkpoint
 
     def load(self, path: str | Path) -> dict[str, Any]:

@@ -40,9 +40,6 @@ class CheckpointsMixin(LaunchedMixin):
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        claimed = session.training.claimed
-        if claimed is not None:
-            claimed.save(checkpoint)
         save(
             session,
             self.checkpoint_io,
