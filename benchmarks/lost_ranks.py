@@ -258,7 +258,7 @@ def main() -> None:
         name + "".join(f":{key}={value}" for key, value in SETTINGS.get(name, {}).items())
         for name in args.strategies.split(",")
     ]
-    made = provenance() | {"hyperparameters": in_force(specs)}
+    made = provenance() | {"hyperparameters": in_force(specs, [RANKS])}
     write_result(made | {"settings": settings | SETTINGS, "rows": rows}, args.output)
 
 

@@ -163,7 +163,7 @@ def main() -> None:
     for name, row in simulated.items():
         print(f"| {args.simulated}, simulated | `{name}` | | | {row['settle_s']:.2f} s | | "
               f"{row['messages']:.0f} |")  # fmt: skip
-    made = provenance() | {"hyperparameters": in_force(names)}
+    made = provenance() | {"hyperparameters": in_force(names, map(int, args.ranks.split(",")))}
     write_result(made | {"rows": rows, "simulated": simulated}, args.output)
 
 

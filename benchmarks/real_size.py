@@ -318,7 +318,7 @@ def taken_up(path: Path, job: Job, tuning_seed: int, specs: list[str]) -> Result
     results = opened(path)
     now = job.provenance()
     now["settings"] |= {"tuning_seed": tuning_seed}
-    algorithms = in_force(spec.replace(":data=claimed", "") for spec in specs)
+    algorithms = in_force((spec.replace(":data=claimed", "") for spec in specs), [job.ranks])
     before = results.report
     known = before.get("hyperparameters", {})
     others = [spec for spec in algorithms if known.get(spec, algorithms[spec]) != algorithms[spec]]

@@ -291,7 +291,7 @@ def main() -> None:
     away = killed["away_s"]
     settings = {k: v for k, v in vars(args).items() if k != "output"}
     rows = [{"run": "undisturbed", **alone}, {"run": "killed", **killed}]
-    made = provenance() | {"hyperparameters": in_force([args.strategy])}
+    made = provenance() | {"hyperparameters": in_force([args.strategy], [args.ranks])}
     write_result(made | {"settings": settings, "kept": kept, "rows": rows}, args.output)
     print(
         f"{args.strategy}: {killed['kills']} kills, {len(away)} ranks came back; kept "

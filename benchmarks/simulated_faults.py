@@ -317,7 +317,7 @@ def main() -> None:
         rows.append({**restarted(step_s, args, beside=beside), "step_s": step_s})
         print(rows[-1])
     settings = {k: v for k, v in vars(args).items() if k != "output"}
-    made = provenance() | {"hyperparameters": in_force(args.strategies.split(","))}
+    made = provenance() | {"hyperparameters": in_force(args.strategies.split(","), [args.ranks])}
     output = args.output or Path("docs/results/survival", name)
     write_result(made | {"settings": settings, "rows": rows}, output)
 

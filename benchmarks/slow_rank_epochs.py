@@ -150,7 +150,7 @@ def main() -> None:
     results = job.run(cells(specs, args.seeds), args.output)
     rows = summarize(results)
     print("\n" + table(rows))
-    made = job.provenance() | {"hyperparameters": in_force(specs)}
+    made = job.provenance() | {"hyperparameters": in_force(specs, [len(EQUALLY)])}
     finish(made | {"summary": rows, "cells": results}, args.output)
 
 

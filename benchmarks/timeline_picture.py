@@ -68,7 +68,7 @@ def main() -> None:
         window = (0.0, args.seconds)
         drawn = [picture.load(Path(folder, name), seconds=window) for name in specs]
         job.settings = settings  # without the folder, which is gone
-        report = job.provenance() | {"hyperparameters": in_force(specs)}
+        report = job.provenance() | {"hyperparameters": in_force(specs, [args.ranks])}
     args.picture.write_text(picture.svg(drawn))
     report["runs"] = [
         {"strategy": name, "steps_per_s": picture.steps_per_s(run), **picture.shares(run)}

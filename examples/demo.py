@@ -272,7 +272,7 @@ def main() -> None:
     from lightning_dsgd.lab.results import provenance, write_result
 
     figures = [{key: job[key] for key in job if key != "checkpoint"} for job in jobs]
-    made = provenance() | {"hyperparameters": in_force(STRATEGIES)}
+    made = provenance() | {"hyperparameters": in_force(STRATEGIES, [RANKS])}
     write_result(made | {"jobs": figures}, output / "demo.json")
     plot(best, targets, output / "accuracy.png")
     print(f"Accuracy over time: {output / 'accuracy.png'}")

@@ -112,12 +112,16 @@ def test_no_new_result_lacks_its_hyperparameters() -> None:
 
 
 def test_a_figure_of_other_defaults_is_told() -> None:
-    result = {"made": "2026-11-25T20:00:00+00:00", "hyperparameters": in_force(["wagma", "ddp"])}
+    result = {
+        "made": "2026-11-25T20:00:00+00:00",
+        "hyperparameters": in_force(["wagma", "ddp"], [8]),
+    }
     assert result["hyperparameters"].keys() == {"wagma"}
     del result["hyperparameters"]["wagma"]["paper"]  # an option that is new, and off
     assert measured_with(result) == "Measured on 2026-11-25 with today's defaults."
-    result["hyperparameters"]["wagma"] |= {"sync_period": 10}
+    result["hyperparameters"]["wagma"] |= {"sync_period": 10, "group_size": {"8": 2}}
     result["hyperparameters"]["wagmas"] = {}
     told = measured_with(result)
-    assert "with other defaults: `wagma` had sync_period=10, which is 100 now" in told
+    assert "with other defaults: `wagma` had group_size={'8': 2}, which is {'8': 4} now" in told
+    assert "`wagma` had sync_period=10, which is 100 now" in told
     assert "`wagmas` is refused now: " in told

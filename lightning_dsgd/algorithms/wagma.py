@@ -40,11 +40,8 @@ Nor is `wire_dtype`.  What is sent is the difference to the last global average,
 rounded; each rank keeps in its own weights what it has rounded off (`GroupSums` in
 primitives/quantised.py).
 
-The groups are told to the network at the start, where they are few: an engine such as NCCL then
-sums in them, once the lanes of all their ranks have asked.
-
-A step counts once the device has made it.  With `overlap` the training thread is a step ahead of
-its device at most.
+The groups are told to the network at the start, where they are few, for engines such as NCCL.  A
+step counts once the device has made it: with `overlap` a thread is at most a step ahead of that.
 
 Waits for the group's sum (`overlap=False`) and, every tau steps, for every rank.  Sends 2(S-1)/S
 |x| every g steps, 2(P-1)/P |x| at a global average instead, and log2 P activations of 24 bytes
@@ -218,8 +215,12 @@ class WAGMA(Algorithm):
             raise ValueError(
                 f"group_size must be at least 1 and no larger than {of_what}, got "
                 f"group_size={size} with {of_what}={most}; "
-                f"try group_size={topology.near_sqrt(most)}"
+                f"try group_size={self.usual_size(most)}"
             )
+
+    def usual_size(self, world_size: int) -> int:
+        """Returns the number of ranks in a group if `group_size` is None."""
+        return topology.near_sqrt(world_size)
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
@@ -228,7 +229,7 @@ class WAGMA(Algorithm):
             self.node = nodes.Node(net, nodes.ranks_per_node(self.node_size, conditions))
             net, x = self.node.across(net), self.node.shard(x)
         self.across = net  # where x is averaged: all of it among all, or a shard between nodes
-        self.size = self.group_size or topology.near_sqrt(net.world_size)
+        self.size = self.group_size or self.usual_size(net.world_size)
         self.step = 0  # of the rank that has made the most, where all stand still
         self.last_global = -1
         self.x = x
@@ -376,6 +377,8 @@ class WAGMA(Algorithm):
         if not self.overlap:
             self.mine.publish(self.x, version)
 
+    late = arrived
+
     def contribute(self, version: int) -> Tensor:
         contribution = self.mine.contribution()
         # With overlap, a rank may be ahead of the version that its lane is at.
@@ -389,10 +392,6 @@ class WAGMA(Algorithm):
         is_last = self.rule == "paper" and self.is_global(version)
         if not self.overlap and (in_time or is_last):
             self.mine.take(self.x)
-
-    def late(self, version: int) -> None:
-        if not self.overlap:
-            self.mine.publish(self.x, version)
 
     def settled(self, version: int) -> None:
         self.mine.publish(self.x, version)

@@ -9,16 +9,23 @@ from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
 
-def in_force(specs: Iterable[str]) -> dict[str, dict[str, Any]]:
+def in_force(specs: Iterable[str], ranks: Iterable[int]) -> dict[str, dict[str, Any]]:
     """Returns all hyperparameters of each strategy, as a result file records them.
 
-    Strategies of other packages are left out.
+    Strategies of other packages are left out.  Where a hyperparameter that is None stands for a
+    number that follows from the number of ranks, as `group_size` does, the numbers are recorded, by
+    each of these numbers of ranks.
     """
-    return {
-        spec: make_algorithm(spec).hyperparameters()
-        for spec in specs
-        if parse(spec)[0] in ALGORITHMS
-    }
+    sizes = sorted({*ranks})
+    return {spec: _all(spec, sizes) for spec in specs if parse(spec)[0] in ALGORITHMS}
+
+
+def _all(spec: str, ranks: Iterable[int]) -> dict[str, Any]:
+    algorithm: Any = make_algorithm(spec)
+    found: dict[str, Any] = algorithm.hyperparameters()
+    if found.get("group_size", 0) is None and not algorithm.hierarchical:
+        found["group_size"] = {str(size): algorithm.usual_size(size) for size in ranks}
+    return found
 
 
 def differences(result: dict[str, Any]) -> list[str]:
@@ -29,7 +36,8 @@ def differences(result: dict[str, Any]) -> list[str]:
     found = []
     for spec, then in result["hyperparameters"].items():
         try:
-            now = make_algorithm(spec).hyperparameters()
+            by_ranks = then.get("group_size")
+            now = _all(spec, map(int, by_ranks) if isinstance(by_ranks, dict) else ())
         except ValueError as error:
             found.append(f"`{spec}` is refused now: {error}")
             continue

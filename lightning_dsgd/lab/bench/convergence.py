@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     from lightning_dsgd.lab.in_force import in_force  # loads torch
 
     report = job.provenance(typed("lightning-dsgd bench convergence", argv))
-    report["hyperparameters"] = in_force(args.strategies.split(","))
+    report["hyperparameters"] = in_force(args.strategies.split(","), [args.ranks])
     report |= {"network": network, "monitor": workload.monitor, "target": args.target}
     report["higher_is_better"] = workload.higher_is_better
     report["summary"] = summarize(

@@ -324,11 +324,12 @@ def main(argv: list[str] | None = None) -> None:
     higher_is_better = _higher_is_better(args.task)
     options = {"tuning": tuning, "baseline": args.baseline, "higher_is_better": higher_is_better}
     best, others = curves(cells, **options)
+    num_ranks = (SITUATIONS[name].ranks for name in situations)
     choices = {"lrs": args.lrs, "stretch": args.stretch, "seeds": args.seeds}
     choices |= {"tuning_seeds": list(tuning), "baseline": args.baseline, "data": args.data}
     report = provenance(typed("lightning-dsgd bench target", argv)) | {
         "settings": settings | choices | {"situations": situations},
-        "hyperparameters": in_force(args.strategies.split(",")),
+        "hyperparameters": in_force(args.strategies.split(","), num_ranks),
         "higher_is_better": higher_is_better,
         "floors": {name: _floor_s(args, SITUATIONS[name]) for name in situations},
         "summary": summarize(cells, **options),

@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     from lightning_dsgd.lab.in_force import in_force  # loads torch
 
     report = job.provenance(typed("lightning-dsgd bench throughput", argv))
-    report["hyperparameters"] = in_force(args.strategies.split(","))
+    report["hyperparameters"] = in_force(args.strategies.split(","), [args.ranks])
     report["network"] = network
     if args.ranks > 1:
         report["link_check"] = check_link(results.pop(0), link)
