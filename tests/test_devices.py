@@ -84,9 +84,7 @@ def test_a_wait_ends_when_it_holds_when_it_is_late_and_when_the_check_raises() -
         until(holds.is_set, float("inf"), check)
 
 
-def test_a_wait_that_may_asks_seldom_and_ends_at_most_a_fiftieth_later(
-    monkeypatch,
-) -> None:
+def test_a_wait_that_may_asks_seldom_and_ends_at_most_a_fiftieth_later(monkeypatch) -> None:
     asked = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: asked[-1])
     monkeypatch.setattr(time, "sleep", lambda seconds: asked.append(asked[-1] + seconds))

@@ -354,9 +354,7 @@ def on_disk(*patterns: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for each in patterns for path in ROOT.glob(each)}
 
 
-def test_wheel_carries_package_recipes_examples_and_no_more(
-    wheel: zipfile.ZipFile,
-) -> None:
+def test_wheel_carries_package_recipes_examples_and_no_more(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert "lightning_dsgd/py.typed" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightning_dsgd"}

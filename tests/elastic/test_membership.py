@@ -117,15 +117,9 @@ class World:
     def join(self, rank: int) -> None:
         contacts = list(self.all_ranks)
         self.all_ranks.append(rank)
-        self.ranks[rank] = Membership(
-            rank,
-            contacts,
-            PATIENCE_S,
-            self.min_ranks,
-            self.now,
-            is_newcomer=True,
-            holds_joins=self.holds,
-        )
+        options = {"is_newcomer": True, "holds_joins": self.holds}
+        known = rank, contacts, PATIENCE_S, self.min_ranks, self.now
+        self.ranks[rank] = Membership(*known, **options)
         for dead in self.died | {r for r, m in self.ranks.items() if m.ended}:
             self.at(self.now + self.chance.uniform(0, 0.5), lambda d=dead: self.notice(rank, d))
         self.do(rank, lambda m: m.tick(self.now))
@@ -283,16 +277,8 @@ class World:
 
 
 EVENTS = (
-    "kill",
-    "kill",
-    "replace",
-    "suspect",
-    "cut",
-    "be_slow",
-    "be_slow",
-    "come",
-    "come",
-    "leave",
+    *("kill", "kill", "replace", "suspect", "cut"),
+    *("be_slow", "be_slow", "come", "come", "leave"),
 )
 GROUP_EVENTS = ("kill", "kill", "kill", "suspect", "cut", "be_slow")
 

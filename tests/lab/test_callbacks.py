@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from lightning_dsgd import CheckpointArtifacts, CommunicationMonitor, StragglerInjector
+from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.replica import flat
 from tests.support.fits import Plain, fit, run, strategy
 from tests.support.models import loader, trainer, weights
@@ -197,3 +198,12 @@ def test_every_ranks_figures_are_logged_at_the_end_of_each_epoch(tmp_path: Path)
             assert float(row[f"dsgd/rank_{rank:05d}/wait_s"]) >= 0
     first, second = (float(row["dsgd/rank_00002/bytes_sent"]) for row in rows)
     assert first == second
+
+
+# ---- the draw of the ranks that are delayed ----
+def test_a_draw_depends_on_the_seed_and_the_step_alone() -> None:
+    draws = [delayed_ranks(seed, step, 8, 2) for seed in (0, 1) for step in range(20)]
+    assert draws == [delayed_ranks(seed, step, 8, 2) for seed in (0, 1) for step in range(20)]
+    assert draws[:20] != draws[20:]
+    assert all(len(set(ranks)) == 2 for ranks in draws)
+    assert {rank for ranks in draws for rank in ranks} == set(range(8))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_dsgd.primitives import rounding
+from lightning_dsgd.primitives import quantised, rounding
 from lightning_dsgd.transport import TransportError
+from lightning_dsgd.transport.simulated import SimulatedWorld
 
 ROUNDED = pytest.mark.parametrize("wire_dtype", ["bfloat16", "int8", "int4"])
 UNITS = {"bfloat16": 2**-8, "int8": 2**-6, "int4": 2**-2}
@@ -55,3 +58,76 @@ def test_a_message_of_another_length_names_the_setting() -> None:
     x = values(64)
     with pytest.raises(TransportError, match="wire_dtype must be the same on all ranks"):
         rounding.decode(rounding.encode(x, "int8")[:-1], like=x)
+
+
+# ---- rounded averages: what they send, that all get the same, that nothing is lost ----
+def average(net: Any, n: int, wire_dtype: str, rounds: int) -> tuple[list[Tensor], Tensor, int]:
+    kept = quantised.keep(net, torch.zeros(n).double(), wire_dtype)
+    means = []
+    for k in range(rounds):
+        x = values(n, 10 * k + net.rank).double()
+        quantised.average(net, x, kept, wire_dtype)
+        means.append(x)
+    return means, torch.zeros(n) if kept is None else kept, net.counters.bytes_sent
+
+
+@ROUNDED
+@pytest.mark.parametrize(("world_size", "n"), [(1, 50), (3, 1040), (4, 2), (5, 320)])
+def test_averages_are_alike_and_with_what_is_kept_exact(
+    wire_dtype: str, world_size: int, n: int
+) -> None:
+    ranks = SimulatedWorld(world_size).run(average, n, wire_dtype, 4)
+    for k in range(4):
+        assert all(torch.equal(means[k], ranks[0][0][k]) for means, _, _ in ranks)
+    given = [values(n, 10 * k + rank) for k in range(4) for rank in range(world_size)]
+    arrived = sum(ranks[0][0]) * world_size + sum(kept for _, kept, _ in ranks)
+    torch.testing.assert_close(arrived, torch.stack(given).double().sum(0), rtol=0, atol=1e-13)
+
+
+@ROUNDED
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fewer_bytes_are_sent_by_the_factor_promised(wire_dtype: str, world_size: int) -> None:
+    n = 32 * world_size * 10
+    for _, _, sent in SimulatedWorld(world_size).run(average, n, wire_dtype, 1):
+        assert sent * 8 == 2 * (world_size - 1) / world_size * n * BITS[wire_dtype]
+
+
+def test_float32_is_the_transports_own_sum() -> None:
+    def mean(net: Any) -> Tensor:
+        x = values(10, net.rank)
+        quantised.average(net, x, quantised.keep(net, x, "float32"), "float32")
+        return x
+
+    expected = (values(10, 0) + values(10, 1)) / 2
+    assert all(torch.equal(x, expected) for x in SimulatedWorld(2).run(mean))
+
+
+def sums_in_groups(net: Any, wire_dtype: str) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """All ranks, then pairs that change, then all again; near each other, and far from zero."""
+    n = 32 * 4 * 5
+    sums, y = quantised.GroupSums(wire_dtype), values(n).double() * 1000
+    pairs = [sorted({net.rank, net.rank ^ distance}) for distance in (1, 2)]
+    before, after, sent = [], [], []
+    for k, group in enumerate([range(4), *pairs, range(4)]):
+        y += values(n, 100 * k + net.rank).double()
+        before.append(y.clone())
+        begin = net.counters.bytes_sent
+        sums.all_reduce(net, y, group)
+        y /= len(group)
+        sent.append(net.counters.bytes_sent - begin)
+        after.append(y.clone())
+    return before, after, sent
+
+
+@ROUNDED
+def test_sums_of_groups_conserve_the_mean_and_are_near_it(wire_dtype: str) -> None:
+    befores, afters, sents = zip(*SimulatedWorld(4).run(sums_in_groups, wire_dtype), strict=True)
+    for k in range(4):
+        given, got = (torch.stack([each[k] for each in all_]) for all_ in (befores, afters))
+        torch.testing.assert_close(got.mean(0), given.mean(0), rtol=0, atol=1e-10)
+    ends = torch.stack([each[3] for each in afters])
+    assert (ends - ends.mean(0)).abs().max() < 10 * UNITS[wire_dtype]  # and not 1000
+    n, bits = len(ends[0]), BITS[wire_dtype]
+    for sent in sents:
+        assert [each * 8 for each in sent[1:]] == [n * bits, n * bits, 2 * 3 / 4 * n * bits]
+        assert sent[0] * 8 == 2 * 3 / 4 * n * 64  # in full: there is no reference yet

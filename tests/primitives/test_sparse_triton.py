@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_dsgd import devices
 from lightning_dsgd.primitives import sparse
-
-ROOT = Path(__file__).parents[2]
+from tests.support.mpi import ended
 
 
 def run_oracle(device: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "tests/support/scripts/triton_oracle.py", device],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    command = [sys.executable, "tests/support/scripts/triton_oracle.py", device]
+    done = ended(command, **environment)
     assert done.stdout == "equal\n", done.stderr
 
 

@@ -34,9 +34,7 @@ def test_the_neighbours_on_the_ring_are_mutual_and_at_most_two() -> None:
 
 
 @pytest.mark.parametrize("world_size", UP_TO_40)
-def test_news_to_exponential_neighbours_reach_all_in_log_p_hops(
-    world_size: int,
-) -> None:
+def test_news_to_exponential_neighbours_reach_all_in_log_p_hops(world_size: int) -> None:
     known = {0}
     for _ in range(math.ceil(math.log2(world_size))):
         known |= {p for rank in known for p in topology.exponential_neighbours(rank, world_size)}

@@ -144,9 +144,7 @@ def take_sums(net: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor
     return g, algorithm.unapplied
 
 
-def test_eager_sgd_loses_no_sum_that_comes_within_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_eager_sgd_loses_no_sum_that_comes_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     [(applied, left)] = SimulatedWorld(1).run(take_sums, monkeypatch)
     assert (applied.item(), left.item()) == (1.0, 2.0)
 

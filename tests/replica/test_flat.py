@@ -418,9 +418,7 @@ def test_check_module_names_sparse_embeddings(embedding: type[nn.Embedding]) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_corrections_of_halves_add_up_and_a_zero_stays_zero(
-    dtype: torch.dtype,
-) -> None:
+def test_small_corrections_of_halves_add_up_and_a_zero_stays_zero(dtype: torch.dtype) -> None:
     parameters = nn.ParameterList([torch.tensor([0.0, 1.0, 1.0], dtype=dtype)])
     [flat] = widened(flatten(parameters.named_parameters()), LocalSGD())
     for _ in range(1000):

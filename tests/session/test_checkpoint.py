@@ -261,9 +261,7 @@ def train_and_measure(folder: str) -> dict[str, Any]:
     return {**result, "val_loss": float(sum(losses)) / len(losses)}
 
 
-def test_plain_lightning_uses_the_file_where_this_package_is_absent(
-    tmp_path: Path,
-) -> None:
+def test_plain_lightning_uses_the_file_where_this_package_is_absent(tmp_path: Path) -> None:
     results = FitWorld().run(2, train_and_measure, str(tmp_path))
     (seen,) = ParentWorld().run(1, use_without_this_package, str(tmp_path / "epoch=0.ckpt"))
     assert seen["ours"] == []
@@ -292,9 +290,7 @@ def test_the_file_holds_the_consensus_that_was_evaluated(name: str, tmp_path: Pa
         assert [result["evaluated"][epoch] for result in results] == [saved] * 3
 
 
-def test_a_checkpoint_after_fit_is_one_file_with_the_model_left(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_after_fit_is_one_file_with_the_model_left(tmp_path: Path) -> None:
     """Also where replicas of an older save lie: a resume starts from the file and says so."""
     path = str(tmp_path / "epoch=0.ckpt")
     finished = FitWorld().run(2, train_then_save, str(tmp_path), path)
@@ -788,9 +784,7 @@ def test_writing_in_the_background_saves_the_same(straight: Straight, tmp_path: 
 
 
 # ---- other callbacks' weights ----
-def test_a_moving_average_is_saved_as_the_mean_of_all_and_resumes(
-    tmp_path: Path,
-) -> None:
+def test_a_moving_average_is_saved_as_the_mean_of_all_and_resumes(tmp_path: Path) -> None:
     """After an epoch, and in its validation, while the consensus is shown.
 
     Lightning's callback saves the average as the model, and the model under a name of its own.

@@ -364,9 +364,7 @@ def save_a_stream(folder: str) -> tuple[int, int]:
     return steps, sum("a checkpoint by train_time_interval is left out" in text for text in said)
 
 
-def test_a_checkpoint_that_a_rank_is_too_short_for_is_left_out(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_that_a_rank_is_too_short_for_is_left_out(tmp_path: Path) -> None:
     """Streams of unknown, different lengths: rank 0 waits at the end of its training."""
     assert FitWorld().run(2, save_a_stream, str(tmp_path)) == [(40, 1), (100, 0)]
     for file in tmp_path.glob("*.ckpt"):

@@ -199,9 +199,7 @@ class Ending(Regression):
 
 
 @pytest.mark.parametrize("how", [SystemExit, KeyboardInterrupt])
-def test_forked_ranks_without_a_result_are_not_waited_for(
-    how: type[BaseException],
-) -> None:
+def test_forked_ranks_without_a_result_are_not_waited_for(how: type[BaseException]) -> None:
     (found,) = ParentWorld().outcomes(1, fit_and_end, how)
     assert "ProcessExitedException" in found.error
     assert "terminated with exit code 1" in found.error

@@ -263,9 +263,7 @@ def test_an_all_reduce_takes_three_steps_on_a_slow_link() -> None:
     assert SITUATIONS["random-16"].ranks == 16
 
 
-def test_ranks_wait_at_the_end_for_one_an_hour_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_wait_at_the_end_for_one_an_hour_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is longer than the time-out of a job."""
     monkeypatch.setitem(SITUATIONS, "slow-rank", Situation("one rank is far behind", slow=600.0))
     one = {"situation": "slow-rank", "strategy": "popsgd", "lr": 0.1, "seed": 0}

@@ -147,9 +147,7 @@ def test_a_rank_is_killed_and_the_other_replica_trains_to_the_end(
 
 
 @exhaustive
-def test_a_users_collective_fails_and_the_other_replica_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_a_users_collective_fails_and_the_other_replica_goes_on(tmp_path: Path) -> None:
     args = "local_sgd", str(tmp_path), 3, "on_validation_epoch_end", 3
     outcomes = WORLD.outcomes(4, fit, *args)
     assert check_left(outcomes, [3], tmp_path) == [0, 1]
