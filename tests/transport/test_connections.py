@@ -91,7 +91,7 @@ def send_a_lot_to_the_dying(net: Any) -> float:
 
 
 def test_a_message_that_is_half_sent_ends_with_its_reader() -> None:
-    outcomes = ProcessWorld(heartbeat_timeout_s=12.0).outcomes(2, send_a_lot_to_the_dying)
+    outcomes = ProcessWorld(heartbeat_timeout_s=6.0).outcomes(2, send_a_lot_to_the_dying)
     assert outcomes[0].error == ""
     assert outcomes[0].result < 50.0
 
@@ -125,11 +125,11 @@ def cut_off(
 @shaped
 def test_a_cut_between_two_ranks_is_noticed_by_all_within_the_heartbeat(tmp_path: Path) -> None:
     with Network(3, Link(1e9)) as nodes:
-        world = NodeWorld(timeout_s=60.0, heartbeat_timeout_s=12.0, nodes=nodes)
+        world = NodeWorld(timeout_s=60.0, heartbeat_timeout_s=8.0, nodes=nodes)
         results = world.run(3, cut_off, (1, 2), True, str(tmp_path))
     for lost, reason, seconds in results:
         assert lost in (1, 2)
-        assert reason.startswith("has not answered for 12 s on the link between rank ")
+        assert reason.startswith("has not answered for 8 s on the link between rank ")
         assert f"rank 1 at {nodes.address(1)}:" in reason
         assert f"rank 2 at {nodes.address(2)}:" in reason
         assert seconds < 45.0

@@ -355,7 +355,7 @@ def fail_to_launch(net: Any) -> tuple[str, list[str]]:
 
 
 def test_a_failed_launch_ends_all_and_leaves_nothing() -> None:
-    world = NativeWorld(timeout_s=60.0, heartbeat_timeout_s=12.0)  # for so long another is blamed
+    world = NativeWorld(timeout_s=60.0, heartbeat_timeout_s=8.0)  # for so long another is blamed
     for text, threads in world.run(3, fail_to_launch):
         assert text.startswith("rank 1 failed: RuntimeError: no such luck")
         assert threads == []

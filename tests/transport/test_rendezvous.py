@@ -89,11 +89,11 @@ def test_to_wait_for_a_rank_that_comes_late_prints_nothing(capfd) -> None:
 
 
 def test_who_does_not_start_is_named() -> None:
-    for seconds, end in survivors(outcomes(2, "never comes", 10.0), 2):
+    for seconds, end in survivors(outcomes(2, "never comes", 7.0), 2):
         assert end.startswith(
-            "Timeout: all 3 ranks must start within startup_timeout_s=10, but rank 2 did not come"
+            "Timeout: all 3 ranks must start within startup_timeout_s=7, but rank 2 did not come"
         )
-        assert seconds < 10.0 + 25.0
+        assert seconds < 7.0 + 25.0
 
 
 def test_where_rank_0_does_not_start_its_address_is_named() -> None:
