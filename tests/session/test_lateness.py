@@ -136,15 +136,10 @@ def train(
     heard = listen(least_s)
     seconds = step_s[int(os.environ["RANK"])]
     if face == "Trainer":
-        fit(
-            name,
-            lambda: Slow(seconds),
-            {"num_samples": 3 * 8 * NUM_STEPS},
-            max_epochs=2,
-            logger=CSVLogger(folder, name="", version=""),
-            log_every_n_steps=2,
-            callbacks=[dsgd.CommunicationMonitor(per_rank=True)],
-        )
+        monitor = dsgd.CommunicationMonitor(per_rank=True)
+        logging = {"logger": CSVLogger(folder, name="", version=""), "log_every_n_steps": 2}
+        samples = {"num_samples": 3 * 8 * NUM_STEPS}
+        fit(name, lambda: Slow(seconds), samples, max_epochs=2, callbacks=[monitor], **logging)
     else:
         batches = [(torch.ones(4, 10), torch.ones(4, 1))] * NUM_STEPS
         FACES[face](Loop(Slow(seconds), make_algorithm(name), batches, epochs=2))

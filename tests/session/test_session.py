@@ -57,16 +57,9 @@ from tests.support.worlds import ask_gloo
 def fit_uneven(
     name: str, num_batches: tuple[int, ...], make: Callable[..., Any], kwargs: dict[str, Any]
 ) -> tuple[Tensor, int, float]:
-    samples = 8 * num_batches[int(os.environ["RANK"])]
-    model, run = fit(
-        name,
-        make,
-        {"num_samples": samples},
-        {"num_samples": 32},
-        max_epochs=2,
-        use_distributed_sampler=False,
-        **kwargs,
-    )
+    samples = {"num_samples": 8 * num_batches[int(os.environ["RANK"])]}, {"num_samples": 32}
+    options = {"max_epochs": 2, "use_distributed_sampler": False, **kwargs}
+    model, run = fit(name, make, *samples, **options)
     everything = torch.cat([weights(model).double(), buffers(model)])
     return everything, run.global_step, float(run.callback_metrics["val_loss"])
 
@@ -99,12 +92,6 @@ class Pair(Adversaries):
         self.register_buffer("unused", torch.zeros(1))
 
 
-@pytest.mark.parametrize(("name", "make"), [("allreduce", TwoDtypes), ("local_sgd", Pair)])
-def test_models_of_several_parts_end_together_too(name: str, make: Callable[..., Any]) -> None:
-    ranks = run(2, fit_uneven, name, (3, 11), make, {})
-    assert same([x for x, _, _ in ranks])
-
-
 def fit_uneven_natively(name: str, make: Callable[..., Any]) -> tuple[Tensor, int]:
     num_sums = 0
     init, begin = ProcessGroupTransport.__init__, Native.begin
@@ -121,7 +108,11 @@ def fit_uneven_natively(name: str, make: Callable[..., Any]) -> tuple[Tensor, in
     return state, num_sums
 
 
-@cases("name, make", now=[("allreduce", Pair)], later=[*((n, TwoDtypes) for n in NAMES)])
+@cases(
+    "name, make",
+    now=[("allreduce", TwoDtypes), ("local_sgd", Pair)],
+    later=[("allreduce", Pair), *((name, TwoDtypes) for name in NAMES[1:])],
+)
 def test_several_parts_sum_by_torch_as_by_messages(name: str, make: Callable[..., Any]) -> None:
     """Over gloo as over NCCL: the parts of a rank that is out of batches sum in any order."""
     ranks = run(2, fit_uneven_natively, name, make)
@@ -129,7 +120,7 @@ def test_several_parts_sum_by_torch_as_by_messages(name: str, make: Callable[...
     if name in ("allreduce", "local_sgd"):
         assert all(num_sums > 10 for _, num_sums in ranks)
         by_messages = run(2, fit_uneven, name, (3, 11), make, {})
-        assert same([ranks[0][0], by_messages[0][0]])
+        assert same([ranks[0][0], *(state for state, *_ in by_messages)])
 
 
 class Metrics(Plain):
@@ -384,17 +375,11 @@ def fit_unevenly(case: str, folder: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            fit(
-                "allreduce",
-                given["make"],
-                {"num_samples": 8 * given["trains"][rank]},
-                val and {"num_samples": 8 * val[rank]},
-                max_epochs=2,
-                callbacks=[ModelCheckpoint(folder, **saves)] if saves else None,
-                enable_checkpointing=bool(saves),
-                use_distributed_sampler=False,
-                options={"timeout_s": 20},
-            )
+            samples = [num and {"num_samples": 8 * num[rank]} for num in (given["trains"], val)]
+            saving = {"callbacks": [ModelCheckpoint(folder, **saves)]} if saves else {}
+            saving |= {"enable_checkpointing": bool(saves), "use_distributed_sampler": False}
+            limits = {"max_epochs": 2, "options": {"timeout_s": 20}}
+            fit("allreduce", given["make"], *samples, **limits, **saving)
     except (ValueError, PeerLost) as error:  # PeerLost: another rank was first to notice
         return str(error)
     return "trained"
@@ -409,16 +394,9 @@ def test_what_makes_uneven_ranks_wait_for_each_other_is_refused(case: str, tmp_p
 # ---- callbacks that decide ----
 def fit_monitored(name: str, folder: str) -> tuple[str, float, float]:
     best = ModelCheckpoint(folder, monitor="val_loss")  # the name holds the number of steps
-    model, run = fit(
-        name,
-        Seeded,
-        {"num_samples": 8 * (5, 3)[int(os.environ["RANK"])]},
-        {"num_samples": 32},
-        max_epochs=2,
-        use_distributed_sampler=False,
-        callbacks=[best],
-        enable_checkpointing=True,
-    )
+    samples = {"num_samples": 8 * (5, 3)[int(os.environ["RANK"])]}, {"num_samples": 32}
+    options = {"callbacks": [best], "enable_checkpointing": True, "use_distributed_sampler": False}
+    model, run = fit(name, Seeded, *samples, max_epochs=2, **options)
     (metrics,) = run.validate(model, loader(32), ckpt_path="best", verbose=False)
     return best.best_model_path, float(best.best_model_score or 0), metrics["val_loss"]
 
@@ -456,16 +434,9 @@ class Stopping(Plain):
 
 
 def fit_early_stopping(name: str) -> tuple[int, int]:
-    stopping = EarlyStopping("own", patience=2)
-    _, run = fit(
-        name,
-        Stopping,
-        {"num_samples": 32},
-        {"num_samples": 16},
-        max_epochs=8,
-        callbacks=[stopping],
-        num_sanity_val_steps=0,
-    )
+    samples = {"num_samples": 32}, {"num_samples": 16}
+    options = {"callbacks": [EarlyStopping("own", patience=2)], "num_sanity_val_steps": 0}
+    _, run = fit(name, Stopping, *samples, max_epochs=8, **options)
     return run.current_epoch, run.global_step
 
 
@@ -525,14 +496,8 @@ class Taught(Seeded):
 
 def fit_taught(name: str, folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     saver = ModelCheckpoint(dirpath=folder, filename="taught", save_on_train_epoch_end=True)
-    model, _ = fit(
-        name,
-        Taught,
-        val={"num_samples": 16},
-        max_epochs=2,
-        enable_checkpointing=True,
-        callbacks=[saver],
-    )
+    options = {"callbacks": [saver], "enable_checkpointing": True}
+    model, _ = fit(name, Taught, val={"num_samples": 16}, max_epochs=2, **options)
     assert isinstance(model, Taught)
     own = torch.load(f"{folder}/taught.ckpt.replicas/rank_0000{os.environ['RANK']}.pt")
     teacher = torch.cat(
@@ -565,9 +530,7 @@ class Watching(Seeded):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before: list[Tensor] = []
-        self.during: list[Tensor] = []
-        self.after: list[Tensor] = []
+        self.before, self.during, self.after = [], [], []
 
     def everything(self) -> Tensor:
         return torch.cat([weights(self).double(), buffers(self)])
@@ -584,14 +547,8 @@ class Watching(Seeded):
 
 
 def fit_watching(name: str, options: dict[str, Any]) -> tuple[list[Tensor], ...]:
-    model, _ = fit(
-        name,
-        Watching,
-        val={"num_samples": 16},
-        val_check_interval=0.5,
-        max_epochs=2,
-        options=options,
-    )
+    limits = {"val_check_interval": 0.5, "max_epochs": 2}
+    model, _ = fit(name, Watching, val={"num_samples": 16}, options=options, **limits)
     assert isinstance(model, Watching)
     assert len(model.before) == 5  # the sanity check, and two an epoch
     return model.before, model.during, model.after

@@ -77,25 +77,11 @@ def accelerator_of(device: torch.device) -> Any:
         def get_device_stats(self, device: Any) -> dict[str, Any]:
             return {}
 
-        @staticmethod
-        def parse_devices(devices: int) -> int:
-            return devices
-
-        @staticmethod
-        def get_parallel_devices(devices: int) -> list[torch.device]:
-            return [device] * devices
-
-        @staticmethod
-        def auto_device_count() -> int:
-            return 1
-
-        @staticmethod
-        def is_available() -> bool:
-            return True
-
-        @staticmethod
-        def name() -> str:
-            return "one_device"
+        parse_devices = staticmethod(lambda devices: devices)
+        get_parallel_devices = staticmethod(lambda devices: [device] * devices)
+        auto_device_count = staticmethod(lambda: 1)
+        is_available = staticmethod(lambda: True)
+        name = staticmethod(lambda: "one_device")
 
     return "cpu" if device.type == "cpu" else OneDevice()
 
