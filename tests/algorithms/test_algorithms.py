@@ -31,9 +31,7 @@ from tests.support.worlds import ProcessWorld
 
 # An odd number of ranks, and what is not rounded, stand for all in `make test`.
 LATER = pytest.mark.exhaustive
-SIZES = pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(size, marks=LATER) for size in (1, 8))]
-)
+SIZES = cases("world_size", now=[3], later=[1, 8])
 
 
 def rows(

@@ -29,33 +29,22 @@ from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, ProcessWorld
 
 LATER = pytest.mark.exhaustive
-SIZES = pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=LATER), 3, pytest.param(8, marks=LATER)]
-)
-ALL: dict[str, Callable[..., ErrorFeedback]] = {
-    "oktopk": partial(OkTopk, threshold_period=4, repartition_period=8),
-    "oktopk_balanced": partial(OkTopk, threshold_period=4, repartition_period=8, balance_ratio=1.0),
-    "oktopk_bfloat16": partial(
-        OkTopk, threshold_period=4, repartition_period=8, wire_dtype="bfloat16"
-    ),
-    "oktopk_int8": partial(
-        OkTopk, threshold_period=4, repartition_period=8, wire_dtype="int8", rule="paper"
-    ),
-    "oktopk_paper": partial(OkTopk, threshold_period=4, repartition_period=8, rule="paper"),
-    "oktopk_int4_balanced": partial(
-        OkTopk, threshold_period=4, repartition_period=8, wire_dtype="int4", balance_ratio=1.0
-    ),
+SIZES = cases("world_size", now=[3], later=[1, 8])
+Make = Callable[..., ErrorFeedback]
+OFTEN = partial(OkTopk, threshold_period=4, repartition_period=8)
+ALL: dict[str, Make] = {
+    "oktopk": OFTEN,
+    "oktopk_balanced": partial(OFTEN, balance_ratio=1.0),
+    "oktopk_bfloat16": partial(OFTEN, wire_dtype="bfloat16"),
+    "oktopk_int8": partial(OFTEN, wire_dtype="int8", rule="paper"),
+    "oktopk_paper": partial(OFTEN, rule="paper"),
+    "oktopk_int4_balanced": partial(OFTEN, wire_dtype="int4", balance_ratio=1.0),
     "topk_allgather": TopkAllgather,
     "topk_dsa": TopkDSA,
     "gtopk": GTopk,
     "gaussian_topk": GaussianTopk,
 }
-NOT_NOW = (
-    "oktopk_balanced",
-    "oktopk_bfloat16",
-    "oktopk_int8",
-    "oktopk_paper",
-)  # but oktopk_int4_balanced
+NOT_NOW = [f"oktopk_{how}" for how in ("balanced", "bfloat16", "int8", "paper")]
 EVERY = pytest.mark.parametrize(
     "make",
     [
@@ -65,7 +54,7 @@ EVERY = pytest.mark.parametrize(
 )
 
 
-def rounds(make: Callable[..., ErrorFeedback]) -> bool:
+def rounds(make: Make) -> bool:
     return isinstance(make, partial) and "wire_dtype" in make.keywords
 
 
@@ -108,9 +97,7 @@ def on_one_rank(rank: int, step: int, n: int, world_size: int) -> Tensor:
 GRADIENTS = {"normal": normal, "in one region": in_one_region, "on one rank": on_one_rank}
 
 
-def drive(
-    net: Any, make: Callable[[], ErrorFeedback], gradient: Gradient, n: int, num_steps: int
-) -> dict[str, Any]:
+def drive(net: Any, make: Make, gradient: Gradient, n: int, num_steps: int) -> dict[str, Any]:
     """What a rank accumulated, was given and has left, and what it sent in each step."""
     algorithm = make()
     algorithm.start(net, torch.zeros(n))
@@ -225,9 +212,7 @@ def test_as_printed_thresholds_stay_for_their_period(paper: bool) -> None:
 
 
 @SIZES
-def test_reused_thresholds_serve_while_their_counts_allow(
-    world_size: int,
-) -> None:
+def test_reused_thresholds_serve_while_their_counts_allow(world_size: int) -> None:
     make = partial(OkTopk, density=0.05, threshold_period=7)
     ranks = simulate(world_size, make, normal, 4000, 30)
     for rank in ranks:
@@ -237,9 +222,7 @@ def test_reused_thresholds_serve_while_their_counts_allow(
 
 
 @pytest.mark.parametrize("world_size", [3, 5])
-def test_spreading_entries_evenly_changes_only_where_they_travel(
-    world_size: int,
-) -> None:
+def test_spreading_entries_evenly_changes_only_where_they_travel(world_size: int) -> None:
     plain, always, never = (
         simulate(world_size, partial(OkTopk, balance_ratio=ratio), on_one_rank, 2000, 5)
         for ratio in (4.0, 1.0, 1e9)
@@ -255,7 +238,7 @@ def test_spreading_entries_evenly_changes_only_where_they_travel(
 @SIZES
 @cases("density", now=[0.001, 0.3], later=[1.0])
 def test_what_was_accumulated_is_what_was_applied_and_what_is_left(
-    make: Callable[..., ErrorFeedback], world_size: int, density: float
+    make: Make, world_size: int, density: float
 ) -> None:
     ranks = simulate(world_size, partial(make, density=density), normal, 1000, 11)
     accumulated = torch.stack([rank["accumulated"] for rank in ranks]).sum(0)
@@ -267,7 +250,7 @@ def test_what_was_accumulated_is_what_was_applied_and_what_is_left(
 
 
 def drive_unevenly(
-    net: Any, make: Callable[[], ErrorFeedback], counts: list[int]
+    net: Any, make: Make, counts: list[int]
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """What this rank has computed and was given in each of its steps, and what it has left."""
     algorithm, made, given = make(), [], []
@@ -282,9 +265,7 @@ def drive_unevenly(
 
 
 @EVERY
-def test_the_last_rank_makes_steps_of_the_usual_size(
-    make: Callable[..., ErrorFeedback],
-) -> None:
+def test_the_last_rank_makes_steps_of_the_usual_size(make: Make) -> None:
     """And a gradient counts as one of those that were made with it, whenever it is applied."""
     counts = [32, *[30] * 7]
     made, given, left = zip(
@@ -299,7 +280,7 @@ def test_the_last_rank_makes_steps_of_the_usual_size(
 
 @EVERY
 @pytest.mark.parametrize("n", [1, 5])
-def test_there_may_be_fewer_entries_than_ranks(make: Callable[..., ErrorFeedback], n: int) -> None:
+def test_there_may_be_fewer_entries_than_ranks(make: Make, n: int) -> None:
     ranks = simulate(4, partial(make, density=0.01), normal, n, 9)
     assert any(g.any() for g in ranks[0]["given"])
 
@@ -310,7 +291,7 @@ def equal_ones(rank: int, step: int, n: int, world_size: int) -> Tensor:
 
 @EVERY
 @SIZES
-def test_equal_entries_take_turns(make: Callable[..., ErrorFeedback], world_size: int) -> None:
+def test_equal_entries_take_turns(make: Make, world_size: int) -> None:
     ranks = simulate(world_size, partial(make, density=0.1), equal_ones, 100, 10)
     given = torch.stack(ranks[0]["given"])
     limit = 100 if make is GaussianTopk else 12
@@ -326,9 +307,7 @@ def zeros_between(rank: int, step: int, n: int, world_size: int) -> Tensor:
 
 @EVERY
 @SIZES
-def test_zero_gradients_send_what_is_left(
-    make: Callable[..., ErrorFeedback], world_size: int
-) -> None:
+def test_zero_gradients_send_what_is_left(make: Make, world_size: int) -> None:
     ranks = simulate(world_size, partial(make, density=0.5), zeros_between, 200, 20)
     given = ranks[0]["given"]
     assert not any(g.any() for g in given[:3])
@@ -383,9 +362,7 @@ def diverging(rank: int, step: int, n: int, world_size: int, bad: float = torch.
 
 @EVERY
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_and_inf_are_found_before_a_send(
-    make: Callable[..., ErrorFeedback], bad: float
-) -> None:
+def test_nan_and_inf_are_found_before_a_send(make: Make, bad: float) -> None:
     gradient = partial(diverging, bad=bad)
     with pytest.raises(RankFailed, match="NaN or inf on rank 2 at step 6"):
         simulate(4, make, gradient, 1000, 9)
@@ -393,7 +370,7 @@ def test_nan_and_inf_are_found_before_a_send(
     assert [o.rank for o in outcomes if isinstance(o, PeerLost)] == [2, 2, 2]
 
 
-def drive_overflowing(net: Any, make: Callable[[], ErrorFeedback]) -> list[bool]:
+def drive_overflowing(net: Any, make: Make) -> list[bool]:
     algorithm = make()
     algorithm.start(net, torch.zeros(1000), Conditions(skips_overflow=True))
     skipped = []
@@ -406,7 +383,7 @@ def drive_overflowing(net: Any, make: Callable[[], ErrorFeedback]) -> list[bool]
 
 
 @EVERY
-def test_an_overflow_is_left_to_be_skipped_by_all(make: Callable[..., ErrorFeedback]) -> None:
+def test_an_overflow_is_left_to_be_skipped_by_all(make: Make) -> None:
     expected = [step == 5 for step in range(9)]
     assert SimulatedWorld(4).run(drive_overflowing, make) == [expected] * 4
 
@@ -535,9 +512,7 @@ def change_of(rank: int, step: int, n: int, world_size: int) -> Tensor:
     return coarse(rank, step, n, world_size) / 4
 
 
-def drive_locally(
-    net: Any, make: Callable[[], ErrorFeedback], counts: list[int], num_epochs: int = 1
-) -> dict[str, Any]:
+def drive_locally(net: Any, make: Make, counts: list[int], num_epochs: int = 1) -> dict[str, Any]:
     """Moves the weights by known changes, and settles after as many steps as this rank has."""
     algorithm, x = make(), torch.full((1000,), 3.0)
     rank, changed = Rank(net, algorithm, x), torch.zeros(1000, dtype=torch.float64)
@@ -558,7 +533,7 @@ def drive_locally(
 
 @EVERY
 @pytest.mark.parametrize("counts", [[7], [8, 3, 6], [0, 5, 5, 11]], ids=str)
-def test_no_local_change_is_lost(make: Callable[..., ErrorFeedback], counts: list[int]) -> None:
+def test_no_local_change_is_lost(make: Make, counts: list[int]) -> None:
     """The mean = the start - all changes + what the residuals have, which the end applies too."""
     local = partial(make, density=0.05, local_steps=4)
     ranks = SimulatedWorld(len(counts)).run(drive_locally, local, counts, 2)
@@ -572,9 +547,7 @@ def test_no_local_change_is_lost(make: Callable[..., ErrorFeedback], counts: lis
 
 
 @EVERY
-def test_nothing_is_sent_nor_changed_between_exchanges(
-    make: Callable[..., ErrorFeedback],
-) -> None:
+def test_nothing_is_sent_nor_changed_between_exchanges(make: Make) -> None:
     local = partial(make, density=0.05, local_steps=4)
     often = SimulatedWorld(3).run(drive_locally, local, [3] * 3, 6)
     once = SimulatedWorld(3).run(drive_locally, local, [18] * 3, 1)
@@ -604,7 +577,7 @@ def test_local_steps_with_exact_thresholds_equal_the_dense_computation(rule: str
 
 
 @EVERY
-def test_local_steps_with_all_entries_are_local_sgd(make: Callable[..., ErrorFeedback]) -> None:
+def test_local_steps_with_all_entries_are_local_sgd(make: Make) -> None:
     if rounds(make):
         make = OkTopk  # whose rounding stays in the residual
     local = partial(make, density=1.0, local_steps=4)
