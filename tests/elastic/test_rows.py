@@ -7,15 +7,14 @@ waits for the others of its replica, and a view that changes does not end that.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import lightning_dsgd as dsgd
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
@@ -28,18 +27,10 @@ from tests.support.thorough import times
 NUM_STEPS = 20
 LOOK_EVERY_S = 0.05
 HANGS_S = 300.0
-ALGORITHMS: dict[str, Callable[[], Any]] = {
-    "local_sgd": lambda: dsgd.LocalSGD(sync_period=3),
-    "diloco": lambda: dsgd.DiLoCo(sync_period=3, outer_lr=1.0, outer_momentum=0.5),
-    "dpsgd": dsgd.DPSGD,
-    "sgp": dsgd.SGP,
-    "wagma": dsgd.WAGMA,
-    "hpsgd": dsgd.HPSGD,
-    "adpsgd": dsgd.ADPSGD,
-    "popsgd": dsgd.PopSGD,
-    "popsgd, blocking": lambda: dsgd.PopSGD(blocking=True),
-    "no_sync": dsgd.NoSync,
-}
+ALGORITHMS = [
+    *("local_sgd:sync_period=3", "diloco:sync_period=3:outer_lr=1.0:outer_momentum=0.5", "dpsgd"),
+    *("sgp", "wagma", "hpsgd", "adpsgd", "popsgd", "popsgd:blocking=true", "no_sync"),
+]
 
 
 class Turn(Awaited):
@@ -113,7 +104,7 @@ def train(
     calls.hold_together(row)
     inside = calls.view.sub("replica")
     replica = SurvivingReplica(
-        *(column(inside), model, [optimizer], ALGORITHMS[name]()), everyone=inside
+        *(column(inside), model, [optimizer], make_algorithm(name)), everyone=inside
     )
     shown: list[Any] = []
     chance = random.Random(net.rank)
@@ -198,7 +189,7 @@ def doubt(name: str, num_replicas: int, num_shards: int, seed: int) -> None:
         assert all(torch.equal(x, xs[0]) for x in xs), what
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "wagma"])
+@pytest.mark.parametrize("name", [ALGORITHMS[0], "wagma"])
 def test_a_rank_that_lives_is_taken_for_lost_and_the_others_go_on(name: str) -> None:
     for seed in range(6):
         doubt(name, 2 + seed % 2, 2 + seed % 2, seed)

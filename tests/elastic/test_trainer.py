@@ -23,7 +23,7 @@ from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.sessions import TrainerSession
-from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS
+from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS, SURVIVES
 from tests.support.doomed import Doomed, Plan, await_leave
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import loader, trainer
@@ -62,31 +62,16 @@ def fit(
     model_type: type[Logging] = Logging,
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
-    train = trainer(
-        STRATEGIES[name](
-            timeout_s=60.0,
-            on_loss="continue",
-            min_ranks=min_ranks,
-            heartbeat_timeout_s=20.0,
-            **PERIODS.get(name, {}),
-        ),
-        devices,
-        max_epochs=NUM_EPOCHS,
-        callbacks=[
-            ModelCheckpoint(folder, "saved", save_last=True),
-            EarlyStopping("error", patience=100),
-            CommunicationMonitor(),
-        ],
-        enable_checkpointing=True,
-        logger=CSVLogger(folder, "logs"),
-        log_every_n_steps=1,
-    )
+    saver = ModelCheckpoint(folder, "saved", save_last=True)
+    callbacks = [saver, EarlyStopping("error", patience=100), CommunicationMonitor()]
+    options = {"enable_checkpointing": True, "callbacks": callbacks, "max_epochs": NUM_EPOCHS}
+    options |= {"logger": CSVLogger(folder, "logs"), "log_every_n_steps": 1}
+    given = SURVIVES | {"min_ranks": min_ranks} | PERIODS.get(name, {})
+    train = trainer(STRATEGIES[name](**given), devices, **options)
     model = model_type(folder, plans)
     train.fit(model, loader(256), loader(32))
     if train.strategy.session.ranks.has_changed:
-        with pytest.raises(
-            ValueError, match="a Trainer must not be used again once ranks were lost"
-        ):
+        with pytest.raises(ValueError, match="must not be used again once ranks were lost"):
             train.validate(model, loader(32), verbose=False)
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     return {

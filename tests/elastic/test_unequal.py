@@ -165,19 +165,8 @@ def train_in_cases() -> dict[str, list[Tensor]]:
         for train in FACES.values():
             model = Plain(momentum=0.0)
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0) if case == "scaled" else None
-            weighs = {"weigh_by": "samples"}
-            batches = batches_of(dist.get_rank())
-            train(
-                Loop(
-                    model,
-                    make_algorithm(spec),
-                    batches,
-                    scaler=scaler,
-                    options=weighs,
-                    epochs=2,
-                    **options,
-                )
-            )
+            given = {"scaler": scaler, "options": {"weigh_by": "samples"}, "epochs": 2, **options}
+            train(Loop(model, make_algorithm(spec), batches_of(dist.get_rank()), **given))
             found[case].append(weights(model))
     return found
 

@@ -68,22 +68,12 @@ def main(
     torch.set_num_threads(1)
     name, _, data = name.partition(":")
     period = {"sync_period": 4} if name == "local_sgd" else {}
-    train = trainer(
-        STRATEGIES[name](
-            timeout_s=60.0,
-            heartbeat_timeout_s=20.0,
-            on_loss="continue",
-            min_ranks=1,
-            max_ranks=max_ranks,
-            data=data or "equal",
-            **period,
-        ),
-        ranks,
-        num_nodes=nodes,
-        max_epochs=1000,
-        callbacks=[ModelCheckpoint(folder, "saved", save_last=True)],
-        enable_checkpointing=True,
-    )
+    survives = {"on_loss": "continue", "timeout_s": 60.0, "heartbeat_timeout_s": 20.0}
+    options = {"min_ranks": 1, "max_ranks": max_ranks, "data": data or "equal", **period}
+    saver = ModelCheckpoint(folder, "saved", save_last=True)
+    saving = {"callbacks": [saver], "enable_checkpointing": True}
+    strategy = STRATEGIES[name](**survives, **options)
+    train = trainer(strategy, ranks, num_nodes=nodes, max_epochs=1000, **saving)
     model = Steady(folder)
     train.fit(model, loader(nodes * ranks * 160), loader(32), ckpt_path=resume)
     end = {
