@@ -17,6 +17,8 @@ WITHIN_S = 120.0
 class Launched:
     """The supervisor of a script of this text, in a process that has torch loaded.
 
+    Ranks start from a process that has imported next to nothing, as that is soon done.
+
     Args:
         folder: for the script and what is said
         script: its text
@@ -36,7 +38,16 @@ class Launched:
         self.folder = folder
         file = folder / "script.py"
         file.write_text(script)
-        given = ["--logs", str(folder / "logs"), *options, str(file), str(to or folder), *arguments]
+        given = [
+            "--logs",
+            str(folder / "logs"),
+            "--imports",
+            "json",
+            *options,
+            str(file),
+            str(to or folder),
+            *arguments,
+        ]
         self.process = preloaded.Process(target=run, args=(str(folder), given))
 
     def __enter__(self) -> Launched:

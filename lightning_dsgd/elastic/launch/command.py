@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Final, NoReturn
 
+from lightning_dsgd.elastic.launch.reserve import IMPORTS, sets_variables
+
 _COMMANDS: Final = ("fit", "validate", "test", "predict")
 """The commands of `lightning-dsgd` that ranks can run in place of a script."""
 
@@ -75,6 +77,13 @@ def main(argv: list[str] | None = None) -> None:
         help="how often a rank that is lost is started again, counted anew once it has trained for "
         '10 minutes, with on_loss="continue" (default: %(default)s)',
     )
+    parser.add_argument(
+        "--imports",
+        metavar="MODULES",
+        help="what one process of the node imports before ranks start from it; by default "
+        f"{','.join(IMPORTS)}, but not for a script that sets variables before it imports torch or "
+        'Lightning; "" for nothing: each rank is a new interpreter',
+    )
     parser.add_argument("script", help=f"a Python file, or a command: {', '.join(_COMMANDS)}")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="for the script"
@@ -93,7 +102,13 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"the script must be a file, got {args.script}; name a Python file")
         command = [sys.executable, "-u", *(["-m", "lightning_dsgd"] if is_command else [])]
         command += [args.script, *args.arguments]
-        supervisor = Supervisor(command, place, args.logs, args.end_s, args.max_restarts)
+        if args.imports is not None:
+            imports = [name for name in args.imports.split(",") if name]
+        elif not is_command and sets_variables(Path(args.script)):
+            imports = []
+        else:
+            imports = list(IMPORTS)
+        supervisor = Supervisor(command, place, args.logs, args.end_s, args.max_restarts, imports)
         status = supervisor.run()
     except (ValueError, OSError, TransportError) as err:
         parser.error(str(err))

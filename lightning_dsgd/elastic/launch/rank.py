@@ -6,17 +6,15 @@ Each start writes a file of its own, `rank_3.0.log`; that of the node's first ra
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Final
+from typing import IO
 
-_PR_SET_PDEATHSIG: Final = 1
-_libc: Final = ctypes.CDLL(None)
+from lightning_dsgd.elastic.launch.reserve import Process, Reserve, die_with_parent
 
 
 class Rank:
@@ -27,15 +25,21 @@ class Rank:
         self.num_starts = 0
         self.num_counted = 0
         """The number of starts that count: see the head of `supervisor`."""
-        self.process: subprocess.Popen[bytes] | None = None
+        self.num_failures = 0
+        """How often in a row it has ended before it had trained for a while."""
+        self.process: Process | None = None
         self.status: int | None = None
         """The exit status of its newest process."""
         self.again_at: float | None = None
         """When the rank is to be started again."""
         self.log = Path()
         self._shown: IO[bytes] | None = None
+        self._groups: list[int] = []
+        """The groups of processes whose first one, the rank, has ended."""
 
-    def start(self, command: Sequence[str], variables: dict[str, str], logs: Path) -> None:
+    def start(
+        self, command: Sequence[str], variables: dict[str, str], logs: Path, reserve: Reserve
+    ) -> None:
         """Starts the rank's next process."""
         self.log = logs / f"rank_{variables['RANK']}.{self.num_starts}.log"
         self.num_starts += 1
@@ -43,27 +47,38 @@ class Rank:
         self.status, self.again_at = None, None
         self.show_rest()
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = reserve.take(variables, self.log) or subprocess.Popen(
                 command,
                 env={**os.environ, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def look(self) -> bool:
         """Returns whether the process has ended since the last look."""
+        self._forget_orphans()
         if self.process is None:
             return False
         status = self.process.poll()
         if status is None:
             return False
+        self._groups.append(self.process.pid)
         if status:
             self.signal(signal.SIGKILL)  # what it has started and left behind
         self.process, self.status = None, status
         return True
+
+    def _forget_orphans(self) -> None:
+        """Has the kernel forget processes of the rank that have ended after it."""
+        for group in list(self._groups):
+            try:
+                while os.waitpid(-group, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                self._groups.remove(group)
 
     def signal(self, signum: int) -> None:
         """Sends a signal: SIGKILL to all of the rank's processes, others to the rank itself."""
@@ -93,9 +108,3 @@ class Rank:
         if self._shown is not None:
             self._shown.close()
             self._shown = None
-
-
-def _die_with_parent() -> None:
-    """Has this child die with its parent; called before the child becomes the rank."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts what is in its background without
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -2,8 +2,9 @@
 
     a rank ends badly             on_loss="end": the others end too, by themselves, or after
                                   `end_s` by SIGTERM, and then by SIGKILL
-    a rank ends before training   on_loss="continue": the others go on, and it is started again,
-                                  after 1 s, then 2 s, 4 s, ..., `max_restarts` times at most;
+    a rank ends before training   on_loss="continue": the others go on, and it is started again, at
+                                  once, or after 1 s, 2 s, 4 s, ... where it has hardly trained,
+                                  `max_restarts` times at most;
                                   but for one that has left, as it got SIGTERM, and in a loop of
                                   the user's, which a rank cannot join
     no rank is left that trains   who is started again could only fail: all end; ranks do not count
@@ -18,6 +19,10 @@ The job has ended well only once they have said that training is over.
 
 **Which starts count.**  Once a rank has trained for `_FORGETS_AFTER_S`, its starts before that do
 not count any more: so each of many losses in weeks is followed by as many starts as the first.
+
+**Imports** are most of a rank's start, so one process makes them for all ranks of the node, before
+they start, and waits for those that start again (`reserve`).  On a machine with a GPU it begins
+once a training goes on that survives a loss, and serves ranks that start again alone.
 
 With `Place.joins` its ranks are none of the first: they get numbers behind these, and start once
 training goes on.
@@ -45,6 +50,7 @@ from typing import Any, Final, TypeVar
 
 from lightning_dsgd.elastic.launch.place import Place
 from lightning_dsgd.elastic.launch.rank import Rank
+from lightning_dsgd.elastic.launch.reserve import Reserve, has_device
 from lightning_dsgd.elastic.register import GOES_ON, OVER, SILENT_S, STOPPED, Register, Trained
 from lightning_dsgd.transport import TransportError
 
@@ -52,8 +58,11 @@ T = TypeVar("T")
 
 _LOOK_EVERY_S: Final = 0.05
 _SAY_LIVES_EVERY_S: Final = 2.0
+_IMPORTS_WITHIN_S: Final = 120.0
 _FIRST_BACKOFF_S: Final = 1.0
 _LONGEST_BACKOFF_S: Final = 60.0
+_HARDLY_S: Final = 10.0
+"""A rank that has trained for longer is started again at once."""
 _FORGETS_AFTER_S: Final = 600.0
 _TERM_S: Final = 10.0
 """How long a rank has between SIGTERM and SIGKILL."""
@@ -73,10 +82,18 @@ class Supervisor:
         logs: the folder of the ranks' logs
         end_s: how long ranks may take to end by themselves, once they are to end
         max_restarts: how often a rank is started again that has not trained for long since
+        imports: the modules that a process has imported from which ranks start; none: no such
+            process
     """
 
     def __init__(
-        self, command: Sequence[str], place: Place, logs: Path, end_s: float, max_restarts: int
+        self,
+        command: Sequence[str],
+        place: Place,
+        logs: Path,
+        end_s: float,
+        max_restarts: int,
+        imports: Sequence[str] = (),
     ) -> None:
         if max_restarts < 0:
             raise ValueError(f"--max-restarts must be at least 0, got {max_restarts}; try 3")
@@ -85,6 +102,8 @@ class Supervisor:
         self._command, self._place, self._logs, self._end_s = command, place, logs, end_s
         self._max_restarts = max_restarts
         self._ranks = [Rank(local) for local in range(place.ranks)]
+        self._reserve = Reserve(command[2:], imports, logs)
+        self._has_reserve = bool(imports)
         self._node, self._nodes, self._size = place.node, place.nodes, place.ranks
         """The numbers of this node, of the nodes at the start, and of the ranks on each of them."""
         begin = place.node * place.ranks
@@ -111,13 +130,17 @@ class Supervisor:
         self._logs.mkdir(parents=True, exist_ok=True)
         with self._take_signals(), self._serve():
             try:
+                if self._has_reserve and not has_device():
+                    self._begin_reserve()
+                    self._await_reserve()
                 for rank in self._ranks:
-                    rank.start(self._command, self._variables(rank.local), self._logs)
+                    self._start(rank)
                 _say(f"{len(self._ranks)} ranks started, logs in {self._logs}")
                 while any(rank.process or rank.again_at is not None for rank in self._ranks):
                     self._look()
                     time.sleep(_LOOK_EVERY_S)
             finally:
+                self._reserve.end()
                 self._bury()
                 self._say_ended()
             for rank in self._ranks:
@@ -127,6 +150,41 @@ class Supervisor:
             if status and self._first_to_fail is not None:
                 _say_why(self._first_to_fail)
             return status
+
+    # ---- the process from which ranks start ----
+
+    def _begin_reserve(self) -> None:
+        self._reserve.begin({"OMP_NUM_THREADS": self._variables(0)["OMP_NUM_THREADS"]})
+
+    def _await_reserve(self) -> None:
+        end = time.monotonic() + _IMPORTS_WITHIN_S
+        while self._reserve.has_begun and not self._reserve.is_ready and not self._signals:
+            self._reserve.look()
+            time.sleep(_LOOK_EVERY_S)
+            if time.monotonic() > end:
+                _say(
+                    f"the modules of --imports were not imported within {_IMPORTS_WITHIN_S:g} s; "
+                    "each rank imports them by itself"
+                )
+                return
+
+    def _look_after_reserve(self) -> None:
+        """Keeps a process ready from which a rank can start again."""
+        if not self._has_reserve:
+            return
+        try:
+            self._reserve.look()
+        except ValueError as err:
+            self._has_reserve = False
+            _say(str(err))
+        if self._has_reserve and not self._reserve.has_begun and self._survives():
+            self._begin_reserve()
+
+    def _survives(self) -> bool:
+        return self._how_training_stands() in GOES_ON
+
+    def _start(self, rank: Rank) -> None:
+        rank.start(self._command, self._variables(rank.local), self._logs, self._reserve)
 
     # ---- the store ----
 
@@ -234,6 +292,7 @@ class Supervisor:
         if self._say_lives_at <= now:
             self._say_lives_at = now + _SAY_LIVES_EVERY_S
             self._say_lives()
+            self._look_after_reserve()
         if self._judge_at <= now:
             self._judge_at = float("inf")
             self._end_if_nobody_trains()
@@ -266,6 +325,7 @@ class Supervisor:
         self._judge_at = time.monotonic() + _FIRST_BACKOFF_S
         if trained.seconds > _FORGETS_AFTER_S:
             rank.num_counted = 1
+        rank.num_failures = 0 if trained.seconds > _HARDLY_S else rank.num_failures + 1
         if self._asked(lambda register: register.has_left(number), default=False):
             _say(f"rank {number} has left, as it was told to")
         elif not self._kill_at:
@@ -291,14 +351,14 @@ class Supervisor:
                 f"{self._max_restarts}, and it has not trained for {_FORGETS_AFTER_S:g} s since"
             )
             return
-        backoff_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (rank.num_counted - 1))
-        rank.again_at = time.monotonic() + backoff_s
+        backoff_s = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (rank.num_failures - 1))
+        rank.again_at = time.monotonic() + backoff_s * (rank.num_failures > 0)
 
     def _start_again(self, rank: Rank) -> None:
         if self._how_training_stands() not in GOES_ON or not self._has_store:
             self._drop_restarts()
             return
-        rank.start(self._command, self._variables(rank.local), self._logs)
+        self._start(rank)
         _say(f"rank {self._number(rank)} started again: {rank.log}")
 
     def _drop_restarts(self) -> None:

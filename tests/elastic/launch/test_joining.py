@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.elastic.launch.reserve import IMPORTS
 from lightning_dsgd.session.checkpoint import replicas_folder
 from tests.support.launched import Launched, is_alive, until
 from tests.support.mpi import ROOT
@@ -27,7 +28,7 @@ def job(
     folder: Path, name: str, ranks: int, *options: str, nodes: int = 1, resume: str = ""
 ) -> Launched:
     arguments = (name, str(ranks), str(nodes), "", resume)
-    given = ("--ranks", str(ranks), "--nodes", str(nodes), *options)
+    given = ("--ranks", str(ranks), "--nodes", str(nodes), "--imports", ",".join(IMPORTS), *options)
     return Launched(folder, SCRIPT, *given, arguments=arguments)
 
 

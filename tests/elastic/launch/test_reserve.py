@@ -1,0 +1,135 @@
+"""Ranks that start from a process with its imports done, as new interpreters do, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from lightning_dsgd.elastic.launch.reserve import sets_variables
+from tests.elastic.launch.test_supervisor import TRAINS
+from tests.support.launched import Launched, is_alive, until
+
+FACTS = """
+import json, os, pickle, signal, sys, threading
+had = "torch" in sys.modules
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+class Pickled: pass
+
+def tell():
+    print(json.dumps({
+        "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(),
+        "main": [__file__, __name__, __spec__, type(__builtins__).__name__],
+        "pickled": pickle.loads(pickle.dumps(Pickled)) is sys.modules["__main__"].Pickled,
+        "names": sorted(set(globals()) - {"_"}), "excepthook": sys.excepthook is sys.__excepthook__,
+        "session": os.getsid(0) == os.getpgid(0) == os.getpid(),
+        "signals": [str(signal.getsignal(s)) for s in range(1, 32)],
+        "files": [os.readlink(f"/proc/self/fd/{n}") for n in range(3)],
+        "num_files": len(os.listdir("/proc/self/fd")),
+        "out": [sys.stdout.line_buffering, sys.stdout.write_through, sys.stderr.line_buffering],
+        "threads": [torch.get_num_threads(), threading.current_thread() is threading.main_thread()],
+        "rank_zero": rank_zero_only.rank, "nice": os.nice(0),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k != "MASTER_PORT"},
+    }, indent=1).replace("/" + sys.argv[2], ""))
+
+tell()
+if sys.argv[2] == "reserve": assert had
+rank = int(os.environ["RANK"])
+if rank == 1: raise ValueError("no")
+if rank == 2: sys.exit("a text")
+if rank == 3: os.kill(os.getpid(), signal.SIGINT); threading.Event().wait()
+def late(): threading.main_thread().join(); print("late")
+if rank == 4: threading.Thread(target=late).start(); sys.exit(7)
+if rank == 5: os.abort()
+"""
+
+
+def facts(folder: Path, *options: str) -> list[str]:
+    folder.mkdir()
+    arguments = (folder.name,)
+    with Launched(folder, FACTS, "--ranks", "6", *options, arguments=arguments) as job:
+        assert job.end() == 1
+    ends = [line for line in job.said("stderr").splitlines() if " ended with " in line]
+    logs = [job.said(f"logs/rank_{rank}.0.log") for rank in range(6)]
+    texts = [text.replace(str(folder), "") for text in [*sorted(ends), *logs]]
+    return [text.replace(f'"{folder.name}"', '"argument"') for text in texts]
+
+
+def test_a_rank_finds_and_leaves_what_one_in_a_new_interpreter_does(tmp_path):
+    new, forked = facts(tmp_path / "new", "--imports", ""), facts(tmp_path / "reserve", *DEFAULT)
+    assert len(new) == len(forked) == 11
+    for text, same in zip(new, forked, strict=True):
+        assert text == same
+
+
+DEFAULT = ("--imports", "lightning.pytorch,lightning_dsgd.trainer.named")
+
+# Each start tells its number and whether it was imported by the process that waits.
+WAITS = (
+    "import sys; had = 'slow' in sys.modules\n"
+    + TRAINS
+    + """
+tell(f"start_{os.getpid()}", str(had))
+while not Path(sys.argv[1], "over").exists(): time.sleep(0.05)
+if rank == "0": register.say_over()
+"""
+)
+SLOW = "import os, threading; from pathlib import Path\n"
+SLOW += 'Path(__file__).with_name(f"reserve_{os.getpid()}").touch()\n'
+THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
+
+
+@pytest.mark.parametrize("may_fork", [True, False])
+def test_a_rank_starts_again_with_its_imports_done(may_fork, tmp_path):
+    """Also where the process that has made them must not fork, or has been killed."""
+    (tmp_path / "slow.py").write_text(SLOW + THREAD * (not may_fork))
+    options = ("--ranks", "3", "--max-restarts", "1000", "--imports", "slow")
+
+    def starts() -> dict[int, bool]:
+        files = tmp_path.glob("start_*_1")
+        return {int(file.name.split("_")[1]): file.read_text() == "True" for file in files}
+
+    def kill(known: dict[int, bool], *processes: int) -> tuple[int, bool]:
+        """Returns the process that starts when these are killed, and what it had."""
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+        until(lambda: len(starts()) > len(known))
+        return (starts().items() - known.items()).pop()
+
+    with Launched(tmp_path, WAITS, *options, arguments=("joinable",)) as job:
+        newest = kill({})
+        assert newest[1] is may_fork
+        newest = kill(starts(), newest[0])
+        while not newest[1]:  # the process that waits was not ready yet
+            newest = kill(starts(), newest[0])
+        others = [int(file.name.split("_")[1]) for file in tmp_path.glob("reserve_*")]
+        waits = [pid for pid in others if pid not in starts() and is_alive(pid)]
+        kill(starts(), *waits, newest[0])
+        (tmp_path / "over").touch()
+        assert job.end() == 0, job.said("stderr")
+    until(lambda: not any(map(is_alive, [*starts(), *others])))
+
+
+def test_what_cannot_be_imported_is_refused(tmp_path):
+    with Launched(tmp_path, "", "--ranks", "1", "--imports", "nowhere") as job:
+        assert job.end() == 2
+    assert "got nowhere: ModuleNotFoundError: No module named 'nowhere'" in job.said("stderr")
+
+
+@pytest.mark.parametrize(
+    ("script", "sets"),
+    [
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport torch", True),
+        ("import os\nif 1:\n    os.environ.setdefault('MKL_NUM_THREADS', '4')", True),
+        ("import os\nimport torch\nos.environ['OMP_NUM_THREADS'] = '4'", False),
+        ("import os\nrank = os.environ['RANK']\nfrom torch import nn", False),
+        ("no Python", False),
+    ],
+)
+def test_a_script_that_sets_variables_first_imports_by_itself(script, sets, tmp_path):
+    (tmp_path / "script.py").write_text(script)
+    assert sets_variables(tmp_path / "script.py") is sets
