@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-from lightning_dsgd import hyperparameters
+from lightning_dsgd import hyperparameters, wings
 from lightning_dsgd.algorithms import ALGORITHMS
 
 
@@ -32,6 +32,7 @@ def strategies() -> list[dict[str, str]]:
     named: dict[str, list[str]] = {}
     for algorithm in ALGORITHMS.values():
         named.setdefault(algorithm.__module__.rpartition(".")[2], []).append(algorithm.name)
+    named |= {name: [name] for name in wings.ALGORITHMS}
     return [
         {first + (" and others" if others else ""): f"algorithms/{module}.md"}
         for module, (first, *others) in named.items()

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.lab.adaptive import own_rate
 from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.bench import target_tables
 from lightning_dsgd.lab.bench.situations import SITUATIONS
@@ -169,8 +170,15 @@ def known_accuracy() -> str:
     return text(accuracy.distilled(results)) + "\n"
 
 
+def known_at_its_rate() -> str:
+    """What `adaptive` holds of the results."""
+    results = (json.loads((ROOT / "docs/results" / name).read_text()) for name in own_rate.SOURCES)
+    return text(own_rate.distilled(results)) + "\n"
+
+
 def main() -> None:
     """All documents."""
+    (ROOT / "lightning_dsgd" / "lab" / "adaptive" / own_rate.FILE).write_text(known_at_its_rate())
     (ROOT / "lightning_dsgd" / "lab" / "advise" / accuracy.FILE).write_text(known_accuracy())
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = page.read_text()

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.agreement import average
@@ -58,6 +59,7 @@ class Conditions:
             as many steps as it has time for
         samples: where means are weighted by samples, of how many this rank's step is made; set
             before its gradient is, and only for an algorithm that `weighs_samples`
+        optimizer: what steps x, if that is known
     """
 
     ranks_per_node: int | None = None
@@ -65,6 +67,7 @@ class Conditions:
     gradient_counts: Tensor | None = None
     claims_batches: bool = False
     samples: Tensor | None = None
+    optimizer: Optimizer | None = None
 
 
 ORDINARY: Final = Conditions()

@@ -24,4 +24,4 @@ STRATEGIES: Final = make_all(DecentralizedStrategy, __name__)
 globals().update({strategy.__name__: strategy for strategy in STRATEGIES.values()})
 __all__ = ["DecentralizedStrategy", *(strategy.__name__ for strategy in STRATEGIES.values())]
 
-make_known("pytorch_lightning", STRATEGIES)
+make_known("pytorch_lightning", STRATEGIES, DecentralizedStrategy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 WINGS: Final = {
     "lab": "measures, predicts and draws trainings",
@@ -29,6 +29,8 @@ COMMANDS: Final = {
     "launch": "elastic.launch.command",
 }
 """The commands of `lightning-dsgd` that a wing carries out, and the module whose `main` does."""
+ALGORITHMS: Final = {"adaptive": "lab.adaptive"}
+"""The algorithms of wings, by name: the folder with the modules `algorithm` and `strategy`."""
 
 
 class WingMissing(ImportError):
@@ -52,3 +54,9 @@ def load(module: str, asked_for: str) -> ModuleType:
             f"{asked_for} needs the folder lightning_dsgd/{wing}, which {WINGS[wing]}, and this "
             "installation lacks it; install the whole package"
         ) from error
+
+
+def algorithm(name: str) -> Any:
+    """Returns the class of a wing's algorithm."""
+    home = load(f"{ALGORITHMS[name]}.algorithm", f'strategy="{name}"')
+    return getattr(home, name.capitalize())

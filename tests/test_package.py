@@ -40,7 +40,7 @@ CORE = {
     "agreement": "transport",
     "algorithm": "agreement hyperparameters transport",
     "primitives": "agreement algorithm buffers devices hyperparameters transport",
-    "algorithms": "agreement algorithm devices hyperparameters primitives transport",
+    "algorithms": "agreement algorithm devices hyperparameters primitives transport wings",
     "replica": "agreement algorithm devices primitives transport",
     "session": "agreement algorithm devices hyperparameters keywords primitives replica transport "
     "wings",
@@ -65,7 +65,7 @@ WINGS = {
 LAB_ON_RANKS = (
     "lab.advise.verify_cell lab.probe.ranks lab.bench.peer lab.bench.contestants "
     "lab.bench.throughput_cell lab.bench.convergence_cell lab.callbacks lab.timeline.step_trace "
-    "lab.checkpoint_artifacts lab.loggers lab.trackers"
+    "lab.checkpoint_artifacts lab.loggers lab.trackers lab.adaptive.strategy"
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {

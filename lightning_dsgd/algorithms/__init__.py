@@ -12,6 +12,7 @@ import warnings
 from importlib.metadata import entry_points
 from typing import Final
 
+from lightning_dsgd import wings
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.adpsgd import ADPSGD
 from lightning_dsgd.algorithms.allreduce import AllReduce
@@ -43,20 +44,22 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
 def make_algorithm(spec: str) -> Algorithm:
     """Makes an algorithm from its name and hyperparameters, as in `wagma:overlap=true`."""
     name, options = parse(spec)
-    if name not in ALGORITHMS:
+    all_names = [*ALGORITHMS, *wings.ALGORITHMS]
+    if name not in all_names:
         raise ValueError(
-            f"an algorithm must be one of {', '.join(ALGORITHMS)}, "
+            f"an algorithm must be one of {', '.join(all_names)}, "
             f"with hyperparameters as in wagma:overlap=true, got {spec!r}"
-            f"{did_you_mean(name, ALGORITHMS)}"
+            f"{did_you_mean(name, all_names)}"
         )
-    known = names(ALGORITHMS[name])
+    kind = ALGORITHMS.get(name) or wings.algorithm(name)
+    known = names(kind)
     for option, value in options.items():
         if option not in known:
             raise ValueError(
                 f"{name} has no option {option}, got {option}={value!r}; it takes "
                 f"{', '.join(known) or 'none'}{did_you_mean(option, known)}"
             )
-    algorithm = ALGORITHMS[name](**options)
+    algorithm: Algorithm = kind(**options)
     algorithm.check_hyperparameters()
     return algorithm
 

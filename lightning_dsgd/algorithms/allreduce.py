@@ -100,6 +100,7 @@ class AllReduce(Algorithm):
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.step = self.num_own = 0  # of the newest rank, and of this one
+        self.num_active = 0  # the weight of all gradients in the last sum
         self.wire = self.wire_dtype if net.world_size > 1 else "float32"
         wide = torch.promote_types(x.dtype, torch.float32)
         # What was rounded off, or comes from a training with another number of ranks.
@@ -118,6 +119,7 @@ class AllReduce(Algorithm):
         if self.background is None:
             total = num_active(self.net, active=self.weight, counts=counts)
             self.average(self.net, g, slice(0, len(g)), self.weight, total)
+            self.num_active = total
         else:
             self.background.hand_over(g, 0)
             self.background.take_mean(g)
@@ -319,6 +321,7 @@ class _Background:
 
     def _await(self) -> int:
         [total] = self._answers.popleft().wait().tolist()
+        self._owner.num_active = int(total)
         return int(total)
 
     # ---- the lane ----

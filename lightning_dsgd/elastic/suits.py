@@ -25,6 +25,12 @@ def check_survival(
             "training must be on CPUs to go on without a lost rank, as NCCL does not, got "
             f'on_loss="continue" on {device.type}; train on CPUs, or use on_loss="end"'
         )
+    if algorithm.name == "adaptive":
+        raise ValueError(
+            "ranks decide together with numbers of all, which a loss would break off, got "
+            'on_loss="continue" with strategy="adaptive"; use on_loss="end", or take what it '
+            "has chosen"
+        )
     fewest, most = min_ranks or 2, max_ranks or world_size
     if most < world_size:
         raise ValueError(

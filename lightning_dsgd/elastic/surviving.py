@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica import alike
@@ -69,10 +70,10 @@ class SurvivingReplica(Replica):
         """Returns a text that is equal for models with equal parameters, buffers and optimizers."""
         return alike.description(self.module, self._optimizers)
 
-    def _start(self, weights: FlatParameters) -> Algorithm:
+    def _start(self, weights: FlatParameters, optimizer: Optimizer) -> Algorithm:
         if self._is_new:  # until it knows with whom it begins
             return copy.copy(self._pattern)
-        return super()._start(weights)
+        return super()._start(weights, optimizer)
 
     def stop(self) -> None:
         """Ends the threads beside the training; never waits for another rank."""
@@ -126,7 +127,7 @@ class SurvivingReplica(Replica):
         for part in self.parts:
             state = {} if was_new else part.algorithm.state_dict()
             scaled = part.scaling.state_dict()
-            part.algorithm = self._start(part.weights)
+            part.algorithm = self._start(part.weights, part.optimizer)
             part.scaling = self._start_scaling(part.weights)
             if not was_new:
                 part.algorithm.carry_over(state, (members or net).world_size)

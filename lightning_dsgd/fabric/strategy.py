@@ -30,7 +30,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dsgd import keywords
+from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.fabric.collectives import CollectivesMixin, FabricSession
@@ -317,10 +317,11 @@ class FabricStrategy(FabricMixin, DDPStrategy):
 def make_known(package: str, strategy: type) -> None:
     """Makes the algorithms' names known to one of the packages that have a Fabric."""
     registry = import_module(f"{package}.strategies").STRATEGY_REGISTRY
-    for name, algorithm in ALGORITHMS.items():
-        description = (inspect.getdoc(algorithm) or "").splitlines()[0]
+    every = [*ALGORITHMS, *wings.ALGORITHMS]
+    for name in every:
+        description = (inspect.getdoc(ALGORITHMS.get(name)) or name).splitlines()[0]
         registry.register(name, strategy, description, override=True, algorithm=name)
-    names.hint_in(f"{package}.connector", "_Connector", ALGORITHMS)
+    names.hint_in(f"{package}.connector", "_Connector", every)
 
 
 make_known("lightning.fabric", FabricStrategy)

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.lab.adaptive.algorithm import Adaptive
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ _NOT_SAID: Final = Profile("-", "-", "-", "-", "-")
 _NARROW: Final = 130
 """Columns of a terminal below which the table's cells would break words."""
 _INDENTED: Final[Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
+_ALL: Final[dict[str, type[Algorithm]]] = {**ALGORITHMS, Adaptive.name: Adaptive}
 _SHARES: Final = (0, 26, 17, 17, 18, 17, 25)
 """Each column's share of the width that the names leave."""
 
@@ -65,7 +67,7 @@ def row(algorithm: type[Algorithm]) -> tuple[str, ...]:
 
 def records(name: str | None) -> list[dict[str, Any]]:
     """Returns what the table and the details say, for programs: of one strategy, or of all."""
-    chosen = ALGORITHMS.values() if name is None else [strategy_called(name, ALGORITHMS)]
+    chosen = _ALL.values() if name is None else [strategy_called(name, _ALL)]
     names = [column.replace(" ", "_") for column in COLUMNS]
     return [
         {
@@ -80,7 +82,7 @@ def records(name: str | None) -> list[dict[str, Any]]:
 def table() -> str:
     """Returns the table for a terminal, as wide as the terminal; a list where that is narrow."""
     width = shutil.get_terminal_size((150, 24)).columns
-    rows = [row(algorithm) for algorithm in ALGORITHMS.values()]
+    rows = [row(algorithm) for algorithm in _ALL.values()]
     if width < _NARROW:
         return "\n\n".join(_entry(cells, width) for cells in rows)
     name_width = max(len(name) for name, *_ in rows)
@@ -128,7 +130,7 @@ def markdown(pages: str, columns: tuple[str, ...] = COLUMNS) -> str:
 
 def describe(name: str) -> str:
     """Describes a strategy: how to create it, its hyperparameters, its module's docstring."""
-    algorithm = strategy_called(name, ALGORITHMS)
+    algorithm = strategy_called(name, _ALL)
     arguments = hyperparameters.arguments(algorithm)
     defaults = (f"{f.name}={f.default!r}" for f in fields(algorithm))  # type: ignore[arg-type]
     module = inspect.getdoc(inspect.getmodule(algorithm)) or ""

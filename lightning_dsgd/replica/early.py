@@ -65,6 +65,8 @@ class EarlyGradients:
 
     @torch.no_grad()
     def _is_made(self, index: int, parameter: Tensor) -> None:
+        if not self._current().takes_pieces:  # any more, or yet
+            return
         if index in self._made:
             raise ValueError(
                 "overlap=True needs one backward pass per step, got a second one for parameter "

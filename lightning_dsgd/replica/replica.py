@@ -120,16 +120,16 @@ class Replica:
             names.setdefault(parameter, f"optimizer parameter {index}")
         flats = self._layout.flatten((name, p) for p, name in names.items())
         self._parts[id(optimizer)] = [
-            Part(weights, self._start(weights), self._start_scaling(weights), optimizer)
+            Part(weights, self._start(weights, optimizer), self._start_scaling(weights), optimizer)
             for weights in widened(flats, self._pattern)
         ]
         self._trained[id(optimizer)] = list(map(id, mine))
 
-    def _start(self, weights: flat.FlatParameters) -> Algorithm:
+    def _start(self, weights: flat.FlatParameters, optimizer: Optimizer) -> Algorithm:
         self._num_builds += 1
         algorithm = copy.copy(self._pattern)
         counts = weights.num_gradients() if algorithm.counts_gradients else None
-        conditions = replace(self._conditions, gradient_counts=counts)
+        conditions = replace(self._conditions, gradient_counts=counts, optimizer=optimizer)
         algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
         return algorithm
 

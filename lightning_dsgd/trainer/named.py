@@ -13,10 +13,11 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from inspect import Parameter
 from typing import Any, Final, get_type_hints
 
-from lightning_dsgd import hyperparameters, keywords
+from lightning_dsgd import hyperparameters, keywords, wings
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import ALGORITHMS, warn_of_one_left_out
 from lightning_dsgd.trainer import names
@@ -82,14 +83,22 @@ def make_all(base: type, module: str) -> dict[str, type]:
     return made
 
 
-def make_known(package: str, strategies: Mapping[str, type]) -> None:
+def of_wing(name: str, base: type, **given: Any) -> Any:
+    """Makes the strategy of a wing, which is loaded for it."""
+    home: Any = wings.load(f"{wings.ALGORITHMS[name]}.strategy", f'strategy="{name}"')
+    return home.made(base)(**given)
+
+
+def make_known(package: str, strategies: Mapping[str, type], base: type) -> None:
     """Makes the strategies' names known to the Trainer of one of Lightning's packages."""
     registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
     for name, strategy in strategies.items():
         description = (strategy.__doc__ or "").splitlines()[0]
         registry.register(name, strategy, description=description, override=True)
+    for name in wings.ALGORITHMS:
+        registry.register(name, partial(of_wing, name, base), description=name, override=True)
     connectors = f"{package}.trainer.connectors.accelerator_connector"
-    names.hint_in(connectors, "_AcceleratorConnector", strategies)
+    names.hint_in(connectors, "_AcceleratorConnector", [*strategies, *wings.ALGORITHMS])
 
 
 STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = make_all(
@@ -100,4 +109,4 @@ STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = make_all(
 globals().update({strategy.__name__: strategy for strategy in STRATEGIES.values()})
 __all__ = ["STRATEGIES", *(strategy.__name__ for strategy in STRATEGIES.values())]
 
-make_known("lightning.pytorch", STRATEGIES)
+make_known("lightning.pytorch", STRATEGIES, DecentralizedStrategy)

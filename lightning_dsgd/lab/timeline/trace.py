@@ -60,6 +60,7 @@ class Trace:
         about: the file's first line
         steps: the steps in their order
         end: why the file ends; empty where the run was killed
+        decisions: what `adaptive` has decided, and when
     """
 
     rank: int
@@ -67,6 +68,7 @@ class Trace:
     about: dict[str, Any]
     steps: tuple[Step, ...]
     end: str
+    decisions: tuple[tuple[float, str], ...] = ()
 
 
 def read_folder(folder: Path) -> list[Trace]:
@@ -108,6 +110,7 @@ def _head(path: Path) -> dict[str, Any]:
 def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
     lines = path.read_text(encoding="ascii").splitlines(keepends=True)
     shift_s, steps, end = float(head["origin_s"]) - origin_s, [], ""
+    decisions: list[tuple[float, str]] = []
     sums: dict[int, list[tuple[float, float, int]]] = {}
     for number, line in enumerate(lines[1:], 2):
         if not line.endswith("\n"):
@@ -115,13 +118,16 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
         record = _parsed(path, number, line)
         if "end" in record:
             end = str(record["end"])
+        elif "decision" in record:
+            decisions.append((1e-6 * record["at"] + shift_s, str(record["decision"])))
         else:
             steps.append(_step(record, shift_s))
             for begin, over, num_bytes, step in record.get("sum", ()):
                 made = 1e-6 * begin + shift_s, 1e-6 * over + shift_s, num_bytes
                 sums.setdefault(step, []).append(made)
     steps = [replace(step, sum=tuple(sums.get(step.number, ()))) for step in steps]
-    return Trace(int(head["rank"]), int(head["world_size"]), head, tuple(steps), end)
+    rank, world_size = int(head["rank"]), int(head["world_size"])
+    return Trace(rank, world_size, head, tuple(steps), end, tuple(decisions))
 
 
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:

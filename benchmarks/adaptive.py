@@ -1,0 +1,174 @@
+"""How soon `adaptive` is as good as all-reduce, in situations that stay and in some that change.
+
+    python benchmarks/adaptive.py --seeds 3 --output docs/results/adaptive/adaptive.json
+
+Digits, 8 ranks of the simulated world, 120 steps in epochs of 30, as `lightning-dsgd bench target`
+has it.  `adaptive` and all-reduce have all-reduce's best learning rate, 0.8.  The fixed choices
+have what is best for each in docs/time_to_target.md, or all-reduce's, "at 0.8".  In rows with
+"claimed" ranks claim their batches.
+
+appears   nobody is late; from the middle of each rank's steps on, one rank takes twice as long
+ceases    two of eight random ranks are late; from the middle on nobody is
+link      a fast link; from the middle on an all-reduce takes 3 steps
+
+end       virtual seconds until training ends, over all-reduce's, mean over the seeds
+quality   to all of all-reduce's quality with the same seed, over all-reduce's time, geometric mean;
+          a seed that does not get there counts as the time limit
+
+A run that was interrupted goes on when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.lab.bench import target_cell
+from lightning_dsgd.lab.bench.cells import Cell, finish, measured
+from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
+from lightning_dsgd.lab.bench.small_tasks import TASKS
+from lightning_dsgd.lab.bench.target_rows import label, to_target
+from lightning_dsgd.lab.results import provenance
+from lightning_dsgd.transport.simulated import SimulatedWorld, on_one_core
+
+STEPS, EPOCH, OWN = 120, 30, 0.8
+SETTINGS = {"task": "digits", "steps": STEPS, "epoch_steps": EPOCH, "validation_s": 1.0}
+
+
+@dataclass(frozen=True)
+class Changing(Situation):
+    """One situation for the first half of a rank's steps, and another one after it."""
+
+    before: Situation | None = None
+    after: Situation | None = None
+
+    def at(self, is_late: bool) -> Situation:
+        now = self.after if is_late else self.before
+        assert now is not None
+        return now
+
+    def step_s(self, seed: int, step: int, rank: int) -> float:
+        return self.at(step >= STEPS // 2).step_s(seed, step, rank)
+
+
+ALIKE = Situation("nobody is late")
+ALL: dict[str, Situation] = {
+    "alike": ALIKE,
+    **{name: SITUATIONS[name] for name in ("random", "slow-rank", "heavy-tail", "slow-link")},
+    "appears": Changing("a slow rank appears", before=ALIKE, after=SITUATIONS["slow-rank"]),
+    "ceases": Changing("stragglers cease", before=SITUATIONS["random"], after=ALIKE),
+    "link": Changing("a link becomes slow", before=ALIKE, after=SITUATIONS["slow-link"]),
+}
+WIDE = "wagma:overlap=true:group_size=8"
+ROWS: list[Cell] = [
+    {"strategy": "allreduce", "lr": OWN},
+    {"strategy": "adaptive", "lr": OWN},
+    {"strategy": "adaptive", "lr": OWN, "data": "claimed"},
+    {"strategy": "allreduce:wire_dtype=int8:overlap=true", "lr": OWN},
+    {"strategy": WIDE, "lr": 0.6, "data": "claimed"},
+    {"strategy": WIDE, "lr": OWN, "data": "claimed"},
+    {"strategy": "adpsgd", "lr": 0.4, "data": "claimed"},
+]
+
+
+class Training(target_cell.Training):
+    """Trains in a situation that may change, and tells `adaptive` the steps of an epoch."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__(TASKS["digits"], SITUATIONS["random"], cell, SETTINGS)
+        self.situation = ALL[cell["situation"]]
+        spec = cell["strategy"]
+        spec += f":epoch_steps={EPOCH}" if spec == "adaptive" else ""
+        self.algorithms = [make_algorithm(spec) for _ in range(self.situation.ranks)]
+
+    def bytes_of(self, x: torch.Tensor) -> float:
+        """What a message counts for: more, once the link is slow."""
+        situation = self.situation
+        if isinstance(situation, Changing):
+            situation = situation.at(self.num_done >= STEPS * len(self.x) // 2)
+        return x.nbytes * situation.allreduce_s / ALIKE.allreduce_s
+
+
+def run(cell: Cell) -> Cell:
+    training = Training(cell)
+    link = target_cell.bandwidth_bytes_s(training.x[0], ALIKE)
+    world = SimulatedWorld(
+        8, target_cell.LATENCY_S, link, timeout_s=1e9, message_bytes=training.bytes_of
+    )
+    with on_one_core():
+        rates = world.run(training.run)
+    decisions = getattr(training.algorithms[0], "decisions", [])
+    return training.curve | target_cell.figures(training, rates) | {"decisions": decisions}
+
+
+def measure(cells: Sequence[Cell]) -> Iterator[Cell]:
+    for cell in cells:
+        yield {**cell, **run(cell)}
+
+
+def name_of(cell: Cell) -> str:
+    at = f" at {cell['lr']:g}" if cell["lr"] != OWN or cell["strategy"] == WIDE else ""
+    return label(cell) + at
+
+
+def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    found = []
+    for situation in ALL:
+        here = [cell for cell in cells if cell["situation"] == situation]
+        base = [cell for cell in here if cell["strategy"] == "allreduce"]
+        if not base:
+            continue
+        for name in dict.fromkeys(map(name_of, here)):
+            mine = [cell for cell in here if name_of(cell) == name]
+            seeds = {cell["seed"]: cell["seconds"][-1] for cell in base}
+            ends = [cell["seconds"][-1] / seeds[cell["seed"]] for cell in mine]
+            row = {"situation": situation, "strategy": name, "seeds": len(mine)}
+            row["end"] = round(statistics.mean(ends), 3)
+            for key, share in (("99", 0.99), ("quality", 1.0)):
+                there = to_target(mine, base, share, higher_is_better=True)
+                row |= {key: round(there["share"], 3), f"reached_{key}": there["reached"]}
+            found.append(row)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--situations", default=",".join(ALL))
+    parser.add_argument("--output", type=Path, default=Path("adaptive.json"))
+    args = parser.parse_args()
+    cells = [
+        {"situation": situation, **row, "seed": seed}
+        for seed in range(args.seeds)
+        for situation in args.situations.split(",")
+        for row in ROWS
+    ]
+    identity = json.dumps([SETTINGS, {name: asdict(each) for name, each in ALL.items()}])
+    done = measured(cells, args.output, identity, measure)
+    summary = rows(done)
+    for row in summary:
+        print(row)
+    said = {
+        f"{c['situation']}, {name_of(c)}, seed {c['seed']}": c["decisions"]
+        for c in done
+        if c["strategy"] == "adaptive"
+    }
+    finish(
+        provenance(f"python benchmarks/adaptive.py --seeds {args.seeds}")
+        | {"settings": SETTINGS | {"lr": OWN}, "summary": summary, "decisions": said},
+        args.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

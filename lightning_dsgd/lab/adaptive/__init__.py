@@ -1,0 +1,1 @@
+"""`strategy="adaptive"`: begins as all-reduce, and changes to what ends training sooner."""
