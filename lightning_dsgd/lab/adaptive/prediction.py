@@ -99,7 +99,7 @@ class Seen:
         if isinstance(algorithm, WAGMA) and not algorithm.overlap:
             size = algorithm.group_size or topology.near_sqrt(num_ranks)
             sum_s = self.sum_s * (size - 1) / size / ((num_ranks - 1) / num_ranks)
-            period = algorithm.sync_period
+            period = algorithm.period
         done_s = self._until_all_are_done([sum_s + statistics.fmean(own) for own in self.own_s])
         if not 0 < period < len(self.own_s[0]):
             return done_s
