@@ -29,6 +29,9 @@ from lightning_dsgd.primitives.error_feedback import evenly
 from lightning_dsgd.primitives.rounding import decode, encode
 from lightning_dsgd.transport import Transport, Work
 
+LEAST_PIECE: Final = 2**18
+"""A smaller piece of a gradient costs more time than its sum takes on most networks."""
+
 
 def keep(net: Transport, x: Tensor, wire_dtype: str) -> Tensor | None:
     """Makes a tensor for what is rounded off; None if nothing is rounded, or nothing is sent."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+from lightning_dsgd.primitives.quantised import LEAST_PIECE
 from lightning_dsgd.session.session import Session
 
 FEW_ENTRIES: Final = 100
@@ -24,8 +25,6 @@ LOW_DENSITY: Final = 0.01
 """The papers' lowest density; below it an entry waits for more than a hundred exchanges."""
 LOW_BETA: Final = 0.5
 """Adam's first beta that suits sparse gradients."""
-LEAST_PIECE: Final = 2**18
-"""A smaller piece of a gradient costs more time than its sum takes on most networks."""
 _PERIODS: Final = ("group_period", "local_steps", "sync_period")
 """Hyperparameters that may hold the number of steps between two exchanges; the first counts."""
 

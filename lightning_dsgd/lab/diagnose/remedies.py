@@ -37,7 +37,7 @@ from lightning_dsgd.lab.diagnose.times import PARTS, Times
 from lightning_dsgd.lab.diagnose.verdict import Verdict, base
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.recorded import Recorded
-from lightning_dsgd.session.notices import LEAST_PIECE
+from lightning_dsgd.primitives.quantised import LEAST_PIECE
 
 MOST_PIECES: Final = AllReduce.num_buckets
 WORTH: Final = 1.05
