@@ -285,7 +285,7 @@ def main() -> None:
         job = Job(Path(temporary), calm_settings)
         least_s = found["epochs"] * args.epoch_steps * args.calm_step_s
         found["loss_calm"] = job.end(600 + 20 * least_s)[0]
-    made = provenance() | {"hyperparameters": in_force([args.strategy])}
+    made = provenance() | {"hyperparameters": in_force([args.strategy], [args.ranks])}
     given = {k: v for k, v in vars(args).items() if k != "output"}
     write_result(made | {"settings": given, **found}, output)
     median, worst = (found[f"back_{which}_s"] or float("nan") for which in ("median", "worst"))
