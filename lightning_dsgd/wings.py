@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 WINGS: Final = {
     "lab": "measures, predicts and draws trainings",
@@ -38,12 +38,7 @@ class WingMissing(ImportError):
 
 
 def load(module: str, asked_for: str) -> ModuleType:
-    """Imports and returns a module of a wing, or of the core.
-
-    Args:
-        module: the module's name within the package
-        asked_for: what the user has asked for, as an error says it
-    """
+    """Imports and returns a module of the package; an error names what the user has asked for."""
     try:
         return importlib.import_module(f"lightning_dsgd.{module}")
     except ModuleNotFoundError as error:
@@ -54,9 +49,3 @@ def load(module: str, asked_for: str) -> ModuleType:
             f"{asked_for} needs the folder lightning_dsgd/{wing}, which {WINGS[wing]}, and this "
             "installation lacks it; install the whole package"
         ) from error
-
-
-def algorithm(name: str) -> Any:
-    """Returns the class of a wing's algorithm."""
-    home = load(f"{ALGORITHMS[name]}.algorithm", f'strategy="{name}"')
-    return getattr(home, name.capitalize())

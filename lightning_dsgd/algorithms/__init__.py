@@ -51,7 +51,7 @@ def make_algorithm(spec: str) -> Algorithm:
             f"with hyperparameters as in wagma:overlap=true, got {spec!r}"
             f"{did_you_mean(name, all_names)}"
         )
-    kind = ALGORITHMS.get(name) or wings.algorithm(name)
+    kind = ALGORITHMS.get(name) or wings.load(f"{wings.ALGORITHMS[name]}.algorithm", name).ALGORITHM
     known = names(kind)
     for option, value in options.items():
         if option not in known:

@@ -329,6 +329,9 @@ class Adaptive(Algorithm):
         self.inner.load_state_dict(state["inner"])
 
 
+ALGORITHM: Final = Adaptive
+
+
 class _Times:
     """What a rank has measured of its own steps.
 

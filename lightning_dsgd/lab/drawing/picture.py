@@ -44,11 +44,13 @@ class Run:
         name: the title above its tracks
         tracks: one for each rank
         note: what is not drawn, for the reader of the picture
+        decisions: what `adaptive` has decided, and when
     """
 
     name: str
     tracks: list[Track]
     note: str = ""
+    decisions: tuple[tuple[float, str], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -89,12 +91,15 @@ def load(
     drawn = _moved(drawn, -begin_s)
     if seconds is not None:
         drawn = _moved(_cut(drawn, *seconds), -seconds[0])
+        begin_s += seconds[0]
+    decisions = tuple((at_s - begin_s, text) for at_s, text in traces[0].decisions)
+    notes += [f"at {at_s:.1f} s {text.split(': ')[1]}" for at_s, text in decisions]
     absent = missing_ranks(traces)
     if absent:
         notes.append(f"no files of ranks {', '.join(map(str, absent))}")
     if any(trace.about.get("waits") == "not seen" for trace in traces):
         notes.append("waits were not recorded")
-    return Run(_name(traces[0]), drawn, ", ".join(notes))
+    return Run(_name(traces[0]), drawn, ", ".join(notes), decisions)
 
 
 def _name(trace: Trace) -> str:

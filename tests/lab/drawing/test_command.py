@@ -12,6 +12,7 @@ import pytest
 from lightning_dsgd.cli import main
 from lightning_dsgd.lab.drawing import command, page, perfetto, picture
 from lightning_dsgd.lab.simulate import command as simulate
+from tests.lab.timeline.support import recorder
 from tests.support.browser import chromium
 
 
@@ -65,6 +66,20 @@ def test_perfetto_gets_an_event_for_each_span(runs: Path, tmp_path: Path) -> Non
     assert len([e for e in events if e["ph"] == "X"]) == num_spans(run)
     assert {e["args"]["step"] for e in events if e.get("cat") == "compute"} == {3, 4, 5}
     assert json.loads(perfetto.trace_events([run]))["traceEvents"] == events
+
+
+def test_a_decision_is_shown_with_its_time(tmp_path: Path) -> None:
+    mine = recorder(tmp_path, world_size=1)
+    mine.end_step(1)
+    mine.clock.at_s += 2.0
+    mine.decided("step 1: takes wagma: nobody waits there")
+    mine.end_step(2)
+    mine.close("the test has ended")
+    run = picture.load(tmp_path)
+    assert run.decisions == ((2.0, "step 1: takes wagma: nobody waits there"),)
+    assert "at 2.0 s takes wagma" in picture.sentence(run)
+    [told] = [e for e in json.loads(perfetto.trace_events([run]))["traceEvents"] if e["ph"] == "i"]
+    assert (told["ts"], told["name"]) == (2_000_000, run.decisions[0][1])
 
 
 def test_what_does_not_fit_is_left_out_and_said(runs: Path) -> None:
