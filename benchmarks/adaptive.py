@@ -36,7 +36,8 @@ from lightning_dsgd.lab.bench.cells import Cell, finish, measured
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS
 from lightning_dsgd.lab.bench.target_rows import label, to_target
-from lightning_dsgd.lab.results import provenance
+from lightning_dsgd.lab.in_force import in_force
+from lightning_dsgd.lab.results import provenance, typed
 from lightning_dsgd.transport.simulated import SimulatedWorld, on_one_core
 
 STEPS, EPOCH, OWN = 120, 30, 0.8
@@ -163,11 +164,13 @@ def main() -> None:
         for c in done
         if c["strategy"] == "adaptive"
     }
-    finish(
-        provenance(f"python benchmarks/adaptive.py --seeds {args.seeds}")
-        | {"settings": SETTINGS | {"lr": OWN}, "summary": summary, "decisions": said},
-        args.output,
-    )
+    report = provenance(typed("python benchmarks/adaptive.py", None)) | {
+        "settings": SETTINGS | {"lr": OWN, "seeds": args.seeds},
+        "hyperparameters": in_force([row["strategy"] for row in ROWS], [8]),
+        "summary": summary,
+        "decisions": said,
+    }
+    finish(report, args.output)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def test_a_command_answers_or_refuses(case: str, capsys: pytest.CaptureFixture[s
 def test_records_are_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["strategies", "--json"])
     every = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in every] == [*lightning_dsgd.STRATEGIES]
+    assert [each["name"] for each in every] == [*lightning_dsgd.STRATEGIES, "adaptive"]
     main(["strategies", "local_sgd", "--json"])
     [one] = json.loads(capsys.readouterr().out)
     assert one in every

@@ -26,7 +26,6 @@ from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.advise.candidates import BASELINE
 from lightning_dsgd.lab.simulate.model import BACKWARD
 from lightning_dsgd.lab.simulate.recorded import Recorded
-from lightning_dsgd.primitives import topology
 
 HOME: Final = "allreduce:overlap=true"
 ROUNDED: Final = "allreduce:wire_dtype=int8:overlap=true"
@@ -97,7 +96,7 @@ class Seen:
             return statistics.fmean(slowest) + max(0.0, sum_s - hidden_s)
         sum_s, period = 0.0, 0  # what travels beside the training holds up nobody
         if isinstance(algorithm, WAGMA) and not algorithm.overlap:
-            size = algorithm.group_size or topology.near_sqrt(num_ranks)
+            size = algorithm.group_size or algorithm.usual_size(num_ranks)
             sum_s = self.sum_s * (size - 1) / size / ((num_ranks - 1) / num_ranks)
             period = algorithm.period
         done_s = self._until_all_are_done([sum_s + statistics.fmean(own) for own in self.own_s])

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -223,26 +224,40 @@ def test_a_rank_that_ends_ends_all(tmp_path: Path, how: str, error: str) -> None
     assert all(error in other for other in others), others
 
 
-def loop(claims: bool) -> tuple[torch.Tensor, list[str]]:
+def loop(replica: Any, model: Any, optimizer: Any) -> tuple[torch.Tensor, list[str]]:
+    """Two epochs in a loop of the user's own, of which the ranks claim the batches."""
+    for _ in range(2):
+        for x, y in replica.batches(loader(4 * 8 * 30)):
+            time.sleep(0.02 if int(os.environ["RANK"]) == 3 else 0.004)  # the computation
+            optimizer.zero_grad()
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+        with replica.consensus():
+            own = weights(model)
+    session: Any = getattr(replica, "session", None) or replica._session
+    return own, list(session.training.replica.parts[0].algorithm.decisions)
+
+
+def in_plain() -> Any:
     model = torch.nn.Linear(10, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    data = "claimed" if claims else "equal"
-    with decentralized(model, optimizer, Adaptive(epoch_steps=30), data=data) as replica:
-        for _ in range(2):
-            for x, y in replica.batches(loader(8 * 30 * (4 if claims else 1))):
-                time.sleep(0.02 if replica.rank == 3 else 0.004)  # the computation
-                optimizer.zero_grad()
-                ((model(x) - y) ** 2).mean().backward()
-                optimizer.step()
-            with replica.consensus():
-                pass
-        algorithm: Any = replica._session.training.replica.parts[0].algorithm  # type: ignore[union-attr]
-        decisions = list(algorithm.decisions)
-    return weights(model), decisions
+    with decentralized(model, optimizer, Adaptive(epoch_steps=30), data="claimed") as replica:
+        return loop(replica, model, optimizer)
 
 
-def test_a_plain_loop_changes_too() -> None:
-    ranks = FitWorld().run(4, loop, True)
+def in_fabric() -> Any:
+    strategy = lightning_dsgd.FabricStrategy("adaptive:epoch_steps=30", data="claimed")
+    fabric = L.Fabric(accelerator="cpu", devices=4, strategy=strategy)
+    fabric.launch()
+    model = torch.nn.Linear(10, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    with strategy:
+        return loop(strategy, model, optimizer)
+
+
+@pytest.mark.parametrize("face", [in_plain, in_fabric])
+def test_a_loop_of_the_users_own_changes_too(face: Any) -> None:
+    ranks = FitWorld().run(4, face)
     assert all("takes wagma" in decisions[0] for _, decisions in ranks)
     assert all(torch.equal(own, ranks[0][0]) for own, _ in ranks)
 
