@@ -198,7 +198,7 @@ class Survival(AgreedViews, LossPolicy):
         self._act()
 
     def _send(self, rank: int, message: Message) -> None:
-        connection = self._connections.made_to(rank)
+        connection = self._connections.for_news(rank)
         if connection is not None:
             text = encode(dataclasses.asdict(message))
             connection.send(HEADER.pack(0, 0, len(text), AGREEMENT, 0), text, copy=True)

@@ -120,6 +120,14 @@ class Connections:
         """Returns the connection on which this rank sends to another, if there is one."""
         return self._outgoing.get(rank)
 
+    def for_news(self, rank: int) -> Connection | None:
+        """Returns the connection on which news wait behind no message, if there is one: theirs.
+
+        The mesh's thread calls it.
+        """
+        theirs = (connection for connection in self._incoming if connection.rank == rank)
+        return next(theirs, self._outgoing.get(rank))
+
     def to(self, rank: int) -> Connection:
         """Returns the connection on which to send to a rank; one out of reach is lost."""
         if rank in self._outgoing:
@@ -292,6 +300,7 @@ class Connections:
                 self._incoming.remove(connection)
             self._owner.hear_end(connection)
         elif events & selectors.EVENT_WRITE:
+            self._owner.hear(connection.rank)  # it has taken what filled the kernel's memory
             self._watch(connection)
 
 

@@ -6,6 +6,10 @@ than `heartbeat_timeout_s`, is a lost rank; whoever notices tells all that it ca
 tells everyone.  A rank that fails says so itself, with its reason.  The first loss that a rank
 hears of is the one that it goes by.
 
+**On slow links** heartbeats wait behind no message: they go on the connection that the other rank
+has made, which brings it news alone.  All bytes are a sign of life: those that come, and those that
+the other rank takes out of a kernel's memory that was full.
+
 **What follows a loss** is a matter of the mesh's `policy`: by default, the network ends.  The wing
 `elastic` has one by which the ranks that are left go on.
 
@@ -324,21 +328,15 @@ class Mesh:
         return self.connections.flush() or time.monotonic() > self._closing_at
 
     def _beat(self, *, judge: bool) -> None:
-        self._announce_to_watched()
-        now = time.monotonic()
+        now, header = time.monotonic(), HEADER.pack(0, 0, 0, HEARTBEAT, 0)
         for peer in self.watched:
+            if connection := self.connections.for_news(peer):
+                connection.send(header, EMPTY, copy=True)
             silence = now - self._heard.setdefault(peer, now)
             if not judge:
                 self._heard[peer] = now
             elif silence > self.heartbeat_timeout_s and peer not in self.mailboxes.left:
                 self.lose(peer, f"has not answered for {silence:.1f} s (stopped or cut off)")
-
-    def _announce_to_watched(self) -> None:
-        header = HEADER.pack(0, 0, 0, HEARTBEAT, 0)
-        for peer in self.watched:
-            connection = self.connections.made_to(peer)
-            if connection is not None:
-                connection.send(header, EMPTY, copy=True)
 
 
 class LossPolicy(Views):

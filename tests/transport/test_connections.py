@@ -215,3 +215,29 @@ def give_up_on_a_message_that_is_half_read(net: Any) -> None:
 
 def test_a_wait_that_ends_within_a_message_is_a_timeout() -> None:
     ProcessWorld().run(2, give_up_on_a_message_that_is_half_read)
+
+
+def stall(net: Any, seconds: float) -> float:
+    """Nothing comes through for a while on the connection with which rank 0 sends a message."""
+    net.barrier().wait()
+    if net.rank == 0:
+        net.recv(EMPTY, 1).wait()
+        for connection in net.mesh.connections.all():  # else the kernel gives it up
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
+        net.send(torch.ones(16 * BIG), 1, copy=False).wait()
+        return 0.0
+    (stalled,) = (c for c in net.mesh.connections.all() if c is not net.mesh.connections.made_to(0))
+    read, end = stalled.read, time.monotonic() + seconds
+
+    def read_late() -> bool:
+        time.sleep(0.01)  # the selector asks again at once
+        return bool(time.monotonic() < end or read())
+
+    stalled.read = read_late
+    net.send(EMPTY, 0)
+    return float(net.recv(EMPTY, 0).wait().sum())
+
+
+def test_heartbeats_wait_behind_no_message() -> None:
+    world = ProcessWorld(timeout_s=60.0, heartbeat_timeout_s=2.0)
+    assert world.run(2, stall, 7.0)[1] == 16 * BIG
