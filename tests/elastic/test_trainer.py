@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.joining import TrainerMembers
+from lightning_dsgd.elastic.views import ChangingViews
 from lightning_dsgd.lab.callbacks import CommunicationMonitor
 from lightning_dsgd.session import record
 from lightning_dsgd.session.opening import Opening
@@ -199,11 +200,10 @@ def members(max_ranks: int | None) -> TrainerMembers:
 def test_as_many_are_invited_as_there_is_room_for(most, num_members, invited):
     ranks = members(most)
     ranks._num_ranks = 2
-    ranks._calls = SimpleNamespace(  # type: ignore[assignment]
-        view=SimpleNamespace(
-            world_size=num_members, views=SimpleNamespace(newcomers=lambda: (5, 7, 8))
-        )
-    )
+    views = ChangingViews()
+    views.newcomers = lambda: (5, 7, 8)  # type: ignore[method-assign]
+    view = SimpleNamespace(world_size=num_members, views=views)
+    ranks._calls = SimpleNamespace(view=view)  # type: ignore[assignment]
     assert ranks._newcomers() == [*invited]
 
 
