@@ -34,7 +34,7 @@ from lightning_dsgd.lab.bench.cells import Cell, finish
 from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.network import INTERFACE, Link, why_not
 from lightning_dsgd.lab.diagnose import times
-from lightning_dsgd.lab.diagnose.remedies import advised, remedies
+from lightning_dsgd.lab.diagnose.remedies import advised, chosen, remedies
 from lightning_dsgd.lab.diagnose.verdict import judge
 from lightning_dsgd.lab.diagnose.words import lines
 
@@ -44,20 +44,23 @@ FORWARD_S, BACKWARD_S = 0.020, 0.040
 PARAMS = 250_000
 LINK_BIT_S = 400e6
 SLOW_BIT_S = 100e6
-CLAIMED = "popsgd:data=claimed"
+CLAIMED, WAGMA = (
+    f"{choice.strategy}:data={choice.data}"
+    for choice in (chosen(name, RANKS) for name in ("claimed", "wagma"))
+)
 INT8 = "allreduce:wire_dtype=int8"  # so small a gradient is worth one piece
 # The cause, the ranks that must be named, the remedy that is measured, and its strategy.
 CAUSES: dict[str, tuple[str, tuple[int, ...], str, str]] = {
     "one rank slow": ("slow", (VICTIM,), "claimed", CLAIMED),
     "two ranks slow": ("slow", (1, VICTIM), "claimed", CLAIMED),
-    "random": ("random", (), "wagma", "wagma"),
+    "random": ("random", (), "wagma", WAGMA),
     "bursts": ("bursts", (VICTIM,), "claimed", CLAIMED),
     "slow loader on one rank": ("loader", (VICTIM,), "workers", "ddp"),
     "long validation on rank 0": ("validation", (0,), "shared", "ddp"),
     "garbage collection": ("gc", (), "freeze", "ddp"),
     "uneven sequence lengths": ("lengths", (), "sorted", "ddp"),
     "thermal drift": ("drift", (VICTIM,), "claimed", CLAIMED),
-    "none": ("none", (), "wagma", "wagma"),
+    "none": ("none", (), "wagma", WAGMA),
     "one slow link": ("link", (VICTIM - 1,), "int8", INT8),  # to whom gloo's ring sends next
     "slow network for all": ("network", (), "int8", INT8),
 }

@@ -1,4 +1,4 @@
-"""Writes the tables of strategies, recipes, examples and results into the documents.
+"""Writes the tables of decisions, strategies, recipes, examples and results into the documents.
 
 And what `lightning-dsgd advise` knows of accuracy, which comes from a result too, into the package.
 
@@ -12,20 +12,40 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.adaptive import own_rate
-from lightning_dsgd.lab.advise import accuracy
-from lightning_dsgd.lab.bench import target_tables
+from lightning_dsgd.lab.advise import accuracy, memory
+from lightning_dsgd.lab.bench import target_rows, target_tables
 from lightning_dsgd.lab.bench.situations import SITUATIONS
 from lightning_dsgd.lab.catalogue import BRIEF, markdown
+from lightning_dsgd.lab.decisions import Choice, Situation
+from lightning_dsgd.lab.epochs import CLAIMED
 from lightning_dsgd.lab.in_force import measured_with
 from lightning_dsgd.lab.recipes import said
 from lightning_dsgd.lab.results import text
 
 ROOT = Path(__file__).parents[1]
-TARGETS = sorted(ROOT.glob("docs/results/choosing/target_epochs*.json"))
+TARGETS = [
+    *sorted(ROOT.glob("docs/results/choosing/target_epochs*.json")),
+    ROOT / "docs/results/wagma/wide_groups.json",
+]
 TABLE = re.compile(r"(<!-- lightning-dsgd strategies --markdown (\S+) -->\n)(?:.+\n)*")
 RECIPES = re.compile(r"(<!-- what (\S+)/\*.yaml say at their beginning -->\n)(?:.+\n)*")
 SHORT = re.compile(r"(<!-- the strategies in short, with pages in (\S+) -->\n)(?:.+\n)*")
+DECISIONS = re.compile(r"(<!-- what to use -->\n)(?:.+\n)*")
+DECISIONS_IN_SHORT = re.compile(r"(<!-- what to use in short, with pages in (\S+) -->\n)(?:.+\n)*")
+IN_SHORT = (
+    "alike",
+    "unknown",
+    "random",
+    "heavy-tail",
+    "slow-rank",
+    "slow-link",
+    "memory",
+    "sharded",
+)
+WORDS = {decisions.FIRST: "", decisions.THEN: "then ", decisions.OWN_RATE: "with DDP's rate: "}
 EXAMPLES = re.compile(r"(<!-- what examples/\*.py say at their beginning -->\n)(?:.+\n)*")
 
 # A result, with a choice of its strategies: "docs/results/x.json of popsgd,wagma:overlap=true".
@@ -55,6 +75,81 @@ def examples() -> str:
         if path.stem != "demo":
             lines.append(f"| [{path.stem}](../examples/{path.name}) | {said(path)} |")
     return "\n".join(lines)
+
+
+def used(choice: Choice | None, pages: str = "") -> str:
+    """A choice with its settings, and links."""
+    if choice is None:
+        return ""
+    if choice.strategy == decisions.DDP:
+        return "Lightning's `ddp`"
+    name, given = decisions.options(choice.strategy, choice.data)
+    module = ALGORITHMS[name].__module__ if name in ALGORITHMS else name
+    page = module.rpartition(".")[2]
+    settings = [f"`{key}={decisions.written(value)}`" for key, value in given.items()]
+    if choice.data == CLAIMED:
+        settings[-1] = f"[{settings[-1]}]({pages}claimed_batches.md)"
+    *others, last = settings or [""]
+    joined = f"{', '.join(others)} and {last}" if others else last
+    text = f"[`{name}`]({pages}algorithms/{page}.md)" + (f" with {joined}" if joined else "")
+    return text + (f" ({choice.least_ranks} ranks or more)" if choice.least_ranks > 2 else "")
+
+
+def decisions_in_short(pages: str) -> str:
+    """One row for each answer: situations with the same one are in the same row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in IN_SHORT:
+        here = decisions.SITUATIONS[name]
+        choices = (here.first, here.choice(decisions.OWN_RATE))
+        rows.setdefault(tuple(used(each, pages) for each in choices), []).append(here.short)
+    lines = ["| your situation | try first | if DDP's learning rate is to stay |", "|---|---|---|"]
+    for cells, situations in rows.items():
+        lines.append(f"| {', '.join(situations)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def all_decisions() -> str:
+    """One row for each choice: why, what it gained where it was measured, and what it costs."""
+    lines = ["| your situation | use | why | times | costs |", "|---|---|---|---|---|"]
+    for here in decisions.SITUATIONS.values():
+        link = here.page.removeprefix("choosing.md")
+        text = f"[{here.text}]({link})" if link else here.text
+        for choice in here.choices:
+            cells = [text, WORDS[choice.case] + used(choice), choice.why]
+            lines.append("| " + " | ".join([*cells, *gain_and_cost(choice, here)]) + " |")
+            text = ""
+    return "\n".join(lines)
+
+
+def gain_and_cost(choice: Choice, situation: Situation) -> tuple[str, str]:
+    """When training ends and 99% is there, over fp32 all-reduce's; memory and accuracy."""
+    if choice.strategy in decisions.NOT_COMPARED:
+        return "", ""
+    is_claimed = choice.data == CLAIMED
+    copies = memory.copies(choice.strategy, 8, is_claimed=is_claimed)
+    costs = [rf"{copies:g} \|x\|" if copies else "no memory"]
+    if not choice.source:
+        return "", costs[0]
+    row = measured_row(choice, situation)
+    found = row["at_baseline_lr"] if choice.case == decisions.OWN_RATE else row
+    at_99 = found["to_target"]["0.99"]
+    text = f"{at_99['share']:.2f}"
+    if "end" in row:
+        text = f"{row['end']['share']:.2f}, {text}"
+    if at_99["reached"] < row["seeds"]:
+        text += f" ({at_99['reached']} of {row['seeds']})"
+    return text, ", ".join([*costs, f"{round(100 * found['difference'], 1) + 0:+.1f} points"])
+
+
+def measured_row(choice: Choice, situation: Situation) -> dict[str, Any]:
+    """The row of the result that backs a choice, relative to all-reduce in fp32."""
+    result = json.loads((ROOT / "docs/results" / choice.source).read_text())
+    rows = result["summary"]
+    if result["settings"].get("baseline", target_rows.BASELINE) != target_rows.BASELINE:
+        better = result["higher_is_better"]
+        rows = target_rows.summarize(result["curves"], higher_is_better=better)
+    place = (situation.measured, choice.label)
+    return next(row for row in rows if (row["situation"], row["strategy"]) == place)
 
 
 def targets(of: str) -> dict[str, Any]:
@@ -151,6 +246,8 @@ def soonest_cell(rows: list[dict[str, Any]], of: str, share: str) -> str:
 def renewed(text: str) -> str:
     """The document with its tables as they should be; each is found by the comment before it."""
     text = TABLE.sub(lambda found: f"{found[1]}{markdown(found[2])}\n", text)
+    text = DECISIONS.sub(lambda found: f"{found[1]}{all_decisions()}\n", text)
+    text = DECISIONS_IN_SHORT.sub(lambda found: f"{found[1]}{decisions_in_short(found[2])}\n", text)
     text = SHORT.sub(lambda found: f"{found[1]}{markdown(found[2], BRIEF)}\n", text)
     text = RECIPES.sub(lambda found: f"{found[1]}{recipes(found[2])}\n", text)
     text = TIMES.sub(lambda found: f"{found[1]}{times(found[2], found[3])}\n", text)

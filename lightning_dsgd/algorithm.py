@@ -34,14 +34,14 @@ class Profile:
         with_whom: with which ranks
         sends: bytes that a rank sends per step
         memory: memory that a rank needs in addition to plain training
-        suits: the situation that it is for
+        suits: the situation that it is for; not of use for this package's own algorithms
     """
 
     when: str
     with_whom: str
     sends: str
     memory: str
-    suits: str
+    suits: str = ""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 PAGES = "index choosing evidence/choosing time_to_target evidence/wagma examples paper_recipes"
 
 
-@pytest.mark.parametrize("file", [f"docs/{page}.md" for page in PAGES.split()])
+@pytest.mark.parametrize("file", ["README.md", *(f"docs/{page}.md" for page in PAGES.split())])
 def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     text = (ROOT / file).read_text()
     tables = runpy.run_path(str(DOCS / "tables.py"))

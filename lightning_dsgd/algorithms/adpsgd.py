@@ -55,7 +55,6 @@ class ADPSGD(Algorithm):
         with_whom="a random neighbour",
         sends="|x|",
         memory="2 |x|; 4 |x| during an exchange; on a device 2 |x| more",
-        suits="random stragglers; a slow rank that gets fewer batches",
     )
 
     seed: int = setting(default=0, doc="seed of the random choice of neighbours")

@@ -56,7 +56,6 @@ class AllReduce(Algorithm):
         with_whom="all ranks",
         sends="2(P-1)/P |g|",
         memory="|g|; |g| more with a `wire_dtype`, 3 |g| more with `delay`",
-        suits="ranks of equal speed on a fast network; the synchronous baseline",
     )
     uses_gradient: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True

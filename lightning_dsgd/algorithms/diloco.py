@@ -43,7 +43,6 @@ class DiLoCo(PeriodicAverage):
         sends="2(P-1)/P |x| / `sync_period`",
         memory="2 |x|; |x| more with a `wire_dtype`, 2 |x| / `num_fragments` more with "
         "`overlap_steps`",
-        suits="very slow networks and long training: language models in several data centers",
     )
 
     sync_period: int = with_default(PeriodicAverage, "sync_period", 500)

@@ -34,7 +34,6 @@ class DPSGD(Algorithm):
         with_whom="two neighbours on a ring",
         sends="2 |x|",
         memory="2 |x|",
-        suits="comparison; the first of the gossip strategies",
     )
     follows_time: ClassVar[bool] = False
 

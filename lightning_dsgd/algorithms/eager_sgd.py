@@ -57,7 +57,6 @@ class EagerSGD(Algorithm):
         with_whom="all ranks",
         sends="2(P-1)/P |g|",
         memory="4 |g|",
-        suits="random stragglers, if gradients rather than weights should be averaged",
     )
     uses_gradient: ClassVar[bool] = True
     weighs_samples: ClassVar[bool] = True

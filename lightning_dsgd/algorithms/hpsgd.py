@@ -94,7 +94,6 @@ class HPSGD(Algorithm):
         sends="2(P-1)/P |x| per synchronisation",
         memory="2 |x|, 3 |x| with `paper=True`; 4 |x| with an outer optimizer or a `wire_dtype`, "
         "5 |x| with both",
-        suits="random stragglers; with a `wire_dtype` also slow networks",
     )
     weighs_samples: ClassVar[bool] = True
     printed: ClassVar[dict[str, Any]] = {

@@ -30,5 +30,4 @@ class LocalSGD(PeriodicAverage):
         sends="2(P-1)/P |x| / `sync_period`",
         memory="none; |x| with an outer optimizer, |x| more with momentum, 2 |x| more "
         "with a `wire_dtype`, 2 |x| / `num_fragments` more with `overlap_steps`",
-        suits="slow networks, ranks of equal speed",
     )

@@ -24,7 +24,6 @@ class NoSync(Algorithm):
         with_whom="none",
         sends="0",
         memory="none",
-        suits="measurements; the upper bound on steps per second",
     )
     follows_time: ClassVar[bool] = False
     averages_weights: ClassVar[bool] = False

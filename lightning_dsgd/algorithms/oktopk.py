@@ -67,7 +67,6 @@ class OkTopk(ErrorFeedback):
         with_whom="all ranks",
         sends="about 14k (P-1)/P at a density of 1%, at most 24k (P-1)/P, / `local_steps`",
         memory="2 |g|; at most |g| more for the region",
-        suits="slow networks and large models, ranks of equal speed",
     )
 
     printed: ClassVar[dict[str, Any]] = {

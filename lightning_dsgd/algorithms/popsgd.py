@@ -85,7 +85,6 @@ class PopSGD(Algorithm):
         sends="|x| / `local_steps`",
         memory="2 |x|, 5 |x| during an exchange, on a device 2 |x| more; |x| with `blocking`; |x| "
         "more with a `wire_dtype`",
-        suits="random stragglers; a slow rank that gets fewer batches",
     )
 
     printed: ClassVar[dict[str, Any]] = {

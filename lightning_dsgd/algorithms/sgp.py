@@ -62,7 +62,6 @@ class SGP(Algorithm):
         sends="`num_peers` |x|",
         memory="2 |x|; 3 |x| with `overlap` or random graphs or different numbers of batches; "
         "|g| more with `hierarchical`",
-        suits="equally fast ranks on a slow network; `num_peers` messages per step for any P",
     )
 
     printed: ClassVar[dict[str, Any]] = {"wire_dtype": "float32", "scale_steps": False}

@@ -55,7 +55,6 @@ class TopkAllgather(ErrorFeedback):
         with_whom="all ranks",
         sends="at most 8k (P-1) / `local_steps`",
         memory="2 |g|",
-        suits="comparison with `oktopk`",
     )
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
@@ -83,7 +82,6 @@ class GaussianTopk(TopkAllgather):
         with_whom="all ranks",
         sends="about 8k (P-1) / `local_steps`; more if more than k entries reach the threshold",
         memory="2 |g|",
-        suits="comparison with `oktopk`",
     )
 
     def local_topk(self) -> Selected:
@@ -114,7 +112,6 @@ class TopkDSA(ErrorFeedback):
         with_whom="all ranks",
         sends="at most 16k (P-1)/P to (8k + 4n)(P-1)/P, / `local_steps`",
         memory="2 |g|; |g| / P more for the region",
-        suits="comparison with `oktopk`",
     )
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
@@ -154,7 +151,6 @@ class GTopk(ErrorFeedback):
         with_whom="all ranks, up a tree and down again",
         sends="at most 16k log2 P / `local_steps`, at the root of the tree",
         memory="2 |g|",
-        suits="comparison with `oktopk`",
     )
 
     def sparse_allreduce(self, g: Tensor) -> Selected:

@@ -89,7 +89,6 @@ class WAGMA(Algorithm):
         sends="2(S-1)/S |x| / `group_period`",
         memory="2 |x|; 3 |x| with `overlap`, on a device 6 |x|; none with `wait_avoiding=False`; "
         "4 |x| more in a sum with a `wire_dtype`; that of a shard and |g| with `hierarchical`",
-        suits="random stragglers, many nodes",
     )
 
     printed: ClassVar[dict[str, Any]] = {

@@ -1,6 +1,7 @@
 """The table of strategies, for the command line and the documents: one row per algorithm.
 
-The first line of an algorithm's docstring says what it does; the other cells are its `Profile`.
+The first line of an algorithm's docstring says what it does, `decisions` what it is for; the other
+cells are its `Profile`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final, TypeVar
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.adaptive.algorithm import Adaptive
 
 T = TypeVar("T")
@@ -61,7 +63,7 @@ def row(algorithm: type[Algorithm]) -> tuple[str, ...]:
         profile.with_whom,
         profile.memory,
         profile.sends,
-        profile.suits,
+        decisions.use_for(algorithm.name) or profile.suits,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.bench.target_rows import label
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
@@ -48,6 +49,17 @@ class Candidate:
     def lockstep(self) -> bool:
         """Whether ranks step together, and so cannot claim batches."""
         return make_algorithm(self.spec).lockstep
+
+
+def all_for(num_ranks: int) -> list[Candidate]:
+    """Returns all candidates, those of `decisions` included that need so many ranks or fewer."""
+    decided = [
+        Candidate(choice.strategy)
+        for situation in decisions.SITUATIONS.values()
+        for choice in situation.choices
+        if choice.strategy not in decisions.NOT_COMPARED and choice.least_ranks <= num_ranks
+    ]
+    return list(dict.fromkeys((*CANDIDATES, *decided)))
 
 
 def with_claims(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -82,7 +82,7 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
     from lightning_dsgd.lab.progress import of_candidates
 
     num_steps = _whole_epochs(args.steps, epoch_steps)
-    candidates = _candidates(args.strategies)
+    candidates = _candidates(args.strategies, num_ranks)
     ranked = ranking.rank(
         candidates,
         machine,
@@ -142,12 +142,13 @@ def _record(row: Any) -> dict[str, Any]:
     return {"strategy": row.label, **figures}
 
 
-def _candidates(strategies: str | None) -> list[Any]:
-    from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND, CANDIDATES, Candidate
+def _candidates(strategies: str | None, num_ranks: int) -> list[Any]:
+    from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND, Candidate, all_for
 
+    known = all_for(num_ranks)
     if strategies is None:
-        return list(CANDIDATES)
-    names = {candidate.name for candidate in CANDIDATES}
+        return known
+    names = {candidate.name for candidate in known}
     chosen = dict.fromkeys([BOUND, BASELINE, *strategies.split(",")])
     for spec in chosen:
         if spec.partition(":")[0] not in names:

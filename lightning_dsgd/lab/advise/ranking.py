@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.advise import accuracy, memory
 from lightning_dsgd.lab.advise.accuracy import Cost
 from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND, Candidate, with_claims
-from lightning_dsgd.lab.epochs import CLAIMED
+from lightning_dsgd.lab.decisions import Choice, Situation
+from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import Run, run
 from lightning_dsgd.lab.simulate.recorded import Recorded
@@ -85,15 +87,31 @@ class Ranking:
     def advised(self) -> Row:
         """The row with which training ends soonest, of those that were measured to be as good.
 
-        Of rows that end at the same time, the one that was sooner at 99% of the accuracy.  It is
-        all-reduce's own row unless that ends clearly later.
+        Of rows that end at the same time, the one that `decisions` prefers, or else the one that
+        was sooner at 99% of the accuracy.  It is all-reduce's own row unless that ends clearly
+        later.
         """
         good = [row for row in self.rows if row.is_strategy and row.is_as_good]
         baseline = self.of(BASELINE)
         soonest = min((row.end_share for row in good), default=baseline.end_share)
         if soonest > (1 - CLOSE) * baseline.end_share:
             return baseline
-        return min((row for row in good if row.end_share * (1 - CLOSE) <= soonest), key=_quality_s)
+        alike = [row for row in good if row.end_share * (1 - CLOSE) <= soonest]
+        for choice in self.decided.choices:
+            if row := self.row_of(choice, alike):
+                return row
+        return min(alike, key=_quality_s)
+
+    @property
+    def decided(self) -> Situation:
+        """What `decisions` says of the measured situation."""
+        return decisions.measured_as(self.situation)
+
+    def row_of(self, choice: Choice, rows: Sequence[Row]) -> Row | None:
+        """Returns the row of a choice, if there is one; in an endless epoch nothing is claimed."""
+        data = EQUAL if self.epoch_steps is None else choice.data
+        sought = Candidate(choice.strategy, data)
+        return next((row for row in rows if row.candidate == sought), None)
 
     @property
     def sooner(self) -> Row | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from typing import Any, Final
 
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.hyperparameters import parse
-from lightning_dsgd.lab import epochs
+from lightning_dsgd.lab import decisions, epochs
 from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND, Candidate
 from lightning_dsgd.lab.advise.ranking import CLOSE, Ranking, Row
@@ -121,7 +119,7 @@ def _filled(text: str) -> str:
 
 def advice(ranking: Ranking) -> str:
     """Says what to use, with a line of code and of YAML, and what helps against a slow rank."""
-    parts = [_choice(ranking), _sooner(ranking), _against_a_slow_rank(ranking)]
+    parts = [_choice(ranking), _own_rate(ranking), _sooner(ranking), _against_a_slow_rank(ranking)]
     return "\n".join(part for part in parts if part)
 
 
@@ -142,6 +140,8 @@ def _choice(ranking: Ranking) -> str:
             "In the most similar case that was measured it reached 99% of all-reduce's accuracy in "
             f"{row.cost.time:.2f} of its time, and ended {end}." + _of_all_reduce(ranking)
         )
+        whys = (c.why for c in ranking.decided.choices if ranking.row_of(c, [row]))
+        said += "".join(f"  {why}" for why in whys)
     return _filled(said) + "\n" + paste(row.candidate)
 
 
@@ -152,6 +152,17 @@ def _of_all_reduce(ranking: Ranking) -> str:
     if row is None or row is ranking.advised or row.end_share > 1 - CLOSE:
         return ""
     return f"  All-reduce too can end sooner: {row.label} after {row.end_share:.2f} of that time."
+
+
+def _own_rate(ranking: Ranking) -> str:
+    """Names what keeps DDP's learning rate; empty where that is advised, or nothing sooner does."""
+    choice = ranking.decided.choice(decisions.OWN_RATE)
+    found = ranking.row_of(choice, ranking.rows) if choice else None
+    if found is None or found.end_share > 1 - CLOSE or found is ranking.advised:
+        return ""
+    return f"To keep DDP's learning rate: {found.label}, after {found.end_share:.2f}.\n" + paste(
+        found.candidate
+    )
 
 
 def _sooner(ranking: Ranking) -> str:
@@ -200,23 +211,14 @@ def _against_a_slow_rank(ranking: Ranking) -> str:
 
 def paste(candidate: Candidate) -> str:
     """Returns code and YAML that choose this strategy."""
-    name, options = parse(candidate.spec)
-    if candidate.data == CLAIMED:
-        options["data"] = CLAIMED
-    arguments = ", ".join(f"{key}={_code(value)}" for key, value in options.items())
-    code = f'strategy="{name}"'
-    if options:
-        code = f"strategy=lightning_dsgd.{ALGORITHMS[name].__name__}Strategy({arguments})"
+    name, options = decisions.options(candidate.spec, candidate.data)
     yaml = f"trainer: {{strategy: {name}}}"
     if options:
         listed = ", ".join(f"{key}: {_yaml(value)}" for key, value in options.items())
         path = f"lightning_dsgd.{ALGORITHMS[name].__name__}Strategy"
         yaml = f"trainer: {{strategy: {{class_path: {path}, init_args: {{{listed}}}}}}}"
-    return f"    L.Trainer({code}, ...)\n    {yaml}"
-
-
-def _code(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    code = decisions.code(candidate.spec, candidate.data)
+    return f"    L.Trainer(strategy={code}, ...)\n    {yaml}"
 
 
 def _yaml(value: Any) -> str:

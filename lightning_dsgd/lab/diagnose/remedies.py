@@ -9,15 +9,14 @@ A remedy either takes a part away from a rank's own time, and DDP goes on as bef
     lighter    between batches each rank spends as little as the others, on callbacks and loggers
     mended     the late ranks are as fast as the others
 
-or a strategy takes DDP's place, which changes how the model learns too:
+or a strategy takes DDP's place, the one that `lab.decisions` has for the situation:
 
-    claimed    each rank claims its next batch, and no step waits for another: in total as many
-               batches as ranks make by their own speeds
-    wagma, popsgd
-               simulated with the recorded times (`lab.simulate`)
-    int8       DDP's sums with a byte for each entry: what a sum takes is divided by four, but for
-               its latency; what is hidden behind the backward pass stays hidden, unless the
-               gradient is too small to be sent in pieces
+    claimed    a slow rank: each rank claims its next batch, and no step waits for another: in total
+               as many batches as ranks make by their own speeds
+    wagma      ranks late at random: simulated with the recorded times (`lab.simulate`)
+    int8       a slow link: DDP's sums with a byte for each entry: what a sum takes is divided by
+               four, but for its latency; what is hidden behind the backward pass stays hidden,
+               unless the gradient is too small to be sent in pieces
 
 The interval has 90% of what other stretches of the run give (blocks of steps are drawn again, 200
 times), and 3% on both sides for what a model leaves out.  A strategy's lower end also allows for
@@ -33,6 +32,8 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.lab import decisions
+from lightning_dsgd.lab.decisions import Choice
 from lightning_dsgd.lab.diagnose.times import PARTS, Times
 from lightning_dsgd.lab.diagnose.verdict import Verdict, base
 from lightning_dsgd.lab.simulate.machines import Machine
@@ -50,21 +51,22 @@ _DRAWS: Final = 200
 _MODEL: Final = 0.03
 _SIMULATED_STEPS: Final = 100
 _SIMULATED_RANKS: Final = 16
-_STRATEGIES: Final = ("wagma", "popsgd")
+STRATEGIES: Final = {"claimed": "slow", "wagma": "random", "int8": "network"}
+"""The remedies that take DDP's place, and the causes whose choice in `decisions` they are."""
 _OF_CAUSE: Final = {
-    "slow": ("claimed",),
-    "drift": ("claimed",),
-    "random": ("wagma", "popsgd"),
-    "bursts": ("wagma", "popsgd"),
-    "lengths": ("sorted",),
-    "loader": ("workers",),
-    "validation": ("shared",),
-    "callbacks": ("lighter",),
-    "gc": ("freeze",),
-    "link": ("int8",),
-    "network": ("int8",),
+    "slow": "claimed",
+    "drift": "claimed",
+    "random": "wagma",
+    "bursts": "wagma",
+    "lengths": "sorted",
+    "loader": "workers",
+    "validation": "shared",
+    "callbacks": "lighter",
+    "gc": "freeze",
+    "link": "int8",
+    "network": "int8",
 }
-"""The remedies of a cause, which come before others, in this order."""
+"""The remedy of a cause, which comes before others."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,23 @@ class Remedy:
     high: float
 
 
-def paste_of(name: str, workers: int = 2, pieces: int = MOST_PIECES) -> str:
+def chosen(name: str, num_ranks: int) -> Choice:
+    """Returns the strategy that a remedy puts in DDP's place."""
+    found = decisions.of_cause(STRATEGIES[name], num_ranks)
+    assert found is not None
+    return found
+
+
+def paste_of(name: str, num_ranks: int, workers: int = 2, pieces: int = MOST_PIECES) -> str:
     """Returns the line to paste for a remedy."""
-    overlap = ", overlap=True" if pieces > 1 else ""
-    overlap += f", num_buckets={pieces}" if 1 < pieces < MOST_PIECES else ""
+    if name in STRATEGIES:
+        choice = chosen(name, num_ranks)
+        spec = choice.strategy
+        if name == "int8" and pieces < MOST_PIECES:
+            spec = (
+                spec.replace(":overlap=true", "") if pieces < 2 else f"{spec}:num_buckets={pieces}"
+            )
+        return f"L.Trainer(strategy={decisions.code(spec, choice.data)}, ...)"
     return {
         "workers": f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
         "shared": "val_dataloaders with a DistributedSampler; none with work for rank 0 alone",
@@ -99,26 +114,22 @@ def paste_of(name: str, workers: int = 2, pieces: int = MOST_PIECES) -> str:
         "sorted": "DataLoader(..., batch_sampler=...)    # that draws batches of like length",
         "lighter": "L.Trainer(log_every_n_steps=500, ...)    # and callbacks that do less",
         "mended": "",
-        "claimed": 'L.Trainer(strategy=lightning_dsgd.PopSGDStrategy(data="claimed"), ...)',
-        "wagma": 'L.Trainer(strategy="wagma", ...)',
-        "popsgd": 'L.Trainer(strategy="popsgd", ...)',
-        "int8": "L.Trainer(strategy=lightning_dsgd.AllReduceStrategy("
-        f'wire_dtype="int8"{overlap}), ...)',
     }[name]
 
 
-_WHAT: Final = {
-    "workers": "more loader workers",
-    "shared": "let all ranks validate equal shares",
-    "freeze": "collect no garbage while training",
-    "sorted": "put batches of like length into one step",
-    "lighter": "do less between batches on the late ranks",
-    "mended": "mend what is slow",
-    "claimed": "let ranks claim their batches",
-    "wagma": "wait for no late rank in a step",
-    "popsgd": "wait for no rank in a step",
-    "int8": "send a byte for each entry of the gradient",
-}
+def what_of(name: str, num_ranks: int) -> str:
+    """Says what a remedy does."""
+    if name in STRATEGIES:
+        why = chosen(name, num_ranks).why.rstrip(".")
+        return why[0].lower() + why[1:]
+    return {
+        "workers": "more loader workers",
+        "shared": "let all ranks validate equal shares",
+        "freeze": "collect no garbage while training",
+        "sorted": "put batches of like length into one step",
+        "lighter": "do less between batches on the late ranks",
+        "mended": "mend what is slow",
+    }[name]
 
 
 def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
@@ -134,6 +145,7 @@ def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
         _replaced(times, ddp, "lighter", _as_the_others("between", times)),
         _drawn(
             "int8",
+            times,
             ddp,
             times.by_step(times.own.max(1).values) + _int8(times),
             pieces=pieces_of(times),
@@ -141,8 +153,8 @@ def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
         *(
             _at_least(remedy, times, ddp)
             for remedy in (
-                _drawn("claimed", ddp, torch.cat([own, together[:, None]], 1), _claimed),
-                *_simulated(times, ddp, own, float(together.mean())),
+                _drawn("claimed", times, ddp, torch.cat([own, together[:, None]], 1), _claimed),
+                _simulated("wagma", times, ddp, own, float(together.mean())),
             )
         ),
     ]
@@ -163,10 +175,8 @@ def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
         return None
     worth = [r for r in found if r.gain >= WORTH and r.low > 1.0 and r.name != "mended"]
     by_name = {remedy.name: remedy for remedy in worth}
-    for name in _OF_CAUSE.get(verdict.cause, ()):
-        if name in by_name:
-            return by_name[name]
-    return worth[0] if worth else None
+    own = by_name.get(_OF_CAUSE.get(verdict.cause, ""))
+    return own or (worth[0] if worth else None)
 
 
 # ---- DDP with a part taken away ----
@@ -201,7 +211,7 @@ def _replaced(times: Times, ddp: Tensor, name: str, own: Tensor) -> Remedy:
     if name == "workers":  # so many that a batch is read while the ranks compute
         loader = float(times.by_step(times.parts[PARTS.index("loader")]).mean(0).max())
         workers = max(2, 1 + int(loader / max(1e-6, float(_of_ddp(times, own).mean()))))
-    return _drawn(name, ddp, _of_ddp(times, own), workers=workers)
+    return _drawn(name, times, ddp, _of_ddp(times, own), workers=workers)
 
 
 def pieces_of(times: Times) -> int:
@@ -234,17 +244,17 @@ def _claimed(own_and_together: Tensor) -> Tensor:
     return each_s + together
 
 
-def _simulated(times: Times, ddp: Tensor, own: Tensor, besides_s: float) -> list[Remedy]:
-    """Simulates strategies with stretches of the run, and adds what a step takes besides."""
+def _simulated(name: str, times: Times, ddp: Tensor, own: Tensor, besides_s: float) -> Remedy:
+    """Simulates a strategy with stretches of the run, and adds what a step takes besides."""
     from lightning_dsgd.lab.simulate.model import run  # loads all algorithms
 
-    ranks = _some_ranks(own)
+    choice, ranks = chosen(name, times.num_ranks), _some_ranks(own)
     steps = min(_SIMULATED_STEPS, times.num_steps)
     begins = sorted({0, (times.num_steps - steps) // 2, times.num_steps - steps})
     busy_s = max(float(times.busy.median()), 1e-9)
     wire = 2 * (times.num_ranks - 1) / times.num_ranks * max(1.0, times.num_bytes)
     parameters = int(times.about.get("parameters") or times.num_bytes / 4) or 1
-    gains: dict[str, list[float]] = {}
+    gains = []
     for begin in begins:
         window = own[begin : begin + steps, ranks]
         seconds = tuple(tuple(of_rank) for of_rank in window.T.tolist())
@@ -256,20 +266,16 @@ def _simulated(times: Times, ddp: Tensor, own: Tensor, besides_s: float) -> list
             recorded=Recorded(seconds, parameters),
         )
         of_ddp = float(ddp[begin : begin + steps].mean())
-        for spec in _STRATEGIES:
-            made = run(spec, len(ranks), machine, steps)
-            gains.setdefault(spec, []).append(of_ddp / (1 / made.slowest_steps_per_s + besides_s))
-    return [
-        Remedy(
-            spec,
-            _WHAT[spec],
-            paste_of(spec),
-            sum(found) / len(found),
-            min(found) * (1 - _MODEL),
-            max(found) * (1 + _MODEL),
-        )
-        for spec, found in gains.items()
-    ]
+        made = run(choice.strategy, len(ranks), machine, steps, epoch_steps=steps, data=choice.data)
+        gains.append(of_ddp / (1 / made.slowest_steps_per_s + besides_s))
+    return Remedy(
+        name,
+        what_of(name, times.num_ranks),
+        paste_of(name, times.num_ranks),
+        sum(gains) / len(gains),
+        min(gains) * (1 - _MODEL),
+        max(gains) * (1 + _MODEL),
+    )
 
 
 def _at_least(remedy: Remedy, times: Times, ddp: Tensor) -> Remedy:
@@ -292,7 +298,9 @@ def _some_ranks(own: Tensor) -> list[int]:
 # ---- intervals ----
 
 
-def _drawn(name: str, ddp: Tensor, other: Tensor, mean: Any = None, **pasted: int) -> Remedy:
+def _drawn(
+    name: str, times: Times, ddp: Tensor, other: Tensor, mean: Any = None, **pasted: int
+) -> Remedy:
     """Compares two times of each step, and draws blocks of steps anew for the interval."""
     mean = mean or (lambda each: each.mean(-1))
     num_steps, source = len(ddp), torch.Generator().manual_seed(0)
@@ -303,5 +311,10 @@ def _drawn(name: str, ddp: Tensor, other: Tensor, mean: Any = None, **pasted: in
     low, high = ratios.quantile(torch.tensor([0.05, 0.95], dtype=torch.float64)).tolist()
     gain = float(ddp.mean() / mean(other))
     return Remedy(
-        name, _WHAT[name], paste_of(name, **pasted), gain, low * (1 - _MODEL), high * (1 + _MODEL)
+        name,
+        what_of(name, times.num_ranks),
+        paste_of(name, times.num_ranks, **pasted),
+        gain,
+        low * (1 - _MODEL),
+        high * (1 + _MODEL),
     )

@@ -13,7 +13,7 @@ from lightning_dsgd.lab.diagnose.verdict import Verdict
 _LEAST_PART: Final = 0.1
 """The least share of a lateness at which a part is told."""
 _SHOWN: Final = 1.02
-_ALWAYS: Final = ("workers", "claimed", "wagma", "popsgd", "int8")
+_ALWAYS: Final = ("workers", "claimed", "wagma", "int8")
 """The remedies whose gains are told also where there are none."""
 
 

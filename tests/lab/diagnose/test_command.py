@@ -13,7 +13,7 @@ from tests.lab.diagnose import made
 
 NEXT = {
     "one rank slow": ("claimed", 'PopSGDStrategy(data="claimed")'),
-    "random": ("wagma", 'strategy="wagma"'),
+    "random": ("wagma", 'WAGMAStrategy(overlap=True, data="claimed")'),
     "a slow loader": ("workers", "num_workers="),
     "a long validation": ("shared", "DistributedSampler"),
     "a slow network": ("int8", 'wire_dtype="int8"'),
