@@ -23,6 +23,7 @@ from lightning_dsgd.lab.bench.cells import Cell, finish
 from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.throughput_cell import Sleeper
 from lightning_dsgd.lab.drawing import picture
+from lightning_dsgd.lab.drawing.style import WIDTH
 from lightning_dsgd.lab.in_force import in_force
 
 STRATEGIES = "ddp,local_sgd,wagma,hpsgd"
@@ -69,7 +70,7 @@ def main() -> None:
         drawn = [picture.load(Path(folder, name), seconds=window) for name in specs]
         job.settings = settings  # without the folder, which is gone
         report = job.provenance() | {"hyperparameters": in_force(specs, [args.ranks])}
-    args.picture.write_text(picture.svg(drawn))
+    args.picture.write_text(picture.svg(drawn, WIDTH))
     report["runs"] = [
         {"strategy": name, "steps_per_s": picture.steps_per_s(run), **picture.shares(run)}
         for name, run in whole.items()

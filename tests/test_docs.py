@@ -51,6 +51,15 @@ def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     assert tables["renewed"](without_its_first_row) == text
 
 
+def test_the_pictures_are_those_of_the_results() -> None:
+    drawn = runpy.run_path(str(DOCS / "pictures.py"))["PICTURES"]
+    for name, draw in drawn.items():
+        file = DOCS / "images" / f"{name}.svg"
+        assert file.read_text() == draw(), f"draw it anew: python docs/pictures.py {name}"
+        shown = [p for p in (ROOT / "README.md", *DOCS.rglob("*.md")) if file.name in p.read_text()]
+        assert shown
+
+
 def test_a_table_has_the_rows_that_are_chosen_beside_the_baselines() -> None:
     targets = runpy.run_path(str(DOCS / "tables.py"))["targets"]
     file = "docs/results/choosing/target_epochs.json"

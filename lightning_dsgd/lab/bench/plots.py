@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dsgd.lab.bench import target_rows
+from lightning_dsgd.lab.drawing.style import colour
 
-# Okabe and Ito's colours, which the colour-blind tell apart, and markers for prints in grey.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
 _MARKERS = "osD^vP*Xhd"
+"""For prints in grey, and for settings of one strategy, which have its colour."""
 _DPI = 140
 
 Result = dict[str, Any]
@@ -32,9 +32,9 @@ def _grid(rows: int, columns: int) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _style(index: int) -> dict[str, Any]:
+def _style(index: int, spec: str) -> dict[str, Any]:
     return {
-        "color": _COLOURS[index % len(_COLOURS)],
+        "color": colour(spec)[0],
         "marker": _MARKERS[index % len(_MARKERS)],
         "markersize": 5,
     }
@@ -58,9 +58,11 @@ def plot_throughput(results: list[Result], path: Path) -> None:
             if row["strategy"] == spec
         ]
         xs = [p for p, _ in rows]
-        speed.plot(xs, [p * r["steps_per_s"] for p, r in rows], label=spec, **_style(index))
+        speed.plot(xs, [p * r["steps_per_s"] for p, r in rows], label=spec, **_style(index, spec))
         if all(row["mb_sent_per_step"] is not None for _, row in rows):
-            volume.plot(xs, [r["mb_sent_per_step"] for _, r in rows], label=spec, **_style(index))
+            volume.plot(
+                xs, [r["mb_sent_per_step"] for _, r in rows], label=spec, **_style(index, spec)
+            )
     for ax in (speed, volume):
         ax.set_xscale("log", base=2)
         ax.set_xticks(ranks, [str(p) for p in ranks])
@@ -88,7 +90,7 @@ def plot_convergence(result: Result, path: Path) -> None:
         values = [[row["value"] for row in epoch] for epoch in epochs]
         for ax, key in zip(axes, ("seconds", "step"), strict=True):
             xs = [statistics.mean(row[key] for row in epoch) for epoch in epochs]
-            style = _style(index)
+            style = _style(index, spec)
             means = [statistics.mean(seeds) for seeds in values]
             every = max(1, len(xs) // 10)
             ax.plot(xs, means, label=spec, markevery=every, **style)
@@ -126,7 +128,7 @@ def plot_target(result: Result, path: Path) -> None:
                 ys = zip(*(c["value"] for c in cells), strict=False)
                 every = max(1, len(xs) // 8)
                 means = [statistics.mean(each) for each in ys]
-                ax.plot(xs, means, label=spec, markevery=every, **_style(index))
+                ax.plot(xs, means, label=spec, markevery=every, **_style(index, spec))
         for ax, label in zip(axes, labels.values(), strict=True):
             ax.set_title(situation, fontsize="medium")
             ax.set_xlabel(label)

@@ -8,16 +8,17 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from lightning_dsgd.lab.drawing.picture import COLOURS, LEGEND, Run, look, sentence
+from lightning_dsgd.lab.drawing.picture import LEGEND, Run, look, sentence
 from lightning_dsgd.lab.drawing.spans import Span, Track
+from lightning_dsgd.lab.drawing.style import SPANS
 
-_LOOKS = list(COLOURS)
+_LOOKS = list(SPANS)
 
 
 def html(runs: Sequence[Run]) -> str:
     """Returns the page: `page.html`, with the runs as data in it."""
     data = {
-        "looks": [{"key": k, "colour": COLOURS[k], "words": LEGEND[k]} for k in _LOOKS],
+        "looks": [{"key": k, "colours": SPANS[k], "words": LEGEND[k]} for k in _LOOKS],
         "runs": [_run(run) for run in runs],
     }
     page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Final
 
 from lightning_dsgd.lab.drawing.spans import NOBODY, Span, Track, tracks, union
+from lightning_dsgd.lab.drawing.style import BACK, SPANS, Picture, width_of
 from lightning_dsgd.lab.timeline.trace import Trace, missing_ranks, read_folder
 
-# Okabe and Ito chose these colours, which the colour-blind tell apart; computation is pale, as
-# computing is what a rank should do.
-COLOURS: Final = {
-    "compute": "#a6cee9",
-    "late wait": "#d55e00",
-    "wait": "#f0b04c",
-    "exchange": "#0072b2",
-    "fetch": "#f0e442",
-    "evaluate": "#b3b3b3",
-    "serve": "#009e73",
-    "late": "#8b1a6b",
-}
 LEGEND: Final = {
     "compute": "computes",
     "late wait": "waits for a late rank",
@@ -33,7 +21,7 @@ LEGEND: Final = {
     "serve": "serves others, while it computes",
     "late": "is late: others wait for it",
 }
-_WIDTH, _ROW, _GAP, _LEFT, _HEAD = 960, 18, 4, 64, 34
+_WIDTH, _ROW, _GAP, _LEFT = 960, 18, 4, 58
 
 
 @dataclass(frozen=True)
@@ -170,86 +158,79 @@ def sentence(run: Run) -> str:
     return text + (f" ({run.note})" if run.note else "")
 
 
-def svg(runs: Sequence[Run]) -> str:
+def message(runs: Sequence[Run]) -> str:
+    """Returns what the picture says: how much of the time each run waits."""
+    waits = [f"{run.name.partition(',')[0]} {shares(run)['wait']:.0%}" for run in runs]
+    first, *others = waits
+    return f"Ranks wait: {first} of the time" + "".join(f", {each}" for each in others)
+
+
+def svg(runs: Sequence[Run], width: int = _WIDTH) -> str:
     """Draws a still picture of the runs, one above the other, with one scale of time."""
     whole_s = max(run.seconds for run in runs) or 1.0
-    scale = (_WIDTH - _LEFT - 20) / whole_s
-    parts, y = [], 8
+    scale = (width - _LEFT - 20) / whole_s
+    drawn = Picture(message(runs), width=width)
     for run in runs:
-        parts.append(_text(12, y + 14, run.name, "b"))
-        parts.append(_text(_WIDTH - 12, y + 14, sentence(run), "e"))
-        y += _HEAD - 10
+        drawn.paragraph(run.name, "b")
+        drawn.paragraph(sentence(run), "n", 12.5)
+        y = drawn.height + 6
         row = _ROW if len(run.tracks) <= 16 else max(4, 288 // len(run.tracks))
         gap = _GAP if row > 8 else 1
         for track in run.tracks:
             if row > 8 or track.rank % 8 == 0:
-                parts.append(_text(_LEFT - 8, y + row / 2 + 4, f"rank {track.rank}", "e"))
-            parts += _track(track, y, row, scale)
+                drawn.text(_LEFT - 6, y + row / 2 + 4, f"rank {track.rank}", "a e")
+            _draw(track, drawn, y, row, scale)
             y += row + gap
-        y += 14
-    parts += _axis(whole_s, scale, y)
-    y += 34
+        drawn.height = y + 6
+    _axis(drawn, whole_s, scale)
     used = {
         look(span) for run in runs for track in run.tracks for span in (*track.spans, *track.beside)
     }
-    x = 12
+    x, y = 12.0, drawn.height
     for key, words in LEGEND.items():
         if key not in used:
             continue
-        if x + 28 + 6.9 * len(words) > _WIDTH:
+        if x + 22 + width_of(words, 13) > width:
             x, y = 12, y + 20
-        parts.append(f'<rect x="{x}" y="{y}" width="14" height="12" fill="{COLOURS[key]}"/>')
-        parts.append(_text(x + 19, y + 10.5, words, ""))
-        x += int(34 + 6.9 * len(words))
-    height = y + 24
-    style = (
-        "text{font:12px system-ui,sans-serif;fill:#24292f}.b{font-weight:600;font-size:14px}"
-        ".e{text-anchor:end}.m{text-anchor:middle;fill:#57606a}"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-        f'width="{_WIDTH}" height="{height}" role="img">\n<style>{style}</style>\n'
-        f'<rect width="{_WIDTH}" height="{height}" rx="6" fill="#ffffff"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
+        drawn.path(f"M{x:g} {y:g}h14v12h-14z", drawn.of(SPANS[key]))
+        drawn.text(x + 19, y + 10.5, words)
+        x += 34 + width_of(words, 13)
+    drawn.height = y + 14
+    return drawn.svg()
 
 
-def _track(track: Track, y: float, row: float, scale: float) -> list[str]:
+def _draw(track: Track, drawn: Picture, y: float, row: float, scale: float) -> None:
     strip = max(1.5, row / 6)
-    parts = []
-    for key in COLOURS:
+    for key in SPANS:
         if key in ("serve", "late"):
             top = y + row - strip if key == "serve" else y
             times, height = [(s.begin_s, s.end_s) for s in track.beside if s.kind == key], strip
         else:
             times, height, top = [], row, y
             times = [(s.begin_s, s.end_s) for s in track.spans if look(s) == key]
-        drawn = "".join(
+        d = "".join(
             f"M{_LEFT + begin * scale:.2f} {top:g}h{max(0.3, (end - begin) * scale):.2f}"
             f"v{height:g}H{_LEFT + begin * scale:.2f}z"
             for begin, end in union(times)
         )
-        if drawn:
-            parts.append(f'<path fill="{COLOURS[key]}" d="{drawn}"/>')
+        if d:
+            drawn.path(d, drawn.of(SPANS[key]))
     ends = [
         b.begin_s for a, b in zip(track.spans, track.spans[1:], strict=False) if a.step != b.step
     ]
     ticks = "".join(f"M{_LEFT + at * scale:.2f} {y:g}v{row:g}" for at in ends)
     if ticks and row > 8:
-        parts.append(f'<path stroke="#ffffff" stroke-width="1.5" d="{ticks}"/>')
-    return parts
+        drawn.path(ticks, "s" + drawn.of(BACK), 'stroke-width="1.5"')
 
 
-def _axis(whole_s: float, scale: float, y: float) -> list[str]:
-    step_s = nice_step(whole_s, 10)
-    parts, number = [f'<path stroke="#8c959f" d="M{_LEFT} {y}h{whole_s * scale:.1f}"/>'], 0
-    while number * step_s <= whole_s * 1.0001:
+def _axis(drawn: Picture, whole_s: float, scale: float) -> None:
+    step_s, y = nice_step(whole_s, 10), drawn.height
+    drawn.path(f"M{_LEFT} {y:g}h{whole_s * scale:.1f}", "g")
+    for number in range(int(whole_s * 1.0001 / step_s) + 1):
         x = _LEFT + number * step_s * scale
-        parts.append(f'<path stroke="#8c959f" d="M{x:.1f} {y}v4"/>')
-        parts.append(_text(x, y + 17, f"{number * step_s:g} s", "m"))
-        number += 1
-    return parts
+        drawn.path(f"M{x:.1f} {y:g}v4", "g")
+        drawn.text(x, y + 17, f"{number * step_s:g} s", "a m")
+    drawn.height = y + 28
 
 
 def nice_step(whole: float, most: int) -> float:
@@ -260,8 +241,3 @@ def nice_step(whole: float, most: int) -> float:
             break
         step *= factor
     return float(f"{step:.6g}")
-
-
-def _text(x: float, y: float, text: str, style: str) -> str:
-    of_class = f' class="{style}"' if style else ""
-    return f'<text x="{x:g}" y="{y:g}"{of_class}>{escape(text)}</text>'

@@ -45,9 +45,8 @@ def test_the_tuning_seed_chooses_and_the_others_are_compared(script: Any, tmp_pa
     assert (ddp["lr"], ours["lr"]) == (0.2, 0.1)
     assert ours["last"] == pytest.approx((2.01 + 2.5) / 2)  # DDP has not trained seed 3 yet
     assert ours["reached"] == 1  # 2.0 / 0.99 is 2.02
-    pytest.importorskip("matplotlib")
     script.main(["--plot", str(tmp_path / "r.svg"), "--output", str(path)])
-    assert (tmp_path / "r.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "r.svg").read_text().startswith("<svg")
 
 
 def test_other_settings_are_not_mixed(script: Any, tmp_path: Path) -> None:
