@@ -26,6 +26,7 @@ from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
+from lightning_dsgd.algorithms.sparse_loco import SparseLoCo
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.hyperparameters import did_you_mean, names, parse
 
@@ -34,8 +35,8 @@ _GROUP: Final = "lightning_dsgd.algorithms"
 ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     algorithm.name: algorithm
     for algorithm in (
-        WAGMA, EagerSGD, HPSGD, SGP, ADPSGD, PopSGD, LocalSGD, DiLoCo, DPSGD, OkTopk,
-        TopkAllgather, TopkDSA, GTopk, GaussianTopk, AllReduce, NoSync,
+        WAGMA, EagerSGD, HPSGD, SGP, ADPSGD, PopSGD, LocalSGD, DiLoCo, SparseLoCo,
+        DPSGD, OkTopk, TopkAllgather, TopkDSA, GTopk, GaussianTopk, AllReduce, NoSync,
     )
 }  # fmt: skip
 """The algorithms by name; the first ones are those to try first."""

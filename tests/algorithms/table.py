@@ -368,6 +368,13 @@ TABLE |= {
         period=3,
         **SPARSE,
     ),
+    "sparse_loco": Row(  # of 10 chunks, with a bit for each place
+        "sparse_loco:density=0.25:local_steps=3:decay=0.5:chunk_size=104",
+        lambda p, size: ((p - 1) * (24 + 72 * math.ceil(K / 256) + N / 8) + flag_bytes(p)) / 3,
+        period=3,
+        slack=0.01,
+        **SPARSE,
+    ),
 }
 
 

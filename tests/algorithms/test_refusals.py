@@ -8,7 +8,7 @@ import pytest
 
 from lightning_dsgd.algorithms import make_algorithm
 
-WIRE = 'wire_dtype must be "float32", "bfloat16", "int8" or "int4", got wire_dtype=\'int2\''
+WIRE = '"int8", "int4", "e3m0" or "2bit", got wire_dtype=\'int2\''
 REFUSED = {
     "sgp:num_peers=0": "num_peers must be a whole number of at least 1, got num_peers=0",
     "sgp:overlap=-1": "overlap must be a whole number of at least 0, got overlap=-1",

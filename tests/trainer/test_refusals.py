@@ -49,7 +49,7 @@ ARGUMENTS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"sync_period": 2.5}, ["sync_period must be a whole number of at least 1, got sync_period=2"]),
     ({"sync_period": "4"}, ["got sync_period='4'; try sync_period=4"]),
-    ({"wire_dtype": "fp16"}, ['"bfloat16", "int8" or "int4", got wire_dtype=\'fp16\'; try']),
+    ({"wire_dtype": "fp16"}, ['"e3m0" or "2bit", got wire_dtype=\'fp16\'; try']),
     ({"data": "dealt"}, ['data must be "equal" or "claimed"', "got data='dealt'"]),
     ({"timeout_s": float("nan")}, [f"timeout_s {SECONDS}", "got timeout_s=nan; try"]),
     ({"timeout_s": float("inf")}, ["at most", "got timeout_s=inf; try timeout_s=1800"]),

@@ -79,6 +79,7 @@ CANDIDATES: Final = tuple(
         "local_sgd:sync_period=32",
         "local_sgd:wire_dtype=int8",
         "diloco:sync_period=100",
+        "sparse_loco",
         "dpsgd",
         "sgp",
         "sgp:overlap=1",

@@ -319,12 +319,13 @@ def stand_in(algorithm: Algorithm, world_size: int, num_params: int) -> int:
     block for each rank.
     """
     least, per_region = LEAST_ELEMENTS, PER_REGION
-    if getattr(algorithm, "wire_dtype", "float32") in ("int8", "int4"):
-        per_region = 8 * rounding.BLOCK  # the last of these is filled up
+    block = rounding.BLOCKS.get(getattr(algorithm, "wire_dtype", "float32"))
+    if block is not None:
+        per_region = 8 * block  # the last of these is filled up
         num_pieces = algorithm.num_fragments if isinstance(algorithm, PeriodicAverage) else 1
         if isinstance(algorithm, AllReduce) and algorithm.overlap:
             num_pieces = algorithm.num_buckets
-        least = max(least, rounding.BLOCK * num_pieces * world_size)
+        least = max(least, block * num_pieces * world_size)
     if isinstance(algorithm, ErrorFeedback):
         per_rank = math.ceil(per_region / algorithm.share)
         least = max(LEAST_SPARSE_ELEMENTS, per_rank * world_size)
