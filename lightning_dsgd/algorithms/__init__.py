@@ -22,6 +22,7 @@ from lightning_dsgd.algorithms.eager_sgd import EagerSGD
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
+from lightning_dsgd.algorithms.noloco import NoLoCo
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
@@ -35,7 +36,7 @@ _GROUP: Final = "lightning_dsgd.algorithms"
 ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     algorithm.name: algorithm
     for algorithm in (
-        WAGMA, EagerSGD, HPSGD, SGP, ADPSGD, PopSGD, LocalSGD, DiLoCo, SparseLoCo,
+        WAGMA, EagerSGD, HPSGD, SGP, ADPSGD, PopSGD, LocalSGD, DiLoCo, SparseLoCo, NoLoCo,
         DPSGD, OkTopk, TopkAllgather, TopkDSA, GTopk, GaussianTopk, AllReduce, NoSync,
     )
 }  # fmt: skip

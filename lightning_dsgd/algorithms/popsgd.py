@@ -5,9 +5,7 @@
 
 Legend: x the weights, g the gradient.  Two-sided: the mean over all ranks is conserved.
 
-Partners are drawn from a shared seed, a perfect matching for each version: a rank's v-th
-interaction is with its partner of version v.  Ranks may be any number of versions apart.  If P is
-odd, one rank has no partner.
+Partners come from perfect matchings (`partners.py`).  Ranks may be any number of versions apart.
 
 Phase clock (section 3): of two partners, the one with the lower tick increases it by one, so all
 ticks stay near the number of interactions divided by P.  It is for learning rate schedules.
@@ -34,8 +32,6 @@ always found if it is the only one in its hash; several hide each other with a c
 2^-56.  One side adds what the other subtracts, even if it was decoded wrongly, so the mean over all
 ranks is conserved up to the rounding of that addition; the partners are up to s apart afterwards.
 
-A rank that stops tells all possible partners with an empty message; they then continue without it.
-
 Differs from the paper: matchings instead of independent pairs, so that each rank interacts equally
 often, and never with itself; any optimizer; the published code is one-sided and changes the mean.
 Not in the paper: `wire_dtype`.  With `paper=True` the pairs are independent, each drawn uniformly
@@ -61,10 +57,11 @@ from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import step_scaling, topology
+from lightning_dsgd.primitives.partners import Partners
 from lightning_dsgd.primitives.published import publication_of
 from lightning_dsgd.transport import ANY, Lane, Transport
 
-_HELLO = _CONTROL = 0  # tags of the training thread and of a lane
+_CONTROL = 0  # a lane's tag
 _ARRIVED, _OFFER = range(2)
 
 UNKNOWN: Final = 1 << 30
@@ -133,13 +130,9 @@ class PopSGD(Algorithm):
         self.version = 0
         self.clock = 0
         self.exponent = UNKNOWN  # of the s that this rank needs
-        self.stopped: set[int] = set()
-        self.lane: _Averager | None = None
-
-    def partner(self, version: int) -> int:
-        """Returns the rank with which this rank interacts, or this rank if there is none."""
         draw = topology.random_pair if self.paper else topology.random_partners
-        return draw(version, self.net.world_size, self.topology, self.seed)[self.net.rank]
+        self.partners = Partners(net, draw, self.topology, self.seed)
+        self.lane: _Averager | None = None
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         self._begin(x)
@@ -150,23 +143,17 @@ class PopSGD(Algorithm):
             return
         self.steps_since = 0
         alone = not self.paper or self.net.world_size == 1
-        while not alone and self.partner(self.version) == self.net.rank:
+        while not alone and self.partners.at(self.version) == self.net.rank:
             self.version += 1  # a pair of others
         version, self.version = self.version, self.version + 1
         if self.lane is not None:
             self.lane.arrive(version, x)
         elif self.blocking:
-            partner = self.partner(version)
-            if partner != self.net.rank and partner not in self.stopped:
-                self._interact(x, partner)
+            met = self.partners.meet(version, torch.tensor([self.clock, self.exponent]))
+            if met is not None:
+                self._interact(x, met[0], *met[1].tolist())
 
-    def _interact(self, x: Tensor, partner: int) -> None:
-        self.net.send(torch.tensor([self.clock, self.exponent]), partner, _HELLO)
-        hello = self.net.recv(_WORDS, partner, _HELLO).wait()
-        if not len(hello):
-            self.stopped.add(partner)
-            return
-        clock, exponent = hello.tolist()
+    def _interact(self, x: Tensor, partner: int, clock: int, exponent: int) -> None:
         if self.wire_dtype == "int8":
             x += self.decoded_difference(self.net, partner, x, exponent)
         elif self.wire_dtype == "float32":
@@ -222,21 +209,7 @@ class PopSGD(Algorithm):
         if self.lane is not None:
             self.version = self.lane.settle(self.version, x)
         elif self.blocking:
-            self._drain()
-            [self.version] = largest(self.net, self.version)  # who meets whom is agreed anew
-
-    def _drain(self) -> None:
-        """Tells possible partners that this rank has stopped, and waits until they have, too."""
-        net = self.net
-        everyone = [rank for rank in range(net.world_size) if rank != net.rank]
-        peers = topology.ring(net.rank, net.world_size) if self.topology == "cycle" else everyone
-        for peer in peers:
-            net.send(_WORDS, peer, _HELLO)
-        for peer in peers:
-            while peer not in self.stopped:
-                if not len(net.recv(_WORDS, peer, _HELLO).wait()):
-                    self.stopped.add(peer)
-        self.stopped.clear()
+            self.version = self.partners.settle(self.version)
 
     def _begin(self, x: Tensor) -> None:
         """Publishes the first weights, after a resume has restored its state."""
@@ -330,7 +303,7 @@ class _Averager:
 
     def execute(self, net: Transport) -> None:
         version = self.next_version
-        algorithm, partner = self.algorithm, self.algorithm.partner(version)
+        algorithm, partner = self.algorithm, self.algorithm.partners.at(version)
         if partner == self.me:
             return
         offer = torch.tensor([_OFFER, version, algorithm.clock, algorithm.exponent])

@@ -18,7 +18,7 @@ sum is 7 times the learning rate.
 from __future__ import annotations
 
 import warnings
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -75,6 +75,17 @@ class OuterOptimizer:
     def apply(self, progress: Tensor) -> None:
         """Adds progress of earlier steps to the model; the momentum stays as it is."""
         self.part().add_(progress, alpha=self._lr)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns what there is of the model and of the momentum."""
+        known = {"model": self.model, "outer_momentum": self.momentum}
+        return {name: tensor.clone() for name, tensor in known.items() if tensor is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` has returned, among other things."""
+        self.model, self.momentum = (
+            state[name].clone() if name in state else None for name in ("model", "outer_momentum")
+        )
 
 
 def warn_of_rates(

@@ -129,7 +129,11 @@ class PeriodicAverage(Algorithm):
         self.kept = quantised.keep(net, x, self.wire_dtype)
         self.samples = self.no_samples(self.num_fragments)
         is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
-        self.outer = None if is_plain else self._make_outer()
+        self.outer = (
+            None
+            if is_plain
+            else OuterOptimizer(self.outer_lr, self.outer_momentum, nesterov=self.outer_nesterov)
+        )
         self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
         self.background = _Background(net, self._average) if self.overlap_steps else None
         has_calls = conditions.claims_batches and self.background is None
@@ -141,9 +145,6 @@ class PeriodicAverage(Algorithm):
                 nesterov=self.outer_nesterov,
                 local_steps=("sync_period", self.sync_period),
             )
-
-    def _make_outer(self) -> OuterOptimizer:
-        return OuterOptimizer(self.outer_lr, self.outer_momentum, nesterov=self.outer_nesterov)
 
     # ---- the training thread ----
 
@@ -250,10 +251,7 @@ class PeriodicAverage(Algorithm):
         if self.num_fragments > 1 or self.outer is not None:
             state["round"] = self.round
         if self.outer is not None and self.outer.model is not None:
-            state["model"] = self.outer.model.clone()
-            state["num_unshared"] = self.num_unshared
-            if self.outer.momentum is not None:
-                state["outer_momentum"] = self.outer.momentum.clone()
+            state |= {"num_unshared": self.num_unshared, **self.outer.state_dict()}
         if self.kept is not None:
             state["kept"] = self.kept.clone()
         if self.pending is not None:
@@ -270,12 +268,8 @@ class PeriodicAverage(Algorithm):
             (state["pending_at"], state["pending"].clone()) if "pending" in state else None
         )
         if self.outer is not None:
-            self.outer = self._make_outer()
             self.num_unshared = state.get("num_unshared", self.num_fragments)
-            if "model" in state:
-                self.outer.model = state["model"].clone()
-            if "outer_momentum" in state:
-                self.outer.momentum = state["outer_momentum"].clone()
+            self.outer.load_state_dict(state)
         if self.kept is not None and "kept" in state:
             self.kept.copy_(state["kept"])
 

@@ -30,6 +30,7 @@ FITS = {
     "sgp:overlap=1": 3,
     "adpsgd": 3,
     "sparse_loco:density=0.4:local_steps=3": 2,
+    "noloco:sync_period=3": 2,
 }
 """Each with its number of ranks: what makes averages in another way than the four does."""
 LATE_FITS = {

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dsgd.algorithms.noloco import NoLoCo
 from lightning_dsgd.algorithms.sparse_loco import SparseLoCo
+from lightning_dsgd.primitives import topology
 from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.rank import Rank
 
@@ -71,3 +73,31 @@ def test_what_is_sent_and_what_is_left_are_what_was_accumulated(wire_dtype: str)
         torch.testing.assert_close(DECAY * before + change, sent + after, rtol=0, atol=1e-12)
         assert 30 <= sent.count_nonzero() <= 30 * P
         x, before = ranks[0][at + 1][0], after
+
+
+# ---- NoLoCo ----
+
+ALPHA, BETA, GAMMA = 0.5, 0.7, 0.9
+
+
+def noloco() -> NoLoCo:
+    return NoLoCo(H, BETA, ALPHA, GAMMA, seed=3)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_noloco_is_the_papers_rule(num_ranks: int) -> None:
+    """Pairs, and where P is odd a rank that steps alone; the means make the heavy ball's steps."""
+    ranks = SimulatedWorld(num_ranks).run(follow, noloco, 4 * H)
+    slow, v = torch.zeros(2, num_ranks, N).double()
+    mean, mean_v = slow.mean(0), v.mean(0)
+    for at in range(0, 4 * H, H):
+        partners = list(topology.random_partners(at // H, num_ranks, "complete", 3))
+        d = torch.stack([update(r, at) + update(r, at + 1) for r in range(num_ranks)])
+        towards = (slow + slow[partners]) / 2
+        v = ALPHA * v + BETA * (d + d[partners]) / 2 - GAMMA * (slow - towards)
+        slow = slow + v
+        found = torch.stack([seen[at + 1][0] for seen in ranks])
+        torch.testing.assert_close(found, slow, rtol=0, atol=1e-12)
+        mean_v = ALPHA * mean_v + BETA * d.mean(0)
+        mean = mean + mean_v
+        torch.testing.assert_close(found.mean(0), mean, rtol=0, atol=1e-12)

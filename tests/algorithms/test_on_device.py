@@ -240,7 +240,7 @@ def require_as_the_page_says(name: str, waits: Counter[tuple[str, str]], launche
     assert all(map(operator.le, found, stated)), (name, found)
 
 
-OTHERS = ["no_sync", "local_sgd", "diloco", "dpsgd", "sparse_loco"]
+OTHERS = ["no_sync", "local_sgd", "diloco", "dpsgd", "noloco", "sparse_loco"]
 BASELINES = ["topk_allgather", "gaussian_topk", "topk_dsa", "gtopk"]
 
 

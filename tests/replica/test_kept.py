@@ -37,7 +37,7 @@ MORE = [
 SPARSE = [name for name in ALGORITHMS if issubclass(ALGORITHMS[name], ErrorFeedback)]
 OF_GRADIENTS = [name for name in SPARSE if ALGORITHMS[name]().uses_gradient]
 OWN = [*SPARSE, "eager_sgd"]  # which say it of gradients
-PLAIN = [name for name in ALGORITHMS if name not in (*OWN, "diloco")]
+PLAIN = [name for name in ALGORITHMS if name not in (*OWN, "diloco", "noloco")]
 
 
 class Run:

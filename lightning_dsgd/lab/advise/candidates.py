@@ -80,6 +80,7 @@ CANDIDATES: Final = tuple(
         "local_sgd:wire_dtype=int8",
         "diloco:sync_period=100",
         "sparse_loco",
+        "noloco",
         "dpsgd",
         "sgp",
         "sgp:overlap=1",
