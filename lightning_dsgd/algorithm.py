@@ -60,6 +60,8 @@ class Conditions:
         samples: where means are weighted by samples, of how many this rank's step is made; set
             before its gradient is, and only for an algorithm that `weighs_samples`
         optimizer: what steps x, if that is known
+        fragments: where each fragment of whole layers begins in x, and where the last one ends;
+            only for an algorithm that has `num_layer_fragments`
     """
 
     ranks_per_node: int | None = None
@@ -68,6 +70,7 @@ class Conditions:
     claims_batches: bool = False
     samples: Tensor | None = None
     optimizer: Optimizer | None = None
+    fragments: tuple[int, ...] = ()
 
 
 ORDINARY: Final = Conditions()
@@ -124,6 +127,9 @@ class Algorithm:
 
     weighs_samples: ClassVar[bool] = False
     """Whether means can be weighted by `Conditions.samples`."""
+
+    num_layer_fragments: ClassVar[int] = 0
+    """Into how many `Conditions.fragments` x is to be laid out; 0: as the module has it."""
 
     overflowed: bool | None = None
     """Whether any rank's last gradient had NaN or inf in it; None: the host has not asked."""

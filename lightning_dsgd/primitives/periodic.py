@@ -9,7 +9,8 @@ Legend: x_i the weights of rank i, W the global model, P ranks.
 **Fragments.**  With num_fragments = F the weights are cut into F pieces of equal size, and each is
 averaged once per period, one after the other: fragment f at the steps (f + 1) sync_period / F of
 each period.  So at most |x| / F is sent at once.  (Streaming DiLoCo, Douillard et al., 2025,
-https://arxiv.org/abs/2501.18512.)
+https://arxiv.org/abs/2501.18512.)  With DiLoCo's fragments="layers" layer l of the model is of
+fragment l mod F, the paper's strided pattern, and lies beside the others of its fragment in x.
 
 **Overlap.**  With overlap_steps = t training goes on while a sum travels: a lane forms it from a
 copy h_i of the fragment, and t steps later
@@ -18,7 +19,11 @@ copy h_i of the fragment, and t steps later
 
 so what the rank has learned in the meantime is kept, and counted the next time.  The rank waits
 only if the sum is not there by then.  That the number of steps is fixed, and not "when it is
-there", makes a run repeat to the bit.
+there", makes a run repeat to the bit.  With DiLoCo's mixing = a the rule is the paper's,
+
+    x_i <- a x_i + (1 - a) W
+
+which drops 1 - a of what a rank has learned in the meantime.
 
 **Claimed batches.**  Ranks that claim their batches make different numbers of steps.  Then the
 first rank that has made sync_period steps since the last average calls all others, and each takes
@@ -42,7 +47,7 @@ is that of the starts and all updates, if the outer optimizer is the default: th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -93,11 +98,26 @@ class PeriodicAverage(Algorithm):
     )
     wire_dtype: str = rounding.wire_dtype()
     scale_steps: bool = step_scaling.scale_steps()
+    # Behind the fields, as dataclasses keep their places where a subclass makes them fields.
+    fragments: ClassVar[str] = "equal"
+    """What the pieces are: of equal size, or of whole "layers"."""
+    mixing: ClassVar[float | None] = None
+    """The share of a rank's own weights when a sum comes; None adds what the sum changes."""
 
     @property
     def follows_time(self) -> bool:  # type: ignore[override]
         """Whether results depend on time: only scaled steps do."""
         return self.scale_steps
+
+    @property
+    def keeps_updates(self) -> bool:  # type: ignore[override]
+        """Whether every update reaches the consensus: not all that are mixed."""
+        return self.mixing is None
+
+    @property
+    def num_layer_fragments(self) -> int:  # type: ignore[override]
+        """Into how many pieces of whole layers x is to be laid out."""
+        return self.num_fragments if self.fragments == "layers" else 0
 
     @property
     def exchange_period(self) -> int:
@@ -120,12 +140,26 @@ class PeriodicAverage(Algorithm):
                 f"sync_period={self.sync_period} and num_fragments={self.num_fragments}; try "
                 f"overlap_steps={most}"
             )
+        if self.mixing is not None and not self.overlap_steps:
+            raise ValueError(
+                "mixing is for sums that come late, with overlap_steps of at least 1, got "
+                f"mixing={self.mixing} with overlap_steps=0; leave it out, or set overlap_steps"
+            )
+
+    def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
+        super().check(world_size, conditions)
+        if self.num_layer_fragments and not conditions.fragments:
+            raise ValueError(
+                'fragments="layers" needs to be told where layers lie, as a `Replica` does, got '
+                'nothing of them; set fragments="equal"'
+            )
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.round = 0
         self.steps_since_sync = 0  # since the last round
         self.pending: tuple[int, Tensor] | None = None  # where, and what a finished sum adds to x
+        self.bounds = conditions.fragments or evenly(len(x), self.num_fragments)
         self.kept = quantised.keep(net, x, self.wire_dtype)
         self.samples = self.no_samples(self.num_fragments)
         is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
@@ -135,7 +169,7 @@ class PeriodicAverage(Algorithm):
             else OuterOptimizer(self.outer_lr, self.outer_momentum, nesterov=self.outer_nesterov)
         )
         self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
-        self.background = _Background(net, self._average) if self.overlap_steps else None
+        self.background = _Background(net, self._change) if self.overlap_steps else None
         has_calls = conditions.claims_batches and self.background is None
         self.calls = _Calls(net.sub("calls")) if has_calls else None
         if net.rank == 0:
@@ -161,7 +195,7 @@ class PeriodicAverage(Algorithm):
             self.background.check()
         if self.steps_since_sync >= self.overlap_steps:
             self._merge(x)
-        share = self._span(self.sync_period)
+        share = self._share_of(evenly(self.sync_period, self.num_fragments))
         is_due = self.steps_since_sync >= share.stop - share.start  # more, if a resume shortened it
         if is_due or (self.calls is not None and self.calls.is_called()):
             self._take_part(x, active=True)
@@ -173,14 +207,14 @@ class PeriodicAverage(Algorithm):
         while self._take_part(x, active=False):
             pass
 
-    def _span(self, length: int) -> slice:
-        """Returns the next round's share of a length: of the weights, or of a period's steps."""
+    def _share_of(self, bounds: Sequence[int]) -> slice:
+        """Returns the next round's share: of the weights, or of a period's steps."""
         fragment = self.round % self.num_fragments
-        return slice(*evenly(length, self.num_fragments)[fragment : fragment + 2])
+        return slice(*bounds[fragment : fragment + 2])
 
     def _take_part(self, x: Tensor, *, active: bool) -> bool:
         """Takes part in the next round; returns whether there is one: not if all stand still."""
-        span, fragment = self._span(len(x)), self.round % self.num_fragments
+        span, fragment = self._share_of(self.bounds), self.round % self.num_fragments
         mine = self.samples[fragment : fragment + 1]
         weight = mine.clone(), mine.clone()
         if self.background is None:
@@ -210,7 +244,9 @@ class PeriodicAverage(Algorithm):
             at, correction = self.pending
             begin, end = max(span.start, at), min(span.stop, at + len(correction))
             if begin < end:
-                piece[begin - span.start : end - span.start] += correction[begin - at : end - at]
+                self._add(
+                    piece[begin - span.start : end - span.start], correction[begin - at : end - at]
+                )
         return piece
 
     def _collect(self) -> None:
@@ -229,12 +265,19 @@ class PeriodicAverage(Algorithm):
     def _add_pending(self, x: Tensor) -> None:
         if self.pending is not None:
             begin, correction = self.pending
-            x[begin : begin + len(correction)] += correction
+            self._add(x[begin : begin + len(correction)], correction)
+
+    def _add(self, x: Tensor, correction: Tensor) -> None:
+        """Adds a correction to x, or mixes the global model into x."""
+        if self.mixing is None:
+            x += correction
+        else:
+            x.lerp_(correction, 1 - self.mixing)
 
     def consensus(self, x: Tensor) -> Tensor:
         mean = x.clone()
         self._add_pending(mean)
-        agreement.weigh_pieces(self.net, mean, self.samples, evenly(len(x), self.num_fragments))
+        agreement.weigh_pieces(self.net, mean, self.samples, self.bounds)
         if self.kept is not None:
             mean += self.kept
         agreement.average(self.net, mean)
@@ -294,6 +337,13 @@ class PeriodicAverage(Algorithm):
         self.outer.step(piece, span)
         piece.copy_(self.outer.part(span))
 
+    def _change(self, net: Transport, piece: Tensor, span: slice, weight: Weight) -> None:
+        """Turns this rank's fragment into what `_add` adds or mixes."""
+        handed_over = piece.clone() if self.mixing is None else None
+        self._average(net, piece, span, weight)
+        if handed_over is not None:
+            piece -= handed_over
+
 
 class _Calls:
     """Counts the ranks that are still stepping; the first to come to a round calls the others.
@@ -332,10 +382,10 @@ class _Background:
     """
 
     def __init__(
-        self, net: Transport, average: Callable[[Transport, Tensor, slice, Weight], None]
+        self, net: Transport, change: Callable[[Transport, Tensor, slice, Weight], None]
     ) -> None:
         self.in_flight: Receipt | None = None
-        self._average = average
+        self._change = change
         self._me = net.rank
         self._home = net.sub("home")  # where the lane answers the training thread
         self._lane = net.spawn_lane(self._serve, "averager")
@@ -368,7 +418,5 @@ class _Background:
             [active] = net.recv(_WORDS, self._me).wait(math.inf).tolist()
             count = num_active(net, active=active, counts=self.weight[1])
             if count:
-                handed_over = self.piece.clone()
-                self._average(net, self.piece, self.span, self.weight)
-                self.piece -= handed_over
+                self._change(net, self.piece, self.span, self.weight)
             self._home.send(torch.tensor([count]), self._me)

@@ -26,9 +26,10 @@ of autograd go on working.  What x owns can still be copied and saved:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,27 @@ def flatten(named_parameters: Iterable[tuple[str, Parameter]]) -> list[FlatParam
         kind = (parameter.dtype.to_real(), parameter.device)
         groups.setdefault(kind, {})[parameter] = name
     return [FlatParameters(list(group.values()), list(group)) for group in groups.values()]
+
+
+def fragments_of(names: Sequence[str], num_fragments: int) -> dict[str, int]:
+    """Returns in which fragment each parameter of a model is: of layer l in l mod num_fragments.
+
+    The parameters of a layer have their names up to the first number in common; those before,
+    between and after such layers are layers too.
+    """
+    layers = [next(iter(_LAYER.findall(name)), "") for name in names]
+    starts = [before != layer for before, layer in pairwise(layers)]
+    if sum(starts) + 1 < num_fragments:
+        raise ValueError(
+            f'num_fragments must be at most the number of layers with fragments="layers", got '
+            f"num_fragments={num_fragments} and {sum(starts) + 1} layers; try num_fragments="
+            f"{sum(starts) + 1}"
+        )
+    numbers = accumulate(starts, initial=0)
+    return {name: number % num_fragments for name, number in zip(names, numbers, strict=True)}
+
+
+_LAYER: Final = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
 
 
 class FlatParameters:

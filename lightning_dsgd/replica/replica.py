@@ -18,6 +18,7 @@ where buffers are, those that differ: each rank compares a checksum first.
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -118,6 +119,10 @@ class Replica:
         names = {p: name for name, p in self.module.named_parameters() if p in set(mine)}
         for index, parameter in enumerate(mine):
             names.setdefault(parameter, f"optimizer parameter {index}")
+        self._fragments: dict[str, int] = {}
+        if num := self._pattern.num_layer_fragments:  # each of which lies in one piece
+            self._fragments = flat.fragments_of([*names.values()], num)
+            names = dict(sorted(names.items(), key=lambda item: self._fragments[item[1]]))
         flats = self._layout.flatten((name, p) for p, name in names.items())
         self._parts[id(optimizer)] = [
             Part(weights, self._start(weights, optimizer), self._start_scaling(weights), optimizer)
@@ -129,7 +134,13 @@ class Replica:
         self._num_builds += 1
         algorithm = copy.copy(self._pattern)
         counts = weights.num_gradients() if algorithm.counts_gradients else None
-        conditions = replace(self._conditions, gradient_counts=counts, optimizer=optimizer)
+        numbers = [self._fragments[name] for name in weights.names if self._fragments]
+        first = [bisect_left(numbers, f) for f in range(algorithm.num_layer_fragments)]
+        ends = [weights.begin_of(i) if i < len(numbers) else len(weights.x) for i in first]
+        bounds = (*ends, len(weights.x)) if ends else ()
+        conditions = replace(
+            self._conditions, gradient_counts=counts, optimizer=optimizer, fragments=bounds
+        )
         algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
         return algorithm
 

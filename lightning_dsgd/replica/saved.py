@@ -39,6 +39,12 @@ class Saved:
         if not self.fits(parts):
             saved = {name for _, names, _ in self._rest for name in names}
             trained = {name for part in parts for name in part.weights.names}
+            if saved == trained:
+                raise ValueError(
+                    "parameters must be laid out as when the checkpoint was saved, got another "
+                    "order; set optimizers, fragments and num_fragments as they were, or remove "
+                    "its folder of replicas to go on from the consensus"
+                )
             raise ValueError(
                 "the parameters that are trained must be those of the checkpoint, got "
                 f"{some(sorted(trained - saved))} not in it, and not "

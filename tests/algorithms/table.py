@@ -210,6 +210,15 @@ TABLE = {
         is_rounded=True,
         accuracy=0.2,
     ),
+    "diloco_mixing": Row(
+        f"diloco:{SYNC}:outer_lr=1.0:outer_momentum=0.0:num_fragments=2:overlap_steps=2:mixing=0.5"
+        ":wire_dtype=e3m0",
+        averaged_rounded(4, 2),
+        period=4,
+        has_outer_optimizer=True,
+        is_rounded=True,
+        accuracy=1.0,
+    ),
     "noloco": Row(
         f"noloco:{SYNC}:outer_momentum=0.3",
         lambda p, size: pair_bytes(p, size + 8) / 4,

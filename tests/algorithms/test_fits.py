@@ -42,6 +42,7 @@ LATE_FITS = {
     "sgp:hierarchical=true": 2,
     "popsgd:blocking=true:topology=cycle": 4,
     f"diloco:{STREAMING}": 3,
+    f"diloco:{STREAMING}:mixing=0.5": 3,
     "oktopk:density=0.2": 3,
     "gtopk:density=0.2": 3,
 }

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.algorithms.diloco import DiLoCo
 from lightning_dsgd.algorithms.noloco import NoLoCo
 from lightning_dsgd.algorithms.sparse_loco import SparseLoCo
 from lightning_dsgd.primitives import topology
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
+from tests.support.fits import strategy
+from tests.support.models import Regression, loader, trainer, weights
 from tests.support.rank import Rank
+from tests.support.worlds import FitWorld
 
 N, P = 300, 4
 
@@ -101,3 +108,111 @@ def test_noloco_is_the_papers_rule(num_ranks: int) -> None:
         mean_v = ALPHA * mean_v + BETA * d.mean(0)
         mean = mean + mean_v
         torch.testing.assert_close(found.mean(0), mean, rtol=0, atol=1e-12)
+
+
+# ---- Streaming DiLoCo ----
+
+MIXING, OUTER_LR, PERIOD, TAU = 0.25, 0.4, 6, 2
+
+
+def test_streaming_diloco_is_the_papers_rule() -> None:
+    """Each fragment in its turn: its sum is begun at its step, and mixed in TAU steps later."""
+    ends = (0, 120, N)  # of the first fragment and of the second
+    num_steps = 4 * PERIOD
+
+    def train(net: Any) -> list[Tensor]:
+        algorithm = DiLoCo(
+            PERIOD, OUTER_LR, 0.5, num_fragments=2, overlap_steps=TAU, mixing=MIXING,
+            fragments="layers",
+        )  # fmt: skip
+        conditions, seen = Conditions(fragments=ends), []
+        rank = Rank(net, algorithm, torch.zeros(N).double(), conditions)
+        for step in range(num_steps):
+            rank.step(update(net.rank, step))
+            seen.append(rank.x.clone())
+        rank.finish()
+        return seen
+
+    ranks = SimulatedWorld(P).run(train)
+    for f, span in enumerate((slice(0, 120), slice(120, N))):
+        model = torch.zeros(span.stop - span.start).double().requires_grad_()
+        outer = torch.optim.SGD([model], OUTER_LR, 0.5, nesterov=True)
+        xs = [torch.zeros_like(model.detach()) for _ in range(P)]
+        first = (f + 1) * PERIOD // 2
+        for step in range(1, num_steps + 1):
+            for rank, x in enumerate(xs):
+                x += update(rank, step - 1)[span]
+            if step >= first + TAU and (step - first - TAU) % PERIOD == 0:
+                for x in xs:
+                    x.copy_(MIXING * x + (1 - MIXING) * model.detach())
+            if step >= first and (step - first) % PERIOD == 0:
+                model.grad = model.detach() - torch.stack(xs).mean(0)
+                outer.step()
+            for rank, x in enumerate(xs):
+                torch.testing.assert_close(ranks[rank][step - 1][span], x, rtol=0, atol=1e-12)
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 5, bias=False)
+
+
+def replica_of(net: Any, num_fragments: int) -> Replica:
+    model = Layered()
+    algorithm = DiLoCo(num_fragments=num_fragments, fragments="layers")
+    return Replica(net, model, [torch.optim.SGD(model.parameters(), 0.1)], algorithm)
+
+
+def lay_out(net: Any, num_fragments: int) -> tuple[list[str], tuple[int, ...]]:
+    replica = replica_of(net.sub("first"), num_fragments)
+    [part] = replica.parts
+    other = replica_of(net.sub("other"), 3)
+    other.load_state_dict(replica.state_dict(), replica.names())
+    with pytest.raises(ValueError, match=r"got another order; set .* num_fragments as they were"):
+        other.before_update(other._optimizers[0])
+    return part.weights.names, part.algorithm.conditions.fragments
+
+
+def test_the_layers_of_a_fragment_lie_side_by_side() -> None:
+    [(names, ends)] = SimulatedWorld(1).run(lay_out, 2)
+    assert names == [
+        *("embedding.weight", "blocks.1.weight", "blocks.1.bias", "head.weight"),
+        *("blocks.0.weight", "blocks.0.bias", "blocks.2.weight", "blocks.2.bias"),
+    ]
+    assert ends == (0, 32 + 16 + 16 + 32, 96 + 16 + 16 + 16 + 4)
+    with pytest.raises(RankFailed, match=r"at most the number of layers .* 5 layers"):
+        SimulatedWorld(1).run(lay_out, 6)
+
+
+# ---- MuLoCo ----
+
+
+class Matrices(Regression):
+    """Without a bias, which Muon does not take."""
+
+    def __init__(self) -> None:
+        L.seed_everything(0, verbose=False)
+        super().__init__()
+        layers = nn.Linear(10, 16, bias=False), nn.Tanh(), nn.Linear(16, 1, bias=False)
+        self.net = nn.Sequential(*layers)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon(self.parameters(), 0.02)
+
+
+def fit_with_muon() -> tuple[Tensor, float]:
+    options = {"sync_period": 5, "wire_dtype": "2bit", "outer_momentum": 0.6}
+    run = trainer(strategy("diloco", **options), 2, max_epochs=6)
+    model = Matrices()
+    before = model.loss(next(iter(loader(64)))).item()
+    run.fit(model, loader(96), loader(32))
+    return weights(model), model.loss(next(iter(loader(64)))).item() / before
+
+
+def test_muloco_trains_under_the_trainer() -> None:
+    (mine, share), (theirs, _) = FitWorld(timeout_s=60.0).run(2, fit_with_muon)
+    assert torch.equal(mine, theirs)
+    assert share < 0.75

@@ -52,6 +52,8 @@ REFUSED = {
     "local_sgd:overlap_steps=9": "overlap_steps must be at most sync_period / num_fragments",
     "local_sgd:overlap_steps=5:num_fragments=2": "one sum travels at a time",
     "local_sgd:wire_dtype=int2": WIRE,
+    "diloco:mixing=0.5": "with overlap_steps of at least 1, got mixing=0.5 with overlap_steps=0",
+    "diloco:num_fragments=2:fragments=layers": "needs to be told where layers lie",
     "local_sgd:outer_momentum=1.0": "outer_momentum must be a number of at least 0 and below 1",
 }
 
