@@ -18,6 +18,7 @@ _OF_RANK: Final[tuple[str, ...]] = (
     "staleness",
     "late_share",
     "local_steps_per_sync",
+    "participation",
 )
 
 
@@ -29,6 +30,17 @@ _IN_PROGRESS_BAR: Final[frozenset[str]] = frozenset(
 def _is_counted(name: str) -> bool:
     """Returns whether a figure is counted from the beginning, and logged as the difference."""
     return name == "wait_s" or name.startswith(("bytes_sent", "messages_sent"))
+
+
+def participation(figures: dict[str, float], world_size: int) -> float:
+    """Returns the share of ranks in this rank's averages: of those there, and in time.
+
+    Args:
+        figures: what `communication` has returned
+        world_size: how many ranks there were at the start
+    """
+    members = figures.get("num_members", world_size)
+    return members / max(members, world_size) * (1.0 - figures.get("late_share", 0.0))
 
 
 class CommunicationMonitor(pl.Callback):
@@ -47,12 +59,13 @@ class CommunicationMonitor(pl.Callback):
     | `dsgd/consensus_distance` | of the last evaluation: distance from the mean over its norm |
     | `dsgd/updates_kept` | at the last evaluation: the share of all updates that is not lost |
     | `dsgd/step_scale` | with `scale_steps`: by how much steps are scaled, on average |
+    | `dsgd/participation` | share of the ranks that are left, times `1 - late_share` |
     | `dsgd/staleness`, `dsgd/late_share`, `dsgd/density`, ... | where an algorithm has them |
 
     After each epoch, of this epoch and over all ranks: `dsgd/mean/wait_s`, `dsgd/max/wait_s`, and
-    the same for `bytes_sent`, `staleness`, `late_share` and `local_steps_per_sync`.  They are
-    gathered at the epoch's end, so no step waits.  A rank's wait for the last one there is part of
-    `wait_s`.
+    the same for `bytes_sent`, `staleness`, `late_share`, `local_steps_per_sync` and
+    `participation`.  They are gathered at the epoch's end, so no step waits.  A rank's wait for the
+    last one there is part of `wait_s`.
 
     W&B, MLflow, TensorBoard and CSV are told the strategy, its hyperparameters and options in
     force, and the recipe; `lab/trackers.py` says which gets what.
@@ -113,6 +126,7 @@ class CommunicationMonitor(pl.Callback):
         for name in filter(_is_counted, figures):
             figures[name] -= last.get(name, 0.0)
         figures["bytes_sent_total"] = total
+        figures["participation"] = participation(figures, trainer.world_size)
         now_s = time.monotonic()
         figures["wait_share"] = min(1.0, figures["wait_s"] / max(1e-9, now_s - self._logged_s))
         self._logged_s = now_s
@@ -126,6 +140,7 @@ class CommunicationMonitor(pl.Callback):
         trainer.strategy.barrier()  # standing still is waiting, too, and belongs to this epoch
         before = trainer.strategy.communication()
         own = (self._of_rank or before) | {"wait_s": before["wait_s"]}
+        own["participation"] = participation(own, trainer.world_size)
         figures = {name: own[name] for name in _OF_RANK if name in own}
         for name in filter(_is_counted, figures):
             figures[name] -= self._at_epoch_start.get(name, 0.0)

@@ -27,6 +27,7 @@ _SUMMARIES: Final = {
     "comm_overlap": "last",
     "consensus_distance": "last,max",
     "late_share": "mean",
+    "participation": "mean",
     "staleness": "mean",
     "updates_kept": "last",
     "wait_share": "mean",

@@ -523,3 +523,17 @@ def test_a_newcomer_that_nobody_admits_ends_and_disturbs_nobody():
     assert alive(world) == [0, 1, 2]
     assert list(world.views) == [0]
     assert world.ranks[3].ended == "could not join within 20 s: nobody has let it in"
+
+
+def test_processes_that_come_when_all_others_are_lost_are_no_view_by_themselves():
+    """A fresh model never becomes what others take over."""
+    world = World(0, 3, holds=True)
+    for newcomer in (3, 4):
+        world.at(1.0, partial(world.join, newcomer))
+    for rank in range(3):
+        world.at(1.005, partial(world.kill, rank))
+    world.run()
+    assert alive(world) == []
+    assert list(world.views) == [0]
+    for newcomer in (3, 4):
+        assert world.ranks[newcomer].ended.startswith("could not join")

@@ -365,3 +365,21 @@ def test_a_lost_rank_comes_through_few_files_of_two_rooms() -> None:
         way = [file for file in loss if file.startswith(rooms)]
         assert 8 < len(way) <= 12, "\n".join(way)
         assert {file for file in loss if not file.startswith(rooms)} <= {*step}
+
+
+def compile_on_rank_1(busy_s: float) -> tuple[int, ...]:
+    """In Python, so that its other threads hardly get the interpreter."""
+    model, optimizer = make_calm()
+    limits = SURVIVES | {"heartbeat_timeout_s": busy_s / 3}
+    with replica_of(model, optimizer, algorithm_of("wagma"), **limits) as replica:
+        end = time.monotonic() + busy_s * (replica.rank == 1)
+        for batch in replica.batches(loader_of(replica.rank, 8)):
+            while time.monotonic() < end:
+                pass
+            steps(model, optimizer, [batch])
+        return replica.members
+
+
+@exhaustive
+def test_a_rank_that_compiles_for_longer_than_the_heartbeat_ends_nothing():
+    assert WORLD.run(3, compile_on_rank_1, 9.0) == [(0, 1, 2)] * 3

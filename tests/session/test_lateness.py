@@ -151,25 +151,31 @@ ONE_SLOW = (0.02, 0.2, 0.02)
 
 @cases(
     "face, name",
-    now=[("Trainer", "popsgd"), ("plain", "no_sync")],
-    later=[("Trainer", "allreduce"), ("Fabric", "no_sync")],
+    now=[("Trainer", "wagma"), ("plain", "no_sync")],
+    later=[("Trainer", "popsgd"), ("Trainer", "allreduce"), ("Fabric", "no_sync")],
 )
 def test_a_slow_rank_is_named_by_rank_0_once(face: str, name: str, tmp_path: Path) -> None:
     said, *others = run(3, train, face, name, ONE_SLOW, str(tmp_path))
     assert others == [[], []]
     assert sum(line.startswith("rank 1 is late") for line in said) == 1
     if face == "Trainer":
-        epochs = waits_of_epochs(tmp_path)
+        epochs = of_epochs(tmp_path, "wait_s")
         assert len(epochs) == 2
         for waits in epochs:  # the fast ranks stand still at the end, which is this epoch's
             least = 0.5 * NUM_STEPS * (ONE_SLOW[1] - ONE_SLOW[0])
             assert min(waits[0], waits[2]) > waits[1] + least
+        for shares in of_epochs(tmp_path, "participation"):
+            if name == "wagma":
+                assert shares[1] < max(shares)
+            else:
+                assert shares == [1.0] * 3
 
 
-def waits_of_epochs(folder: Path) -> list[list[float]]:
+def of_epochs(folder: Path, figure: str) -> list[list[float]]:
+    """A figure of each rank, in each epoch."""
     with (folder / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("dsgd/rank_00000/wait_s")]
-    return [[float(row[f"dsgd/rank_{rank:05d}/wait_s"]) for rank in range(3)] for row in rows]
+    return [[float(row[f"dsgd/rank_{rank:05d}/{figure}"]) for rank in range(3)] for row in rows]
 
 
 def test_none_is_named_where_real_ranks_are_equal(tmp_path: Path) -> None:

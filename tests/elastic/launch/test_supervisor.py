@@ -6,11 +6,15 @@ import json
 import os
 import signal
 import sys
+import threading
 
+import lightning as L
 import pytest
 import torch
+from lightning.fabric import Fabric
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic import register
 from lightning_dsgd.elastic.launch import command, supervisor
 from lightning_dsgd.elastic.launch.place import Place
@@ -255,6 +259,21 @@ def test_a_process_that_is_started_while_others_train_a_loop_is_told(can_be_join
     keeper = Register("127.0.0.1", 0, 20.0, serves=True)
     keeper.say_survives(can_be_joined=can_be_joined)
     late(("127.0.0.1", keeper.port))
+
+
+def test_no_constructor_waits_for_a_launcher(monkeypatch):
+    """The address is one where nobody listens: whoever asked there would wait, or fail."""
+    given = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "RANK": "1"}
+    given |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    given |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    threads = threading.active_count()
+    for name, strategy in dsgd.STRATEGIES.items():
+        L.Trainer(strategy=strategy(), accelerator="cpu", devices=2, logger=False)
+        Fabric(strategy=dsgd.FabricStrategy(ALGORITHMS[name]()), accelerator="cpu", devices=2)
+    assert threading.active_count() == threads
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
