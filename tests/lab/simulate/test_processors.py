@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.lab.simulate.machines import MACHINES
+from lightning_dsgd.lab.simulate.machines import EMULATED
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.nodes import NodeLinks, Nodes
 from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors
@@ -69,7 +69,7 @@ def test_what_takes_how_long(story: str) -> None:
 
 
 def test_ranks_of_a_node_share_no_other_link() -> None:
-    machine = replace(MACHINES["emulated"], shared_link=True, node_size=2)
+    machine = replace(EMULATED, shared_link=True, node_size=2)
     with pytest.raises(ValueError, match="shared_link=True must be left out with nodes"):
         run("allreduce", 4, machine, 1)
 
