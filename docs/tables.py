@@ -110,35 +110,44 @@ def decisions_in_short(pages: str) -> str:
 
 def all_decisions() -> str:
     """One row for each choice: why, what it gained where it was measured, and what it costs."""
-    lines = ["| your situation | use | why | times | costs |", "|---|---|---|---|---|"]
+    groups: dict[tuple[Choice, ...], list[Situation]] = {}
     for here in decisions.SITUATIONS.values():
-        link = here.page.removeprefix("choosing.md")
-        text = f"[{here.text}]({link})" if link else here.text
-        for choice in here.choices:
+        groups.setdefault(here.choices, []).append(here)
+    lines = ["| your situation | use | why | times | costs |", "|---|---|---|---|---|"]
+    for choices, situations in groups.items():
+        text = "; ".join(map(linked, situations))
+        for choice in choices:
             cells = [text, WORDS[choice.case] + used(choice), choice.why]
-            lines.append("| " + " | ".join([*cells, *gain_and_cost(choice, here)]) + " |")
+            lines.append("| " + " | ".join([*cells, *gain_and_cost(choice, situations)]) + " |")
             text = ""
     return "\n".join(lines)
 
 
-def gain_and_cost(choice: Choice, situation: Situation) -> tuple[str, str]:
+def linked(situation: Situation) -> str:
+    """What describes a situation, with a link to its page, if it has one."""
+    page = situation.page.removeprefix("choosing.md")
+    return f"[{situation.text}]({page})" if page else situation.text
+
+
+def gain_and_cost(choice: Choice, situations: list[Situation]) -> tuple[str, str]:
     """When training ends and 99% is there, over fp32 all-reduce's; memory and accuracy."""
     if choice.strategy in decisions.NOT_COMPARED:
         return "", ""
     is_claimed = choice.data == CLAIMED
     copies = memory.copies(choice.strategy, 8, is_claimed=is_claimed)
-    costs = [rf"{copies:g} \|x\|" if copies else "no memory"]
+    held = rf"{copies:g} \|x\|" if copies else "no memory"
     if not choice.source:
-        return "", costs[0]
-    row = measured_row(choice, situation)
-    found = row["at_baseline_lr"] if choice.case == decisions.OWN_RATE else row
-    at_99 = found["to_target"]["0.99"]
-    text = f"{at_99['share']:.2f}"
-    if "end" in row:
-        text = f"{row['end']['share']:.2f}, {text}"
-    if at_99["reached"] < row["seeds"]:
-        text += f" ({at_99['reached']} of {row['seeds']})"
-    return text, ", ".join([*costs, f"{round(100 * found['difference'], 1) + 0:+.1f} points"])
+        return "", held
+    times, points = [], []
+    for situation in situations:
+        row = measured_row(choice, situation)
+        found = row["at_baseline_lr"] if choice.case == decisions.OWN_RATE else row
+        at_99 = found["to_target"]["0.99"]
+        end = f"{row['end']['share']:.2f}, " if "end" in row else ""
+        few = f" ({at_99['reached']} of {row['seeds']})" if at_99["reached"] < row["seeds"] else ""
+        times.append(f"{end}{at_99['share']:.2f}{few}")
+        points.append(f"{round(100 * found['difference'], 1) + 0:+.1f}")
+    return "; ".join(times), f"{held}, {'; '.join(points)} points"
 
 
 def measured_row(choice: Choice, situation: Situation) -> dict[str, Any]:
