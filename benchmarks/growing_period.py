@@ -1,0 +1,118 @@
+r"""Does a period that grows as the learning rate falls cost `local_sgd` quality?
+
+    python benchmarks/growing_period.py --output docs/results/choosing/growing_period.json
+
+    period = max(H, H (lr_max / (2 lr))^2), at most 64
+
+The quadratic synchronisation rule (Gu et al., 2023, https://arxiv.org/abs/2310.14423): H steps from
+one average to the next while the learning rate is above half its maximum, more below.  Legend: H
+sync_period, lr the learning rate, lr_max its maximum.  Ranks are simulated, as in `lightning-dsgd
+bench target`: digits, epochs of 30 steps, claimed batches, all-reduce's own learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.lab.bench import target_cell
+from lightning_dsgd.lab.bench.cells import Cell, finish, measured
+from lightning_dsgd.lab.bench.situations import SITUATIONS
+from lightning_dsgd.lab.bench.target_rows import to_target
+from lightning_dsgd.lab.in_force import in_force
+from lightning_dsgd.lab.results import provenance
+
+SETTINGS: Final = {"task": "digits", "steps": 120, "epoch_steps": 30, "validation_s": 1.0}
+MOST: Final = 64
+BASELINE: Final = "allreduce"
+
+
+def period(shortest: int, share: float) -> int:
+    """Returns the number of steps to the next average, at a share of the highest rate."""
+    return min(max(shortest, int(shortest * (0.5 / max(share, 1e-6)) ** 2)), MOST)
+
+
+class _Training(target_cell.Training):
+    share = 1.0  # of the highest rate, at the step of the rank whose turn it is
+
+    def share_of_lr(self, step: int) -> float:
+        _Training.share = super().share_of_lr(step)
+        return _Training.share
+
+
+@dataclass
+class Growing(LocalSGD):
+    """`local_sgd` whose period follows the learning rate."""
+
+    name: ClassVar[str] = "growing"
+
+    def _span(self, length: int) -> slice:
+        if length == self.sync_period:  # the period, and not the weights
+            return slice(0, period(length, _Training.share))
+        return super()._span(length)
+
+
+def measure(cells: Sequence[Cell]) -> Iterator[Cell]:
+    """Trains each cell; only `allreduce` gets as many batches for every rank."""
+    for cell in cells:
+        _Training.share = 1.0
+        data = {} if cell["strategy"] == BASELINE else {"data": "claimed"}
+        yield cell | target_cell.run(cell | data, SETTINGS)
+
+
+def row(name: str, spec: str, cells: list[Cell]) -> dict[str, Any]:
+    """Returns the figures of one strategy in one situation, beside all-reduce's."""
+    here = [cell for cell in cells if cell["situation"] == name]
+    mine, base = ([c for c in here if c["strategy"] == s] for s in (spec, BASELINE))
+    gains = [a["value"][-1] - b["value"][-1] for a, b in zip(mine, base, strict=True)]
+    means = {k: round(statistics.mean(c[k][-1] for c in mine), 2) for k in ("seconds", "mb_sent")}
+    reached = {f"{s:g}": to_target(mine, base, s, higher_is_better=True) for s in (0.99, 1.0)}
+    points = {"points": round(100 * statistics.mean(gains), 2)}
+    if len(gains) > 1:
+        points["error"] = round(100 * statistics.stdev(gains) / len(gains) ** 0.5, 2)
+    return {"situation": name, "strategy": spec, **points, **means, "to_target": reached}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--strategies", default="local_sgd:sync_period=2,growing:sync_period=2")
+    parser.add_argument("--situations", default="random,slow-rank,heavy-tail")
+    parser.add_argument("--lr", type=float, default=0.8)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--output", type=Path, default=Path("growing_period.json"))
+    args = parser.parse_args()
+    known = in_force([BASELINE, *args.strategies.split(",")], [8])  # without `growing`
+    ALGORITHMS[Growing.name] = Growing
+    target_cell.Training = _Training  # type: ignore[misc]
+    specs, names = [BASELINE, *args.strategies.split(",")], args.situations.split(",")
+    cells = measured(
+        [
+            {"situation": name, "strategy": spec, "lr": args.lr, "seed": seed}
+            for seed in range(args.seeds)
+            for name in names
+            for spec in specs
+        ],
+        args.output,
+        json.dumps([SETTINGS, [asdict(SITUATIONS[name]) for name in names]]),
+        measure,
+    )
+    rows = [row(name, spec, cells) for name in names for spec in specs]
+    for each in rows:
+        print({k: v for k, v in each.items() if k != "to_target"})
+    settings = SETTINGS | {"lr": args.lr, "seeds": args.seeds, "most": MOST}
+    curves = [
+        {k: c[k] for k in ("situation", "strategy", "seed", "seconds", "value")} for c in cells
+    ]
+    made = provenance() | {"settings": settings, "hyperparameters": known}
+    finish(made | {"summary": rows, "curves": curves}, args.output)
+
+
+if __name__ == "__main__":
+    main()
