@@ -20,7 +20,7 @@ from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
 _AMOUNT: Final = re.compile(r"(?P<copies>\d*) ?\|[xg]\|(?: / (?:(?P<ranks>P)|`(?P<by>\w+)`))?")
-_OPTION: Final = re.compile(r"`(\w+)(=False)?`")
+_OPTION: Final = re.compile(r"`(\w+)(=False|=True)?`")
 
 
 def copies(
@@ -62,8 +62,8 @@ def copies(
 def _options(clause: str, options: dict[str, Any]) -> list[bool]:
     """Returns for each option that the clause names whether it is given so."""
     return [
-        options.get(name) is False if is_false else bool(options.get(name))
-        for name, is_false in _OPTION.findall(clause)
+        options.get(name) is False if value == "=False" else bool(options.get(name))
+        for name, value in _OPTION.findall(clause)
     ]
 
 
