@@ -20,6 +20,7 @@ A rank waits for one partner every sync_period steps, and then sends |x| and one
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,7 +44,6 @@ class NoLoCo(Algorithm):
         with_whom="a random partner",
         sends="|x| / `sync_period`",
         memory="2 |x|, 4 |x| during an exchange",
-        suits="very slow networks with many ranks, some late at random",
     )
 
     sync_period: int = at_least(1, default=50, doc="number of steps from one exchange to the next")
@@ -69,6 +69,14 @@ class NoLoCo(Algorithm):
         self.outer = outer_optimizer.OuterOptimizer(
             self.outer_lr, self.outer_momentum, nesterov=False
         )
+        limit = 2 * (1 - self.outer_momentum**2)
+        if net.rank == 0 and self.pull >= limit:
+            warnings.warn(
+                f"pull must be below {limit:.2f} with this outer_momentum, or the ranks' models "
+                f"drift apart, got pull={self.pull} and outer_momentum={self.outer_momentum}; try "
+                f"pull={limit / 2:.2g}",
+                stacklevel=2,
+            )
         if net.rank == 0:
             outer_optimizer.warn_of_rates(
                 self.outer_lr,

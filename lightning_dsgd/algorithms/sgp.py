@@ -24,7 +24,7 @@ decay acts on z, where the gradient is computed, and not on x (the same if w is 
 paper: `wire_dtype`.  A rank keeps in its own x what it rounds off a share, so the sum of x stays.
 
 With `paper=True` and `overlap=tau` it is tau-OSGP as published (ICML 2019): a rank sends every tau
-steps only, and waits for what was sent tau steps ago before it sends again.
+steps only, and in such a step waits for what was sent tau steps ago.
 
 Waits for the messages of the step (`overlap=0`), or for those sent `overlap` steps ago, never for
 an answer.  On a device a message comes once its sender's device has made it: without `overlap` the

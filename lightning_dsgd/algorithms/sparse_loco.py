@@ -43,7 +43,6 @@ class SparseLoCo(ErrorFeedback):
         with_whom="all ranks",
         sends="about 1.3k (P-1) / `local_steps`",
         memory="2 |x|",
-        suits="very slow networks, few ranks and long training with Adam",
     )
     keeps_updates: ClassVar[bool] = False
 
@@ -55,6 +54,14 @@ class SparseLoCo(ErrorFeedback):
     )
     outer_lr: float = above(0, default=1.0, doc="factor of the mean of what is sent")
     wire_dtype: str = rounding.wire_dtype("stays in the residual", "value", default="2bit")
+
+    def check_hyperparameters(self) -> None:
+        super().check_hyperparameters()
+        if self.local_steps == 1:
+            raise ValueError(
+                "sparse_loco exchanges what several steps have changed, got local_steps=1; set "
+                'local_steps=30, or use strategy="topk_allgather"'
+            )
 
     def sparse_allreduce(self, g: Tensor) -> Selected:
         self.residual *= self.decay

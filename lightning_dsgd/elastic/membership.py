@@ -223,7 +223,8 @@ class Membership:
 
     def hear(self, now: float, sender: int, message: Message) -> None:
         """Takes in a message from another rank."""
-        if self.ended or sender in self.believes.dead:
+        is_dead = sender in self.believes.dead
+        if self.ended or (is_dead and message.kind != COMMIT):  # whoever tells it, it was agreed
             return
         if message.kind == GONE:
             self.suspect(now, sender, died=True)

@@ -197,7 +197,7 @@ SITUATIONS: Final = {
                 FIRST,
                 "wagma:overlap=true",
                 "A rank talks to a small group, however many ranks there are.",
-                source="choosing/target_stretch_random_16.json",
+                source="choosing/target_long_random_16.json",
             ),
             Choice(
                 THEN,
@@ -240,6 +240,8 @@ _BESIDES: Final = {
     "eager_sgd": "gradients to be averaged, not weights, where ranks are late",
     "sgp": "`num_peers` messages per step for any P",
     "diloco": "very slow networks and long training: language models in several data centers",
+    "sparse_loco": "very slow networks, few ranks and long training with Adam",
+    "noloco": "very slow networks with many ranks, some late at random",
     "dpsgd": "comparison; the first of the gossip strategies",
     "allreduce": "the synchronous baseline",
     "no_sync": "measurements; the upper bound on steps per second",
@@ -286,6 +288,10 @@ def code(strategy: str, data: str = EQUAL) -> str:
     name, given = options(strategy, data)
     if not given:
         return f'"{name}"'
+    if name == ADAPTIVE:
+        return (
+            f'"{name}" with {", ".join(f"{key}={written(value)}" for key, value in given.items())}'
+        )
     arguments = ", ".join(f"{key}={written(value)}" for key, value in given.items())
     return f"lightning_dsgd.{ALGORITHMS[name].__name__}Strategy({arguments})"
 

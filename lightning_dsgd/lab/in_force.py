@@ -8,6 +8,9 @@ from typing import Any
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
+_OFF = (False, None, "equal")
+"""What an option says that changes nothing."""
+
 
 def in_force(specs: Iterable[str], ranks: Iterable[int]) -> dict[str, dict[str, Any]]:
     """Returns all hyperparameters of each strategy, as a result file records them.
@@ -41,7 +44,7 @@ def differences(result: dict[str, Any]) -> list[str]:
         except ValueError as error:
             found.append(f"`{spec}` is refused now: {error}")
             continue
-        is_off = {name for name in now if name not in then and now[name] in (False, None)}
+        is_off = {name for name in now if name not in then and now[name] in _OFF}
         for name in sorted({*then, *now} - is_off):
             before, today = (str(each.get(name, "unknown")) for each in (then, now))
             if before != today:

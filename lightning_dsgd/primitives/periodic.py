@@ -146,16 +146,13 @@ class PeriodicAverage(Algorithm):
                 f"mixing={self.mixing} with overlap_steps=0; leave it out, or set overlap_steps"
             )
 
-    def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
-        super().check(world_size, conditions)
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
+        super().start(net, x, conditions)
         if self.num_layer_fragments and not conditions.fragments:
             raise ValueError(
                 'fragments="layers" needs to be told where layers lie, as a `Replica` does, got '
                 'nothing of them; set fragments="equal"'
             )
-
-    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
-        super().start(net, x, conditions)
         self.round = 0
         self.steps_since_sync = 0  # since the last round
         self.pending: tuple[int, Tensor] | None = None  # where, and what a finished sum adds to x
@@ -300,6 +297,7 @@ class PeriodicAverage(Algorithm):
         if self.pending is not None:
             state["pending_at"], correction = self.pending
             state["pending"] = correction.clone()
+            state["mixes"] = self.mixing is not None
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -307,6 +305,11 @@ class PeriodicAverage(Algorithm):
         if len(state.get("samples", ())) == len(self.samples) > 0:
             self.samples.copy_(state["samples"])
         self.round = state.get("round", 0)
+        if "pending" in state and state.get("mixes", False) != (self.mixing is not None):
+            raise ValueError(
+                "mixing must be a number, or None, as when the checkpoint was saved: a sum was "
+                f"under way, got mixing={self.mixing}; resume with the same options"
+            )
         self.pending = (
             (state["pending_at"], state["pending"].clone()) if "pending" in state else None
         )

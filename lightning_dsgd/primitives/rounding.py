@@ -57,8 +57,10 @@ def encode(x: Tensor, wire_dtype: str) -> Tensor:
     blocks = padded.view(-(-len(x) // BLOCKS[wire_dtype]), BLOCKS[wire_dtype])
     if wire_dtype == "2bit":
         sizes = blocks.abs()
-        is_large = sizes >= sizes.mean(1, True, dtype=torch.float64)
-        kinds = [~is_large, is_large]
+        is_there = torch.arange(sizes.numel(), device=x.device).view_as(sizes) < len(x)
+        mean = sizes.sum(1, True, dtype=torch.float64) / is_there.sum(1, True)
+        is_large = (sizes >= mean) & is_there
+        kinds = [~is_large & is_there, is_large]
         sums = [(sizes * kind).sum(1, dtype=torch.float64) for kind in kinds]  # of equal ones exact
         means = [a / kind.sum(1).clamp_(min=1) for a, kind in zip(sums, kinds, strict=True)]
         signed = is_large.to(torch.uint8) << 1 | (blocks < 0)

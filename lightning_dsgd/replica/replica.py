@@ -108,6 +108,7 @@ class Replica:
         alike.check_disjoint(module, optimizers)
         early.check(algorithm, self._layout, check_finite=check_finite)
         self._check_alike()
+        self._fragments: dict[str, int] = {}
         for optimizer in optimizers:
             self._build(optimizer)
 
@@ -119,9 +120,8 @@ class Replica:
         names = {p: name for name, p in self.module.named_parameters() if p in set(mine)}
         for index, parameter in enumerate(mine):
             names.setdefault(parameter, f"optimizer parameter {index}")
-        self._fragments: dict[str, int] = {}
         if num := self._pattern.num_layer_fragments:  # each of which lies in one piece
-            self._fragments = flat.fragments_of([*names.values()], num)
+            self._fragments |= flat.fragments_of([*names.values()], num)
             names = dict(sorted(names.items(), key=lambda item: self._fragments[item[1]]))
         flats = self._layout.flatten((name, p) for p, name in names.items())
         self._parts[id(optimizer)] = [

@@ -31,6 +31,7 @@ FITS = {
     "adpsgd": 3,
     "sparse_loco:density=0.4:local_steps=3": 2,
     "noloco:sync_period=3": 2,
+    "diloco:sync_period=4:num_fragments=2:fragments=layers": 2,
 }
 """Each with its number of ranks: what makes averages in another way than the four does."""
 LATE_FITS = {

@@ -53,7 +53,7 @@ REFUSED = {
     "local_sgd:overlap_steps=5:num_fragments=2": "one sum travels at a time",
     "local_sgd:wire_dtype=int2": WIRE,
     "diloco:mixing=0.5": "with overlap_steps of at least 1, got mixing=0.5 with overlap_steps=0",
-    "diloco:num_fragments=2:fragments=layers": "needs to be told where layers lie",
+    "sparse_loco:local_steps=1": "got local_steps=1; set local_steps=30",
     "local_sgd:outer_momentum=1.0": "outer_momentum must be a number of at least 0 and below 1",
 }
 

@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> None:
         "--imports",
         metavar="MODULES",
         help="what one process of the node imports before ranks start from it; by default "
-        f"{','.join(IMPORTS)}, but not for a script that sets variables before it imports torch or "
-        'Lightning; "" for nothing: each rank is a new interpreter',
+        f"{','.join(IMPORTS)}, but not for a script that sets paths or variables "
+        'before it imports torch or Lightning; "" for nothing: each rank is a new interpreter',
     )
     parser.add_argument("script", help=f"a Python file, or a command: {', '.join(_COMMANDS)}")
     parser.add_argument(

@@ -31,11 +31,18 @@ IMPORTS: Final = (
     "lightning.pytorch", "lightning_dsgd.trainer.named", "lightning_dsgd.elastic.joining",
 )  # fmt: skip
 _LIBRARIES: Final = ("torch", "numpy", "lightning", "pytorch_lightning", "lightning_dsgd")
-_SETTERS: Final = ("environ.update", "environ.setdefault", "environ.pop", "putenv")
+_SETTERS: Final = (
+    *("environ.update", "environ.setdefault", "environ.pop", "putenv", "load_dotenv"),
+    *("sys.path.insert", "sys.path.append", "sys.path.extend"),
+)
 _DEVICES: Final = tuple(map(Path, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")))
 _ANSWER_WITHIN_S: Final = 10.0
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_MAIN: Final = "from lightning_dsgd.elastic.launch.waiting import main; main()"
+_MAIN: Final = (
+    "import sys; first = sys.argv.pop(1); sys.path[:1] = [first] if first else sys.path[:1]; "
+    "from lightning_dsgd.elastic.launch.waiting import main; main()"
+)
+"""Nothing is imported before the path is what the rank's own interpreter would have."""
 _libc: Final = ctypes.CDLL(None)
 
 
@@ -81,7 +88,10 @@ class Adopted:
 
     def _wait(self, options: int) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
+            try:
+                pid, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # its status went to nobody, where SIGCHLD is ignored
+                pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -119,7 +129,8 @@ class Reserve:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.is_ready = False
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words = [sys.executable, "-u", "-c", _MAIN, str(theirs.fileno()), ",".join(self._imports)]
+        words = [sys.executable, "-u", "-c", _MAIN, _first_on_the_path(self._words[0])]
+        words += [str(theirs.fileno()), ",".join(self._imports)]
         with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*words, *self._words],
@@ -187,6 +198,13 @@ class Reserve:
             process.wait()
 
 
+def _first_on_the_path(script: str) -> str:
+    """Returns the folder that an interpreter puts before all others; empty where it puts none."""
+    if sys.flags.safe_path:
+        return ""
+    return os.getcwd() if script == "-m" else str(Path(script).resolve().parent)
+
+
 def die_with_parent() -> None:
     """Has this child die with its parent; called before the child becomes the rank."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts what is in its background without
@@ -199,7 +217,12 @@ def has_device() -> bool:
 
 
 def sets_variables(script: Path) -> bool:
-    """Returns whether a script sets variables before it imports a library that may read them."""
+    """Returns whether a script arranges variables or paths before it imports a library.
+
+    What is no Python file has to run in an interpreter of its own, too.
+    """
+    if script.suffix != ".py":
+        return True
     try:
         statements = ast.parse(script.read_bytes()).body
     except (SyntaxError, ValueError):
@@ -219,4 +242,7 @@ def _sets(node: ast.AST) -> bool:
     if isinstance(node, ast.Subscript):
         is_set = not isinstance(node.ctx, ast.Load)
         return is_set and ast.unparse(node.value).endswith("environ")
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(ast.unparse(target).endswith(("environ", "sys.path")) for target in targets)
     return isinstance(node, ast.Call) and ast.unparse(node.func).endswith(_SETTERS)

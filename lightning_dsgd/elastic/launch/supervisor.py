@@ -132,7 +132,8 @@ class Supervisor:
             try:
                 if self._has_reserve and not has_device():
                     self._begin_reserve()
-                    self._await_reserve()
+                    if self._variables(0)["OMP_NUM_THREADS"] == "1":  # else it may not fork
+                        self._await_reserve()
                 for rank in self._ranks:
                     self._start(rank)
                 _say(f"{len(self._ranks)} ranks started, logs in {self._logs}")

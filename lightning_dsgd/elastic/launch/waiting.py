@@ -48,8 +48,6 @@ _libc: Final = ctypes.CDLL(None)
 def main() -> None:
     """Runs in the interpreter that the supervisor starts; becomes a rank in the end."""
     descriptor, modules, *words = sys.argv[1:]
-    if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
     sock = socket.socket(fileno=int(descriptor))
     try:
         for name in modules.split(","):
@@ -71,7 +69,7 @@ def why_no_fork() -> str:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return f"its imports have started {threads - 1} threads"
-    if "/libcuda.so" in Path("/proc/self/maps").read_text():
+    if b"/libcuda.so" in Path("/proc/self/maps").read_bytes():
         return "its imports have loaded CUDA's driver"
     return ""
 
@@ -162,7 +160,8 @@ def _run(script: str) -> None:
     sys.modules["__main__"] = module
     code = None
     try:
-        code = compile(Path(script).read_bytes(), module.__file__, "exec")
+        source = Path(script).read_bytes()
+        code = compile(source, module.__file__, "exec", dont_inherit=True)
         exec(code, module.__dict__)
     except BaseException:
         shown = sys.excepthook

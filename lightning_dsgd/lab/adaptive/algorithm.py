@@ -191,6 +191,7 @@ class Adaptive(Algorithm):
         self.times.ends_step(self.net.now())
         if self._are_all_here():
             self._look(x, EVERY)
+            self.times.exchanged(self.net.now())  # a look is nobody's own work
 
     def _are_all_here(self) -> bool:
         """Returns whether all ranks look after this step, within an epoch."""

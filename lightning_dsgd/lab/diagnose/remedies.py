@@ -117,8 +117,10 @@ def paste_of(name: str, num_ranks: int, workers: int = 2, pieces: int = MOST_PIE
     }[name]
 
 
-def what_of(name: str, num_ranks: int) -> str:
+def what_of(name: str, num_ranks: int, pieces: int = MOST_PIECES) -> str:
     """Says what a remedy does."""
+    if name == "int8" and pieces < 2:
+        return "send one byte per entry, in one piece: the gradient is small"
     if name in STRATEGIES:
         why = chosen(name, num_ranks).why.rstrip(".")
         return why[0].lower() + why[1:]
@@ -312,7 +314,7 @@ def _drawn(
     gain = float(ddp.mean() / mean(other))
     return Remedy(
         name,
-        what_of(name, times.num_ranks),
+        what_of(name, times.num_ranks, pasted.get("pieces", MOST_PIECES)),
         paste_of(name, times.num_ranks, **pasted),
         gain,
         low * (1 - _MODEL),

@@ -20,10 +20,11 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 class Pickled: pass
 
-def tell():
+def tell(number: int = 0):
     print(json.dumps({
         "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "cwd": os.getcwd(),
         "main": [__file__, __name__, __spec__, type(__builtins__).__name__],
+        "annotations": str(tell.__annotations__),
         "pickled": pickle.loads(pickle.dumps(Pickled)) is sys.modules["__main__"].Pickled,
         "names": sorted(set(globals()) - {"_"}), "excepthook": sys.excepthook is sys.__excepthook__,
         "session": os.getsid(0) == os.getpgid(0) == os.getpid(),
@@ -125,6 +126,8 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
     [
         ("import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport torch", True),
         ("import os\nif 1:\n    os.environ.setdefault('MKL_NUM_THREADS', '4')", True),
+        ("import sys\nsys.path.insert(0, 'mine')\nimport torch", True),
+        ("import os\nos.environ |= {'OMP_NUM_THREADS': '4'}\nimport torch", True),
         ("import os\nimport torch\nos.environ['OMP_NUM_THREADS'] = '4'", False),
         ("import os\nrank = os.environ['RANK']\nfrom torch import nn", False),
         ("no Python", False),
