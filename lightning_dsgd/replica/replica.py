@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -222,7 +222,8 @@ class Replica:
         if self._to_load.waits:
             self.follow()
             self._to_load.give(self.parts)
-        with exchanging(self.net.counters.watch, self.net.now):
+        watch = self.net.counters.watch
+        with nullcontext() if watch is None else exchanging(watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
             for part in parts:
@@ -248,7 +249,8 @@ class Replica:
     @torch.no_grad()
     def after_update(self, optimizer: Optimizer) -> None:
         """Calls the algorithm with the weights that the optimizer has made."""
-        with exchanging(self.net.counters.watch, self.net.now):
+        watch = self.net.counters.watch
+        with nullcontext() if watch is None else exchanging(watch, self.net.now):
             parts = self._parts_of(optimizer)
             self._copy()
             if self._scales_steps:
