@@ -37,6 +37,7 @@ from lightning_dsgd.lab.diagnose import times
 from lightning_dsgd.lab.diagnose.remedies import advised, chosen, remedies
 from lightning_dsgd.lab.diagnose.verdict import judge
 from lightning_dsgd.lab.diagnose.words import lines
+from lightning_dsgd.lab.in_force import in_force
 
 RANKS = 4
 VICTIM = 2
@@ -270,6 +271,8 @@ def main() -> None:
             ]
         job.settings = {"steps": args.steps}
         report = job.provenance()
+        specs = [spec.partition(":data=")[0] for spec in (CLAIMED, WAGMA, INT8)]
+        report["hyperparameters"] = in_force(specs, [RANKS])
     right = sum(row["is_right"] for row in rows)
     near = sum(abs(row["ratio"] - 1) <= 0.15 for row in rows)
     print(f"\n{right} of {len(rows)} named, {near} gains foretold within 15%")

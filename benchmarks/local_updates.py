@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
@@ -227,6 +228,8 @@ def main() -> None:
                 print(runs[-1], flush=True)
                 made = provenance("python benchmarks/local_updates.py")
                 settings = {"ranks": RANKS, "steps": STEPS, "batch": BATCH, "seq_len": SEQ_LEN}
+                specs = [run["strategy"].partition("@")[0] for run in runs]
+                made["hyperparameters"] = in_force(specs, [RANKS])
                 write_result(made | {"settings": settings, "runs": runs}, args.output)
     print("\n".join(rows(runs)))
 
