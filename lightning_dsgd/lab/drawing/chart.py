@@ -102,7 +102,8 @@ def lines(
     step = nice_step(until, 5)
     for k in range(int(until / step + 1e-9) + 1):
         word = f"{k * step:g}" + (f" {x_words}" if k == 0 else "")
-        picture.text(x(k * step), top + height + 16, word, "a" if k == 0 else "a m")
+        if not 0 < x(k * step) - left < width_of(f"0 {x_words}", 12) + 14:  # else in its way
+            picture.text(x(k * step), top + height + 16, word, "a" if k == 0 else "a m")
     if target:
         picture.path(f"M{left} {y(target[0]):.1f}H{right:.1f}", "s" + picture.of(INK), _THIN)
         picture.text(left + 4, y(target[0]) - 4, target[1], "a")
