@@ -190,17 +190,33 @@ class TorchFT:
         self.lighthouse.shutdown()
 
 
+def said_of_steps(folder: Path) -> dict[tuple[int, int], list[list[str]]]:
+    """The words that each process has written of each of its steps: by rank and process."""
+    found = {}
+    for file in folder.glob("[0-9]*_[0-9]*"):
+        rank, _, pid = file.name.partition("_")
+        lines = file.read_text().splitlines(keepends=True)
+        found[int(rank), int(pid)] = [line.split() for line in lines if line[-1] == "\n"]
+    return found
+
+
 def step_times(folder: Path) -> dict[tuple[int, int], list[float]]:
     """When each process had made each of its steps: by rank and process."""
-    found = {}
-    for file in folder.iterdir():
-        rank, _, pid = file.name.partition("_")
-        if pid.isdecimal():
-            whole = [
-                line for line in file.read_text().splitlines(keepends=True) if line[-1] == "\n"
-            ]
-            found[int(rank), int(pid)] = [float(line) for line in whole]
-    return found
+    return {
+        who: [float(words[0]) for words in lines] for who, lines in said_of_steps(folder).items()
+    }
+
+
+def until_back(
+    kills: list[tuple[float, int]], times: dict[tuple[int, int], list[float]]
+) -> list[float]:
+    """How long after each kill the rank made a step again; ranks that did not are left out."""
+    back = []
+    for at, pid in kills:
+        (rank,) = (r for r, p in times if p == pid)
+        again = [each[0] for (r, _), each in times.items() if r == rank and each and each[0] > at]
+        back += [min(again) - at] if again else []
+    return back
 
 
 def newest(folder: Path, ranks: int) -> list[int]:
@@ -250,12 +266,8 @@ def summarise(args: argparse.Namespace, one: dict[str, Any]) -> dict[str, Any]:
     inside = {who: [t for t in times if begin <= t <= end] for who, times in steps.items()}
     count = sum(map(len, inside.values()))
     members_s = sum(t[-1] - t[0] + args.step_s for t in inside.values() if t)
-    away, pauses = [], []
+    pauses = []
     for at, pid in one["kills"]:
-        (rank,) = (r for r, p in steps if p == pid)
-        again = [t[0] for (r, p), t in steps.items() if r == rank and t and t[0] > at]
-        if again:
-            away.append(min(again) - at)
         for (_, other), times in inside.items():
             gaps = [b - a for a, b in pairwise(times) if a < at + 5 and b > at]
             pauses += [max(gaps)] if other != pid and gaps else []
@@ -264,7 +276,7 @@ def summarise(args: argparse.Namespace, one: dict[str, Any]) -> dict[str, Any]:
         "steps": count,
         "per_second": count / (args.ranks * (end - begin)),
         "per_rank_second": count / members_s,
-        "away_s": away,
+        "away_s": until_back(one["kills"], steps),
         "pause_median_s": statistics.median(pauses) if pauses else None,
         "pause_worst_s": max(pauses) if pauses else None,
     }

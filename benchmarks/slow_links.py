@@ -75,7 +75,6 @@ def run_rank(rank: int, folder: Path, name: str, options: dict[str, float]) -> N
         limit = time.monotonic() + 60
         while len(list(folder.glob("*.json"))) < RANKS and time.monotonic() < limit:
             time.sleep(0.1)
-        time.sleep(1.0)  # the others look too
         os._exit(0)
 
     thread = threading.Thread(target=end)

@@ -39,6 +39,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from replaced_ranks import said_of_steps, until_back
+
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 
@@ -136,18 +138,9 @@ class Job:
                 raise SystemExit(f"the job has ended:\n{(self.folder / 'said').read_text()}")
             time.sleep(0.05)
 
-    def steps(self) -> dict[tuple[int, int], list[list[str]]]:
-        """What each process has said of its steps, by rank and process."""
-        found = {}
-        for file in self.folder.glob("[0-9]*_[0-9]*"):
-            rank, _, pid = file.name.partition("_")
-            lines = file.read_text().splitlines(keepends=True)
-            found[int(rank), int(pid)] = [line.split() for line in lines if line[-1] == "\n"]
-        return found
-
     def training(self) -> list[int]:
         """The processes that have made a step, and live."""
-        made = [pid for (_, pid), lines in self.steps().items() if lines]
+        made = [pid for (_, pid), lines in said_of_steps(self.folder).items() if lines]
         return [pid for pid in made if Path(f"/proc/{pid}").exists()]
 
     def end(self, within_s: float) -> tuple[float, int]:
@@ -195,7 +188,7 @@ def storm(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
             job.look_until(end)
             (job.folder / "end").touch()
             loss, epochs = job.end(600 + 10 * args.step_s * args.epoch_steps)
-            steps = job.steps()
+            steps = said_of_steps(job.folder)
         finally:
             job.stop()
     found = summarise(args, steps, kills, (calm, begin, end))
@@ -235,11 +228,7 @@ def summarise(
     parts = [
         float(line[2]) for each in steps.values() for line in each if begin < float(line[0]) <= end
     ]
-    back = []
-    for at, pid in kills:
-        (rank,) = (r for r, p in steps if p == pid)
-        again = [each[0] for (r, _), each in times.items() if r == rank and each and each[0] > at]
-        back += [min(again) - at] if again else []
+    back = until_back(kills, times)
     return {
         "faults": len(kills),
         "kept": rate(begin, end) / rate(calm, begin),

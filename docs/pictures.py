@@ -36,7 +36,7 @@ IN_EPOCHS = {
 
 
 def result(name: str) -> dict[str, Any]:
-    """A result file."""
+    """Reads a result file of docs/results."""
     return json.loads((RESULTS / name).read_text())  # type: ignore[no-any-return]
 
 
@@ -48,7 +48,7 @@ def row_of(of: dict[str, Any], situation: str, name: str) -> dict[str, Any]:
 
 
 def percent(value: float) -> str:
-    """As a label of an axis."""
+    """Writes a share as the label of an axis."""
     return f"{100 * value:.0f}%"
 
 
@@ -340,7 +340,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def architecture() -> str:
-    """What stands on what."""
+    """Draws the packages, each above those that it stands on."""
     picture = Picture(
         "An algorithm knows no Lightning, no threads and no sockets, so it runs in simulation too"
     )
@@ -373,7 +373,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def main(names: Iterable[str]) -> None:
-    """Draws these, or all."""
+    """Draws the pictures with these names; all pictures, if there are none."""
     for name in names or PICTURES:
         (IMAGES / f"{name}.svg").write_text(PICTURES[name]())
 

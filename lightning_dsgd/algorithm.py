@@ -174,8 +174,7 @@ class Algorithm:
         return bool(getattr(self, "scale_steps", False))
 
     def __post_init__(self) -> None:
-        if self.printed:
-            hyperparameters.take_printed(self)
+        hyperparameters.take_printed(self)
 
     def hyperparameters(self) -> dict[str, Any]:
         """Returns the names and the values of the dataclass's fields."""
@@ -188,8 +187,7 @@ class Algorithm:
         algorithms add rules for several fields.
         """
         hyperparameters.check(self)
-        if self.printed:
-            hyperparameters.check_printed(self)
+        hyperparameters.check_printed(self)
         if self.scales_steps and self.uses_gradient:
             raise ValueError(
                 "scale_steps is for steps that the ranks make apart, with gradients of their own, "

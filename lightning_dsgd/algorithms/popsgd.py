@@ -142,10 +142,8 @@ class PopSGD(Algorithm):
         if self.steps_since < self.local_steps:
             return
         self.steps_since = 0
-        alone = not self.paper or self.net.world_size == 1
-        while not alone and self.partners.at(self.version) == self.net.rank:
-            self.version += 1  # a pair of others
-        version, self.version = self.version, self.version + 1
+        version = self.partners.next(self.version) if self.paper else self.version
+        self.version = version + 1
         if self.lane is not None:
             self.lane.arrive(version, x)
         elif self.blocking:

@@ -288,12 +288,9 @@ def code(strategy: str, data: str = EQUAL) -> str:
     name, given = options(strategy, data)
     if not given:
         return f'"{name}"'
-    if name == ADAPTIVE:
-        return (
-            f'"{name}" with {", ".join(f"{key}={written(value)}" for key, value in given.items())}'
-        )
     arguments = ", ".join(f"{key}={written(value)}" for key, value in given.items())
-    return f"lightning_dsgd.{ALGORITHMS[name].__name__}Strategy({arguments})"
+    title = "Adaptive" if name == ADAPTIVE else ALGORITHMS[name].__name__
+    return f"lightning_dsgd.{title}Strategy({arguments})"
 
 
 def written(value: Any) -> str:

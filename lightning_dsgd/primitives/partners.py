@@ -42,6 +42,12 @@ class Partners:
         net = self._net
         return self._draw(version, net.world_size, self._graph, self._seed)[net.rank]
 
+    def next(self, version: int) -> int:
+        """Returns the next version at which this rank has a partner, this one or a later one."""
+        while self.at(version) == self._net.rank and self._net.world_size > 1:
+            version += 1
+        return version
+
     def meet(self, version: int, words: Tensor) -> tuple[int, Tensor] | None:
         """Swaps words with the partner; returns it and its words, None if it is not there."""
         partner = self.at(version)

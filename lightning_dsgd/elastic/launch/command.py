@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Final, NoReturn
 
-from lightning_dsgd.elastic.launch.reserve import IMPORTS, sets_variables
+from lightning_dsgd.elastic.launch.reserve import IMPORTS, has_to_import_by_itself
 
 _COMMANDS: Final = ("fit", "validate", "test", "predict")
 """The commands of `lightning-dsgd` that ranks can run in place of a script."""
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
         command += [args.script, *args.arguments]
         if args.imports is not None:
             imports = [name for name in args.imports.split(",") if name]
-        elif not is_command and sets_variables(Path(args.script)):
+        elif not is_command and has_to_import_by_itself(Path(args.script)):
             imports = []
         else:
             imports = list(IMPORTS)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from lightning_dsgd.elastic.launch.reserve import Process, Reserve, die_with_parent
+from lightning_dsgd.elastic.launch.reserve import Process, Reserve, started
 
 
 class Rank:
@@ -46,16 +45,8 @@ class Rank:
         self.num_counted += 1
         self.status, self.again_at = None, None
         self.show_rest()
-        with self.log.open("wb") as log:
-            self.process = reserve.take(variables, self.log) or subprocess.Popen(
-                command,
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+        self.log.write_bytes(b"")
+        self.process = reserve.take(variables, self.log) or started(command, variables, self.log)
 
     def look(self) -> bool:
         """Returns whether the process has ended since the last look."""

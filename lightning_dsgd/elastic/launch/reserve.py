@@ -61,7 +61,7 @@ class Process(Protocol):
         ...
 
     def send_signal(self, sig: int) -> None:
-        """Sends a signal."""
+        """Sends a signal to the process."""
         ...
 
 
@@ -131,17 +131,9 @@ class Reserve:
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = [sys.executable, "-u", "-c", _MAIN, _first_on_the_path(self._words[0])]
         words += [str(theirs.fileno()), ",".join(self._imports)]
-        with theirs, self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*words, *self._words],
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-                pass_fds=[theirs.fileno()],
-            )
+        with theirs:
+            command, shared = [*words, *self._words], [theirs.fileno()]
+            self._process = started(command, variables, self._log, shared)
 
     def look(self) -> None:
         """Hears, without waiting, whether the imports are done.
@@ -198,6 +190,30 @@ class Reserve:
             process.wait()
 
 
+def started(
+    command: Sequence[str], variables: dict[str, str], log: Path, shared: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a process that ends with this one, in a session of its own.
+
+    Args:
+        command: what it runs
+        variables: its variables besides this process's
+        log: the file for what it writes
+        shared: descriptors of this process that it keeps
+    """
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            pass_fds=shared,
+        )
+
+
 def _first_on_the_path(script: str) -> str:
     """Returns the folder that an interpreter puts before all others; empty where it puts none."""
     if sys.flags.safe_path:
@@ -216,7 +232,7 @@ def has_device() -> bool:
     return any(device.exists() for device in _DEVICES)
 
 
-def sets_variables(script: Path) -> bool:
+def has_to_import_by_itself(script: Path) -> bool:
     """Returns whether a script arranges variables or paths before it imports a library.
 
     What is no Python file has to run in an interpreter of its own, too.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dsgd.elastic.launch.reserve import sets_variables
+from lightning_dsgd.elastic.launch.reserve import has_to_import_by_itself
 from tests.elastic.launch.test_supervisor import TRAINS
 from tests.support.launched import Launched, is_alive, until
 
@@ -133,6 +133,6 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
         ("no Python", False),
     ],
 )
-def test_a_script_that_sets_variables_first_imports_by_itself(script, sets, tmp_path):
+def test_a_script_that_has_to_import_by_itself_first_imports_by_itself(script, sets, tmp_path):
     (tmp_path / "script.py").write_text(script)
-    assert sets_variables(tmp_path / "script.py") is sets
+    assert has_to_import_by_itself(tmp_path / "script.py") is sets
