@@ -155,7 +155,7 @@ def main() -> None:
                 flush=True,
             )
     settings = {k: v for k, v in vars(args).items() if isinstance(v, int | float | str)}
-    made = provenance() | {"hyperparameters": in_force(args.strategies.split(","))}
+    made = provenance() | {"hyperparameters": in_force(args.strategies.split(","), [RANKS])}
     write_result(made | {"settings": settings, "rows": rows}, args.output)
 
 
