@@ -9,7 +9,8 @@
 
 As 2^e is a power of two, k * 2^e is exact, and so is what is rounded off, which a sender keeps.
 (The first formats are those of the OCP Microscaling specification, but for the whole numbers of
-four bits.)  As means, the two magnitudes are a projection: |x|^2 = |Q(x)|^2 + |x - Q(x)|^2.
+four bits.)  As means, the two magnitudes are a projection: |x|^2 = |Q(x)|^2 + |x - Q(x)|^2,
+for whole blocks: the zeros that fill a last one count in its means.
 """
 
 from __future__ import annotations
@@ -57,10 +58,8 @@ def encode(x: Tensor, wire_dtype: str) -> Tensor:
     blocks = padded.view(-(-len(x) // BLOCKS[wire_dtype]), BLOCKS[wire_dtype])
     if wire_dtype == "2bit":
         sizes = blocks.abs()
-        is_there = torch.arange(sizes.numel(), device=x.device).view_as(sizes) < len(x)
-        mean = sizes.sum(1, True, dtype=torch.float64) / is_there.sum(1, True)
-        is_large = (sizes >= mean) & is_there
-        kinds = [~is_large & is_there, is_large]
+        is_large = sizes >= sizes.mean(1, True, dtype=torch.float64)
+        kinds = [~is_large, is_large]
         sums = [(sizes * kind).sum(1, dtype=torch.float64) for kind in kinds]  # of equal ones exact
         means = [a / kind.sum(1).clamp_(min=1) for a, kind in zip(sums, kinds, strict=True)]
         signed = is_large.to(torch.uint8) << 1 | (blocks < 0)
