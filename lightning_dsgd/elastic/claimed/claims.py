@@ -40,7 +40,8 @@ each from the ranks that hold something; lanes give these at once.  A rank that 
 is not asked again before it has claimed more.  A lost rank ends each wait; so does a time limit.
 
 **In a checkpoint** are the epoch and the units that were trained on, of all ranks.  What is held
-and not begun is free again after a resume, with any number of ranks.
+and not begun is free again after a resume, with any number of ranks.  Nobody claims before all have
+resumed: a dealer that has not would begin the epoch anew.
 
 This module is a machine without threads, clocks and input: see `dealing` for these.
 """

@@ -225,8 +225,9 @@ class ClaimedData:
         return {"epoch": list(self._epoch), "trained": trained}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes over what `state` has returned; all ranks call it before training."""
+        """Takes over what `state` has returned, on all ranks together, before training."""
         self.dealing.resume(Epoch(*state["epoch"]), state["trained"].tolist())
+        self._session.ranks.together(lambda: self._session.meetings.barrier().wait())
 
 
 def check(loader: Any) -> None:

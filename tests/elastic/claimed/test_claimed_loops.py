@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.elastic.claimed.dealing import Dealing
 from tests.elastic.claimed.test_claimed_fits import Numbered, all_once
 from tests.support.fits import run
 from tests.support.worlds import FitWorld
@@ -98,9 +99,12 @@ class Stream(IterableDataset[Tensor]):
         return iter(torch.ones(6, 10))
 
 
-def resumes(folder: str) -> Any:
+def resumes(folder: str, dealer_s: float) -> Any:
     """Half an epoch and a save; then another training, which goes on from there."""
     path = f"{folder}/saved.pt"
+    if os.environ["RANK"] == "0":  # it deals, and takes over the checkpoint after the others
+        real = Dealing.resume
+        Dealing.resume = lambda *given: (time.sleep(dealer_s), real(*given))[1]
     model, optimizer = make()
     before, after = [], []
     with replica_of(model, optimizer) as replica:
@@ -120,8 +124,9 @@ def resumes(folder: str) -> Any:
     return before, after, num_streamed
 
 
-def test_an_epoch_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    ranks = run(2, resumes, str(tmp_path))
+@pytest.mark.parametrize("dealer_s", [0.0, 1.0])
+def test_an_epoch_goes_on_from_a_checkpoint(tmp_path: Path, dealer_s: float) -> None:
+    ranks = run(2, resumes, str(tmp_path), dealer_s)
     rest = [[before + first, second] for before, (first, second), _ in ranks]
     assert all_once(rest, SIZE)
     assert [streamed for *_, streamed in ranks] == [3] * 2
