@@ -56,7 +56,9 @@ class Lateness:
         held_up_s = self._net.counters.wait_s - self._held_up_s
         return torch.tensor([int(1e6 * elapsed_s), int(1e6 * held_up_s), self.num_steps])
 
-    def end(self, figures: Tensor, members: Sequence[int], algorithm: Algorithm) -> str:
+    def end(
+        self, figures: Tensor, members: Sequence[int], algorithm: Algorithm, *, claims: bool
+    ) -> str:
         """Ends counting, where all ranks have met; returns a text that names new late ranks."""
         elapsed_us, held_up_us, num_steps = figures.view(-1, NUM_FIGURES).unbind(1)
         self.begin()
@@ -77,9 +79,12 @@ class Lateness:
             return ""
         self._named.add(members[late])
         name = f"rank {members[late]}"
-        way_out = f"deal fewer batches to {name}"
-        if algorithm.lockstep:
-            way_out = f'use a strategy that waits less, such as "popsgd", and {way_out}'
+        if claims:
+            way_out = "the others wait for its last batch: have longer epochs, or smaller batches"
+        elif algorithm.lockstep:
+            way_out = 'use a strategy that waits less, such as "popsgd", with data="claimed"'
+        else:
+            way_out = f'use data="claimed", which deals {name} fewer batches'
         return (
             f"{name} is late: of the last {seconds:.1f} s the other ranks were idle for "
             f"{idle_s:.1f} s ({idle_s / seconds:.0%}); its {steps:.0f} steps took "

@@ -321,7 +321,8 @@ class Session(Face, Generic[TrainingT]):
             are_all_here = int(votes[what]) == self.world_size
             are_between_batches = not votes[[*AFTER_BATCH]].any()
             if are_between_batches:
-                late = lateness.end(figures, self.ranks.members, training.algorithm)
+                members, claims = self.ranks.members, training.claimed is not None
+                late = lateness.end(figures, members, training.algorithm, claims=claims)
                 if late and self.ranks.is_first:
                     _log.warning(late)  # a Python warning could end what some ranks do
             are_all_here = self._agree(what, votes, are_all_here=are_all_here)

@@ -60,7 +60,7 @@ LATE: dict[str, tuple[Steps, list[str]]] = {
 }
 
 
-def lines(net: Transport, steps: Steps, name: str, num_meetings: int) -> list[str]:
+def lines(net: Transport, steps: Steps, name: str, num_meetings: int, claims: bool) -> list[str]:
     found, algorithm = Lateness(net), make_algorithm(name)
     said = []
     for n in range(num_meetings):
@@ -71,13 +71,16 @@ def lines(net: Transport, steps: Steps, name: str, num_meetings: int) -> list[st
                 net.barrier().wait()
         found.num_steps += number
         figures = torch.stack(net.all_gather(found.figures()).wait())
-        said.append(found.end(figures.view(-1), range(net.world_size), algorithm))
+        members = range(net.world_size)
+        said.append(found.end(figures.view(-1), members, algorithm, claims=claims))
     return [line for line in said if line]
 
 
-def simulated(steps: Steps, name: str = "no_sync", num_meetings: int = 60) -> list[str]:
+def simulated(
+    steps: Steps, name: str = "no_sync", num_meetings: int = 60, claims: bool = False
+) -> list[str]:
     """What all ranks find alike."""
-    first, *others = SimulatedWorld(3).run(lines, steps, name, num_meetings)
+    first, *others = SimulatedWorld(3).run(lines, steps, name, num_meetings, claims)
     assert all(other == first for other in others)
     return first
 
@@ -92,14 +95,19 @@ def test_nobody_is_named_where_nobody_is_late(steps: Steps, name: str) -> None:
 def test_the_late_rank_is_named_once(steps: Steps, words: list[str]) -> None:
     (line,) = simulated(steps)
     assert line.startswith("rank 1 is late")
-    assert "; deal fewer batches to rank 1" in line
+    assert '; use data="claimed", which deals rank 1 fewer batches' in line
     assert all(word in line for word in words)
 
 
 def test_waits_within_steps_count_where_all_wait_in_each() -> None:
     (line,) = simulated(LATE["twice as slow"][0], "allreduce")
     assert "(50%)" in line
-    assert 'a strategy that waits less, such as "popsgd", and deal fewer batches to rank 1' in line
+    assert 'a strategy that waits less, such as "popsgd", with data="claimed"' in line
+
+
+def test_no_claims_are_proposed_where_batches_are_claimed() -> None:
+    (line,) = simulated(LATE["twice as slow"][0], claims=True)
+    assert "; the others wait for its last batch: have longer epochs, or smaller batches" in line
 
 
 def test_another_late_rank_is_named_too() -> None:
