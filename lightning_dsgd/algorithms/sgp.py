@@ -18,6 +18,9 @@ mean of the ranks' models, however late or uneven the messages are.
 A rank that stops (to evaluate, to save, out of data) tells its neighbours with an empty share.
 From then on they keep the shares that were meant for it and expect none from it; shares that
 reached it before are added to its x and w.  Every column of the mixing matrix still sums to one.
+A rank that gets nothing any more would give its weight away until nothing is left of it.  So once
+a neighbour has stopped, a rank with w < p^(overlap + 1) keeps all, and sends a share of nothing.
+Where such a share comes, the same goes for its receiver.
 
 Differs from the paper: any optimizer; any P; ranks may have different numbers of batches; weight
 decay acts on z, where the gradient is computed, and not on x (the same if w is 1).  Not in the
@@ -222,8 +225,14 @@ class _Pusher:
     def begin(self) -> None:
         """Starts anew: all neighbours make steps."""
         self.stopped: set[int] = set()
+        self.has_got_nothing = False  # in a share
         self.expected: deque[tuple[int, int]] = deque()  # (step, from whom)
         self.next: dict[int, Work[Tensor]] = {}  # asked for, one for each neighbour looked at
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether ranks that this one gets weight from, directly or not, may have stopped."""
+        return bool(self.stopped) or self.has_got_nothing
 
     def push(self, x: Tensor, w: float, step: int) -> float:
         """Sends shares, adds the shares that have come to x, and returns the new w."""
@@ -236,13 +245,14 @@ class _Pusher:
         p = 1 / (len(receivers) + 1)
         going = [peer for peer in receivers if not self._has_stopped(peer, x)]
         if going:
-            share = x * p
+            gives = a.paper or not self.is_cut_off or w >= p ** (a.overlap + 1)
+            share = x * (p if gives else 0.0)
             message = rounding.encode(share, a.wire_dtype)
-            weight = torch.tensor([w * p], dtype=torch.float64)
+            weight = torch.tensor([w * p if gives else 0.0], dtype=torch.float64)
             for peer in going:
                 self.net.send(weight, peer)
                 self.net.push(message, peer)
-            kept = p * (len(receivers) + 1 - len(going))
+            kept = p * (len(receivers) + 1 - len(going)) if gives else 1.0
             x *= kept
             w *= kept
             if message is not share:  # what is rounded off stays here
@@ -278,7 +288,9 @@ class _Pusher:
             return 0.0
         x += rounding.decode(share, like=x)
         del self.next[peer]
-        return float(self.net.recv(_FLOAT64, peer).wait())
+        weight = float(self.net.recv(_FLOAT64, peer).wait())
+        self.has_got_nothing = self.has_got_nothing or weight == 0
+        return weight
 
     def _next(self, peer: int, x: Tensor) -> Work[Tensor]:
         """Asks for a rank's next share, if it is not asked for yet."""

@@ -78,6 +78,25 @@ def test_an_empty_shard_holds_nobody_up(spec: str, counts: list[int]) -> None:
 
 
 # ---- SGP: the recursion ----
+def push_on(net: Any, spec: str, num_steps: int) -> tuple[float, Tensor]:
+    """The least push weight, and the consensus, where the last rank stops after three steps."""
+    rank, least = Rank(net, make_algorithm(spec), whole_numbers(net.rank).float()), 1.0
+    for _ in range(num_steps if net.rank < net.world_size - 1 else 3):
+        rank.step()
+        least = min(least, rank.algorithm.metrics()["push_weight"])
+    return least, rank.finish()
+
+
+@pytest.mark.parametrize("graph", topology.GRAPHS)
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_rank_that_gets_nothing_any_more_keeps_its_weight(graph: str, overlap: int) -> None:
+    mean = sum(whole_numbers(rank) for rank in range(5)) / 5
+    spec = f"sgp:topology={graph}:overlap={overlap}"
+    for least, end in SimulatedWorld(5).run(push_on, spec, 200):
+        assert least >= 0.5 ** (overlap + 2)
+        torch.testing.assert_close(end, mean.float(), rtol=1e-4, atol=1e-2)
+
+
 def average_only(net: Any, num_steps: int) -> Tensor:
     rank = Rank(net, SGP(), whole_numbers(net.rank))
     for _ in range(num_steps):
