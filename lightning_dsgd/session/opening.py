@@ -18,6 +18,7 @@ from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.mpi import MPITransport
 from lightning_dsgd.transport.mpi_job import is_usable
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from lightning_dsgd.transport.processes import libraries
 from lightning_dsgd.transport.rendezvous import Rendezvous
 
 
@@ -109,9 +110,17 @@ class Opening:
         transport = self.chosen["transport"]
         takes_mpi = transport == "mpi" or (transport == "auto" and is_usable(world_size))
         kind = MPITransport if takes_mpi else ProcessGroupTransport
-        if self.chosen["share_device"]:
-            return kind(*self._limits, device=device, native_devices=())
-        return kind(*self._limits, device=device)
+        if not self.chosen["share_device"]:
+            return kind(*self._limits, device=device)
+        found = libraries()
+        if world_size > 1 and "cpu" not in found:
+            given = ", ".join(f"{name} for {device_type}" for device_type, name in found.items())
+            raise ValueError(
+                "with share_device=True the process group must have a backend for the CPU, as NCCL "
+                f"takes one rank for each GPU, got {given}; make it with "
+                'init_process_group("gloo"), or leave it out'
+            )
+        return kind(*self._limits, device=device, native_devices=())
 
 
 def _claim(store: Any, rank: int, device: torch.device) -> None:

@@ -174,11 +174,12 @@ def train_with_both(fake: FakeDevice, name: str) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def share(fake: FakeDevice, ports: list[int], *, shares: bool) -> list[Tensor]:
+def share(fake: FakeDevice | None, ports: list[int], *, shares: bool) -> list[Tensor]:
     found = []
     for face, port in zip(FACES.values(), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        found.append(train_by(face, "wagma", fake.device, share_device=shares))
+        device = CPU if fake is None else fake.device
+        found.append(train_by(face, "wagma", device, share_device=shares))
         dist.destroy_process_group()
     return found
 
@@ -195,6 +196,18 @@ def test_ranks_share_a_device_where_they_may() -> None:
         == 1
     )
     assert sum("for ranks " in error and "share_device=True" in error for error in told) == 2
+
+
+class OfNCCLAlone(FitWorld):
+    """As a script makes its process group for NCCL: with nothing for tensors on the CPU."""
+
+    _backend = "cuda:gloo"
+
+
+def test_ranks_that_share_a_device_need_more_than_nccl() -> None:
+    for outcome in OfNCCLAlone().outcomes(2, partial(share, None, [1, 1, 1], shares=True)):
+        assert outcome.error.startswith("ValueError: with share_device=True the process group")
+        assert 'got gloo for cuda; make it with init_process_group("gloo")' in outcome.error
 
 
 @pytest.mark.exhaustive
