@@ -165,13 +165,18 @@ class Reserve:
         if not self.is_ready or self._sock is None or self._process is None:
             return None
         asked = {"variables": variables, "log": str(log.absolute())}
+        theirs, ours = os.pipe()
         try:
             self._sock.settimeout(_ANSWER_WITHIN_S)
-            self._sock.send(json.dumps(asked).encode())
+            socket.send_fds(self._sock, [json.dumps(asked).encode()], [theirs])
             pid = int(json.loads(self._sock.recv(MOST_BYTES))["pid"])
+            os.write(ours, b"y")
         except (OSError, ValueError):  # it has ended, or does not answer
             self.end()
             return None
+        finally:
+            os.close(theirs)
+            os.close(ours)
         if pid != self._process.pid:
             return Adopted(pid)
         process, self._process = self._process, None

@@ -2,7 +2,8 @@
 
     its imports are done    it says whether it may fork
     a rank is asked for     it forks, and the child becomes the rank; where it may not fork, it
-                            becomes the rank itself
+                            becomes the rank itself; but not before the supervisor has heard which
+                            process that is, as one that has waited too long starts another
     its supervisor ends     it ends
 
 **Why forking is safe here.**  A child of `fork` has one thread, and copies of all locks.  Here
@@ -80,16 +81,20 @@ def _say(sock: socket.socket, words: dict[str, Any]) -> None:
 
 def _wait(sock: socket.socket, *, forks: bool) -> dict[str, Any]:
     """Waits until a rank is asked for; returns in the process that becomes it."""
-    while text := sock.recv(MOST_BYTES):  # without a time-out: a supervisor's end ends it
-        asked: dict[str, Any] = json.loads(text)
-        if not forks:
-            _say(sock, {"pid": os.getpid()})
+    while True:  # without a time-out: a supervisor's end ends it
+        text, given, _, _ = socket.recv_fds(sock, MOST_BYTES, 1)
+        if not text:
+            os._exit(0)
+        pid = _fork_for_the_supervisor() if forks else os.getpid()
+        if pid:
+            _say(sock, {"pid": pid})
+        if not pid or not forks:
+            if not os.read(given[0], 1):  # the supervisor has given this process up
+                os._exit(1)
+            os.close(given[0])
+            asked: dict[str, Any] = json.loads(text)
             return asked
-        pid = _fork_for_the_supervisor()
-        if not pid:
-            return asked
-        _say(sock, {"pid": pid})
-    os._exit(0)
+        os.close(given[0])
 
 
 def _fork_for_the_supervisor() -> int:

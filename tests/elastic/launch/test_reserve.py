@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from lightning_dsgd.elastic.launch import reserve
 from lightning_dsgd.elastic.launch.reserve import has_to_import_by_itself
 from tests.elastic.launch.test_supervisor import TRAINS
-from tests.support.launched import Launched, is_alive, until
+from tests.support.launched import WITHIN_S, Launched, is_alive, until
+from tests.support.mpi import ROOT
+from tests.support.worlds import preloaded
 
 FACTS = """
 import json, os, pickle, signal, sys, threading
@@ -113,6 +119,38 @@ def test_a_rank_starts_again_with_its_imports_done(may_fork, tmp_path):
         (tmp_path / "over").touch()
         assert job.end() == 0, job.said("stderr")
     until(lambda: not any(map(is_alive, [*starts(), *others])))
+
+
+LATE = """
+import os, threading
+waits = os.getpid()
+never = lambda: os.getpid() == waits and threading.Event().wait()
+os.register_at_fork(after_in_parent=never)
+"""
+
+
+def ask_one_that_never_answers(folder: str) -> None:
+    """Its process forks, and does not come to say which process has become the rank."""
+    Path(folder, "late.py").write_text(LATE)
+    script = Path(folder, "script.py")
+    script.write_text(f"open({str(script.with_name('began'))!r}, 'w')")
+    os.environ["PYTHONPATH"] = f"{folder}:{ROOT}"
+    with mock.patch.object(reserve, "_ANSWER_WITHIN_S", 2.0):
+        waits = reserve.Reserve([str(script)], ["late"], Path(folder))
+        waits.begin({})
+        until(lambda: waits.look() or waits.is_ready)
+        assert waits.take({"RANK": "0"}, script) is None
+    with contextlib.suppress(ChildProcessError):  # once all have ended
+        while True:
+            os.wait()
+    sys.exit(Path(folder, "began").exists())
+
+
+def test_a_process_whose_answer_comes_too_late_does_not_become_the_rank(tmp_path):
+    process = preloaded.Process(target=ask_one_that_never_answers, args=(str(tmp_path),))
+    process.start()
+    process.join(WITHIN_S)
+    assert process.exitcode == 0
 
 
 def test_what_cannot_be_imported_is_refused(tmp_path):
