@@ -28,7 +28,7 @@ TESTS_OF_THE_CORE = (
     "tests/trainer/test_strategy.py::test_allreduce_equals_ddp",
     "tests/primitives/test_wait_avoiding.py",
     "tests/transport/test_native.py",
-    "tests/transport/simulated/test_world.py",
+    "tests/transport/simulated/test_endpoint.py",
 )
 """One for all faces, and of what stands below."""
 

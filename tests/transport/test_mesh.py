@@ -17,7 +17,7 @@ from lightning_dsgd.transport import ANY, PeerLost
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.thorough import cases
 from tests.support.worlds import ProcessWorld
-from tests.transport.helpers import BIG, died, our_threads, stopped, until
+from tests.transport.helpers import died, our_threads, stopped, until
 
 EMPTY = torch.empty(0)
 
@@ -145,24 +145,6 @@ def test_a_dead_ranks_child_does_not_keep_its_connections_open(tmp_path: Path) -
     for rank in (0, 2):
         assert outcomes[rank].error == ""
         assert outcomes[rank].result < 10.0
-
-
-def leave_at_once(net: Any) -> tuple[list[int], str]:
-    """Rank 1 leaves right after it has sent; rank 0 is told of that on another connection."""
-    if net.rank == 1:
-        for _ in range(4):
-            net.send(torch.full((BIG,), 7.0), 0)
-        return [], ""
-    heard = [int((net.recv(EMPTY, 1).wait() == 7).sum()) for _ in range(4)]
-    with pytest.raises(PeerLost) as info:
-        net.recv(EMPTY, 1).wait()
-    return heard, info.value.reason
-
-
-def test_what_a_rank_sent_before_it_left_arrives() -> None:
-    heard, reason = ProcessWorld().run(2, leave_at_once)[0]
-    assert heard == [BIG] * 4
-    assert reason == "has left (its training is over)"
 
 
 def open_and_close(net: Any) -> None:

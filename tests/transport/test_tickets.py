@@ -33,7 +33,6 @@ from tests.support.thorough import tries
 BLOCK = 15
 """So many schedules."""
 BLOCKS = tries(4, fast=1)
-_NOTHING = torch.empty(0)
 
 
 def test_the_ranks_form_a_tree() -> None:
@@ -210,43 +209,6 @@ def test_a_rank_killed_at_any_moment_is_named_by_all_others(block: int) -> None:
                 assert what == "through" or ended_s < at_s + 0.5, (seed, ended_s)
                 num_struck += what != "through"
     assert num_struck > BLOCK
-
-
-def wait_for_b_before_calling_a(net: Any) -> list[Key]:
-    """What would not end if the first rank that asks got a ticket."""
-    backend = InOrder(net)
-    if net.rank == 0:
-        a = backend.all_reduce(net.sub("a"), (ALL, 1, 0), torch.ones(1))
-        net.send(_NOTHING, 1)
-        backend.all_reduce(net.sub("b"), (ALL, 2, 0), torch.ones(1)).wait()
-    else:
-        net.recv(_NOTHING, 0).wait()
-        backend.all_reduce(net.sub("b"), (ALL, 2, 0), torch.ones(1)).wait()
-        a = backend.all_reduce(net.sub("a"), (ALL, 1, 0), torch.ones(1))
-    assert a.wait().item() == 2
-    backend.tickets.stop()
-    return backend.launched
-
-
-def test_a_sum_holds_up_no_other() -> None:
-    assert SimulatedWorld(2).run(wait_for_b_before_calling_a) == [[(ALL, 2, 0), (ALL, 1, 0)]] * 2
-
-
-def disagree(net: Any) -> list[float]:
-    backend = InOrder(net)
-    work = backend.all_reduce(net.sub("a"), (ALL, 1, 0), torch.ones(4 if net.rank == 2 else 3))
-    refused = work.wait()
-    agreed = backend.all_reduce(net.sub("a"), (ALL, 1, 1), torch.ones(1)).wait()
-    net.barrier().wait()
-    backend.tickets.stop()
-    assert backend.launched == [(ALL, 1, 1)]
-    return [*refused[:1].tolist(), *agreed.tolist()]
-
-
-def test_a_sum_of_different_lengths_is_refused_everywhere_and_the_next_is_made() -> None:
-    for refused, agreed in SimulatedWorld(5).run(disagree):
-        assert math.isnan(refused)
-        assert agreed == 5
 
 
 def sum_on_nodes(net: Any) -> tuple[int, list[Key]]:

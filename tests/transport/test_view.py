@@ -65,23 +65,6 @@ def test_no_view_takes_a_message_of_another():
     SimulatedWorld(3).run(talk_in_two_views)
 
 
-def sum_in_two_parts(net: Any) -> list[float]:
-    half = [rank for rank in range(net.world_size) if rank % 2 == net.rank % 2]
-    view = View(net, half)
-    sums = []
-    for part in (view, view.sub("again")):
-        x = torch.tensor([float(net.rank)])
-        part.all_reduce(x).wait()
-        sums.append(x.item())
-    lane = view.spawn_lane(lambda lane_net: lane_net.barrier().wait())
-    lane.join()
-    return sums
-
-
-def test_views_divide_the_ranks_of_a_network():
-    assert SimulatedWorld(5).run(sum_in_two_parts) == [[6.0] * 2, [4.0] * 2] * 2 + [[6.0] * 2]
-
-
 def test_a_view_must_hold_the_rank_that_makes_it():
     def make(net: Any, members: list[int]) -> None:
         with pytest.raises(ValueError, match=r"must hold this rank, and none twice, got .* rank 0"):

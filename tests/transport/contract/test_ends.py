@@ -7,6 +7,7 @@ import torch
 
 from lightning_dsgd.transport import ANY, PeerLost, Transport
 from tests.transport.contract.helpers import EMPTY, PATIENCE_S, others, pause, same
+from tests.transport.helpers import BIG
 
 
 def a_rank_fails(net: Transport) -> None:
@@ -69,22 +70,6 @@ def test_a_failed_lane_is_raised_at_home_and_fails_its_rank(world):
     assert outcomes[1].result == ["a message with tag 0 from any rank"]
 
 
-def a_rank_leaves(net: Transport) -> None:
-    net.barrier().wait()
-    if net.rank == 1:
-        net.send(torch.ones(1), 0)
-        return
-    net.recv(EMPTY, 1).wait()
-    net.recv(EMPTY, 1, tag=3).wait()
-
-
-def test_a_rank_that_left_is_named(world):
-    zero, one = world.outcomes(2, a_rank_leaves)
-    assert one.error == ""
-    assert zero.error.startswith("PeerLost: rank 1 has left")
-    assert zero.error.endswith("noticed in: a message with tag 3 from rank 1")
-
-
 def a_rank_says_that_it_fails(net: Transport) -> list[tuple[int, str]]:
     """What this rank's callback was told."""
     heard: list[tuple[int, str]] = []
@@ -125,24 +110,27 @@ def test_a_rank_that_says_that_it_fails_is_named_to_all(world):
     assert [outcome.result for outcome in outcomes] == [told, [], told]
 
 
-def a_rank_closes(net: Transport) -> str:
+def a_rank_leaves(net: Transport, closes: bool) -> str:
+    """Right after it has sent: between processes the others are told on another connection."""
     net.barrier().wait()
     if net.rank == 1:
-        net.send(torch.ones(1), 0)
-        net.close()
-        net.close()
-        pause(net, 0.2)
+        for _ in range(4):
+            net.send(torch.full((BIG,), 7.0), 0)
+        for _ in range(2 * closes):
+            net.close()
+        pause(net, 0.2 * closes)
         return ""
-    same(net.recv(EMPTY, 1).wait(), torch.ones(1))
-    with pytest.raises(PeerLost, match="rank 1 has left") as info:
-        net.recv(EMPTY, 1).wait()
+    for _ in range(4):
+        same(net.recv(EMPTY, 1).wait(), torch.full((BIG,), 7.0))
+    text = "rank 1 has left.*; noticed in: a message with tag 3 from rank 1$"
+    with pytest.raises(PeerLost, match=text) as info:
+        net.recv(EMPTY, 1, tag=3).wait()
     return info.value.reason
 
 
-def test_a_rank_that_closes_has_left(world):
-    zero, one = world.outcomes(2, a_rank_closes)
-    assert (zero.error, one.error) == ("", "")
-    assert zero.result.startswith("has left")
+@pytest.mark.parametrize("closes", [False, True])
+def test_what_a_rank_sent_before_it_left_arrives_and_then_it_is_named(world, closes):
+    assert world.run(2, a_rank_leaves, closes)[0].startswith("has left")
 
 
 def what_a_process_may_ask(net: Transport) -> bool:
