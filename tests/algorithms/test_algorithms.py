@@ -368,23 +368,6 @@ def test_dpsgd_is_the_matrix_recursion(world_size: int) -> None:
         torch.testing.assert_close(torch.stack([xs[k] for xs in ranks]), x, rtol=0, atol=1e-12)
 
 
-def local_sgd_distances(net: Any, sync_period: int) -> list[float]:
-    rank, distances = start(net, Row(f"local_sgd:sync_period={sync_period}")), []
-    for _ in range(3 * sync_period):
-        rank.descend(rank.x - target(net.rank), LR)
-        everyone = net.sub("probe").all_gather(rank.x).wait()
-        distances.append(max(float((y - rank.x).abs().max()) for y in everyone))
-    rank.finish()
-    return distances
-
-
-@pytest.mark.parametrize("sync_period", [1, 3])
-def test_local_sgd_is_in_consensus_exactly_every_period(sync_period: int) -> None:
-    for distances in SimulatedWorld(4).run(local_sgd_distances, sync_period):
-        zero = [k + 1 for k, distance in enumerate(distances) if distance == 0]
-        assert zero == [sync_period, 2 * sync_period, 3 * sync_period]
-
-
 def reduce_in_pieces(net: Any, algorithm: AllReduce) -> tuple[list[Tensor], float]:
     """The weights after each step; pieces of the gradient come during a step of 1 s."""
     rank, goal = Rank(net, algorithm, start_at(0, 0.0)), target(net.rank)

@@ -1,4 +1,4 @@
-"""HPSGD: Equations (1) and (2), and no waiting.  Random schedules: `test_wait_avoiding.py`."""
+"""HPSGD: Equation (1), and no waiting.  Random schedules: `test_wait_avoiding.py`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ class Recorded(HPSGD):
     def start(self, net: Transport, x: Tensor, *args: Any) -> None:
         super().start(net, x, *args)
         self.counts: list[int] = []
-        self.replicas: list[Tensor] = []
         self.models: list[Tensor] = []
 
     def hand_over(self, x: Tensor, *, stands_still: bool) -> None:
         self.counts.append(self.num_local_steps)
-        self.replicas.append(x.clone())
         super().hand_over(x, stands_still=stands_still)
 
     def merge(self, x: Tensor) -> bool:
@@ -43,7 +41,7 @@ class Recorded(HPSGD):
         return is_last
 
 
-# ---- Equations (1) and (2) ----
+# ---- Equation (1) ----
 def gradient(rank: int, step: int, x: Tensor) -> Tensor:
     """Of a function of its own on each rank and step, and not linear."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
@@ -140,13 +138,6 @@ def test_equation_1_against_a_sequential_reference(world_size: int, optimizer: s
     for model, wanted in zip(ranks[0].models, expected, strict=True):
         torch.testing.assert_close(model, wanted, rtol=0, atol=1e-12)
     torch.testing.assert_close(xs[0], expected[-1], rtol=0, atol=1e-12)
-
-
-def test_equation_2_the_global_model_is_the_mean_of_the_replicas() -> None:
-    ranks, _ = trained([25, 25, 24], "sgd")
-    for round_, model in enumerate(ranks[0].models):
-        mean = torch.stack([algorithm.replicas[round_] for algorithm in ranks]).mean(0)
-        torch.testing.assert_close(model, mean, rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("outer", [(0.7, 0.9), (0.5, 0.0), (1.0, 0.5)])

@@ -8,25 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
-from lightning_dsgd.replica import flat
-from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
-from tests.support.fits import Seeded
-from tests.support.models import loader, trainer, weights
 from tests.support.rank import Rank
 from tests.support.thorough import cases
-from tests.support.worlds import FitWorld, ProcessWorld
 
 LATER = pytest.mark.exhaustive
 SIZES = cases("world_size", now=[3], later=[1, 8])
@@ -172,27 +165,6 @@ def test_with_exact_thresholds_a_step_is_the_dense_one(world_size: int, k: int, 
         for rank, residual in zip(ranks, residuals, strict=True):
             assert torch.equal(rank["given"][step], u)
             assert torch.equal(rank["left"][step], residual)
-
-
-def left_of_a_signal(rule: str, world_size: int) -> float:
-    """How many steps' worth of what all ranks have in common is held back in the end."""
-    ranks = simulate(world_size, partial(OkTopk, density=0.02, rule=rule), with_signal, 500, 60)
-    signal, left = with_signal(0, 0, 500, 0), torch.stack([r["left"][-1] for r in ranks]).mean(0)
-    return float(left @ signal / (signal @ signal))
-
-
-def with_signal(rank: int, step: int, n: int, world_size: int) -> Tensor:
-    """The same in every step, and noise of the rank's own; without ranks, the former."""
-    noise = normal(rank, step, n, world_size) if world_size else torch.zeros(n)
-    return noise + 0.3 * normal(-1, 0, n, world_size)
-
-
-def test_what_is_held_back_grows_with_the_ranks_by_the_papers_rule_alone() -> None:
-    few, many = (
-        {rule: left_of_a_signal(rule, size) for rule in ("shared", "paper")} for size in (2, 8)
-    )
-    assert many["shared"] < 1.2 * few["shared"]
-    assert many["paper"] > 1.3 * few["paper"] > 1.3 * few["shared"]
 
 
 def thresholds(net: Any, *, paper: bool) -> list[tuple[float, float]]:
@@ -399,12 +371,6 @@ def bound(world_size: int, k: int) -> float:
     return 6 * k * (world_size - 1) / world_size * WORDS
 
 
-def test_no_step_of_real_ranks_sends_more_than_6k_words() -> None:
-    make = partial(OkTopk, threshold_period=4)
-    for rank in ProcessWorld().run(4, drive, make, on_one_rank, NUM, 10):
-        assert max(rank["bytes"]) <= bound(4, NUM // 100)
-
-
 @RULES
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 @cases("world_size", now=[3], later=[2, 8, 16])
@@ -412,21 +378,6 @@ def test_no_step_sends_more_than_6k_words(world_size: int, gradient: Gradient, r
     make = partial(OkTopk, threshold_period=4, rule=rule)
     for rank in simulate(world_size, make, gradient, NUM, 6):
         assert max(rank["bytes"]) <= bound(world_size, NUM // 100)
-
-
-def test_the_volume_is_flat_in_the_number_of_ranks_where_the_all_gathers_is_linear() -> None:
-    volume = {
-        (make, size): max(max(r["bytes"]) for r in simulate(size, make, normal, NUM, 3))
-        for make in (OkTopk, TopkAllgather)
-        for size in (2, 4, 16)
-    }
-    for size in (4, 16):
-        # (P-1)/P of the limit, which two ranks have half of
-        flat_growth = 2 * (size - 1) / size
-        assert volume[OkTopk, size] < 1.3 * flat_growth * volume[OkTopk, 2]
-        linear = (size - 1) * volume[TopkAllgather, 2]
-        assert volume[TopkAllgather, size] == pytest.approx(linear, rel=0.02)
-    assert volume[OkTopk, 16] < volume[TopkAllgather, 16] / 4
 
 
 def entry_bytes(count: int, density: float = 0.01) -> float:
@@ -641,68 +592,3 @@ def diverge_locally(net: Any) -> None:
 def test_weights_that_diverged_in_local_steps_are_found_before_they_are_sent() -> None:
     with pytest.raises(RankFailed, match="weights must be finite, got NaN or inf on rank 1 at"):
         SimulatedWorld(2).run(diverge_locally)
-
-
-# ---- a training run ----
-def train_digits(net: Any, num_steps: int, density: float) -> tuple[list[float], float]:
-    """How far the counts of every step were from k, locally and in total; the last losses."""
-    data = DigitsData()
-    data.setup("fit")
-    batch = [torch.stack(column) for column in zip(*data.splits["train"], strict=True)]
-    torch.manual_seed(0)
-    model = DigitsClassifier()
-    (parameters,) = flat.flatten(model.named_parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    algorithm = OkTopk(density=density)
-    algorithm.start(net, parameters.x)
-    generator = torch.Generator().manual_seed(net.rank)
-    local, total, losses = 0.0, 0.0, []
-    for _ in range(num_steps):
-        picked = torch.randint(0, len(batch[0]), (16,), generator=generator)
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(batch[0][picked]), batch[1][picked])
-        loss.backward()
-        with torch.no_grad():
-            algorithm.before_update(parameters.x, parameters.gather())
-        parameters.scatter()
-        optimizer.step()
-        losses.append(loss.item())
-        local += abs(algorithm.num_selected / algorithm.k - 1) / num_steps
-        total += abs(algorithm.num_applied / algorithm.k - 1) / num_steps
-    return [local, total], sum(losses[-20:]) / 20
-
-
-@LATER
-def test_thresholds_on_digits_let_through_k_to_within_11_percent() -> None:
-    ranks = SimulatedWorld(4).run(train_digits, 120, 0.02)
-    deviations = torch.tensor([deviations for deviations, _ in ranks]).mean(0)  # local, in total
-    assert (deviations < 0.11).all()
-    assert all(loss < 0.3 for _, loss in ranks)
-
-
-class Overflowing(Seeded):
-    """The loss of rank 1 is infinite in one batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * torch.inf if self.global_rank == 1 and batch_idx == 2 else loss
-
-
-def fit_overflowing(name: str, local_steps: int) -> tuple[Tensor, float]:
-    strategy = STRATEGIES[name](density=0.1, local_steps=local_steps, timeout_s=20.0)
-    model, scaler = Overflowing(), torch.amp.GradScaler("cpu", init_scale=256.0)
-    trainer(strategy, 2, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(model, loader())
-    return weights(model), scaler.get_scale()
-
-
-@pytest.mark.parametrize(
-    ("name", "local_steps", "scales"), [("oktopk", 1, (128.0, 128.0)), ("gtopk", 3, (256.0, 128.0))]
-)
-def test_an_overflow_is_skipped_by_all(
-    name: str, local_steps: int, scales: tuple[float, float]
-) -> None:
-    """By all ranks, or with local steps by one alone; by all kinds: the simulated test above."""
-    (ours, scale), (theirs, their_scale) = FitWorld().run(2, fit_overflowing, name, local_steps)
-    assert torch.equal(ours, theirs)
-    assert ours.isfinite().all()
-    assert (scale, their_scale) == scales

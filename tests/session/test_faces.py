@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "accumulates and clips": ("allreduce", Plain, {"accumulate": 2, "clip": 0.3}),
     "overflows": ("allreduce", Overflowing, {"clip": 10.0}),
     "overflows alone": ("local_sgd", Overflowing, {}),
+    "overflows, sparse": ("oktopk", Overflowing, {}),
 }
 
 
@@ -113,8 +114,9 @@ def test_steps_of_several_batches_clipping_and_overflows_are_the_same_on_every_f
             assert_close(x, first[case][0][0], 2e-3 if make is Overflowing else 0.0)
     for case, clip in (("accumulates", None), ("accumulates and clips", 0.3)):
         torch.testing.assert_close(first[case][0][0], on_one_process(clip))
-    scales = [[scale for _, scale in rank["overflows"]] for rank in (first, second)]
-    assert scales == [[128.0] * 3] * 2
+    for case in ("overflows", "overflows, sparse"):
+        scales = [[scale for _, scale in rank[case]] for rank in (first, second)]
+        assert scales == [[128.0] * 3] * 2, case
     alone = [[scale for _, scale in rank["overflows alone"]] for rank in (first, second)]
     assert alone == [[256.0] * 3, [128.0] * 3]
 
