@@ -1,4 +1,4 @@
-"""What tests of `Trainer.fit` share: models, strategies whose waits end soon, and an oracle."""
+"""What tests of `Trainer.fit` share: models, and strategies whose waits end soon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.devices import port_of
@@ -113,33 +112,6 @@ def fit(
 
 def fit_weights(name: str, kwargs: dict[str, Any]) -> Tensor:
     return weights(fit(name, **kwargs)[0])
-
-
-def batches_of_all_ranks(num_samples: int, batch_size: int) -> list[Any]:
-    """What the ranks train on in the first epoch: each has every P-th sample of such a batch."""
-    dataset = loader(num_samples).dataset
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True, seed=0)
-    return list(DataLoader(dataset, batch_size, sampler=sampler))
-
-
-def oracle(
-    batch_size: int,
-    num_samples: int = 128,
-    accumulate: int = 1,
-    clip: Callable[[list[Tensor]], None] | None = None,
-) -> Tensor:
-    """One epoch of SGD on one process, in plain torch."""
-    model = Plain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=model.lr, momentum=model.momentum)
-    batches = batches_of_all_ranks(num_samples, batch_size)
-    for index, batch in enumerate(batches, 1):
-        (model.loss(batch) / accumulate).backward()
-        if index % accumulate == 0 or index == len(batches):
-            if clip is not None:
-                clip([p.grad for p in model.parameters() if p.grad is not None])
-            optimizer.step()
-            optimizer.zero_grad()
-    return weights(model)
 
 
 def fp16() -> MixedPrecision:

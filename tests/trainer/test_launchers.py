@@ -20,7 +20,6 @@ from lightning_dsgd.lab.bench.job import is_of_mpich
 from lightning_dsgd.lab.bench.network import INTERFACE, Link, Network
 from tests.support.mpi import ROOT, environment, every_mpi, mpiexec
 from tests.support.nodes import shaped
-from tests.support.ports import free_port
 from tests.support.torchrun import run_forked_by_torchrun
 from tests.support.worlds import ParentWorld
 
@@ -71,12 +70,6 @@ def check(folder: Path, kind: str, transport: str, local_ranks: list[int]) -> No
         assert rank["tested"] == pytest.approx(rank["plain"], rel=1e-5)
 
 
-@pytest.mark.exhaustive
-def test_a_script_starts_its_own_ranks(tmp_path: Path) -> None:
-    run([sys.executable, *script(tmp_path, 2)])
-    check(tmp_path, "LightningEnvironment", "ProcessGroupTransport", [0, 1])
-
-
 def run_script(*arguments: str) -> None:
     sys.argv = list(arguments)
     runpy.run_path(arguments[0], run_name="__main__")
@@ -89,32 +82,10 @@ def test_the_agent_of_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_torchrun(tmp_path: Path) -> None:
-    run([sys.executable, *TORCHRUN, "--standalone", "--nproc-per-node=4", *script(tmp_path, 4)])
-    check(tmp_path, "TorchElasticEnvironment", "ProcessGroupTransport", [0, 1, 2, 3])
-
-
-@pytest.mark.exhaustive
 @every_mpi
 def test_mpiexec(python: str, tmp_path: Path) -> None:
     run([str(mpiexec(python)), "-n", "4", python, *script(tmp_path, 4)])
     check(tmp_path, "MPIEnvironment", "MPITransport", [0, 1, 2, 3])
-
-
-@pytest.mark.exhaustive
-def test_the_variables_of_slurm(tmp_path: Path) -> None:
-    """As srun sets them for two nodes with a task each; no SLURM is needed to read them."""
-    job = {
-        "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "2", "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1", "SLURM_NODELIST": "localhost",
-        "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
-    tasks = [
-        {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank)}
-        for rank in range(2)
-    ]
-    run(*[[sys.executable, *script(tmp_path, 1, 2)]] * 2, variables=tasks)
-    check(tmp_path, "SLURMEnvironment", "ProcessGroupTransport", [0, 0])
 
 
 @pytest.mark.exhaustive

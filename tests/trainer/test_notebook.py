@@ -16,7 +16,6 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEn
 from nbclient import NotebookClient
 
 from lightning_dsgd import STRATEGIES
-from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import environment
 from tests.support.worlds import ParentWorld
 
@@ -189,15 +188,3 @@ def test_ranks_are_forked_at_a_prompt_or_refused() -> None:
     (found,) = ParentWorld().run(1, strategies_at_a_prompt)
     for said, (*_, expected) in zip(found, AT_A_PROMPT, strict=True):
         assert expected in said
-
-
-def fit_at_a_prompt() -> float:
-    sys.ps1 = ">>> "
-    model = Regression()
-    before = weights(model)
-    trainer(STRATEGIES["wagma"](), 2).fit(model, loader())
-    return float((weights(model) - before).norm())
-
-
-def test_a_strategy_left_at_its_default_trains_at_a_prompt() -> None:
-    assert ParentWorld().run(1, fit_at_a_prompt)[0] > 0

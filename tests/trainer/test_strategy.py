@@ -1,6 +1,4 @@
-"""What holds of `Trainer.fit` under every strategy: real processes, joined by gloo.
-Where a result can be computed on one process in plain torch, it is: the oracle.
-"""
+"""What holds of `Trainer.fit` under every strategy: real processes, joined by gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +26,6 @@ from tests.support.fits import (
     every_strategy,
     fit,
     fit_weights,
-    oracle,
     run,
     same,
     some_now,
@@ -59,28 +56,6 @@ def files_of_a_step() -> list[str]:
 def test_a_step_of_wagma_comes_through_few_files() -> None:
     for met in run(2, files_of_a_step):
         assert 10 < len(met) <= 15, "\n".join(met)
-
-
-def test_accumulated_gradients_equal_one_process_on_the_concatenated_batches() -> None:
-    # 6 batches a rank, of which 4 and then the last 2 make a step.
-    kwargs = {"train": {"num_samples": 72, "batch_size": 4}, "accumulate_grad_batches": 4}
-    ranks = run(3, fit_weights, "allreduce", kwargs)
-    assert same(ranks)
-    assert_close(ranks[0], oracle(12, 72, accumulate=4))
-
-
-def clip_values(grads: list[Tensor]) -> None:
-    for grad in grads:
-        grad.clamp_(-0.05, 0.05)
-
-
-def test_clipping_clips_the_reduced_gradient() -> None:
-    """By value; by norm: tests/session/test_faces.py."""
-    kwargs = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}
-    ranks = run(2, fit_weights, "allreduce", kwargs)
-    assert same(ranks)
-    assert_close(ranks[0], oracle(16, clip=clip_values))
-    assert not torch.allclose(oracle(16, clip=clip_values), oracle(16), atol=1e-3)
 
 
 # ---- equal to what is known ----
@@ -183,20 +158,14 @@ def fit_adaptive(name: str, options: dict[str, Any], optimizer: str) -> Tensor:
     return weights(model)
 
 
-@some_now("optimizer", ["adam", "adamw", "momentum", "nesterov"], now=("adam", "nesterov"))
+@some_now("optimizer", ["adam", "adamw", "momentum", "nesterov"], now=("adam",))
 def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
-    """One group of all ranks, waited for, is model averaging; without waiting all learn alike."""
+    """One group of all ranks, waited for, is model averaging."""
     whole = {"group_size": 2, "sync_period": 5, "wait_avoiding": False}
     synchronous = run(2, fit_adaptive, "wagma", whole, optimizer)
     averaging = run(2, fit_adaptive, "local_sgd", {"sync_period": 1}, optimizer)
     assert same(synchronous)
     assert_close(synchronous[0], averaging[0])
-    for options in ({}, {"overlap": True}):
-        late = run(2, fit_adaptive, "wagma", {"sync_period": 5, **options}, optimizer)
-        assert same(late)
-        start = weights(Adaptive(optimizer))
-        moved = (late[0] - averaging[0]).norm() / (averaging[0] - start).norm()
-        assert moved < 0.6  # it depends on time; ranks that never talk end within 0.2
 
 
 needs_compiler = pytest.mark.skipif(
