@@ -23,12 +23,15 @@ from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
 from tests.support.worlds import ProcessWorld
 
 
-def make(net: Any, algorithm: Any, **options: Any) -> tuple[nn.Module, Any, Replica]:
-    """Two layers; what has "lr" and the like goes to the optimizer."""
+def make(
+    net: Any, algorithm: Any, turned: int = 0, **options: Any
+) -> tuple[nn.Module, Any, Replica]:
+    """Two layers; the optimizer gets the parameters from that one on, and "lr" and the like."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 20), nn.Linear(20, 4))
-    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+    order = [*model.parameters()]
+    optimizer = torch.optim.SGD(order[turned:] + order[:turned], **{"lr": 0.1, **options})
     replica = Replica(net, model, [optimizer], algorithm())
     replica.synchronize()
     return model, optimizer, replica
@@ -96,13 +99,21 @@ def test_ranks_in_lockstep_agree_on_who_has_a_gradient(algorithm: Any) -> None:
     assert_same(SimulatedWorld(3).run(use_seldom, algorithm))
 
 
-def train_with(net: Any, algorithm: Any) -> list[Tensor]:
-    model, optimizer, replica = make(net, algorithm, momentum=0.9)
+def train_with(net: Any, algorithm: Any, turned: int = 0) -> list[Tensor]:
+    model, optimizer, replica = make(net, algorithm, turned, momentum=0.9)
     for number in range(4):
         step(net, number, optimizer, replica, model)
     replica.finish()
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     return values(model)
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce, LocalSGD])
+def test_an_optimizer_may_have_its_parameters_in_another_order_on_each_rank(algorithm: Any) -> None:
+    """They meet their own, not those that happen to stand in the same place."""
+    ordered = SimulatedWorld(3).run(train_with, algorithm)
+    shuffled = SimulatedWorld(3).run(lambda net: train_with(net, algorithm, net.rank))
+    assert_same([*ordered, *shuffled])
 
 
 def freeze_with(net: Any, algorithm: Any) -> list[Tensor]:

@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_dsgd import STRATEGIES, CommunicationMonitor, LocalSGDStrategy, StragglerInjector
 from tests.support.fits import fp16
-from tests.support.models import Regression, loader, trainer, weights
+from tests.support.models import Regression, loader, trainer
 from tests.support.worlds import FitWorld
 
 ASYNCHRONOUS = ["no_sync", "local_sgd", "dpsgd"]
@@ -368,35 +368,8 @@ class AdamOnOne(NeverTrained):
         return kind(self.parameters(), lr=0.1)
 
 
-class Shuffled(Regression):
-    """Each rank's optimizer has the parameters in another order, as a set gives them."""
-
-    def configure_optimizers(self) -> Any:
-        order = list(self.parameters())
-        return torch.optim.SGD(order[rank() :] + order[: rank()], lr=0.01)
-
-
 def rank() -> int:
     return int(os.environ["RANK"])
-
-
-@pytest.mark.parametrize("name", ["allreduce", "local_sgd"])
-def test_an_optimizer_may_have_its_parameters_in_another_order_on_each_rank(name: str) -> None:
-    """They meet their own, not those that happen to stand in the same place."""
-    ordered, shuffled = (FitWorld().run(3, train, name, model) for model in (Ordered, Shuffled))
-    assert shuffled == ordered
-
-
-class Ordered(Regression):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def train(name: str, model: type[L.LightningModule]) -> list[float]:
-    torch.manual_seed(rank())
-    trained = model()
-    fit(make(name), trained)
-    return weights(trained).tolist()
 
 
 A_MODEL = "the model must be the same on all ranks, got "
@@ -472,15 +445,3 @@ def test_models_and_strategies_that_differ_between_ranks_are_refused_on_all() ->
     for case, (_, parts) in DIFFERENT.items():
         for part in parts:
             assert part in errors[case]
-
-
-def test_a_configuration_that_one_rank_alone_cannot_serve_ends_the_others() -> None:
-    outcomes = FitWorld().outcomes(3, fit_with_finder_on_one)
-    assert outcomes[1].error.startswith("ValueError: a learning rate must be searched")
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.error.startswith("PeerLost: rank 1 failed: ValueError: a learning rate must")
-
-
-def fit_with_finder_on_one() -> None:
-    callbacks = [LearningRateFinder()] if rank() == 1 else []
-    fit(make("local_sgd"), callbacks=callbacks)
