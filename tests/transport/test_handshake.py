@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_dsgd.transport import PeerLost, handshake
-from lightning_dsgd.transport.frames import HEADER
+from lightning_dsgd.transport.frames import HEADER, why_no_message
 from lightning_dsgd.transport.handshake import HELLO, NONCE_BYTES
 from tests.support.thorough import cases
 from tests.support.worlds import ProcessWorld
@@ -147,12 +147,7 @@ def test_who_listens_must_prove_who_it_is(is_silent: bool) -> None:
 LARGE = 1 << 62
 EXPECTED = 3 << 30
 NO_MESSAGES = {
-    "kind": HEADER.pack(1, 2, 0, 99, 0),
-    "dtype": HEADER.pack(1, 2, 0, 0, 99),
-    "half an element": HEADER.pack(1, 2, 6, 0, 0),
-    "more than memory": HEADER.pack(1, 2, LARGE, 0, 0),
     "more than is expected": HEADER.pack(1, 2, EXPECTED + 4, 0, 0),
-    "much news": HEADER.pack(0, 0, LARGE, 255, 0),
     "news in an unknown form": HEADER.pack(0, 0, 2, 255, 0) + b"{}",
     "the loss of no rank": HEADER.pack(0, 0, 8, 255, 0) + b'[77, ""]',
 }
@@ -176,11 +171,19 @@ def send_no_message(net: Any, name: str) -> str:
 def test_what_is_no_message_is_noticed_before_memory_is_taken_for_it(name: str) -> None:
     for reason in ProcessWorld().run(3, send_no_message, name):
         print(reason)
-        if name in ("news in an unknown form", "the loss of no rank"):
-            assert reason == "told of the loss of a rank in an unknown form"
-        else:
+        if name == "more than is expected":
             assert reason.startswith("sent what is no message here: kind ")
-            if name == "more than is expected":
-                assert f" {EXPECTED + 4} bytes (" in reason
-                assert f" {EXPECTED} bytes at most)" in reason
+            assert f" {EXPECTED + 4} bytes (" in reason
+            assert f" {EXPECTED} bytes at most)" in reason
             assert "all ranks must run the same version of lightning_dsgd" in reason
+        else:
+            assert reason == "told of the loss of a rank in an unknown form"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "kind", "code"), [(0, 99, 0), (0, 0, 99), (6, 0, 0), (LARGE, 0, 0), (LARGE, 255, 0)]
+)
+def test_kinds_dtypes_halves_of_elements_and_what_no_memory_holds_are_no_messages(
+    nbytes: int, kind: int, code: int
+) -> None:
+    assert why_no_message(nbytes, kind, code, EXPECTED).startswith("sent what is no message here")
