@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_dsgd.cli import main
+from lightning_dsgd.elastic.launch import command
+from lightning_dsgd.elastic.launch.place import Place
 from tests.support.mpi import ended, every_mpi, mpiexec
 from tests.support.ports import free_port
 from tests.support.worlds import FitWorld
@@ -113,6 +116,62 @@ def test_the_job_of_slurm(own: Path, tmp_path: Path) -> None:
     folders = [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
     variables = job | {"MASTER_PORT": str(free_port()), "PATH": os.pathsep.join(folders)}
     run(["bash", "train.sbatch", "--trainer.devices=1", *SMALL], own, **variables)
+
+
+# What a launcher of each of four nodes, or pods, is asked for; `lightning-dsgd` writes it down.
+ASKED = "#!/bin/sh\nprintf '%s\\n' \"$@\" > asked_$SLURM_NODEID\n"
+SRUN_OF_FOUR = """#!/bin/sh
+echo "$@" > options
+while [ "${1#--}" != "$1" ]; do shift; done
+for node in 0 1 2 3; do SLURM_NODEID=$node "$@"; done
+"""
+
+
+def of_slurm(own: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    scripts = {"lightning-dsgd": ASKED, "srun": SRUN_OF_FOUR, "scontrol": "#!/bin/sh\necho node0\n"}
+    for name, text in scripts.items():
+        (own / name).write_text(text)
+        (own / name).chmod(0o755)
+    variables = {"SLURM_NNODES": "4", "PATH": f"{own}{os.pathsep}{os.environ['PATH']}"}
+    assert ended(["bash", "survival.sbatch"], own, **variables).returncode == 0
+    for option in ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none"):
+        assert option in (own / "options").read_text().split()
+    return [(own / f"asked_{node}").read_text().split("\n")[:-1] for node in range(4)]
+
+
+def of_kubernetes(own: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    service, job = yaml.safe_load_all((own / "survival_pods.yml").read_text())
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    assert spec["completions"] == spec["parallelism"] == 4
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (program, *words) = pod["containers"][0]["command"]
+    assert program == "lightning-dsgd"
+    of_each = [[w.replace("$(JOB_COMPLETION_INDEX)", str(n)) for w in words] for n in range(4)]
+    end_s = command.parser().parse_args(of_each[0][1:]).end_s
+    assert end_s < pod["terminationGracePeriodSeconds"]
+    return of_each
+
+
+@pytest.mark.parametrize("asked", [of_slurm, of_kubernetes])
+def test_each_node_of_a_cluster_has_a_launcher_and_they_meet_at_the_first(asked, own, monkeypatch):
+    """Each is asked for what the command line knows, and trains what the files here set."""
+    seen = []
+    for node, (launches, *words) in enumerate(asked(own, monkeypatch)):
+        assert launches == "launch"
+        args = command.parser().parse_args(words)
+        host, port = command._address(args.rendezvous)
+        place = Place(args.ranks, args.nodes, args.node, host, port)
+        assert (place.node, place.nodes) == (node, 4)
+        assert host == {"of_slurm": "node0", "of_kubernetes": "own-0.own"}[asked.__name__]
+        seen.append([args.script, *args.arguments])
+    monkeypatch.chdir(own)
+    monkeypatch.syspath_prepend(own)
+    monkeypatch.setattr(sys, "argv", ["lightning-dsgd", *seen[0], "--print_config"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, seen.count(seen[0])) == (0, 4)
 
 
 def test_each_file_says_how_it_is_run_and_the_page_has_them_all() -> None:

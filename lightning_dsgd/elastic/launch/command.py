@@ -29,8 +29,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + example * ("are required" in message))
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Runs until all ranks of this node have ended; exits with 0 if training has ended."""
+def parser() -> argparse.ArgumentParser:
+    """Returns what reads the command line."""
     parser = _Parser(
         prog="lightning-dsgd launch",
         description=__doc__,
@@ -84,11 +84,25 @@ def main(argv: list[str] | None = None) -> None:
         f"{','.join(IMPORTS)}, but not for a script that sets paths or variables "
         'before it imports torch or Lightning; "" for nothing: each rank is a new interpreter',
     )
+    parser.add_argument(
+        "--notice",
+        metavar="URL|FILE|COMMAND",
+        default="",
+        help="what says that this machine is to be taken away, on which its ranks leave before "
+        "their next batch: a page of a cloud's metadata, a file once it is there, a command once "
+        "it ends with 0",
+    )
     parser.add_argument("script", help=f"a Python file, or a command: {', '.join(_COMMANDS)}")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="for the script"
     ).required = False
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs until all ranks of this node have ended; exits with 0 if training has ended."""
+    reads = parser()
+    args = reads.parse_args(argv)
     # Lazily: a help text needs no torch.
     from lightning_dsgd.elastic.launch.place import Place
     from lightning_dsgd.elastic.launch.supervisor import Supervisor
@@ -108,10 +122,11 @@ def main(argv: list[str] | None = None) -> None:
             imports = []
         else:
             imports = list(IMPORTS)
-        supervisor = Supervisor(command, place, args.logs, args.end_s, args.max_restarts, imports)
+        limits = args.end_s, args.max_restarts
+        supervisor = Supervisor(command, place, args.logs, *limits, imports, args.notice)
         status = supervisor.run()
     except (ValueError, OSError, TransportError) as err:
-        parser.error(str(err))
+        reads.error(str(err))
     raise SystemExit(status)
 
 

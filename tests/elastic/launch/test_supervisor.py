@@ -276,15 +276,27 @@ def test_no_constructor_waits_for_a_launcher(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_passed_on_as_an_interrupt(tmp_path, signum):
-    waits = SCRIPT + "signal.signal(signal.SIGINT, on_interrupt)\n" + WAITS.removeprefix(SCRIPT)
-    with Launched(tmp_path, waits, "--ranks", "2") as job:
+@pytest.mark.parametrize("nodes", ["1", "2"])
+@pytest.mark.parametrize("told", ["SIGINT", "SIGTERM", "notice"])
+def test_ranks_leave_where_other_nodes_may_go_on_and_else_all_stop(tmp_path, told, nodes):
+    """The second SIGTERM after notice is none: machines get both."""
+    passed_on = signal.SIGTERM if nodes == "2" and told != "SIGINT" else signal.SIGINT
+    takes = SCRIPT + f"signal.signal({int(passed_on)}, on_interrupt)\n"
+    file = tmp_path / "leave"
+    options = ("--nodes", nodes, "--rendezvous", f"127.0.0.1:{free_port()}", "--notice", str(file))
+    with Launched(tmp_path, takes + WAITS.removeprefix(SCRIPT), "--ranks", "2", *options) as job:
         pids = job.pids(2)
-        job.send(signum)
+        if told == "notice":
+            file.touch()
+            until(lambda: f"end: {file} is there" in job.said("stderr"))
+        job.send(signal.SIGINT if told == "SIGINT" else signal.SIGTERM)
+        await_files(tmp_path, "interrupted_*", 2)
+        until(lambda: not any(map(is_alive, pids)))
+        if nodes == "2":
+            until(lambda: "waits up to 60 s for the ranks of 1 other" in job.said("stderr"))
+            job.send(signal.SIGTERM)
         assert job.end() == 1
-    assert len(list(tmp_path.glob("interrupted_*"))) == 2
-    assert not any(map(is_alive, pids))
+    assert "ended with 3" in job.said("stderr")
 
 
 def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path):
@@ -324,6 +336,8 @@ def test_ranks_end_with_their_supervisor(tmp_path):
         (["--ranks", "1", "--rendezvous", "here"], "an address and a port, got 'here'"),
         (["--ranks", "1", "--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
         (["--ranks", "1", "--end-s", "-1"], "--end-s must be a number of seconds, got -1"),
+        (["--ranks", "1", "--notice", "ftp://x/y"], "a URL of http, a file or a command, got 'ftp"),
+        (["--ranks", "1", "--notice", str(ROOT / "README.md")], "README.md; remove it"),
     ],
 )
 def test_what_cannot_be_started_is_refused(options, match, capsys):
