@@ -21,6 +21,7 @@ from tests.session.test_ending import SOON_S, run_job
 from tests.support.doomed import Plan, num_batches
 from tests.support.fits import some_now
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.thorough import cases
 from tests.support.worlds import ParentWorld
 
 
@@ -198,7 +199,7 @@ class Ending(Regression):
         raise self.how
 
 
-@pytest.mark.parametrize("how", [SystemExit, KeyboardInterrupt])
+@cases("how", now=[SystemExit], later=[KeyboardInterrupt])
 def test_forked_ranks_without_a_result_are_not_waited_for(how: type[BaseException]) -> None:
     (found,) = ParentWorld().outcomes(1, fit_and_end, how)
     assert "ProcessExitedException" in found.error
