@@ -118,10 +118,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs until all ranks of this node have ended; returns this process's exit status."""
+        if self._notice is not None:
+            self._notice.begin()
         self._logs.mkdir(parents=True, exist_ok=True)
         with self._take_signals(), self._told.open():
-            if self._notice is not None:
-                self._notice.begin()
             try:
                 if self._has_reserve and not has_device():
                     self._begin_reserve()

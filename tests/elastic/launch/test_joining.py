@@ -173,6 +173,23 @@ def test_a_rank_that_was_stopped_finds_itself_outside_and_joins_again(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_rank_that_starts_again_does_not_train_where_all_others_are_lost(tmp_path):
+    """Nobody lets it in before they are: they are stopped."""
+    with job(tmp_path, "local_sgd", 3, "--end-s", "1") as launched:
+        until(lambda: all(where(tmp_path, rank)["epoch"] >= 1 for rank in range(3)))
+        lost = [where(tmp_path, rank)["pid"] for rank in range(3)]
+        for rank, signum in ((0, "STOP"), (2, "STOP"), (1, "KILL")):
+            os.kill(lost[rank], signal.Signals[f"SIG{signum}"])
+        until(lambda: "rank 1 started again" in launched.said("stderr"))
+        for rank in (0, 2):
+            os.kill(lost[rank], signal.SIGKILL)
+        assert launched.end() == 1
+    assert "no rank is left that trains" in launched.said("stderr")
+    assert [where(tmp_path, rank)["pid"] for rank in range(3)] == lost
+    assert not list(tmp_path.glob("ended_*"))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", times(1))
 def test_ranks_are_killed_at_any_time_also_while_one_joins(seed, tmp_path):
