@@ -2,8 +2,9 @@
 
 No paper.  An algorithm of `algorithms` does the work; this one measures, decides and replaces it.
 
-**Who measures.**  Each rank, in its training thread: what it computes in a step, and how long steps
-took with all waits.  Where all ranks look, they sum a piece of the weights once, and time it.
+**Who measures.**  Each rank, in its training thread: what it computes in a step, without what it
+waits for others, also in other parts of the model; and how long steps took.  Where all ranks look,
+they sum a piece of the weights once, and time it.
 
 **Who decides.**  Every rank, by the same function of the same numbers (`decision`): each tells all
 others its last step times in one small collective.  So nobody has to be told what was decided.
@@ -157,7 +158,7 @@ class Adaptive(Algorithm):
         self.decisions: list[str] = []
         self.tell: Callable[[str], None] = _log.info
         self.figures = net.sub("figures")
-        self.times = _Times()
+        self.times = _Times(net)
         self.num_steps = self.num_changes = 0
         self.change_s = self.look_s = 0.0
         self.next_look = FIRST
@@ -180,18 +181,18 @@ class Adaptive(Algorithm):
         self.inner.gradient_made(g, begin)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        self.times.computed(self.net.now())
+        self.times.computed()
         self.inner.before_update(x, g)
-        self.times.exchanged(self.net.now())
+        self.times.exchanged()
 
     def after_update(self, x: Tensor) -> None:
-        self.times.computed(self.net.now())
+        self.times.computed()
         self.inner.after_update(x)
         self.num_steps += 1
-        self.times.ends_step(self.net.now())
+        self.times.ends_step()
         if self._are_all_here():
             self._look(x, EVERY)
-            self.times.exchanged(self.net.now())  # a look is nobody's own work
+            self.times.exchanged()  # a look is nobody's own work
 
     def _are_all_here(self) -> bool:
         """Returns whether all ranks look after this step, within an epoch."""
@@ -202,7 +203,7 @@ class Adaptive(Algorithm):
 
     def settle(self, x: Tensor) -> None:
         self.inner.settle(x)
-        self.times.stand_still(self.net.now())
+        self.times.stand_still()
         self._look(x, EVERY if self.lockstep else MOST)
 
     # ---- looking, and changing ----
@@ -278,7 +279,7 @@ class Adaptive(Algorithm):
         self.inner = self._begun()
         self.next_look = FIRST
         self.change_s = self.net.now() - begin_s
-        self.times.stand_still(self.net.now())
+        self.times.stand_still()
         self.times.forget()
 
     def _tell(self, text: str) -> None:
@@ -336,6 +337,9 @@ ALGORITHM: Final = Adaptive
 class _Times:
     """What a rank has measured of its own steps.
 
+    Args:
+        net: tells the time, and how long the training thread has waited for messages
+
     Attributes:
         own_s: what it computed in each of its last steps
         num_new: the steps that it has made since the last look
@@ -344,12 +348,13 @@ class _Times:
         longest: the steps of the longest stretch
     """
 
-    def __init__(self) -> None:
+    def __init__(self, net: Transport) -> None:
+        self._net = net
         self.own_s: deque[float] = deque(maxlen=MOST)
         self.longest = 0
         self.forget()
         self._begin_s: float | None = None
-        self._since_s: float | None = None
+        self._since: tuple[float, float] | None = None  # and how long it had waited until then
         self._own_s = 0.0
         self._num_steps = 0
         self._is_whole = False
@@ -359,32 +364,37 @@ class _Times:
         self.num_new = self.num_elapsed = 0
         self.elapsed_s = 0.0
 
-    def computed(self, now: float) -> None:
+    def computed(self) -> None:
         """Notes that the algorithm has its turn: what was until then is the rank's own."""
+        now, waited_s = self._now()
         if self._begin_s is None:
             self._begin_s = now
-        if self._since_s is not None:
-            self._own_s += now - self._since_s
+        if self._since is not None:
+            self._own_s += now - self._since[0] - (waited_s - self._since[1])
         elif not self._num_steps:
             self._is_whole = False  # the step began before this stretch
 
-    def exchanged(self, now: float) -> None:
+    def exchanged(self) -> None:
         """Notes that the algorithm had its turn."""
-        self._since_s = now
+        self._since = self._now()
 
-    def ends_step(self, now: float) -> None:
+    def _now(self) -> tuple[float, float]:
+        return self._net.now(), self._net.counters.wait_s
+
+    def ends_step(self) -> None:
         """Notes the end of a step."""
         if self._is_whole:
             self.own_s.append(self._own_s)
         self.num_new += 1
         self._num_steps += 1
-        self._since_s, self._own_s, self._is_whole = now, 0.0, True
+        self._since, self._own_s, self._is_whole = self._now(), 0.0, True
 
-    def stand_still(self, now: float) -> None:
+    def stand_still(self) -> None:
         """Notes that all ranks stand still."""
         self.num_elapsed, self.elapsed_s = 0, 0.0
         if self._begin_s is not None:
-            self.elapsed_s, self.num_elapsed = now - self._begin_s, self._num_steps - 1
+            self.elapsed_s = self._net.now() - self._begin_s
+            self.num_elapsed = self._num_steps - 1
             self.longest = max(self.longest, self._num_steps)
-        self._begin_s = self._since_s = None
+        self._begin_s = self._since = None
         self._own_s, self._num_steps, self._is_whole = 0.0, 0, False

@@ -122,6 +122,33 @@ def test_ranks_alike_lose_nothing() -> None:
     assert end_s < 1.03 * sum(steps)
 
 
+def train_parts(net: Any, num_parts: int) -> list[list[str]]:
+    """Ten steps of a model of several parts, each with an algorithm of its own."""
+    parts = [(Adaptive(overlap=False), torch.zeros(NUM)) for _ in range(num_parts)]
+    g = torch.ones(NUM)
+    for place, (algorithm, x) in enumerate(parts):
+        counts = torch.ones(1, dtype=torch.int64)
+        algorithm.start(net.sub(f"part-{place}"), x, Conditions(gradient_counts=counts))
+    for step in range(10):
+        net.compute(RANDOM.step_s(0, step, net.rank))
+        for algorithm, x in parts:
+            algorithm.before_update(x, g)
+        for algorithm, x in parts:
+            algorithm.after_update(x)
+    for algorithm, x in parts:
+        algorithm.settle(x)
+        algorithm.finish(x)
+    return [algorithm.decisions for algorithm, _ in parts]
+
+
+def test_a_part_takes_no_wait_of_another_for_work() -> None:
+    both, alone = (
+        SimulatedWorld(8, 1e-3, 1e9, timeout_s=math.inf).run(train_parts, n)[0] for n in (2, 1)
+    )
+    assert "takes wagma" in alone[0][0]
+    assert both == [alone[0], alone[0]]
+
+
 def resumed(net: Any, choice: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights after ten steps straight through, and after a save between them."""
 
