@@ -1,17 +1,24 @@
-"""The subclass of Hugging Face's Trainer in docs/plain_pytorch.md, word for word."""
+"""Hugging Face's Trainer: the subclass in docs/plain_pytorch.md, word for word; and recorded."""
 
 from __future__ import annotations
 
 import re
+import time
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.lab.diagnose.times import read
+from lightning_dsgd.lab.diagnose.verdict import judge
+from lightning_dsgd.lab.timeline.trace import read_folder
 from tests.support.models import weights
 from tests.support.mpi import ROOT
 from tests.support.worlds import FitWorld
@@ -102,3 +109,64 @@ def test_hugging_faces_trainer_learns_and_saves_the_consensus(name: str, tmp_pat
     assert losses == theirs
     assert losses[-1] == pytest.approx(after)
     assert losses[-1] < losses[0] / 2
+
+
+LATE_S, SHARDS = 0.1, "shards"
+
+
+def traced(folder: str, face: str) -> None:
+    """A rank that is late in reading its batches, in Hugging Face's own DDP, or in shards."""
+    import transformers
+
+    class Data:
+        def __init__(self, slow_rank: int) -> None:
+            self.slow_rank = slow_rank
+
+        def __len__(self) -> int:
+            return 52
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            time.sleep(LATE_S if dist.get_rank() == self.slow_rank else 0.0)
+            return {"x": torch.ones(10), "labels": torch.ones(1)}
+
+    class Small(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(10, 1)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": (self.layer(x) - labels).square().mean()}
+
+    model = Small()
+    args = transformers.TrainingArguments(
+        folder, use_cpu=True, num_train_epochs=1, per_device_train_batch_size=1, report_to=[],
+        gradient_accumulation_steps=1, logging_steps=8, eval_strategy="steps", eval_steps=13,
+        save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    if face == SHARDS:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    data: Any = Data(slow_rank=1)
+    validation: Any = Data(slow_rank=-1)
+    trace: Any = dsgd.LoopTrace(folder)
+    trainer = transformers.Trainer(
+        model, args, train_dataset=data, eval_dataset=validation, callbacks=[trace]
+    )
+    if face == SHARDS:  # accelerate shards on devices alone, and would wrap this
+        trainer.accelerator.prepare_model = lambda given, *_, **__: given
+    trainer.train()
+
+
+@pytest.mark.parametrize("face", ["ddp", SHARDS])
+def test_hugging_faces_trainer_is_recorded_and_judged(face: str, tmp_path: Any) -> None:
+    FitWorld().run(2, traced, str(tmp_path), face)
+    for trace in read_folder(tmp_path):
+        assert trace.about["strategy"] == ("fully_shard" if face == SHARDS else "ddp")
+        assert [step.number for step in trace.steps] == list(range(1, 27))
+        assert [step.number for step in trace.steps if step.evaluate] == [14]
+        for step in trace.steps:
+            assert len(step.sum) == len(step.forward) == len(step.optimizer) == 1
+            assert len(step.gather) == (1 if face == SHARDS else 0)
+            assert step.items == (11 if step.number > 1 else 0)  # found in the first step
+    found = judge(read(tmp_path))
+    assert (found.cause, found.ranks) == ("loader", (1,))
+    assert found.late_s == pytest.approx(LATE_S, rel=0.5)

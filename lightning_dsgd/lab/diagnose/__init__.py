@@ -4,7 +4,8 @@
 
 - the meetings: where the rank came to what all ranks do together, and when that was over.  The
   most important one is the sum of the gradient: it begins for a rank when its last piece is ready,
-  and ends when the last sum is there.  Others are the buffers of rank 0, Lightning's question for
+  and ends when the last sum is there.  With `fully_shard` on CPUs each sum is one, and each time
+  that weights are gathered.  Others are the buffers of rank 0, Lightning's question for
   SIGTERM, metrics with `sync_dist=True`, and barriers.
 - when each piece of the gradient was ready, and when its sum was there
 - the parts of the rank's own time: loader, forward, backward, optimizer, validation, Python's

@@ -9,7 +9,8 @@ A remedy either takes a part away from a rank's own time, and DDP goes on as bef
     lighter    between batches each rank spends as little as the others, on callbacks and loggers
     mended     the late ranks are as fast as the others
 
-or a strategy takes DDP's place, the one that `lab.decisions` has for the situation:
+or a strategy takes DDP's place (not `fully_shard`'s), the one that `lab.decisions` has for the
+situation:
 
     claimed    a slow rank: each rank claims its next batch, and no step waits for another: in total
                as many batches as ranks make by their own speeds
@@ -160,6 +161,8 @@ def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
             )
         ),
     ]
+    if times.strategy != "ddp":  # its ranks have no replica each
+        found = [remedy for remedy in found if remedy.name not in STRATEGIES]
     if verdict.cause == "lengths":
         even = times.own.mean(1, keepdim=True).expand_as(times.own)
         found.append(_replaced(times, ddp, "sorted", even))
@@ -169,7 +172,7 @@ def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
 
 
 def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
-    """Returns what to do first; None: stay with DDP.
+    """Returns what to do first; None: stay with what is in use.
 
     The remedy of the cause itself comes first, if it is worth it: most of them keep DDP.
     """

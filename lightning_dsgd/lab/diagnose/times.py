@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.lab.drawing.spans import union
+from lightning_dsgd.lab.timeline.recorder import SHARDED
 from lightning_dsgd.lab.timeline.trace import Step, Trace, missing_ranks, read_folder
 
 PARTS: Final = ("loader", "forward", "backward", "optimizer", "validation", "gc", "between")
@@ -36,7 +37,7 @@ class Times:
         takes: what each meeting took once all ranks had come: [N]
         over: when each meeting was over for each rank, after it was for the first: [N, P]
         step: the step, as an index, in which each meeting was: [N]
-        is_sum: whether a meeting was the sum of the gradient: [N]
+        is_sum: whether a meeting was a sum of the gradient, or gathered weights: [N]
         items: how many numbers each rank's batch had: [S, P]
         numbers: the numbers of the steps: [S]
         busy: how long the sums of each step took, those that nobody waited for included: [S]
@@ -55,6 +56,11 @@ class Times:
     busy: Tensor
     num_bytes: float
     about: dict[str, Any]
+
+    @property
+    def strategy(self) -> str:
+        """What the run was trained with, as a user writes it."""
+        return SHARDED if self.about.get("strategy") == SHARDED else "ddp"
 
     @property
     def num_ranks(self) -> int:
@@ -76,7 +82,7 @@ def read(folder: Path) -> Times:
     """Reads the traces in this folder.
 
     Raises:
-        ValueError: if they are not those of DDP, or too short
+        ValueError: if they are not those of DDP or `fully_shard`, or too short
     """
     traces = read_folder(folder)
     about = traces[0].about
@@ -85,6 +91,12 @@ def read(folder: Path) -> Times:
             f"the trace in {folder} must be of torch's DDP, got one of strategy "
             f'{about.get("strategy")!r}; record a short run with strategy="ddp" and StepTrace, or '
             "draw this one with `lightning-dsgd timeline`"
+        )
+    if about["strategy"] == SHARDED and about["clock"] == "device":
+        raise ValueError(
+            f"the trace in {folder} must be of DDP, or of fully_shard on CPUs, got fully_shard on "
+            f"{about['device']}, where ranks wait in gathers that are not timed; draw it with "
+            "`lightning-dsgd timeline`"
         )
     absent = missing_ranks(traces)
     if absent:
@@ -172,10 +184,10 @@ def _on_device(step: Step) -> Spans:
 
 def _are_sums(step: Step, meetings: Spans) -> list[bool]:
     """Returns whether each meeting is that of the sums; the last one, where none was seen."""
-    last_s = max((over for _, over, _ in step.sum), default=None)
-    if last_s is None:
+    over_s = [over for _, over, _ in (*step.sum, *step.gather)]
+    if not over_s:
         return [place == len(meetings) - 1 for place in range(len(meetings))]
-    return [begin - _NEAR_S <= last_s <= end + _NEAR_S for begin, end in meetings]
+    return [any(begin - _NEAR_S <= s <= end + _NEAR_S for s in over_s) for begin, end in meetings]
 
 
 def _parts(steps: Sequence[Step]) -> Iterable[Spans]:

@@ -17,18 +17,18 @@ _ALWAYS: Final = ("workers", "claimed", "wagma", "int8")
 """The remedies whose gains are told also where there are none."""
 
 
-def verdict(found: Verdict) -> str:
+def verdict(found: Verdict, strategy: str = "ddp") -> str:
     """Says in one sentence what makes the job slow."""
     who = _ranks(found.ranks)
     many = f"in {found.late_share:.0%} of the steps, by {_ms(found.late_s)}"
     costs = f"it costs {found.share:.0%} of the time"
     s = "s" if len(found.ranks) == 1 else ""
     if found.cause == "none":
-        return (
-            f"no rank is late, and the sums take {found.sums_s / found.step_s:.0%}: stay with ddp"
-        )
+        sums = f"the sums take {found.sums_s / found.step_s:.0%}"
+        return f"no rank is late, and {sums}: stay with {strategy}"
     if found.cause == "network":
-        return f"the sums of the gradient take {found.share:.0%} of the time, on all ranks alike"
+        sums = "the sums of the gradient" if strategy == "ddp" else "sums and gathers"
+        return f"{sums} take {found.share:.0%} of the time, on all ranks alike"
     if found.cause == "link":
         return (
             f"the sums take {found.share:.0%} of the time, and are over last for {who}: "
@@ -57,7 +57,7 @@ def verdict(found: Verdict) -> str:
 
 def lines(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> list[str]:
     """Returns the text."""
-    first = f"Verdict: {verdict(found)}"
+    first = f"Verdict: {verdict(found, times.strategy)}"
     step_s = found.step_s
     meetings_s = float(times.takes.sum()) / times.num_steps
     others_s = meetings_s - found.sums_s
@@ -71,11 +71,12 @@ def lines(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> list[str]
     text = [first, f"Why:     {whole}", *(f"         {each}" for each in _details(found))]
     best = advised(list(remedies), found)
     if best is None:
-        text.append("Next:    stay with ddp: nothing here would gain 5%")
+        text.append(f"Next:    stay with {times.strategy}: nothing here would gain 5%")
     else:
         text += [f"Next:    {best.what}: {_gain(best)} times as fast", f"             {best.paste}"]
     others = [r for r in remedies if r is not best and (r.gain >= _SHOWN or r.name in _ALWAYS)]
-    text.append("Others:  " + ", ".join(f"{r.name} {r.gain:.2f}" for r in others))
+    if others:
+        text.append("Others:  " + ", ".join(f"{r.name} {r.gain:.2f}" for r in others))
     text.append(
         f"Seen:    {times.num_ranks} ranks, {times.num_steps} steps; how to read this: "
         'docs/know_before_you_choose.md, "Why is my DDP job slow?"'
@@ -87,7 +88,7 @@ def record(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> dict[str
     """Returns the same for programs."""
     best = advised(list(remedies), found)
     return {
-        "verdict": verdict(found),
+        "verdict": verdict(found, times.strategy),
         **asdict(found),
         "num_ranks": times.num_ranks,
         "num_steps": times.num_steps,

@@ -1,4 +1,4 @@
-"""`LoopTrace`: the same record as `StepTrace`'s, of a loop in plain PyTorch or in Fabric."""
+"""`LoopTrace`: `StepTrace`'s record, of a loop in plain PyTorch, in Fabric or of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings
-from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
-from lightning_dsgd.lab.timeline.watch import Watch, items_in
+from lightning_dsgd.lab.timeline.hugging_face import Events
+from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, SHARDED, Recorder
+from lightning_dsgd.lab.timeline.watch import Watch, device_of, items_in, watched_in
 
 T = TypeVar("T")
+_NEEDED: Final = "LoopTrace needs a model in DistributedDataParallel, or sharded by fully_shard"
+_TRY: Final = "wrap it first, or use StepTrace under Lightning's Trainer"
 
 
-class LoopTrace:
-    """Records where each rank's time goes in a loop that trains with torch's DDP.
+class LoopTrace(Events):
+    """Records where each rank's time goes in a loop that trains with DDP or `fully_shard`.
 
     ```python
-    model = DistributedDataParallel(model)    # or: model, optimizer = fabric.setup(...)
+    model = DistributedDataParallel(model)    # or fully_shard(model), or fabric.setup(...)
     with lightning_dsgd.LoopTrace("run/", model, optimizer) as trace:
         for x, y in trace.batches(loader):
             optimizer.zero_grad()
@@ -35,6 +38,8 @@ class LoopTrace:
             optimizer.step()
         with trace.evaluating():
             evaluate(model)
+
+    transformers.Trainer(..., callbacks=[lightning_dsgd.LoopTrace("run/")])
     ```
 
     `lightning-dsgd diagnose run/` says why the job is slow, and `timeline` draws it.
@@ -43,9 +48,15 @@ class LoopTrace:
     behind ours if you register it after that; one that was registered before is kept too, but then
     the last gradient's time alone is seen.  Not for `model.join()`.
 
+    With `fully_shard` each sum of gradients and each gather of weights is seen, if the model is
+    sharded among all ranks.  On GPUs `diagnose` does not judge that, as it does not see the waits.
+
+    Hugging Face's Trainer calls it by its events: put it last among the callbacks.
+
     Args:
         folder: where the ranks' files are put
-        model: the DDP, or what Fabric has wrapped around it
+        model: the DDP, what `fully_shard` has sharded, or what Fabric has wrapped around it; None
+            as a callback of Hugging Face's Trainer, where it is what is trained
         optimizer: whose steps are timed; without it they count as "between"
         max_mb: the most MB of a rank's file
     """
@@ -53,26 +64,22 @@ class LoopTrace:
     def __init__(
         self,
         folder: str | Path,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None = None,
         optimizer: Any = None,
         max_mb: float = DEFAULT_MB,
     ) -> None:
         if not max_mb > 0:
             raise ValueError(f"max_mb must be positive, got max_mb={max_mb}; try {DEFAULT_MB:g}")
-        found = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
-        inside = getattr(model, "_forward_module", None)  # of Fabric, which lists it as no module
-        if isinstance(inside, DistributedDataParallel):
-            found.append(inside)
-        if not found:
-            raise ValueError(
-                "LoopTrace needs a model in torch's DistributedDataParallel, got "
-                f"{type(model).__name__}; wrap it first, or use StepTrace under the Trainer"
-            )
-        self._ddp = found[0]
+        found = None if model is None else watched_in(model)
+        if model is not None and found is None:
+            raise ValueError(f"{_NEEDED}, got {type(model).__name__}; {_TRY}")
+        self._model = found
         self._folder, self._max_mb = Path(folder), max_mb
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Fabric wraps it
         self._recorder: Recorder | None = None
         self._handles: list[Any] = []
+        self._finding: list[Any] = []
+        self._counts_inputs = False
         self._watch: Watch | None = None
         self._num_steps = 0
         self._forward_s: float | None = None
@@ -81,13 +88,36 @@ class LoopTrace:
         self._optimizer_s = 0.0
 
     def __enter__(self) -> LoopTrace:
-        device = next(self._ddp.parameters()).device
+        if self._model is None:
+            raise ValueError(f"{_NEEDED}, got none; {_TRY}")
+        self._begin(self._model)
+        return self
+
+    def _await_model(self, optimizer: Any) -> None:
+        """Begins with the first forward pass of a model that can be watched."""
+        self._optimizer, self._counts_inputs = getattr(optimizer, "optimizer", optimizer), True
+
+        def runs(module: torch.nn.Module, inputs: Any) -> None:
+            found = watched_in(module)
+            if found is not None:
+                self._stop_finding()
+                self._begin(found)
+                self._forward_s = time.monotonic()  # its own hooks begin with the next one
+
+        self._finding = [register_module_forward_pre_hook(runs)]
+
+    def _stop_finding(self) -> None:
+        while self._finding:
+            self._finding.pop().remove()
+
+    def _begin(self, model: torch.nn.Module) -> None:
+        device = device_of(model)
         self._watch = watch = Watch(device)
         told = [{"run": secrets.token_hex(8), "began_unix_s": time.time(), "boot": boot_id()}]
         dist.broadcast_object_list(told, device=device)
         is_one_boot = told[0].pop("boot") == boot_id()
         offset_s = offset_by_meetings(is_one_boot, device)
-        watch.begin(self._ddp)
+        watch.begin(model)
         try:
             self._recorder = watch.recorder = Recorder(
                 self._folder,
@@ -98,8 +128,8 @@ class LoopTrace:
                     **told[0],
                     "host": socket.gethostname(),
                     "device": str(device),
-                    "parameters": sum(p.numel() for p in self._ddp.parameters() if p.requires_grad),
-                    "strategy": "ddp",
+                    "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+                    "strategy": "ddp" if watch.is_ddp else SHARDED,
                     "waits": "of DDP" if watch.is_on_host else "not seen",
                     "sums": "seen" if watch.sums.sees_sums else "the last",
                     "clock": "host" if watch.is_on_host else "device",
@@ -109,10 +139,10 @@ class LoopTrace:
             )
         except OSError as error:
             self._give_up(error)
-            return self
+            return
         self._handles = [
-            self._ddp.register_forward_pre_hook(self._begins_forward),
-            self._ddp.register_forward_hook(self._ends_forward),
+            model.register_forward_pre_hook(self._begins_forward, with_kwargs=True),
+            model.register_forward_hook(self._ends_forward),
         ]
         if self._optimizer is not None:
             self._handles += [
@@ -120,7 +150,6 @@ class LoopTrace:
                 self._optimizer.register_step_post_hook(self._ends_step),
             ]
         self._between_s = time.monotonic()
-        return self
 
     def __exit__(
         self,
@@ -140,6 +169,7 @@ class LoopTrace:
 
     def _leave(self) -> None:
         """Leaves everything as it was."""
+        self._stop_finding()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -165,13 +195,17 @@ class LoopTrace:
                 batch = next(iterator)
             except StopIteration:
                 return
-            now = time.monotonic()
-            if self._recorder is not None:
-                self._recorder.did("load", began_s, now)
-                self._recorder.fetched(began_s if self._between_s is None else self._between_s, now)
-                self._recorder.has_batch(items_in(batch))
-            self._between_s = None
+            self._has_batch(began_s, items_in(batch))
             yield batch
+
+    def _has_batch(self, began_s: float, num_items: int = 0) -> None:
+        """Notes that the loader has been waited for since `began_s`."""
+        if self._recorder is not None:
+            now = time.monotonic()
+            self._recorder.did("load", began_s, now)
+            self._recorder.fetched(began_s if self._between_s is None else self._between_s, now)
+            self._recorder.has_batch(num_items)
+        self._between_s = None
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -181,11 +215,18 @@ class LoopTrace:
         try:
             yield
         finally:
-            if self._recorder is not None:
-                self._recorder.evaluated(began_s, time.monotonic())
+            self._has_evaluated(began_s)
+
+    def _has_evaluated(self, began_s: float) -> None:
+        if self._recorder is not None:
+            self._recorder.evaluated(began_s, time.monotonic())
 
     def _end_step(self) -> None:
         watch, recorder = self._watch, self._recorder
+        if self._finding:
+            raise ValueError(
+                f"{_NEEDED}, got none in the first step; start two ranks or more, with torchrun"
+            )
         if watch is None:
             raise RuntimeError(
                 'LoopTrace must be entered first; write "with LoopTrace(...) as trace:"'
@@ -197,7 +238,7 @@ class LoopTrace:
             return
         if self._backward_s is not None:
             recorder.did("backward", self._backward_s, over_s or summed_s)
-        if watch.is_on_host:
+        if watch.is_on_host and watch.is_ddp:
             watch.met(summed_s, over_s or summed_s)
         watch.sums.ready_s = watch.sums.over_s = self._backward_s = None
         self._num_steps += 1
@@ -207,8 +248,10 @@ class LoopTrace:
             self._give_up(error)
         self._between_s = time.monotonic()
 
-    def _begins_forward(self, *_: Any) -> None:
+    def _begins_forward(self, _: Any, args: Any, kwargs: Any) -> None:
         self._forward_s = time.monotonic()
+        if self._counts_inputs and self._recorder is not None and torch.is_grad_enabled():
+            self._recorder.has_batch(items_in(args) + items_in(kwargs))
 
     def _ends_forward(self, *_: Any) -> None:
         self._backward_s = time.monotonic()

@@ -5,6 +5,9 @@ Lightning broadcasts before every batch whether a rank has got SIGTERM, and sums
 wait there, and that wait must not be taken for their work.  While a training is recorded, these
 functions of `torch.distributed` are timed.  Those that are called with `async_op=True` are not, nor
 those that another thread calls.  With NCCL the host does not wait in them: they take no time.
+
+Those of `fully_shard` are noted too, for `Sums`, whichever thread calls them: torch has no comm
+hook for it, and `set_custom_reduce_scatter` would take the place of the user's own.
 """
 
 from __future__ import annotations
@@ -14,15 +17,20 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _NAMES: Final = (
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
-    *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather"),
-    *("gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-    *("scatter", "scatter_object_list"),
+    *("all_gather", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object"),
+    *("monitored_barrier", "reduce", "reduce_scatter", "scatter", "scatter_object_list"),
 )
+OF_FSDP: Final = {
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), "sum"),
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), "gather"),
+}
+"""What `fully_shard` calls, by older and newer names, and for what."""
 
 
 class Meetings:
@@ -31,39 +39,57 @@ class Meetings:
     Args:
         tell: is called with the time at which each began, when it is over
         now: the clock
+
+    Attributes:
+        note: is called where `fully_shard` may sum or gather, with which of these and the bytes;
+            what it returns is called when that is over.  None: nothing is noted
     """
 
     def __init__(self, tell: Callable[[float], None], now: Callable[[], float]) -> None:
+        self.note: Callable[[str, int], Callable[[], None]] | None = None
         self._tell = tell
         self._now = now
         self._thread = threading.get_ident()
-        self._is_inside = False
+        self._inside: set[int] = set()
         self._originals: list[tuple[Any, str, Any]] = []
 
     def begin(self) -> None:
         """Begins; to be called by the training thread."""
         for module in (dist, distributed_c10d):
-            for name in _NAMES:
-                original = getattr(module, name)
-                self._originals.append((module, name, original))
-                setattr(module, name, self._timed(original))
+            for name in (*_NAMES, *OF_FSDP):
+                original = getattr(module, name, None)
+                if original is not None:
+                    self._originals.append((module, name, original))
+                    setattr(module, name, self._timed(original, OF_FSDP.get(name)))
 
     def end(self) -> None:
         """Puts everything back."""
         while self._originals:
             setattr(*self._originals.pop())
 
-    def _timed(self, original: Any) -> Any:
+    def _timed(self, original: Any, kind: str | None) -> Any:
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            is_ours = threading.get_ident() == self._thread and not self._is_inside
-            if not is_ours or kwargs.get("async_op"):
+            thread = threading.get_ident()
+            is_ours = thread == self._thread
+            note = self.note if kind is not None else None
+            if thread in self._inside or kwargs.get("async_op") or not (is_ours or note):
                 return original(*args, **kwargs)
-            self._is_inside, begin_s = True, self._now()
+            self._inside.add(thread)
+            over = note(str(kind), _largest([*args, *kwargs.values()])) if note else None
+            begin_s = self._now()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._is_inside = False
-                self._tell(begin_s)
+                self._inside.discard(thread)
+                if over is not None:
+                    over()
+                if is_ours:
+                    self._tell(begin_s)
 
         return timed
+
+
+def _largest(given: list[Any]) -> int:
+    """Returns the bytes of the largest tensor of these."""
+    return max((each.nbytes for each in given if isinstance(each, torch.Tensor)), default=0)

@@ -18,8 +18,9 @@ tells what `adaptive` has chosen, and why.
     forward, backward, optimizer
               these parts of the step; a wait in one of them is listed as a wait too
     gc        Python collected garbage, whatever the step was doing
-    sum       DDP summed a piece of the gradient: from when this rank's piece was ready until the
+    sum       a piece of the gradient was summed: from when this rank's piece was ready until the
               sum was there, its bytes and its step, which on a device is an earlier one
+    gather    weights in shards were put together, with the same figures
     items     how many numbers the batches of the step had
     left_out  microseconds of waits that were too short, or too many, to be listed one by one
 
@@ -44,6 +45,8 @@ from pathlib import Path
 from typing import Any, Final
 
 FORMAT: Final = "lightning_dsgd step trace 1"
+SHARDED: Final = "fully_shard"
+"""The strategy, in the first line, of a model in shards."""
 ALL: Final = -1
 """Stands for a rank where a wait was for all ranks."""
 SHORTEST_S: Final = 20e-6

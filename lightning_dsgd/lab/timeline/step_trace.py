@@ -19,8 +19,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dsgd.lab import trackers
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings, offset_to_rank_0
-from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, Recorder
-from lightning_dsgd.lab.timeline.watch import Watch, items_in
+from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, SHARDED, Recorder
+from lightning_dsgd.lab.timeline.watch import Watch, items_in, watched_in
 from lightning_dsgd.trainer import seams
 
 _LOADER: Final = ".train_dataloader_next"
@@ -42,7 +42,8 @@ class StepTrace(pl.Callback):
 
     - with a strategy of this package: how long, and for which rank;
     - with Lightning's DDP on CPUs: how long for the all-reduce, after the last gradient was ready,
-      for rank 0's buffers, and in other collectives of torch's;
+      for rank 0's buffers, and in other collectives of torch's; with `fully_shard` in its
+      ModelParallelStrategy the same, and for the weights;
     - with DDP on GPUs, whose waits the training thread does not see: when each sum of the gradient
       could begin, and when it was over, by events that nobody waits for;
     - with others: nothing, as the file's first line says.
@@ -85,13 +86,17 @@ class StepTrace(pl.Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         strategy = trainer.strategy
         is_ours = hasattr(strategy, "session")
-        if stage == "fit" and seams.is_a("DDPStrategy", strategy) and not is_ours:
+        is_watched = any(
+            seams.is_a(name, strategy) for name in ("DDPStrategy", "ModelParallelStrategy")
+        )
+        if stage == "fit" and is_watched and not is_ours:
             self._watch = Watch(strategy.root_device)
             self._watch.sums.see_registrations()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
-        if self._watch is not None and not seams.is_a("DistributedDataParallel", strategy.model):
+        watched = watched_in(strategy.model)
+        if self._watch is not None and watched is None:
             self._watch.end()  # a strategy that stands on Lightning's DDP and sums in its own way
             self._watch = None
         shared = {"run": secrets.token_hex(8), "began_unix_s": time.time(), "boot": boot_id()}
@@ -113,7 +118,8 @@ class StepTrace(pl.Callback):
         elif boot != boot_id():
             self._offset_s = time.time() - time.monotonic()
         if self._watch is not None:
-            self._watch.begin(strategy.model)
+            self._watch.begin(watched)
+            self._head |= {} if self._watch.is_ddp else {"strategy": SHARDED}
             self._head["sums"] = "seen" if self._watch.sums.sees_sums else "the last"
             self._head["clock"] = "host" if self._watch.is_on_host else "device"
         self._time_loader(trainer.profiler)
@@ -253,7 +259,8 @@ class StepTrace(pl.Callback):
             mb = sum(path.stat().st_size for path in self.folder.glob("step_trace_*")) / 1e6
             if mb > _MOST_READ_MB:
                 return f"{more} this job is as fast as it is"
-            return f"{words.verdict(verdict.judge(times.read(self.folder)))}; {more}"
+            seen = times.read(self.folder)
+            return f"{words.verdict(verdict.judge(seen), seen.strategy)}; {more}"
         except (ValueError, OSError) as error:
             return f"StepTrace has no verdict: {error}"
 

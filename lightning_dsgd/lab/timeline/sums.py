@@ -1,4 +1,4 @@
-"""When this rank was ready for each of the sums of a gradient that torch's DDP makes.
+"""When this rank was ready for each of the sums of a gradient that DDP or `fully_shard` makes.
 
 DDP sums the gradient in a few pieces while the backward pass goes on, and calls a comm hook when a
 piece is there.  `Sums` stands in front of that hook, the user's own or the one that averages, and
@@ -13,6 +13,9 @@ one, and a sum is listed once its events have passed, some steps later.
 A hook can be registered once for a DDP.  A user who registers one after recording has begun has it
 called behind ours.  Where one was registered before and unseen, and where gradients are sparse,
 the last gradient's time stands for the last piece's, as `ready`, and no sum is listed.
+
+`fully_shard` has no such hook.  It sums each piece by a function of `torch.distributed`, which
+`Meetings` notes, and so it gathers weights.
 """
 
 from __future__ import annotations
@@ -39,10 +42,11 @@ class _Sum:
     num_bytes: int
     over: Any = None
     step: int = 0
+    kind: str = "sum"
 
 
 class Sums:
-    """Watches the sums of one DDP.
+    """Watches the sums of one model.
 
     Args:
         times: the clock of the device that computes
@@ -90,6 +94,25 @@ class Sums:
                     handle = parameter.register_post_accumulate_grad_hook(self._gradient_made)
                     self._handles.append(handle)
 
+    def begin(self, kind: str, num_bytes: int) -> Callable[[], None]:
+        """Notes that `fully_shard` sums or gathers; what is returned is called when that is over.
+
+        Args:
+            kind: "sum" or "gather"
+            num_bytes: the bytes of the whole piece
+        """
+        begun = _Sum(self._times.mark(), num_bytes, kind=kind)
+        if kind == "sum":
+            self.ready_s = self._times.host_s()
+        self._of_step.append(begun)
+
+        def end() -> None:
+            begun.over = self._times.mark()
+            if kind == "sum":
+                self.over_s = self._times.host_s()
+
+        return end
+
     def leave_registrations(self) -> None:
         """Lets hooks be registered as before."""
         while self._undo:
@@ -105,11 +128,12 @@ class Sums:
 
     # ---- what was seen ----
 
-    def end_step(self, number: int) -> Iterator[tuple[float, float, int, int]]:
+    def end_step(self, number: int) -> Iterator[tuple[str, float, float, int, int]]:
         """Ends the step of this number.
 
         Yields:
-            each sum that is over by now, once: when ready, when over, its bytes, and its step
+            each sum that is over by now, once: its kind, when ready, when over, its bytes, and its
+            step
         """
         for each in self._of_step:
             each.step = number
@@ -121,7 +145,7 @@ class Sums:
             if times is None:
                 return
             self._under_way.popleft()
-            yield times[0], times[1], first.num_bytes, first.step
+            yield first.kind, times[0], times[1], first.num_bytes, first.step
 
     def forget(self) -> None:
         """Forgets the sums that were begun so far."""

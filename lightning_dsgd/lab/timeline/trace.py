@@ -37,6 +37,7 @@ class Step:
     optimizer: Spans = ()
     gc: Spans = ()
     sum: SpansOf = ()
+    gather: SpansOf = ()
     items: int = 0
 
     @property
@@ -111,7 +112,7 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
     lines = path.read_text(encoding="ascii").splitlines(keepends=True)
     shift_s, steps, end = float(head["origin_s"]) - origin_s, [], ""
     decisions: list[tuple[float, str]] = []
-    sums: dict[int, list[tuple[float, float, int]]] = {}
+    sums: dict[str, dict[int, list[tuple[float, float, int]]]] = {"sum": {}, "gather": {}}
     for number, line in enumerate(lines[1:], 2):
         if not line.endswith("\n"):
             break  # the run was killed while it wrote this
@@ -122,10 +123,18 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
             decisions.append((1e-6 * record["at"] + shift_s, str(record["decision"])))
         else:
             steps.append(_step(record, shift_s))
-            for begin, over, num_bytes, step in record.get("sum", ()):
-                made = 1e-6 * begin + shift_s, 1e-6 * over + shift_s, num_bytes
-                sums.setdefault(step, []).append(made)
-    steps = [replace(step, sum=tuple(sums.get(step.number, ()))) for step in steps]
+            for kind, of_step in sums.items():
+                for begin, over, num_bytes, step in record.get(kind, ()):
+                    made = 1e-6 * begin + shift_s, 1e-6 * over + shift_s, num_bytes
+                    of_step.setdefault(step, []).append(made)
+    steps = [
+        replace(
+            step,
+            sum=tuple(sums["sum"].get(step.number, ())),
+            gather=tuple(sums["gather"].get(step.number, ())),
+        )
+        for step in steps
+    ]
     rank, world_size = int(head["rank"]), int(head["world_size"])
     return Trace(rank, world_size, head, tuple(steps), end, tuple(decisions))
 

@@ -1,4 +1,4 @@
-"""What a rank of torch's DDP records besides the phases of a step: its sums, and its meetings.
+"""What a rank of DDP or `fully_shard` records besides the phases of a step: sums and meetings.
 
 `StepTrace` and `LoopTrace` have one each.  All times go to the recorder that is set at the moment;
 while none is set, nothing is recorded.
@@ -13,6 +13,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
 from lightning_dsgd.lab.timeline.meetings import Meetings
@@ -24,14 +28,16 @@ _SHORTEST_GC_S: Final = 5e-4
 
 
 class Watch:
-    """Watches a rank of DDP.
+    """Watches a rank of DDP, or of `fully_shard`.
 
     Attributes:
         recorder: what is told; None while nothing is recorded
+        is_ddp: whether the model that is watched is a DDP; then the backward pass waits at its end
     """
 
     def __init__(self, device: torch.device) -> None:
         self.recorder: Recorder | None = None
+        self.is_ddp = True
         times = times_of(device)
         self.is_on_host = not isinstance(times, DeviceTimes)
         self.sums = Sums(times)
@@ -41,16 +47,24 @@ class Watch:
         self._forward_s: float | None = None
         self._handles: list[Any] = []
 
-    def begin(self, ddp: Any) -> None:
-        """Begins to watch a DDP that is wrapped around a model."""
-        self.sums.watch(ddp)
+    def begin(self, model: Any) -> None:
+        """Begins to watch a DDP that is wrapped around a model, or a model in shards."""
+        self.is_ddp = isinstance(model, DistributedDataParallel)
+        if self.is_ddp:
+            self.sums.watch(model)
+        else:
+            check_mesh(model)
+            self.sums.leave_registrations()
+            self.sums.sees_sums = True
+            self._meetings.note = self.sums.begin
         self._meetings.begin()
         gc.callbacks.append(self._collects)
-        if self.is_on_host and ddp.broadcast_buffers and any(True for _ in ddp.buffers()):
+        has_buffers = self.is_ddp and model.broadcast_buffers and any(True for _ in model.buffers())
+        if self.is_on_host and has_buffers:
             # Before a forward pass DDP waits for the buffers of rank 0.
             self._handles = [
-                ddp.register_forward_pre_hook(self._comes_to_forward),
-                ddp.module.register_forward_pre_hook(self._is_in_forward),
+                model.register_forward_pre_hook(self._comes_to_forward),
+                model.module.register_forward_pre_hook(self._is_in_forward),
             ]
 
     def end(self) -> None:
@@ -73,14 +87,14 @@ class Watch:
     def backward_ends(self) -> None:
         """Records how long the backward pass waited for the sums, which are over."""
         ready_s, self.sums.ready_s = self.sums.ready_s, None
-        if self.is_on_host and ready_s is not None:
+        if self.is_on_host and self.is_ddp and ready_s is not None:
             self.met(ready_s)
 
     def end_step(self, number: int) -> None:
         """Ends a step: hands over what is known by now, and writes it."""
         if self.recorder is not None:
-            for begin_s, end_s, *figures in self.sums.end_step(number):
-                self.recorder.did("sum", begin_s, end_s, *figures)
+            for kind, begin_s, end_s, *figures in self.sums.end_step(number):
+                self.recorder.did(kind, begin_s, end_s, *figures)
             self.recorder.end_step(number)
 
     def _comes_to_forward(self, *_: Any) -> None:
@@ -101,6 +115,36 @@ class Watch:
             begin_s, self._collecting_s = self._collecting_s, None
             if now - begin_s >= _SHORTEST_GC_S and self.recorder is not None:
                 self.recorder.did("gc", begin_s, now)
+
+
+def watched_in(model: torch.nn.Module) -> torch.nn.Module | None:
+    """Returns the DDP in a model, or the model if `fully_shard` has sharded it; None otherwise."""
+    inside = getattr(model, "_forward_module", None)  # of Fabric, which lists it as no module
+    root = inside if isinstance(inside, torch.nn.Module) else model
+    every = list(root.modules())
+    found = next((each for each in every if isinstance(each, DistributedDataParallel)), None)
+    return found or (root if any(isinstance(each, FSDPModule) for each in every) else None)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Returns where a model computes, which is not where an offloaded shard lies."""
+    parameter = next(model.parameters())
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != "cpu":
+        return torch.device(
+            parameter.device_mesh.device_type, torch.accelerator.current_device_index()
+        )
+    return parameter.device
+
+
+def check_mesh(model: torch.nn.Module) -> None:
+    """Refuses shards among some ranks only: these meet, and are not late for the others."""
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size()):
+            raise ValueError(
+                "a model whose steps are recorded must be sharded among all ranks, got a mesh of "
+                f"{tuple(mesh.shape)} of {dist.get_world_size()}; record a run with one dimension"
+            )
 
 
 def items_in(batch: Any) -> int:

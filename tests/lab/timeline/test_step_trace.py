@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from pathlib import Path
@@ -13,12 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd import LoopTrace, StepTrace, StragglerInjector
+from lightning_dsgd.lab.diagnose.remedies import remedies
 from lightning_dsgd.lab.diagnose.times import read
 from lightning_dsgd.lab.diagnose.verdict import judge
 from lightning_dsgd.lab.drawing.spans import tracks
@@ -218,55 +223,100 @@ LATE_S = 0.2
 STEPS = 26
 
 
-def loop(folder: Path, face: str) -> None:
-    torch.manual_seed(0)
-    model: nn.Module = nn.Linear(10, 1)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    if face == "fabric":
-        fabric = Fabric(strategy="ddp", accelerator="cpu", devices=2)
+def sharded(model: nn.Module, mesh: Any = None) -> nn.Module:
+    for layer in (*model.children(), model):
+        fully_shard(layer, mesh=mesh or init_device_mesh("cpu", (2,)))
+    return model
+
+
+def wrapped(face: str) -> tuple[nn.Module, Any, Any]:
+    model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 1))
+    backward: Any = torch.Tensor.backward
+    optimizer: Any = None
+    if face.startswith("fabric"):
+        strategy: Any = "ddp"
+        if face == "fabric, shards":
+            strategy = ModelParallelStrategy(
+                lambda model, mesh: sharded(model, mesh["data_parallel"]), 2, 1
+            )
+        fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
         fabric.launch()
-        model, optimizer = fabric.setup(model, optimizer)
-        backward = fabric.backward
-    else:
-        model, backward = DistributedDataParallel(model), torch.Tensor.backward
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if face == "fabric":
+            model, optimizer = fabric.setup(model, optimizer)
+        else:
+            model = fabric.setup(model)
+            optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.01))
+        return model, optimizer, fabric.backward
+    model = sharded(model) if face == "shards" else DistributedDataParallel(model)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01), backward
+
+
+def loop(folder: Path | None, face: str) -> float:
+    torch.manual_seed(0)
+    model, optimizer, backward = wrapped(face)
     if face == "hooked before":
         model.register_comm_hook(None, default_hooks.allreduce_hook)
-    with LoopTrace(folder, model, optimizer) as trace:
+    loss = torch.zeros(())
+    with (
+        contextlib.nullcontext() if folder is None else LoopTrace(folder, model, optimizer) as trace
+    ):
         if face == "plain":
             model.register_comm_hook(None, default_hooks.allreduce_hook)
-        for x in trace.batches(torch.ones(STEPS, 4, 10).unbind()):
-            if dist.get_rank() == 1:
+        batches = torch.ones(STEPS, 4, 10).unbind()
+        for x in trace.batches(batches) if trace else batches:
+            if dist.get_rank() == 1 and trace:
                 time.sleep(LATE_S)
             # A meeting of the user's own: without it, both ranks would seem to be late.
             dist.all_reduce(torch.zeros(1))
             optimizer.zero_grad()
-            backward(model(x).square().mean())
+            loss = model(x).square().mean()
+            backward(loss)
             optimizer.step()
-        with trace.evaluating():
+        with trace.evaluating() if trace else contextlib.nullcontext():
             model(x)
+    assert dist.all_reduce.__code__.co_name != "timed"
+    return loss.item()
 
 
-@pytest.mark.parametrize("face", ["plain", "fabric", "hooked before"])
+@pytest.mark.parametrize("face", ["plain", "fabric", "hooked before", "shards", "fabric, shards"])
 def test_a_loop_is_recorded_and_judged(face: str, tmp_path: Path) -> None:
-    FitWorld().run(2, loop, tmp_path, face)
+    losses = FitWorld().run(2, loop, tmp_path, face)
+    is_sharded = face.endswith("shards")
+    if face == "shards":  # one in plain PyTorch stands for all
+        assert FitWorld().run(2, loop, None, face) == losses
+    num_sums = {"hooked before": 0, "shards": 2, "fabric, shards": 2}.get(face, 1)
     for trace in read_folder(tmp_path):
         assert [step.number for step in trace.steps] == list(range(1, STEPS + 1))
         assert trace.about["sums"] == ("the last" if face == "hooked before" else "seen")
+        assert trace.about["strategy"] == ("fully_shard" if is_sharded else "ddp")
         for step in trace.steps:
-            assert len(step.sum) == (face != "hooked before")
+            assert len(step.sum) == num_sums
+            assert len(step.gather) == (4 if is_sharded else 0)
             assert [len(s) for s in (step.load, step.forward, step.backward, step.optimizer)] == [
                 *(1, 1, 1, 1)
             ]
             assert step.items == 40
-            assert len(step.exchange) == 2
+            assert len(step.exchange) == (1 + 4 + 2 if is_sharded else 2)
+            if is_sharded:
+                assert {bytes_ for *_, bytes_ in step.sum} == {4 * 44, 4 * 10}  # padded
+                over = max(over for _, over, _ in step.sum)
+                assert step.forward[0][1] <= step.sum[0][0] <= over <= step.optimizer[0][0]
     found = judge(read(tmp_path))
     assert (found.cause, found.ranks) == ("callbacks", (1,))
     assert found.last_share > 0.7
     assert found.late_s > 0.9 * LATE_S
+    remedies_ = {remedy.name for remedy in remedies(read(tmp_path), found)}
+    assert ("wagma" in remedies_) is not is_sharded
 
 
 def test_what_is_no_ddp_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a model in torch's DistributedDataParallel"):
+    with pytest.raises(ValueError, match="needs a model in DistributedDataParallel, or sharded by"):
         LoopTrace(tmp_path, nn.Linear(2, 2))
+    with (
+        pytest.raises(ValueError, match="fully_shard, got none; wrap it first"),
+        LoopTrace(tmp_path),
+    ):
+        pass
     with pytest.raises(ValueError, match="max_mb must be positive, got max_mb=0; try 8"):
         LoopTrace(tmp_path, nn.Linear(2, 2), max_mb=0)
