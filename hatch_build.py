@@ -11,7 +11,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-CARRIED = ("recipes/**/*.yaml", "examples/*.py", "examples/*.ipynb")
+CARRIED = ("recipes/**/*.yaml", "examples/*.py", "examples/*.ipynb", "examples/own/*.*")
 """What a wheel carries inside the package, for `lightning-dsgd recipes`."""
 IMAGE = re.compile(r"!\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)\s]+)\)")

@@ -8,7 +8,6 @@ lightning-dsgd strategies
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import traceback
@@ -54,7 +53,10 @@ def main(args: Sequence[str] | None = None) -> None:
                 module = wings.load(wings.COMMANDS[command], f"`lightning-dsgd {command}`")
             except wings.WingMissing as error:
                 sys.exit(f"error: {error}")
-            module.main(given[1:])
+            try:
+                module.main(given[1:])
+            except BrokenPipeError:  # of `| head`; and Python would complain again at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return
     try:
         _run_lightning(None if args is None else given)
@@ -104,11 +106,6 @@ def _end_refused(error: ValueError) -> NoReturn:
 
 
 def _run_lightning(args: list[str] | None) -> None:
-    if importlib.util.find_spec("jsonargparse") is None:
-        sys.exit(
-            "lightning-dsgd: error: Lightning's command line needs the package jsonargparse, which "
-            "is not installed; install it (pip install 'jsonargparse[signatures]>=4.39,<5')"
-        )
     # Imported here as it takes seconds, and the other commands and `--help` do without.
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI

@@ -40,7 +40,7 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
         ["lightning_dsgd.LocalSGDStrategy(sync_period=8, ", "https://arxiv.org/abs/1805.09767"],
     ),
     "no strategy": (["strategies", "local_sdg"], 2, ["got 'local_sdg'; did you mean local_sgd?"]),
-    "all recipes": (["recipes"], None, ["  digits_wagma ", "  paper/popsgd_gisette ", "  gan "]),
+    "all recipes": (["recipes"], None, ["  digits_wagma ", "  paper/popsgd_gisette ", "  own "]),
     "a recipe": (["recipes", "digits_wagma", "--print"], None, ["# Handwritten digits with WAGMA"]),
     "no recipe": (["recipes", "digit_wagma"], 2, ["got 'digit_wagma'; did you mean digits_wagma?"]),
     "help": (["--help"], 0, ["usage: lightning-dsgd"]),
@@ -162,7 +162,7 @@ def run_as_console_script(code: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["paper/popsgd_gisette", "gan"])
+@pytest.mark.parametrize("name", ["paper/popsgd_gisette", "own"])
 def test_a_recipe_is_copied_and_no_file_of_the_users_lost(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,10 +273,10 @@ def test_a_refusal_of_all_ranks_ends_with_a_line(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("error: group_size must be")
 
 
-def test_a_fit_without_jsonargparse_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    with pytest.raises(SystemExit, match="needs the package jsonargparse, which is not installed"):
-        main(["fit", "--config", str(RECIPE)])
+def test_a_list_may_be_cut_off(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m lightning_dsgd recipes | {sys.executable} -c 'pass'"
+    done = ended(["bash", "-c", f"set -o pipefail; {command}"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def fit_in(folder: Path, args: list[str]) -> None:

@@ -358,9 +358,9 @@ def test_wheel_carries_package_recipes_examples_and_no_more(wheel: zipfile.ZipFi
     names = wheel.namelist()
     assert "lightning_dsgd/py.typed" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightning_dsgd"}
-    carried = on_disk("recipes/**/*.yaml", "examples/*.py", "examples/*.ipynb")
+    carried = on_disk("recipes/**/*.yaml", "examples/*.py", "examples/*.ipynb", "examples/own/*.*")
     ours = on_disk("lightning_dsgd/**/*.py") | {f"lightning_dsgd/{name}" for name in carried}
-    assert {name for name in names if name.endswith((".py", ".yaml", ".ipynb"))} == ours
+    assert {name for name in names if name.endswith((".py", ".yaml", ".ipynb", ".sbatch"))} == ours
     assert {"lightning_dsgd/trainer/named.pyi", "lightning_dsgd/pytorch_lightning.pyi"} <= {*names}
     assert "Apache License" in text_of(wheel, "licenses/LICENSE")
     assert "lightning-dsgd = lightning_dsgd.cli:main" in text_of(wheel, "entry_points.txt")
@@ -368,10 +368,10 @@ def test_wheel_carries_package_recipes_examples_and_no_more(wheel: zipfile.ZipFi
 
 def test_a_wheels_recipes_are_found(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
-    command = [sys.executable, "-m", "lightning_dsgd", "recipes", "paper/popsgd_gisette", "gan"]
+    command = [sys.executable, "-m", "lightning_dsgd", "recipes", "paper/popsgd_gisette", "own"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=250)
-    for name in ("recipes/paper/popsgd_gisette.yaml", "examples/gan.py"):
+    for name in {"recipes/paper/popsgd_gisette.yaml"} | on_disk("examples/own/*.*"):
         assert tmp_path.joinpath(name).read_text() == ROOT.joinpath(name).read_text()
 
 

@@ -38,7 +38,7 @@ _NARROW: Final = 130
 """Columns of a terminal below which the table's cells would break words."""
 _INDENTED: Final[Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
 _ALL: Final[dict[str, type[Algorithm]]] = {**ALGORITHMS, Adaptive.name: Adaptive}
-_SHARES: Final = (0, 26, 17, 17, 18, 17, 25)
+_SHARES: Final = (0, 24, 15, 16, 23, 17, 25)
 """Each column's share of the width that the names leave."""
 
 

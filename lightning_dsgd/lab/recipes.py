@@ -3,6 +3,7 @@
     lightning-dsgd recipes                     # the list
     lightning-dsgd recipes digits_wagma        # writes recipes/digits_wagma.yaml
     lightning-dsgd recipes digits_wagma --print
+    lightning-dsgd recipes own                 # writes the folder examples/own
 
 What the copy says at its beginning then works as it stands:
 `lightning-dsgd fit --config recipes/digits_wagma.yaml`.
@@ -10,7 +11,6 @@ What the copy says at its beginning then works as it stands:
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import textwrap
@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
+
+from lightning_dsgd.lab.options import Parser
 
 PACKAGE: Final = Path(__file__).parents[1]
 WIDTH: Final = 100
@@ -28,15 +30,15 @@ HEADS: Final = {
     "examples": "Examples",
 }
 """The folders, and what they hold."""
+OWN: Final = "examples/own"
+"""A folder that is copied whole, and the name of what it holds."""
 
 
-def files(folder: str) -> list[Path]:
+def files(folder: str, *suffixes: str) -> list[Path]:
     """Returns the files of a folder, of this installation or of the repository that it runs in."""
     root = PACKAGE if (PACKAGE / "recipes").is_dir() else PACKAGE.parent
     return sorted(
-        path
-        for path in (root / folder).glob("*.*")
-        if path.suffix in (".yaml", ".py", ".ipynb") and path.is_file()
+        path for path in (root / folder).glob("*.*") if path.suffix in suffixes and path.is_file()
     )
 
 
@@ -51,15 +53,21 @@ def said(path: Path) -> str:
     return " ".join(text.partition("\n#\n")[0].replace("\n#", "").removeprefix("#").split())
 
 
-def named() -> dict[str, tuple[str, Path]]:
-    """Returns where each file goes in a working folder, and the file, by the name to ask for."""
+def named() -> dict[str, list[Path]]:
+    """Returns the files by the name to ask for; the first says what they are."""
     found = {}
     for folder in HEADS:
         below = folder.partition("/")[2]
-        for path in files(folder):
-            name = f"{below}/{path.stem}" if below else path.stem
-            found[name] = (f"{folder}/{path.name}", path)
+        for path in files(folder, ".yaml", ".py", ".ipynb"):
+            found[f"{below}/{path.stem}" if below else path.stem] = [path]
+    if own := files(OWN, ".yaml", ".py", ".sbatch"):
+        found["own"] = sorted(own, key=lambda path: path.name != "config.yaml")
     return found
+
+
+def target(path: Path) -> Path:
+    """Returns where a file goes in a working folder."""
+    return path.relative_to(next(up for up in path.parents if (up / "recipes").is_dir()))
 
 
 def table() -> Iterator[str]:
@@ -67,9 +75,9 @@ def table() -> Iterator[str]:
     found = named()
     width = max(map(len, found)) + 4
     last = ""
-    for name, (target, path) in found.items():
-        folder = target.rpartition("/")[0]
-        if folder != last:
+    for name, (path, *_) in found.items():
+        folder = str(target(path).parent)
+        if folder != last and folder in HEADS:
             yield f"{HEADS[folder]}:" if not last else f"\n{HEADS[folder]}:"
             last = folder
         lines = textwrap.wrap(said(path), WIDTH - width, break_on_hyphens=False)
@@ -78,11 +86,7 @@ def table() -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the list, or copies one."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd recipes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("recipes", __doc__)
     parser.add_argument("names", nargs="*", metavar="name", help="copy these into this folder")
     parser.add_argument("--print", action="store_true", help="print them, and write no file")
     args = parser.parse_args(argv)
@@ -94,17 +98,17 @@ def main(argv: list[str] | None = None) -> None:
             close = get_close_matches(name, found, n=1)
             advice = f"did you mean {close[0]}?" if close else "`lightning-dsgd recipes` lists them"
             parser.error(f"no recipe or example is called so, got {name!r}; {advice}")
-        target, path = found[name]
-        text = path.read_text(encoding="utf-8")
+        texts = {target(path): path.read_text(encoding="utf-8") for path in found[name]}
         if args.print:
-            print(text)
+            print("\n".join(texts.values()))
             continue
-        file = Path(target)
-        if file.exists() and file.read_text(encoding="utf-8") != text:
-            parser.error(f"{file} is another file, and is left as it is; move it away")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-        print(f"written: {file}")
+        for file, text in texts.items():
+            if file.exists() and file.read_text(encoding="utf-8") != text:
+                parser.error(f"{file} is another file, and is left as it is; move it away")
+        for file, text in texts.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            print(f"written: {file}")
     if not args.names:
         print("\n".join(table()))
         print("\nA copy of one: lightning-dsgd recipes NAME")
