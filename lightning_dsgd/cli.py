@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "diagnose": "why a DDP job is slow, and what would help (`lightning-dsgd diagnose --help`)",
     "timeline": "draw where a run's time went (`lightning-dsgd timeline --help`)",
     "launch": "start a script's ranks, and look after them (`lightning-dsgd launch --help`)",
+    "completion": "the script by which bash or zsh completes this command line",
 }
 
 

@@ -124,7 +124,31 @@ def test_texts_are_as_wide_as_the_terminal(
     assert max(len(line) for line in lines if not line.startswith("    ")) <= width
 
 
-LISTED = ["strategies", "doctor", "simulate", "probe", "timeline", "launch"]
+COMPLETED = {
+    "": ("dia", ["diagnose"]),
+    "fit": ("--trainer.str", ["--trainer.strategy", "--trainer.strategy.help"]),
+    "fit --trainer.strategy": ("pop", ["popsgd"]),
+    "bench": ("--epoch-", ["--epoch-steps"]),
+    "recipes": ("sweeps/", ["sweeps/digits_wagma"]),
+}
+
+
+@pytest.mark.exhaustive
+def test_bash_completes(tmp_path: Path) -> None:
+    lines = ["source <(cat)"]
+    for before, (begun, _) in COMPLETED.items():
+        words = ["lightning-dsgd", *before.split(), begun]
+        lines.append(f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}")
+        lines.append('_lightning_dsgd; echo "${COMPREPLY[@]}"')
+    command = f"{sys.executable} -m lightning_dsgd completion bash"
+    done = ended(["bash", "-c", f"{command} > it && bash -c '{'; '.join(lines)}' < it"], tmp_path)
+    assert [set(line.split()) for line in done.stdout.splitlines()] == [
+        set(expected) for _, expected in COMPLETED.values()
+    ], done.stderr
+
+
+LISTED = ["strategies", "doctor", "recipes", "simulate", "probe", "advise", "diagnose", "timeline"]
+LISTED += ["launch", "completion"]
 LISTED += [f"bench {what}" for what in BENCHES]
 
 

@@ -57,7 +57,7 @@ CORE = {
 }  # fmt: skip
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
-    "replica tasks trainer transport",
+    "replica tasks trainer transport wings",
     "sharded": "agreement algorithm keywords replica session trainer transport",
     "elastic": "agreement algorithm replica session trainer transport",
 }

@@ -1,4 +1,4 @@
-"""Progress bars of simulations, of a probe, and of the doctor's checks."""
+"""Progress bars of simulations, of a probe, and of what is looked at one by one."""
 
 from __future__ import annotations
 

@@ -13,13 +13,17 @@ they claim its batches.  --verify then runs the first three here, for some steps
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.lab import epochs
+from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.probe.cluster import Cluster
-from lightning_dsgd.lab.results import provenance, typed, write_result
+from lightning_dsgd.lab.results import provenance, text, typed, write_result
 from lightning_dsgd.lab.simulate.machines import Machine, probed
 from lightning_dsgd.lab.simulate.recorded import Recorded
 
@@ -30,11 +34,7 @@ ENDLESS: Final = "endless"
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the ranking and the advice."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd advise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("advise", __doc__)
     parser.add_argument("cluster", type=Path, help="a file of `lightning-dsgd probe`")
     parser.add_argument(
         "--trace", type=Path, required=True, metavar="RUN", help="a folder of StepTrace"
@@ -55,13 +55,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--verify-ranks", type=int, help="with so many; by default at most 8")
     parser.add_argument("--network", help="of --verify: emulated links, such as 1gbit")
     parser.add_argument("--output", type=Path, help="a result file (JSON)")
+    parser.add_argument("--json", action="store_true", help="print the file, and no table")
     args = parser.parse_args(argv)
-    try:
-        report = _advise(args)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    if args.output:
-        write_result(provenance(typed("lightning-dsgd advise", argv)) | report, args.output)
+    with contextlib.redirect_stdout(io.StringIO() if args.json else sys.stdout):
+        try:
+            report = provenance(typed("lightning-dsgd advise", argv)) | _advise(args)
+        except (ValueError, OSError) as error:
+            parser.error(str(error))
+        if args.output:
+            write_result(report, args.output)
+    if args.json:
+        print(text(report))
 
 
 def _advise(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,8 +103,8 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
     print(words.table(ranked) + "\n\n" + words.legend(ranked) + "\n")
     for spec, why in ranked.refused.items():
         print(f"left out: {spec}: {why}")
-    for text in beyond:
-        print(text)
+    for line in beyond:
+        print(line)
     print("\n" + words.advice(ranked))
     report: dict[str, Any] = {
         "settings": {

@@ -9,18 +9,15 @@ It says "stay with ddp" where nothing would gain 5%.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+
+from lightning_dsgd.lab.options import Parser
 
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the verdict."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-dsgd diagnose",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("diagnose", __doc__)
     parser.add_argument("run", type=Path, help="a folder of StepTrace or LoopTrace")
     parser.add_argument("--json", action="store_true", help="print JSON in place of text")
     args = parser.parse_args(argv)

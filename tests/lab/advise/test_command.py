@@ -52,6 +52,8 @@ def test_the_advice_comes_with_what_to_paste(
     assert said in text
     assert "extrapolated: 8 ranks are more than the 4 that were probed" in text
     report = json.loads(output.read_text())
+    main([*files, "--params", "1e6", "--ranks", "8", *some, "--json"])
+    assert json.loads(capsys.readouterr().out)["rows"] == report["rows"]
     claimed = set() if epoch_steps is None else {"no_sync, claimed", "wagma, claimed"}
     assert {row["strategy"] for row in report["rows"]} == {
         "no_sync", "allreduce", "wagma", *claimed,
