@@ -18,7 +18,6 @@ from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.mpi import MPITransport
 from lightning_dsgd.transport.mpi_job import is_usable
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
-from lightning_dsgd.transport.processes import libraries
 from lightning_dsgd.transport.rendezvous import Rendezvous
 
 
@@ -112,9 +111,7 @@ class Opening:
         kind = MPITransport if takes_mpi else ProcessGroupTransport
         if not self.chosen["share_device"]:
             return kind(*self._limits, device=device)
-        found = libraries()
-        if world_size > 1 and "cpu" not in found:
-            given = ", ".join(f"{name} for {device_type}" for device_type, name in found.items())
+        if world_size > 1 and "cpu:" not in (given := torch.distributed.get_backend_config()):
             raise ValueError(
                 "with share_device=True the process group must have a backend for the CPU, as NCCL "
                 f"takes one rank for each GPU, got {given}; make it with "

@@ -207,7 +207,7 @@ class OfNCCLAlone(FitWorld):
 def test_ranks_that_share_a_device_need_more_than_nccl() -> None:
     for outcome in OfNCCLAlone().outcomes(2, partial(share, None, [1, 1, 1], shares=True)):
         assert outcome.error.startswith("ValueError: with share_device=True the process group")
-        assert 'got gloo for cuda; make it with init_process_group("gloo")' in outcome.error
+        assert 'got cuda:gloo; make it with init_process_group("gloo")' in outcome.error
 
 
 @pytest.mark.exhaustive
