@@ -5,7 +5,8 @@
     view              a network of some of the ranks, over any of these
     simulated/        P ranks in one process, on a virtual clock
     processes         real ranks: a transport that is given a wire; its `lanes`
-    mailboxes         where messages and receives meet; `staging`: tensors on a device, on their way
+    mailboxes         where messages and receives meet; `flow`: what may lie there unasked
+    staging           tensors on a device on their way, and messages that have no room yet
     wire              what carries messages between processes: `tcp` or `mpi`
     mesh              who is alive, over `connections`, each a `connection` after its `handshake`
     frames            a message as bytes; `pinned`: the chunks by which one comes to a device

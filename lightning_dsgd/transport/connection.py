@@ -57,7 +57,9 @@ class Owner(Life, Protocol):
         """Hears that a rank has connected whose address was not known."""
         ...
 
-    def hear_news(self, connection: Connection, kind: int, tag: int, text: bytes) -> None:
+    def hear_news(
+        self, connection: Connection, kind: int, key: tuple[int, int], text: bytes
+    ) -> None:
         """Hears news from the other end of a connection."""
         ...
 
@@ -270,7 +272,7 @@ class Connection:
         payload = self._payload
         self._header, self._payload, self._target = None, EMPTY, memoryview(b"")
         if is_news(kind):
-            self._owner.hear_news(self, kind, tag, bytes(payload.numpy()))
+            self._owner.hear_news(self, kind, (channel, tag), bytes(payload.numpy()))
         else:
             self._owner.mailboxes.deliver(self.rank, (channel, tag), kind, payload)
 

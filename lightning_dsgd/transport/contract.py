@@ -7,6 +7,10 @@ Every tensor on the wire is one-dimensional and contiguous.  All operations retu
 change as soon as the call returns, and its Work may be dropped.  Every other operation works on its
 argument in place or keeps it: leave it alone until the Work is done.
 
+**Room.**  `send` never waits.  Between processes each rank has room for two messages of another;
+more stay at their sender until a receive is for them.  So whoever waits for more that it has lent
+(`copy=False`) must have begun to receive what others send: they may wait for the same.
+
 **Order.**  Messages between one pair of ranks with one tag arrive in the order in which they were
 sent.  Collectives of one group are matched by the order in which each member calls them; a member
 that calls another operation than the others gets a `TransportError` that names both.  A collective

@@ -3,8 +3,8 @@
     channel, tag     which mailbox               kind     message, which collective, or which news
     dtype, nbytes    what the payload is
 
-News are the mesh's: heartbeat, farewell (the sender needs nobody any more), the loss of a rank, and
-the agreement on who goes on after one.
+News are the mesh's: heartbeat, farewell (the sender needs nobody any more), the loss of a rank, the
+agreement on who goes on after one, and what may lie at a rank (`flow`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from lightning_dsgd.transport.messages import KINDS
 
 HEADER: Final = struct.Struct("<qqQBB")  # channel, tag, nbytes, kind, code of the dtype
-AGREEMENT, HEARTBEAT, FAREWELL, LOST = 252, 253, 254, 255  # kinds of news
-_FIRST_NEWS: Final = AGREEMENT
+HELD, ASKED, TAKEN, AGREEMENT, HEARTBEAT, FAREWELL, LOST = range(249, 256)  # kinds of news
+_FIRST_NEWS: Final = HELD
+MAILBOX: Final = struct.Struct("<qq")  # the first two of them
 DTYPES: Final = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool,

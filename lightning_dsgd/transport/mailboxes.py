@@ -1,6 +1,7 @@
 """Where messages and receives meet: a mailbox for each channel and tag.
 
-A receive that was posted before its message came is filled in place.
+A receive that was posted before its message came is filled in place.  A sender is told of what
+receives have taken, and of receives that wait for what it holds: see `flow`.
 
 **Threads.**  The receiving thread posts and withdraws; the thread that moves the bytes (the mesh's,
 or MPI's), and any thread that sends to its own rank, claims and delivers; whoever notices that a
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.devices import PASSED, Mark
+from lightning_dsgd.transport import flow
 from lightning_dsgd.transport.contract import ANY, PeerLost
+from lightning_dsgd.transport.frames import ASKED, TAKEN
 
 Key = tuple[int, int]
 """The channel and the tag of a mailbox."""
@@ -46,6 +49,8 @@ class Expected:
         self.into = into
         self.claimed = False
         """Whether its message is being read right now."""
+        self.has_asked = False
+        """Whether a sender that holds a message for it has been asked for that."""
         self.arrived = threading.Event()
         self.kind = -1
         self.payload: Tensor | None = None
@@ -80,10 +85,19 @@ class Expected:
 
 
 class Mailboxes:
-    """Messages that nobody has asked for yet, and receives whose message has not come yet."""
+    """Messages that nobody has asked for yet, and receives whose message has not come yet.
 
-    def __init__(self) -> None:
+    Args:
+        say: tells a rank a kind of news of a channel and tag; returns False if it cannot yet
+    """
+
+    def __init__(self, say: Callable[[int, int, Key], bool] = lambda *_: True) -> None:
         self._lock = threading.Lock()
+        self._say = say
+        self._held: dict[Key, list[int]] = {}
+        self._taken: Counter[int] = Counter()
+        self.num_breaks = 0
+        """How often waits were broken off, or have begun to work again."""
         self._arrived: dict[Key, deque[tuple[int, int, Tensor, Mark]]] = {}
         self._posted: dict[Key, list[Expected]] = {}
         self.left: set[int] = set()
@@ -101,9 +115,38 @@ class Mailboxes:
                     if not queue:
                         del self._arrived[expected.key]
                     expected.fill(source, kind, payload, mark)
+                    self._count_taken(source, payload.nbytes)
                     return
             self._posted.setdefault(expected.key, []).append(expected)
+            expected.has_asked = False
+            held = self._held.pop(expected.key, [])
+            asked = next((rank for rank in held if self._asks(expected, rank)), None)
+            if asked is not None:
+                held.remove(asked)
+            if held:
+                self._held[expected.key] = held
             self._break_off_if_hopeless(expected)
+
+    def hear_held(self, source: int, key: Key) -> None:
+        """Hears that a rank holds a message; asks for it if a receive waits for it."""
+        with self._lock:
+            self._count_taken(source, 0)  # over MPI, these news have made the first connection
+            if not any(self._asks(expected, source) for expected in self._posted.get(key, ())):
+                self._held.setdefault(key, []).append(source)
+
+    def _asks(self, expected: Expected, source: int) -> bool:
+        """Asks a rank for what it holds, if the receive is for that; returns whether it is."""
+        is_open = not (expected.claimed or expected.has_asked or expected.failure)
+        if not is_open or expected.wanted not in (ANY, source):
+            return False
+        expected.has_asked = self._say(source, ASKED, expected.key)
+        return expected.has_asked
+
+    def _count_taken(self, source: int, nbytes: int) -> None:
+        self._taken[source] += nbytes
+        taken = self._taken[source]
+        if taken >= flow.CREDIT_BYTES and self._say(source, TAKEN, (0, taken)):
+            del self._taken[source]
 
     def claim(self, source: int, key: Key, dtype: torch.dtype, nbytes: int) -> Tensor | None:
         """Returns the tensor of a receive that waits for this message, to read it straight into."""
@@ -139,6 +182,7 @@ class Mailboxes:
                     if not posted:
                         del self._posted[key]
                     expected.fill(source, kind, payload, mark)
+                    self._count_taken(source, payload.nbytes)
                     return
             self._arrived.setdefault(key, deque()).append((source, kind, payload, mark))
 
@@ -158,6 +202,7 @@ class Mailboxes:
         with self._lock:
             if failure is not None:
                 self.failure = failure
+                self.num_breaks += 1
             if left is not None:
                 self.left.add(left)
             for posted in self._posted.values():
@@ -176,7 +221,11 @@ class Mailboxes:
         """Makes waits work again; drops messages and receives of old channels."""
         with self._lock:
             self.failure = None
-            for table in (self._arrived, self._posted):
+            self.num_breaks += 1
+            for key in [key for key in self._arrived if is_old(key[0])]:
+                for source, _, payload, _ in self._arrived.pop(key):
+                    self._count_taken(source, payload.nbytes)
+            for table in (self._posted, self._held):
                 for key in [key for key in table if is_old(key[0])]:
                     del table[key]
 

@@ -47,16 +47,21 @@ from lightning_dsgd.transport.contract import (
     Views,
     failed,
 )
+from lightning_dsgd.transport.flow import Window
 from lightning_dsgd.transport.frames import (
     AGREEMENT,
+    ASKED,
     FAREWELL,
     HEADER,
     HEARTBEAT,
+    HELD,
     LOST,
+    MAILBOX,
     MEMORY_BYTES,
+    TAKEN,
     why_no_message,
 )
-from lightning_dsgd.transport.mailboxes import Mailboxes
+from lightning_dsgd.transport.mailboxes import Key, Mailboxes
 from lightning_dsgd.transport.pinned import Pinned
 
 _LONGEST_REASON: Final = 50_000
@@ -103,7 +108,8 @@ class Mesh:
         self.rank = rank
         self.timeout_s = timeout_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
-        self.mailboxes = Mailboxes()
+        self.mailboxes = Mailboxes(self.say)
+        self.window = Window()
         self.connections = Connections(self, world_size)
         self.on_lost: Callable[[PeerLost], None] | None = None
         self.secret = b""
@@ -264,11 +270,28 @@ class Mesh:
         """Hears, in the mesh's thread, that a rank has sent something."""
         self._heard[rank] = time.monotonic()
 
-    def hear_news(self, connection: Connection, kind: int, tag: int, text: bytes) -> None:
-        """Hears, in the mesh's thread, a farewell, a loss, or a word of the agreement."""
-        if kind == FAREWELL:
+    def say(self, rank: int, kind: int, key: Key) -> bool:
+        """Tells a rank what may lie there; returns False if no connection is made for that."""
+        if rank == self.rank:
+            return True
+        connection = self.connections.for_news(rank)
+        if connection is None and kind == HELD:
+            connection = self.connections.to(rank)
+        if connection is not None:
+            connection.send(HEADER.pack(*key, 0, kind, 0), EMPTY, copy=True)
+        return connection is not None
+
+    def hear_news(self, connection: Connection, kind: int, key: Key, text: bytes) -> None:
+        """Hears, in the mesh's thread, a farewell, a loss, what may lie where, or the agreement."""
+        if kind == TAKEN:
+            self.window.hear_taken(connection.rank, key[1])
+        elif kind == ASKED:
+            self.window.hear_asked(connection.rank, MAILBOX.pack(*key))
+        elif kind == HELD:
+            self.mailboxes.hear_held(connection.rank, key)
+        elif kind == FAREWELL:
             connection.is_ending = True
-            if not tag:
+            if not key[1]:
                 self.mailboxes.break_off(left=connection.rank)
                 self.policy.leave(connection.rank)
         elif kind == LOST:

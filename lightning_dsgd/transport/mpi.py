@@ -196,7 +196,7 @@ class MPIWire:
             farewell = HEADER.pack(0, 0, 0, FAREWELL, 0)
             for rank in range(self._world_size):
                 if rank != self._mesh.rank:
-                    self.send(rank, farewell, torch.empty(0), copy=True)
+                    self.send_now(rank, farewell, torch.empty(0), copy=True)
         self._closing_at = time.monotonic() + CLOSE_TIMEOUT_S
         self._woken.set()
         thread.join()

@@ -8,6 +8,9 @@ The thread that sends goes on at once, and so does its stream.  Copies run on st
 nothing: each copy is queued once the host has seen that what it reads is there, and what it has
 written is used once the host has seen that it is done.
 
+**Room.**  What has no room at its receiver stays here until it is asked for, also from the CPU: see
+`flow`.
+
 **Order.**  Messages of one channel and tag to one rank leave in the order in which they were sent,
 also messages of CPU tensors; other messages may overtake them until their first chunk has left.
 
@@ -45,6 +48,7 @@ from lightning_dsgd.devices import (
     port_of,
 )
 from lightning_dsgd.transport.contract import Work, failed
+from lightning_dsgd.transport.frames import HELD, MAILBOX
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S, Mesh
 from lightning_dsgd.transport.pinned import CHUNK_BYTES, Pinned
 from lightning_dsgd.transport.works import Done, Sending
@@ -81,6 +85,8 @@ class _Job:
     read: int = 0
     copied: deque[tuple[Tensor, int, Mark]] = field(default_factory=deque)
     has_begun: bool = False
+    has_room: bool = False
+    is_held: bool = False
     num_added: int = 0
 
 
@@ -125,14 +131,15 @@ class Staging:
         self._streams: dict[torch.device, Any] = {}
         self._thread: threading.Thread | None = None
         self._closing_at: float | None = None
+        self._num_breaks = 0
 
     # ---- from any thread ----
 
     def takes(self, dst: int, header: bytes, x: Tensor) -> bool:
-        """Returns whether a message goes this way: from a device, or behind one that does."""
+        """Returns whether a message goes this way: from a device, behind one that does, or held."""
         if self._pending and self._pending[dst, header[:16]]:
             return True
-        return not is_on_host(x)
+        return not is_on_host(x) or not self._mesh.window.admit(dst, x.nbytes)
 
     def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
         """Starts sending; with `copy`, `x` may change at once, else once the Work is done."""
@@ -202,6 +209,11 @@ class Staging:
             while self._new:
                 self._jobs.append(self._new.popleft())
         is_lost = self._mesh.mailboxes.failure is not None and not self._mesh.policy.goes_on
+        if self._num_breaks != self._mesh.mailboxes.num_breaks:
+            self._num_breaks = self._mesh.mailboxes.num_breaks
+            self._drop(
+                lambda job: job.is_held and not job.has_room
+            )  # nobody asks for it after that
         if is_lost:
             self._drop(lambda job: not job.has_begun)
             self._finish_all()
@@ -230,11 +242,25 @@ class Staging:
             is_first = job.key not in seen
             seen.add(job.key)
             job.port.enter()
-            if is_first and job.mark.has_passed():
+            if is_first and job.mark.has_passed() and (job.has_room or self._has_room(job)):
                 moved |= self._advance_job(job)
         for way in self._ways.values():
             moved |= _take_back(way)
         return moved
+
+    def _has_room(self, job: _Job) -> bool:
+        """Returns whether a message may leave; if not, tells its receiver that it is held."""
+        (dst, mailbox), window = job.key, self._mesh.window
+        if self._closing_at is not None or dst in self._mesh.mailboxes.left:
+            job.has_room = True
+        elif job.is_held:
+            job.has_room = window.admit_if_asked(dst, mailbox, job.nbytes)
+        else:
+            job.has_room = window.admit(dst, job.nbytes)
+            job.is_held = not job.has_room
+            if job.is_held and self._way_to(job) is not None:
+                self._mesh.say(dst, HELD, MAILBOX.unpack(mailbox))
+        return job.has_room
 
     def _advance_job(self, job: _Job) -> bool:
         way = self._way_to(job)
