@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_dsgd.buffers import buffer, copy_of
 from lightning_dsgd.transport.contract import Work
 from lightning_dsgd.transport.frames import DTYPES, HEADER, bytes_of, is_news
-from lightning_dsgd.transport.mailboxes import Mailboxes
+from lightning_dsgd.transport.mailboxes import Expected, Mailboxes
 from lightning_dsgd.transport.works import Done, Life, Sending
 
 EMPTY: Final = torch.empty(0, dtype=torch.uint8)
@@ -106,6 +106,7 @@ class Connection:
         self._filled = 0
         self._header: tuple[int, int, int, int, int] | None = None
         self._payload = EMPTY
+        self._expected: Expected | None = None  # the receive that follows the message
         self._target = memoryview(b"")
         self._read = 0
 
@@ -253,8 +254,12 @@ class Connection:
         else:
             dtype = DTYPES[code]
             numel = nbytes // dtype.itemsize
-            payload = self._owner.mailboxes.claim(self.rank, (channel, tag), dtype, nbytes)
-            self._payload = buffer(numel, dtype) if payload is None else payload
+            expected = self._owner.mailboxes.claim(self.rank, (channel, tag), dtype, nbytes)
+            into = None if expected is None else expected.into
+            self._payload = buffer(numel, dtype) if into is None else into
+            if expected is not None and expected.follows:
+                self._expected = expected
+                expected.follow(self.rank, kind, self._payload)
         self._target = bytes_of(self._payload)
         self._read = 0
 
@@ -267,7 +272,10 @@ class Connection:
 
     def _end_message_if_read(self) -> None:
         if self._header is None or self._read < len(self._target):
+            if self._expected is not None:
+                self._expected.num_come = self._read
             return
+        self._expected = None
         channel, tag, _, kind, _ = self._header
         payload = self._payload
         self._header, self._payload, self._target = None, EMPTY, memoryview(b"")

@@ -1,6 +1,7 @@
 """Where messages and receives meet: a mailbox for each channel and tag.
 
-A receive that was posted before its message came is filled in place.  A sender is told of what
+A receive that was posted before its message came is filled in place, and one that is for a device
+may copy a message there while it comes.  A sender is told of what
 receives have taken, and of receives that wait for what it holds: see `flow`.
 
 **Threads.**  The receiving thread posts and withdraws; the thread that moves the bytes (the mesh's,
@@ -40,9 +41,10 @@ class Expected:
         src: the rank whose message it takes, or ANY
         key: its mailbox
         into: memory that the message may be read straight into
+        follows: whether its receiver uses a message while that comes
     """
 
-    def __init__(self, src: int, key: Key, into: Tensor | None) -> None:
+    def __init__(self, src: int, key: Key, into: Tensor | None, *, follows: bool = False) -> None:
         self.source = src
         self.wanted = src
         self.key = key
@@ -52,6 +54,10 @@ class Expected:
         self.has_asked = False
         """Whether a sender that holds a message for it has been asked for that."""
         self.arrived = threading.Event()
+        self.follows = follows
+        self.begun = threading.Event() if follows else self.arrived
+        self.num_come = 0
+        """How many bytes of the payload are here, where it is followed."""
         self.kind = -1
         self.payload: Tensor | None = None
         self.mark = PASSED
@@ -64,7 +70,14 @@ class Expected:
         """Gives the receive its message."""
         self.source, self.kind, self.payload, self.mark = source, kind, payload, mark
         self.end = time.monotonic()
+        self.num_come = payload.nbytes
         self.arrived.set()
+        self.begun.set()
+
+    def follow(self, source: int, kind: int, payload: Tensor) -> None:
+        """Gives the receive its message, of which nothing has come yet."""
+        self.source, self.kind, self.payload = source, kind, payload
+        self.begun.set()
 
     def missing(self, left: set[int]) -> int | None:
         """Returns a rank that the receive needs and that has left, if there is one."""
@@ -74,6 +87,7 @@ class Expected:
         """Ends the receive: its message will not come, or is not waited for any more."""
         self.failure = failure
         self.arrived.set()
+        self.begun.set()
 
     def raise_failure(self, waited_for: str) -> NoReturn:
         """Raises the failure with which the receive was broken off."""
@@ -148,18 +162,19 @@ class Mailboxes:
         if taken >= flow.CREDIT_BYTES and self._say(source, TAKEN, (0, taken)):
             del self._taken[source]
 
-    def claim(self, source: int, key: Key, dtype: torch.dtype, nbytes: int) -> Tensor | None:
-        """Returns the tensor of a receive that waits for this message, to read it straight into."""
+    def claim(self, source: int, key: Key, dtype: torch.dtype, nbytes: int) -> Expected | None:
+        """Returns the receive that waits for this message, if it can use it before its end."""
         with self._lock:
             for expected in self._posted.get(key, ()):
                 is_open = not expected.claimed and expected.failure is None
                 if expected.wanted in (ANY, source) and is_open:
                     into = expected.into
-                    if into is None or into.dtype != dtype or into.nbytes != nbytes:
+                    fits = into is not None and (into.dtype, into.nbytes) == (dtype, nbytes)
+                    if not (fits or expected.follows):
                         break
                     expected.claimed = True
                     expected.wanted = source
-                    return into
+                    return expected
         return None
 
     def deliver(

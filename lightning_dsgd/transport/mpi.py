@@ -339,8 +339,8 @@ class MPIWire:
         earlier = self._arriving.setdefault((source, key), deque())
         # A receive belongs to the first message of its mailbox, which may be here already.
         may_claim = all(arriving.is_claimed for arriving in earlier)
-        into = self._mesh.mailboxes.claim(source, key, dtype, nbytes) if may_claim else None
-        payload = into
+        expected = self._mesh.mailboxes.claim(source, key, dtype, nbytes) if may_claim else None
+        payload = None if expected is None else expected.into
         if payload is None:
             payload = self._memory_for(numel, dtype, is_from_device=bool(code & FROM_DEVICE))
         chunks = []
@@ -348,7 +348,7 @@ class MPIWire:
             bytes_of(payload)[:] = memoryview(frame)[HEADER.size :]
         else:
             chunks = chunks_of(memory_of(payload))
-        arriving = Arriving(kind, payload, into is not None, len(chunks))
+        arriving = Arriving(kind, payload, expected is not None, len(chunks))
         earlier.append(arriving)
         for chunk in chunks:
             request = self._communicator.Irecv([chunk, load_mpi().BYTE], source, _PAYLOAD)

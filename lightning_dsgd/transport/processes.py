@@ -251,7 +251,8 @@ class _Receipt(Expected):
         into: Tensor | None,
     ) -> None:
         readable = into if into is not None and is_on_host(into) else None
-        super().__init__(src, (channel, tag), readable)
+        goes_up = not is_on_host(like if into is None else into)
+        super().__init__(src, (channel, tag), readable, follows=goes_up)
         self._net, self._like, self._into, self._kind = net, like, into, kind
         self._begin = self.end = time.monotonic()
         self._is_taken = False
@@ -269,7 +270,8 @@ class _Receipt(Expected):
     def done(self) -> bool:
         if self._net.lane is not None:
             self._net.lane.check_stop()
-        return self.arrived.is_set() and (self.failure is not None or self._has_landed())
+        has_landed = self.failure is None and self._has_landed()
+        return self.arrived.is_set() and (has_landed or self.failure is not None)
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         net = self._net
@@ -294,7 +296,8 @@ class _Receipt(Expected):
     def _has_landed(self) -> bool:
         """Returns whether the message is where `like` is; copies as `Landing.has_landed` does."""
         payload = self.payload
-        assert payload is not None
+        if payload is None:
+            return False
         if self._landing is None and (is_on_host(self._like) or not is_on_host(payload)):
             return True
         if self._landing is None:
@@ -303,7 +306,13 @@ class _Receipt(Expected):
             self._landing = Landing(
                 port, payload, self._into, self._writable, self._net.mesh.pinned
             )
-        return self._landing.has_landed()
+        return self._landing.has_landed(self.num_come)
+
+    def _has_come(self) -> bool:
+        """Returns whether all of the message is here; moves on what is."""
+        if self.failure is None:
+            self._has_landed()
+        return self.arrived.is_set()
 
     def _arrives_within(self, limit: float) -> bool:
         """Waits for the message, and counts the time if the training thread is held up."""
@@ -312,7 +321,9 @@ class _Receipt(Expected):
             lane.begin_waiting(self)
         if net.wire.expect is not None:
             net.wire.expect()
-        in_time = self.arrived.wait(limit)
+        in_time = self.begun.wait(limit)
+        if in_time and not self.arrived.is_set():  # it comes
+            in_time = until(self._has_come, begin + limit - time.monotonic(), net.check_process)
         end = time.monotonic()
         if lane is None:
             net.counters.wait_s += end - begin

@@ -2,7 +2,8 @@
 
     send        training or lane   a mark behind what has made x; a copy on the device, if asked for
     stager      its own thread     the mark has passed -> chunk -> pinned memory -> passed -> wire
-    landing     who receives       chunk -> pinned memory -> the device, on a stream of its own
+    landing     who receives       as it comes: chunk -> pinned memory -> the device, on a stream of
+                                   its own
 
 The thread that sends goes on at once, and so does its stream.  Copies run on streams that wait for
 nothing: each copy is queued once the host has seen that what it reads is there, and what it has
@@ -211,9 +212,7 @@ class Staging:
         is_lost = self._mesh.mailboxes.failure is not None and not self._mesh.policy.goes_on
         if self._num_breaks != self._mesh.mailboxes.num_breaks:
             self._num_breaks = self._mesh.mailboxes.num_breaks
-            self._drop(
-                lambda job: job.is_held and not job.has_room
-            )  # nobody asks for it after that
+            self._drop(lambda job: job.is_held and not job.has_room)  # nobody will ask for it
         if is_lost:
             self._drop(lambda job: not job.has_begun)
             self._finish_all()
@@ -413,16 +412,19 @@ class Landing:
         self._num_queued = 0
         self._copied: Mark | None = None  # behind the last chunk, once all are queued
 
-    def has_landed(self) -> bool:
+    def has_landed(self, num_come: int) -> bool:
         """Returns whether the message is on the device; waits for neither device nor network.
 
-        It moves the message on, by as many chunks as are free.
+        It moves the message on, by as many chunks as are free, and have come.
+
+        Args:
+            num_come: how many bytes of the message are in host memory
         """
         if self._copied is None and self._mark.has_passed():
-            self._copied = self._queue_chunks()
+            self._copied = self._queue_chunks(num_come)
         return self._copied is not None and self._copied.has_passed()
 
-    def _queue_chunks(self) -> Mark | None:
+    def _queue_chunks(self, num_come: int) -> Mark | None:
         """Queues copies of the next chunks; returns the mark behind the last of all of them."""
         port, mark = self._port, PASSED
         with port.using(port.side()):
@@ -430,10 +432,11 @@ class Landing:
                 self._into = torch.empty(self._numel, dtype=self._dtype, device=port.device)
             target = self._into.view(torch.uint8)
             while self._num_queued < len(self._bytes):
-                chunk = self._pinned.take(port)
+                end = min(self._num_queued + CHUNK_BYTES, len(self._bytes))
+                chunk = self._pinned.take(port) if end <= num_come else None
                 if chunk is None:
                     return None
-                place = slice(self._num_queued, self._num_queued + CHUNK_BYTES)
+                place = slice(self._num_queued, end)
                 piece = self._bytes[place]
                 port.copy(target[place], chunk[: len(piece)].copy_(piece))
                 mark = port.mark()

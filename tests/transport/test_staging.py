@@ -302,8 +302,8 @@ def copies_count_as_done(original: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def lands_at_once(original: Callable[[Landing], bool]) -> Callable[[Landing], bool]:
-    return lambda landing: original(landing) or landing._copied is not None
+def lands_at_once(original: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda landing, num: original(landing, num) or landing._copied is not None
 
 
 def slots_are_free_at_once(way: Any) -> bool:
@@ -424,6 +424,37 @@ def test_no_memory_is_pinned_where_heartbeats_are_answered() -> None:
     for makers, num_made in FakeWorld().run(2, exchange_at_rest):
         assert makers == {"MainThread", "dsgd-staging"}
         assert num_made <= NUM_CHUNKS < LARGE * 4 // CHUNK_BYTES
+
+
+def land_before_the_end(net: Any, fake: FakeDevice) -> None:
+    """The last chunk leaves once all others have been copied to the device."""
+    x, word, released, add = torch.ones(LARGE), torch.ones(1), threading.Event(), Connection.add
+    x = x.to(fake.device)
+
+    def add_last_late(connection: Connection, chunk: Tensor, *, is_last: bool) -> Any:
+        assert not is_last or released.wait(60)
+        return add(connection, chunk, is_last=is_last)
+
+    def has_all_but_the_last() -> bool:
+        assert not work.done()
+        landing = work._landing
+        return landing is not None and landing._num_queued == x.nbytes - CHUNK_BYTES
+
+    if net.rank:
+        work = net.recv(x, 0)
+        assert until(has_all_but_the_last, 60, lambda: None)
+        net.send(word, 0, tag=1)
+        assert is_full_of(work.wait(), 1)
+    else:
+        with mock.patch.object(Connection, "add", add_last_late):
+            net.send(x, 1)
+            net.recv(word, 1, tag=1).wait()
+            released.set()
+    net.barrier().wait()
+
+
+def test_a_message_lands_while_it_comes() -> None:
+    FakeWorld().run(2, land_before_the_end)
 
 
 # ---- which device ----
