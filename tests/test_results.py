@@ -125,3 +125,15 @@ def test_a_figure_of_other_defaults_is_told() -> None:
     assert "with other defaults: `wagma` had group_size={'8': 2}, which is {'8': 4} now" in told
     assert "`wagma` had sync_period=10, which is 100 now" in told
     assert "`wagmas` is refused now: " in told
+
+
+def test_a_slow_kernel_costs_its_partners_less_than_a_tenth_of_a_second() -> None:
+    """Where nobody is to wait for it; docs/evidence/gpus.md says so."""
+    stored = json.loads((ROOT / "docs" / "results" / "gpus" / "slow_kernel.json").read_text())
+    costs = {row["strategy"]: row["median_s"] - stored["kernel_s"] for row in stored["summary"]}
+    assert (stored["kernel_s"], stored["slow_kernel_s"]) == (0.05, 0.6)
+    wagma = ("", ":grace_s=0", ":overlap=true")
+    names = [f"wagma:sync_period=1000{options}" for options in wagma]
+    names += ["eager_sgd:quorum=solo:grace_s=0", "sgp:overlap=100", "adpsgd", "popsgd", "hpsgd"]
+    assert max(costs[name] for name in names) < 0.1
+    assert costs["allreduce"] > 0.5
