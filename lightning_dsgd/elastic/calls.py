@@ -52,6 +52,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.devices import is_on_host
 from lightning_dsgd.elastic.rows import Row
 from lightning_dsgd.elastic.views import JOINS, LEAVES, views_of
 from lightning_dsgd.transport import PeerLost
@@ -82,11 +83,18 @@ class Calls:
         net: the network of all ranks, which goes on after a loss
         change: begins anew in a view; all its members call it
         is_newcomer: whether this rank is in no view yet; then `join` comes first
+        device: this rank's, for what a call has returned on devices
     """
 
     def __init__(
-        self, net: Endpoint, change: Callable[[View], None], *, is_newcomer: bool = False
+        self,
+        net: Endpoint,
+        change: Callable[[View], None],
+        *,
+        is_newcomer: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
         self.view = View(net, (net.rank,) if is_newcomer else range(net.world_size), 0)
         self.net = net
         self._change = change
@@ -253,24 +261,25 @@ class Calls:
         told = [json.loads(theirs) for theirs in everyones(self.view.sub("calls"), text)]
         num_done, result = max(told, key=lambda each: int(each[0]))
         if int(num_done) > self._num_done:
-            self._num_done, self._result = int(num_done), _decoded(result)
+            self._num_done, self._result = int(num_done), _decoded(result, self._device)
 
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        flat = value.detach().cpu().reshape(-1)
-        return {"dtype": dtype, "shape": list(value.shape), "values": flat.tolist()}
+        flat, on_host = value.detach().cpu().reshape(-1), is_on_host(value)
+        shape = list(value.shape)
+        return {"dtype": dtype, "shape": shape, "values": flat.tolist(), "on_host": on_host}
     if isinstance(value, (list, tuple)):
         return [_encoded(each) for each in value]
     return {"value": value}
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: Any, device: torch.device | None) -> Any:
+    """Returns what `_encoded` was given; tensors of a device on this rank's."""
     if isinstance(value, list):
-        return [_decoded(each) for each in value]
+        return [_decoded(each, device) for each in value]
     if "dtype" in value:
-        return torch.tensor(value["values"], dtype=getattr(torch, value["dtype"])).view(
-            value["shape"]
-        )
+        x = torch.tensor(value["values"], dtype=getattr(torch, value["dtype"]))
+        return x.view(value["shape"]).to("cpu" if value["on_host"] else device)
     return value["value"]

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import torch
 
+from lightning_dsgd.devices import port_of
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import ALONE, OVER, STOPPED, Register
 from lightning_dsgd.session.opening import Opening
@@ -68,12 +69,14 @@ class Entrance:
         if self.find_training(address):
             _refuse()
 
-    def come_later(self, world_size: int) -> NewcomerTransport:
+    def come_later(self, world_size: int, device: torch.device) -> NewcomerTransport:
         """Returns a newcomer's network; its ranks let this one in later: see `ask_to_join`."""
         register, chosen = self._register, self._opening.chosen
         assert register is not None
         number = register.new_number(world_size)
-        return NewcomerTransport(number, chosen["timeout_s"], chosen["heartbeat_timeout_s"])
+        port_of(device).enter()
+        limits = chosen["timeout_s"], chosen["heartbeat_timeout_s"]
+        return NewcomerTransport(number, *limits, device)
 
     def ask_to_join(self, net: NewcomerTransport, world_size: int, min_ranks: int | None) -> None:
         """Asks the ranks that train to let this one in."""

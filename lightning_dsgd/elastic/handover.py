@@ -50,7 +50,7 @@ def take(net: Transport, giver: int) -> dict[str, Any]:
     taken: Tensor = net.recv(torch.empty(0, dtype=torch.uint8), giver).wait()
     buffer = io.BytesIO(taken.numpy().tobytes())
     try:
-        state: dict[str, Any] = torch.load(buffer, weights_only=True)
+        state: dict[str, Any] = torch.load(buffer, "cpu", weights_only=True)
     except Exception as err:
         raise ValueError(
             "what callbacks and modules save must be tensors, numbers, text, lists and dicts for a "

@@ -113,6 +113,7 @@ class TrainerMembers(ChangingMembers):
     # ---- setting up ----
 
     def check(self, algorithm: Algorithm, num_replicas: int, device: torch.device) -> None:
+        self._device = device
         size = self.session.world_size
         limits = self._min_ranks, device, self._max_ranks
         check_survival(algorithm, size, *limits, num_shards=size // num_replicas)
@@ -161,7 +162,7 @@ class TrainerMembers(ChangingMembers):
     def open_network(self, open_network: Callable[[], Transport]) -> Transport:
         if self.session.takes_part:
             return open_network()
-        net = self._entrance.come_later(self.session.world_size)
+        net = self._entrance.come_later(self.session.world_size, self._device)
         self.session.rank = net.rank
         return net
 

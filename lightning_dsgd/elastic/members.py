@@ -65,6 +65,7 @@ class Members(Ranks, ABC):
     def __init__(self, opening: Opening, min_ranks: int | None) -> None:
         self._entrance = Entrance(opening)
         self._min_ranks = min_ranks
+        self._device = torch.device("cpu")
         self._calls: Calls | None = None
         self._num_ranks = 1
         self._members: tuple[int, ...] = (0,)
@@ -118,6 +119,7 @@ class Members(Ranks, ABC):
     # ---- setting up ----
 
     def check(self, algorithm: Algorithm, num_replicas: int, device: torch.device) -> None:
+        self._device = device
         size = self.session.world_size
         check_survival(algorithm, size, self._min_ranks, device, num_shards=size // num_replicas)
 
@@ -141,7 +143,8 @@ class Members(Ranks, ABC):
         session = self.session
         if session.takes_part:
             session.enter(Phase.READY)
-        self._calls = Calls(net, self._enter_view, is_newcomer=not session.takes_part)
+        is_newcomer = not session.takes_part
+        self._calls = Calls(net, self._enter_view, is_newcomer=is_newcomer, device=self._device)
         self._num_ranks, self._members = session.world_size, self._calls.view.members
         return self._calls.view
 

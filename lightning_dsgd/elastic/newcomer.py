@@ -9,11 +9,13 @@ from __future__ import annotations
 import atexit
 from collections.abc import Mapping
 
+import torch
+
 from lightning_dsgd.elastic.survival import join
 from lightning_dsgd.transport import Counters
 from lightning_dsgd.transport.contract import failed
 from lightning_dsgd.transport.endpoint import Endpoint
-from lightning_dsgd.transport.processes import ProcessTransport
+from lightning_dsgd.transport.processes import CPU, ProcessTransport
 from lightning_dsgd.transport.tcp import TCPWire
 
 
@@ -24,11 +26,18 @@ class NewcomerTransport(ProcessTransport):
         number: this process's number
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
+        device: the device that this rank computes on
     """
 
-    def __init__(self, number: int, timeout_s: float, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        timeout_s: float,
+        heartbeat_timeout_s: float,
+        device: torch.device = CPU,
+    ) -> None:
         Endpoint.__init__(self, number, number + 1, timeout_s, Counters())
-        self._begin(TCPWire(), heartbeat_timeout_s, is_newcomer=True)
+        self._begin(TCPWire(), heartbeat_timeout_s, device, is_newcomer=True)
 
     def listen(self) -> tuple[str, int]:
         """Begins to listen; returns where newcomers reach this one, once it has asked to join."""

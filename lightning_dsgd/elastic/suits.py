@@ -20,10 +20,11 @@ def check_survival(
     With shards, `min_ranks` counts the ranks in whole replicas, and None asks that more than
     half be left to vote, the broken replica's ranks included: one replica may be left.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" and num_shards > 1:
         raise ValueError(
-            "training must be on CPUs to go on without a lost rank, as NCCL does not, got "
-            f'on_loss="continue" on {device.type}; train on CPUs, or use on_loss="end"'
+            "shards must be on CPUs to go on without a lost rank, as NCCL, which joins them, does "
+            f'not, got on_loss="continue" with shards on {device.type}; train whole replicas, '
+            'or use on_loss="end"'
         )
     if algorithm.name == "adaptive":
         raise ValueError(

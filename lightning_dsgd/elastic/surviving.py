@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.devices import port_of
 from lightning_dsgd.replica import alike
 from lightning_dsgd.replica.consensus import average, give
 from lightning_dsgd.replica.flat import FlatParameters
@@ -114,9 +115,11 @@ class SurvivingReplica(Replica):
         self.show_own()
         self.net, self._all_ranks = net, everyone
         self._num_builds = 0  # a change that was begun in vain has made some on some ranks
+        self.stop_lanes()
+        for device in {part.x.device for part in self.parts}:
+            port_of(device).finish()  # a message may be on its way up to an x
         if not self._is_new:
             self._copies.put_back()
-        self.stop_lanes()
         if not gets:
             self._share_all(members or net)
         if giver >= 0:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
 
 _NEVER_AGAIN: Final = 1 << 40
 """More epochs than any training has."""
@@ -44,7 +46,8 @@ def state_before_batch(trainer: Any) -> dict[str, Any]:
     progress["is_last_batch"] = False
     for counts in (progress["total"], progress["current"]):
         counts.update(dict.fromkeys(("ready", "started", "processed"), counts["completed"]))
-    return checkpoint
+    on_host: dict[str, Any] = apply_to_collection(checkpoint, Tensor, Tensor.cpu)
+    return on_host
 
 
 def loaders_of(trainer: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Opening:
 
     def __init__(self, chosen: Options, announce: Callable[[str], None]) -> None:
         self.chosen = chosen
+        self._sends_all = chosen["share_device"] or chosen["on_loss"] == "continue"
         self._announce = announce
         self._rendezvous: Rendezvous | None = None  # if the ranks have met by themselves
 
@@ -54,7 +55,7 @@ class Opening:
         self._rendezvous = Rendezvous(rank, world_size, host, port, limit)
         store = self._rendezvous.join()
         shares = self.chosen["share_device"]
-        if shares and device.type != "cpu":
+        if self._sends_all and device.type != "cpu":
             backend = "gloo"
 
         def connect() -> None:
@@ -82,10 +83,8 @@ class Opening:
 
     def open_network(self, world_size: int, device: torch.device) -> Transport:
         """Opens the network; names a rank that does not open it, if the ranks met by themselves."""
-        rendezvous, open_transport = (
-            self._rendezvous,
-            partial(self._open_transport, world_size, device),
-        )
+        rendezvous = self._rendezvous
+        open_transport = partial(self._open_transport, world_size, device)
         port_of(device).enter()  # in plain PyTorch nobody may have done so
         if rendezvous is None:
             return self._tell(open_transport())
@@ -109,12 +108,13 @@ class Opening:
         transport = self.chosen["transport"]
         takes_mpi = transport == "mpi" or (transport == "auto" and is_usable(world_size))
         kind = MPITransport if takes_mpi else ProcessGroupTransport
-        if not self.chosen["share_device"]:
+        if not self._sends_all:
             return kind(*self._limits, device=device)
         if world_size > 1 and "cpu:" not in (given := torch.distributed.get_backend_config()):
+            why = "share_device=True" if self.chosen["share_device"] else 'on_loss="continue"'
             raise ValueError(
-                "with share_device=True the process group must have a backend for the CPU, as NCCL "
-                f"takes one rank for each GPU, got {given}; make it with "
+                f"with {why} the process group must have a backend for the CPU, as NCCL takes one "
+                f"rank for each GPU and ends with a rank, got {given}; make it with "
                 'init_process_group("gloo"), or leave it out'
             )
         return kind(*self._limits, device=device, native_devices=())

@@ -74,8 +74,7 @@ class Options(TypedDict, total=False):
             *("end", "continue"),
             default="end",
             doc='"end" ends the job, on all ranks, when one is lost; "continue" goes on without '
-            'it, on CPUs, and with shards without its replica: see the page "Going on without a '
-            'rank"',
+            'it, and with shards without its replica: see the page "Going on without a rank"',
         ),
     ]
     min_ranks: Annotated[

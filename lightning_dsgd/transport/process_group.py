@@ -77,8 +77,8 @@ class ProcessGroupTransport(ProcessTransport):
         else:
             line += "; sums are made of messages too"
             if kind in COLLECTIVES and not self._may:
-                line += ", as ranks may share a device"
-                faster.append("a device for each rank, for sums")
+                line += ", as ranks may share a device or be lost"
+                faster.append("ranks that do neither, for sums")
             elif kind in COLLECTIVES:
                 line += f", as the process group's backend for {kind} is {self._has}"
                 faster.append(f"{self._wants} in its place, for sums")

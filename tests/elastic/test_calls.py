@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_dsgd.elastic import calls
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.transport import PeerLost, TransportError
@@ -137,6 +139,14 @@ def test_ranks_come_and_are_lost_and_all_agree() -> None:
         views = run(seed, may_end=seed % 2 == 1)
         num_grown += any(max(view) >= len(views[0]) for view in views.values())
     assert num_grown > 20
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_result_that_is_taken_over_is_where_that_of_the_others_is(device: str) -> None:
+    encoded = json.loads(json.dumps(calls._encoded([torch.ones(2, device="cpu"), 3])))
+    encoded[0]["on_host"] = device == "cpu"
+    found, number = calls._decoded(encoded, torch.device("meta"))
+    assert (found.device.type, found.shape, number) == (device, (2,), 3)
 
 
 @pytest.mark.exhaustive

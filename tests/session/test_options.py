@@ -75,5 +75,5 @@ def test_hyperparameters_must_suit_the_ranks_that_may_be_left() -> None:
         check_survival(ALGORITHMS["wagma"](group_size=2), 8, None, cpu, num_shards=2)
     check_survival(ALGORITHMS["wagma"](group_size=2), 8, 4, cpu, num_shards=2)
     check_survival(ALGORITHMS["wagma"](group_size=2), 8, 3, cpu, num_shards=2)
-    with pytest.raises(ValueError, match="must be on CPUs to go on"):
-        check_survival(algorithm, 8, 4, torch.device("cuda"))
+    with pytest.raises(ValueError, match="shards must be on CPUs to go on"):
+        check_survival(algorithm, 8, 4, torch.device("cuda"), num_shards=2)

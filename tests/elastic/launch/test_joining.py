@@ -15,6 +15,7 @@ import pytest
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.launch.reserve import IMPORTS
 from lightning_dsgd.session.checkpoint import replicas_folder
+from tests.support.fake_device import WHY_NOT
 from tests.support.launched import Launched, is_alive, until
 from tests.support.mpi import ROOT
 from tests.support.ports import free_port
@@ -76,6 +77,12 @@ def kill_and_let_join(folder: Path, name: str, lost: int, ranks: int) -> None:
 def test_a_rank_is_killed_and_started_again_and_trains_with_the_others(tmp_path, name):
     """In the simulated world, all algorithms let others join: test_algorithms.py."""
     kill_and_let_join(tmp_path, name, 0, 3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_a_rank_joins_the_others_on_their_devices(tmp_path):
+    kill_and_let_join(tmp_path, "local_sgd:fake", 1, 3)
 
 
 @pytest.mark.exhaustive

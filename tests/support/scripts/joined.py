@@ -1,8 +1,9 @@
 """A user's script that `lightning-dsgd launch` starts: trains until it is told to end.
 
-Its arguments: a folder, the strategy (with claimed batches: "popsgd:claimed"), the ranks of a node,
-the nodes; and how many ranks there may be, and from which checkpoint it goes on.  A rank writes how
-far it is, and what it ends with.  Training ends with the epoch in which the file `end` is there.
+Its arguments: a folder, the strategy (with claimed batches: "popsgd:claimed"; on a device that is
+none: "wagma:fake"), the ranks of a node, the nodes; and how many ranks there may be, and from which
+checkpoint it goes on.  A rank writes how far it is, and what it ends with.  Training ends with the
+epoch in which the file `end` is there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dsgd import STRATEGIES
 from tests.support.doomed import Doomed, write_whole
+from tests.support.fake_device import install, parameters_allowed
+from tests.support.fits import accelerator_of
 from tests.support.models import loader, trainer
 
 BATCH_S = 0.02
@@ -66,20 +69,26 @@ def main(
     folder: str, name: str, ranks: int, nodes: int, max_ranks: int | None, resume: str | None
 ) -> None:
     torch.set_num_threads(1)
-    name, _, data = name.partition(":")
+    name, _, option = name.partition(":")
+    data = option if option == "claimed" else "equal"
+    device = install(longest_pause_s=2e-4).device if option == "fake" else torch.device("cpu")
     period = {"sync_period": 4} if name == "local_sgd" else {}
     survives = {"on_loss": "continue", "timeout_s": 60.0, "heartbeat_timeout_s": 20.0}
-    options = {"min_ranks": 1, "max_ranks": max_ranks, "data": data or "equal", **period}
+    options = {"min_ranks": 1, "max_ranks": max_ranks, "data": data, **period}
+    options["share_device"] = device.type != "cpu"
     saver = ModelCheckpoint(folder, "saved", save_last=True)
     saving = {"callbacks": [saver], "enable_checkpointing": True}
+    if device.type != "cpu":  # nobody can copy or save what is on it
+        saving = {"accelerator": accelerator_of(device)}
     strategy = STRATEGIES[name](**survives, **options)
     train = trainer(strategy, ranks, num_nodes=nodes, max_epochs=1000, **saving)
     model = Steady(folder)
-    train.fit(model, loader(nodes * ranks * 160), loader(32), ckpt_path=resume)
+    with parameters_allowed():
+        train.fit(model, loader(nodes * ranks * 160), loader(32), ckpt_path=resume)
     end = {
         "weights": [p.tolist() for p in model.parameters()],
         "epoch": train.current_epoch,
-        "step": -1 if data else train.global_step,
+        "step": -1 if data == "claimed" else train.global_step,
         "lr": train.optimizers[0].param_groups[0]["lr"],
         "num_batches": train.num_training_batches,
         "members": train.strategy.session.world_size,
