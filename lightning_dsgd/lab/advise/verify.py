@@ -37,10 +37,11 @@ def specs_of(ranking: Ranking) -> list[str]:
     They are written as `bench throughput` takes them: `popsgd:data=claimed`.
     """
     first = [row.candidate for row in (ranking.advised, *ranking.rows) if row.is_strategy]
-    return [BOUND, BASELINE, *dict.fromkeys(map(_spec, first[: 1 + MOST]))][: 2 + MOST]
+    return [BOUND, BASELINE, *dict.fromkeys(map(spec_of, first[: 1 + MOST]))][: 2 + MOST]
 
 
-def _spec(candidate: Candidate) -> str:
+def spec_of(candidate: Candidate) -> str:
+    """Returns a candidate as `bench throughput` takes it."""
     return candidate.spec + (_CLAIMED if candidate.data == CLAIMED else "")
 
 
@@ -55,9 +56,23 @@ def verify(
 
 
 def measure(
-    specs: Sequence[str], machine: Machine, num_ranks: int, link: Link | None, rounds: int = ROUNDS
+    specs: Sequence[str],
+    machine: Machine,
+    num_ranks: int,
+    link: Link | None,
+    rounds: int = ROUNDS,
+    kept: Path | None = None,
 ) -> tuple[dict[str, list[float]], float]:
-    """Returns each strategy's steps per second, by round, and the core's time in a `BOUND` step."""
+    """Returns each strategy's steps per second, by round, and the core's time in a `BOUND` step.
+
+    Args:
+        specs: the strategies
+        machine: holds the steps to replay
+        num_ranks: P
+        link: what lies between the ranks; None: nothing
+        rounds: how often each strategy has its turn
+        kept: beside this file lies what is measured, for a run that is begun again; None: nowhere
+    """
     assert machine.recorded is not None
     times = [machine.recorded.step_times(num_ranks, STEPS, seed) for seed in range(rounds)]
     settings = {"ranks": num_ranks, "params": machine.num_params, "steps": STEPS, "times": times}
@@ -65,7 +80,8 @@ def measure(
     measured: dict[str, list[float]] = {}
     core_s = []
     with tempfile.TemporaryDirectory() as folder:
-        for result in job.run(in_turn(specs, "round", rounds), Path(folder, "verify.json")):
+        output = kept or Path(folder, "verify.json")
+        for result in job.run(in_turn(specs, "round", rounds), output):
             slowest_s = max(rank["seconds"] for rank in result["ranks"])
             measured.setdefault(result["strategy"], []).append(STEPS / slowest_s)
             if result["strategy"] == BOUND:
