@@ -237,7 +237,7 @@ def talks() -> str:
             (rank, peer) for rank in range(8) for peer in topology.out_peers(graph, step, rank, 8)
         ]
 
-    ring = [(rank, peer) for rank in range(8) for peer in topology.ring(rank, 8) if rank < peer]
+    ring = [(a, b) for a in range(8) for b in topology.neighbours("ring", a, 8) if a < b]
     rows: list[tuple[str, str, Callable[[int], list[tuple[int, int]]], bool]] = [
         ("allreduce", "all, in every step", lambda _: everyone, False),
         ("local_sgd", "all, every 8 steps", lambda step: everyone if step == 2 else [], False),

@@ -37,14 +37,12 @@ class DPSGD(Algorithm):
     )
     follows_time: ClassVar[bool] = False
 
-    topology: str = one_of(
-        "ring", default="ring", doc="the communication graph; the paper's is the only one"
-    )
+    topology: str = one_of("ring", default="ring", doc="the communication graph, as in the paper")
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         # A shard may be empty, on all ranks alike; an empty message says that its sender stops.
-        self.peers = topology.ring(net.rank, net.world_size) if len(x) else []
+        self.peers = topology.neighbours("ring", net.rank, net.world_size) if len(x) else []
         self.stepping = list(self.peers)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:

@@ -63,9 +63,8 @@ class Partners:
     def settle(self, version: int) -> int:
         """Stops, and waits until all have; returns the next version, agreed anew."""
         net = self._net
-        everyone = [rank for rank in range(net.world_size) if rank != net.rank]
-        is_cycle = self._graph == "cycle"
-        peers = topology.ring(net.rank, net.world_size) if is_cycle else everyone
+        graph = "ring" if self._graph == "cycle" else "complete"
+        peers = topology.neighbours(graph, net.rank, net.world_size)
         for peer in peers:
             net.send(_WORDS, peer, _HELLO)
         for peer in peers:

@@ -8,12 +8,6 @@ from itertools import pairwise, zip_longest
 from typing import Final
 
 
-def ring(rank: int, world_size: int) -> list[int]:
-    """Returns the neighbours on the ring, each once: none for one rank, one for two, else two."""
-    neighbours = {(rank - 1) % world_size, (rank + 1) % world_size} - {rank}
-    return sorted(neighbours)
-
-
 def near_sqrt(world_size: int) -> int:
     """Returns the power of two nearest sqrt(P) by ratio, of two the larger: WAGMA's group size."""
     return 1 << ((2 * world_size).bit_length() - 1) // 2  # rounds log2 of the root
@@ -28,9 +22,8 @@ def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
     groups of the next version, and every update reaches every rank within 2 log_S P versions,
     rounded up.
     """
-    if _is_power_of_two(world_size) and _is_power_of_two(group_size):
-        return _butterfly_groups(version, world_size, group_size)
-    return _dealt_groups(version, world_size, group_size)
+    found = (group_of(rank, version, world_size, group_size) for rank in range(world_size))
+    return list(map(list, dict.fromkeys(found)))
 
 
 def recurring_groups(world_size: int, group_size: int, most: int) -> list[list[int]]:
@@ -52,25 +45,12 @@ def group_of(rank: int, version: int, world_size: int, group_size: int) -> tuple
         for mask in sorted(masks):
             members += [member | mask for member in members]
         return tuple(members)
-    partition = _partition(version, world_size, group_size)
+    partition = _dealt_groups(version, world_size, group_size)
     return next(group for group in partition if rank in group)
-
-
-@lru_cache(maxsize=32)  # many ranks of one process ask for the same one
-def _partition(version: int, world_size: int, group_size: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(group) for group in _dealt_groups(version, world_size, group_size))
 
 
 def _is_power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
-
-
-def _butterfly_groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
-    across = ~sum(_butterfly_masks(version, world_size, group_size))
-    members: dict[int, list[int]] = {}
-    for rank in range(world_size):
-        members.setdefault(rank & across, []).append(rank)
-    return list(members.values())
 
 
 def _butterfly_masks(version: int, world_size: int, group_size: int) -> list[int]:
@@ -82,12 +62,13 @@ def _butterfly_masks(version: int, world_size: int, group_size: int) -> list[int
     return [1 << (shift + r) % global_phases for r in range(group_phases)]
 
 
-def _dealt_groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
+@lru_cache(maxsize=32)  # many ranks of one process ask for the same ones
+def _dealt_groups(version: int, world_size: int, group_size: int) -> list[tuple[int, ...]]:
     num_groups = -(-world_size // group_size)
     bounds = [-(-world_size * g // num_groups) for g in range(num_groups + 1)]
     dealt = _deal(list(range(world_size)), bounds)
     order = _iterate(dealt, version)
-    return [sorted(order[a:b]) for a, b in pairwise(bounds)]
+    return [tuple(sorted(order[a:b])) for a, b in pairwise(bounds)]
 
 
 def _deal(order: list[int], bounds: list[int]) -> list[int]:
@@ -105,14 +86,6 @@ def _iterate(permutation: list[int], times: int) -> list[int]:
         permutation = [permutation[i] for i in permutation]
         times >>= 1
     return result
-
-
-def exponential_neighbours(rank: int, world_size: int) -> list[int]:
-    """Returns the ranks 1, 2, 4, ... after a rank, around the circle.
-
-    What every rank passes on to these reaches all within log2 P hops, rounded up.
-    """
-    return [(rank + (1 << k)) % world_size for k in range((world_size - 1).bit_length())]
 
 
 # ---- directed graphs that change with the step: to whom a rank pushes ----

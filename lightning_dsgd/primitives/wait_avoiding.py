@@ -179,7 +179,8 @@ class WaitAvoiding:
         self._is_settled = False
         self._asked_for = -1  # the newest version that others wait for this rank to activate
         self._num_unacknowledged = 0
-        self._tells = topology.exponential_neighbours(net.rank, net.world_size)
+        size = net.world_size  # what is passed on to 1, 2, 4, ... ahead reaches all in log2 P hops
+        self._tells = topology.out_peers("exponential", 0, net.rank, size, num_peers=size)
         self._num_done = 0  # of as many that tell this rank, how many pass nothing on any more
         self._finish_at: int | None = None
         self._lane = net.spawn_lane(self._serve, "wait-avoiding")

@@ -227,7 +227,7 @@ TABLE = {
         has_outer_optimizer=True,
         accuracy=1.0,
     ),
-    "dpsgd": Row("dpsgd", lambda p, size: len(topology.ring(0, p)) * size),
+    "dpsgd": Row("dpsgd", lambda p, size: len(topology.neighbours("ring", 0, p)) * size),
     "wagma": wagma(copies=2),
     "wagma_overlap": wagma(":overlap=true", copies=3),
     "wagma_paper": wagma(base=f"wagma:{SYNC}:paper=true", copies=2, is_delayed=True),

@@ -27,19 +27,20 @@ def matrix(graph: str, step: int, world_size: int, num_peers: int = 1, seed: int
 # ---- neighbours ----
 def test_the_neighbours_on_the_ring_are_mutual_and_at_most_two() -> None:
     for world_size, rank in ((size, rank) for size in UP_TO_40 for rank in range(size)):
-        peers = topology.ring(rank, world_size)
+        peers = topology.neighbours("ring", rank, world_size)
         assert len(peers) == min(2, world_size - 1)
         assert rank not in peers
-        assert all(rank in topology.ring(peer, world_size) for peer in peers)
+        assert all(rank in topology.neighbours("ring", p, world_size) for p in peers)
 
 
 @pytest.mark.parametrize("world_size", UP_TO_40)
 def test_news_to_exponential_neighbours_reach_all_in_log_p_hops(world_size: int) -> None:
+    sizes = world_size, world_size
+    tells = [topology.out_peers("exponential", 0, rank, *sizes) for rank in range(world_size)]
     known = {0}
     for _ in range(math.ceil(math.log2(world_size))):
-        known |= {p for rank in known for p in topology.exponential_neighbours(rank, world_size)}
+        known |= {p for rank in known for p in tells[rank]}
     assert known == set(range(world_size))
-    tells = [topology.exponential_neighbours(rank, world_size) for rank in range(world_size)]
     for rank in range(world_size):
         assert sum(peers.count(rank) for peers in tells) == len(tells[rank])
 
@@ -67,9 +68,6 @@ def test_groups_partition_the_ranks_into_nearly_equal_sizes(world_size: int) -> 
             sizes = {len(group) for group in groups}
             assert max(sizes) - min(sizes) <= 1
             assert max(sizes) <= size
-            for rank in range(world_size):
-                group = next(group for group in groups if rank in group)
-                assert list(topology.group_of(rank, version, world_size, size)) == group
 
 
 @pytest.mark.parametrize("world_size", range(2, 41))

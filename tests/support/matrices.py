@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_dsgd.primitives.topology import out_peers, ring
+from lightning_dsgd.primitives.topology import neighbours, out_peers
 
 
 def ring_matrix(world_size: int) -> list[list[float]]:
     """W of the ring: equal weights for a rank and its neighbours; symmetric, doubly stochastic."""
     rows = []
     for rank in range(world_size):
-        members = [rank, *ring(rank, world_size)]
+        members = [rank, *neighbours("ring", rank, world_size)]
         rows.append([1 / len(members) if j in members else 0.0 for j in range(world_size)])
     return rows
 
