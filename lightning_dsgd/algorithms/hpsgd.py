@@ -138,14 +138,7 @@ class HPSGD(Algorithm):
         self.samples = self.no_samples()
         self.num_syncs = self.num_synced_steps = 0
         self.in_flight: Receipt | None = None
-        if net.rank == 0:
-            bound = self.max_local_steps
-            outer_optimizer.warn_of_rates(
-                self.outer_lr,
-                self.outer_momentum,
-                nesterov=True,
-                local_steps=None if bound is None else ("max_local_steps", bound),
-            )
+        outer_optimizer.warn_of_rates(net, self, "max_local_steps", nesterov=True)
         self._connect(net)
 
     def _connect(self, net: Transport) -> None:

@@ -77,13 +77,7 @@ class NoLoCo(Algorithm):
                 f"pull={limit / 2:.2g}",
                 stacklevel=2,
             )
-        if net.rank == 0:
-            outer_optimizer.warn_of_rates(
-                self.outer_lr,
-                self.outer_momentum,
-                nesterov=False,
-                local_steps=("sync_period", self.sync_period),
-            )
+        outer_optimizer.warn_of_rates(net, self, "sync_period", nesterov=False)
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         if self.outer.model is None or not (self.version or self.steps_since):

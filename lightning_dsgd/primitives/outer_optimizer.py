@@ -88,20 +88,21 @@ class OuterOptimizer:
         )
 
 
-def warn_of_rates(
-    lr: float, factor: float, *, nesterov: bool, local_steps: tuple[str, int] | None
-) -> None:
+def warn_of_rates(net: Transport, owner: Any, option: str, *, nesterov: bool) -> None:
     """Warns of an outer optimizer that diverges, or that is a larger learning rate in disguise.
 
     Where the local steps reach the minimum, D is the whole way there, and W is a quadratic's
     gradient descent with the curvature 1.
 
     Args:
-        lr: outer learning rate
-        factor: outer momentum
+        net: of which rank 0 warns
+        owner: the algorithm, with its `outer_lr` and `outer_momentum`
+        option: the option of `owner` that says how many local steps there are per average, if any
         nesterov: the kind of momentum
-        local_steps: the option that says how many there are per average, if any, and its value
     """
+    if net.rank:
+        return
+    lr, factor, num_steps = owner.outer_lr, owner.outer_momentum, getattr(owner, option)
     given = f"outer_lr={lr} and outer_momentum={factor}"
     limit = 2 * (1 + factor) / (1 + 2 * factor) if nesterov else 2 * (1 + factor)
     if lr >= limit:
@@ -110,8 +111,7 @@ def warn_of_rates(
             f"wherever the local steps reach a minimum, got {given}; try outer_lr=0.7"
         )
     rate = lr / (1 - factor)
-    if local_steps is not None and rate > LARGE_RATE and local_steps[1] < FEW_STEPS:
-        option, num_steps = local_steps
+    if num_steps is not None and rate > LARGE_RATE and num_steps < FEW_STEPS:
         _warn(
             f"outer_lr / (1 - outer_momentum) should be at most {LARGE_RATE:.0f} with fewer than "
             f"{FEW_STEPS} local steps per average, got {given} with {option}={num_steps}: "

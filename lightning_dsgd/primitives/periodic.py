@@ -77,9 +77,7 @@ class PeriodicAverage(Algorithm):
 
     sync_period: int = at_least(1, default=8, doc="number of steps from one average to the next")
     outer_lr: float = above(
-        0,
-        default=1.0,
-        doc="learning rate of the outer optimizer, which steps once per average",
+        0, default=1.0, doc="learning rate of the outer optimizer, which steps once per average"
     )
     outer_momentum: float = at_least(0, below=1, default=0.0, doc="momentum of the outer optimizer")
     outer_nesterov: bool = setting(
@@ -132,8 +130,7 @@ class PeriodicAverage(Algorithm):
                 f"got num_fragments={self.num_fragments} with sync_period={self.sync_period}; try "
                 f"num_fragments={self.sync_period}"
             )
-        most = self.sync_period // self.num_fragments
-        if self.overlap_steps > most:
+        if self.overlap_steps > (most := self.exchange_period):
             raise ValueError(
                 "overlap_steps must be at most sync_period / num_fragments, as one sum travels at "
                 f"a time, got overlap_steps={self.overlap_steps} with "
@@ -160,22 +157,13 @@ class PeriodicAverage(Algorithm):
         self.kept = quantised.keep(net, x, self.wire_dtype)
         self.samples = self.no_samples(self.num_fragments)
         is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
-        self.outer = (
-            None
-            if is_plain
-            else OuterOptimizer(self.outer_lr, self.outer_momentum, nesterov=self.outer_nesterov)
-        )
+        made = OuterOptimizer(self.outer_lr, self.outer_momentum, nesterov=self.outer_nesterov)
+        self.outer = None if is_plain else made
         self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
         self.background = _Background(net, self._change) if self.overlap_steps else None
         has_calls = conditions.claims_batches and self.background is None
         self.calls = _Calls(net.sub("calls")) if has_calls else None
-        if net.rank == 0:
-            outer_optimizer.warn_of_rates(
-                self.outer_lr,
-                self.outer_momentum,
-                nesterov=self.outer_nesterov,
-                local_steps=("sync_period", self.sync_period),
-            )
+        outer_optimizer.warn_of_rates(net, self, "sync_period", nesterov=self.outer_nesterov)
 
     # ---- the training thread ----
 
