@@ -54,7 +54,7 @@ test-stops: $(INSTALLED)
 	$(BIN)/python tests/stops.py --seed $(SEED) -- $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"
 
 test-versions: | $(BIN)/python
-	$(BIN)/python tests/versions.py --folder $(VENV)/versions
+	$(BIN)/python tests/versions.py --folder $(VENV)/versions --output docs/results/getting_started/versions.json
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

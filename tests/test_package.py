@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -458,17 +459,23 @@ def test_only_versions_that_the_smoke_ran_with_are_admitted() -> None:
     """From the oldest minor release to the newest; docs/getting_started.md tells what ran."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     page = (ROOT / "docs" / "getting_started.md").read_text()
-    combinations = runpy.run_path(str(ROOT / "tests" / "versions.py"))["COMBINATIONS"]
-    for package, versions in zip(
-        ("torch", "lightning"), zip(*combinations, strict=True), strict=True
-    ):
+    script = runpy.run_path(str(ROOT / "tests" / "versions.py"))
+    ran = {row["wanted"]: row for row in json.loads((ROOT / script["RESULT"]).read_text())["rows"]}
+    assert {*ran} <= {*map("/".join, script["COMBINATIONS"])}
+    _, *both = zip(*(name.split("/") for name in ran), strict=True)
+    for package, versions in zip(("torch", "lightning"), both, strict=True):
         minors = sorted(tuple(map(int, version.split(".")[:2])) for version in versions)
         (first, since), (last, until) = minors[0], minors[-1]
         malware = ",!=2.6.2,!=2.6.3" if package == "lightning" else ""
         admitted = f"{package}>={first}.{since},<{last}.{until + 1}{malware}"
         assert admitted in project["dependencies"]
-    for torch, lightning in combinations:
-        assert f"| {torch} | {lightning} | " in page
+    for name, row in ran.items():
+        _, torch, lightning = name.split("/")
+        assert row["passed"]
+        assert f"| {row['python']} | {torch} | {lightning} | `make test-versions`" in page
+    for test in script["SMOKE"]:
+        file, _, name = test.partition("::")
+        assert f"def {name}" in (ROOT / file).read_text(), test
 
 
 def test_the_changelog_has_what_is_unreleased_and_a_released_version() -> None:

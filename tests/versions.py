@@ -1,31 +1,35 @@
 """Runs a smoke of all strategies with other versions: `make test-versions`.
 
-    python tests/versions.py [--folder FOLDER] [--only TORCH/LIGHTNING]
+    python tests/versions.py [--folder FOLDER] [--only PYTHON/TORCH/LIGHTNING] [--output FILE]
 
-Makes a virtual environment for each combination, of some GB where pip finds no CPU build of torch,
-and prints a table of what ran, as docs/getting_started.md has it.
+Makes a virtual environment for each Python and torch, of 5 GB where pip finds no CPU build of
+torch, and removes it before it makes the next one.  docs/getting_started.md shows what ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import re
+import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 COMBINATIONS = (
-    ("2.8.0", "2.6.0"),
-    ("2.8.0", "2.6.6"),
-    ("2.11.0", "2.6.6"),
-    ("2.13.0", "2.6.0"),
-    ("2.13.0", "2.6.6"),
-    ("2.14.1", "2.6.6"),
+    ("3.11", "2.8.0", "2.6.0"),
+    ("3.11", "2.8.0", "2.6.6"),
+    ("3.11", "2.9.1", "2.6.6"),
+    ("3.12", "2.11.0", "2.6.6"),
+    ("3.11", "2.13.0", "2.6.0"),
+    ("3.11", "2.13.0", "2.6.6"),
+    ("3.11", "2.14.1", "2.6.6"),
 )
-"""Of torch and Lightning: the oldest and the newest that pyproject.toml admits, and between."""
+"""Python, torch and Lightning: the oldest and newest that pyproject.toml admits, and between."""
+RESULT = "docs/results/getting_started/versions.json"
 SMOKE = (
     "tests/test_versions.py",
     "tests/trainer/test_works_with.py::test_a_feature_ends_in_one_model",
@@ -38,43 +42,75 @@ SMOKE = (
 """All strategies and a resume; and what stands on private parts of torch and Lightning."""
 
 
-def install(folder: Path, torch: str, lightning: str) -> Path:
-    """The interpreter of a virtual environment with these versions."""
-    python = folder / f"torch-{torch}-lightning-{lightning}" / "bin" / "python"
-    if not python.exists():
-        venv.create(python.parents[1], with_pip=True)
+def interpreter(version: str) -> str:
+    """A Python of this version: the one that runs, one beside it (pyenv), or one on PATH."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    beside = sorted(Path(sys.base_prefix).parent.glob(f"{version}.*/bin/python"))
+    found = str(beside[-1]) if beside else shutil.which(f"python{version}")
+    if found is None:
+        raise SystemExit(f"python{version} must be on PATH, or beside {sys.base_prefix}")
+    return found
+
+
+def install(folder: Path, python: str, torch: str, lightning: str) -> Path:
+    """The interpreter of a virtual environment with these versions; the one before is removed."""
+    target = folder / f"python-{python}-torch-{torch}"
+    for other in folder.glob("python-*"):
+        if other != target:
+            shutil.rmtree(other)
+    inside = target / "bin" / "python"
+    if not inside.exists():
+        subprocess.run([interpreter(python), "-m", "venv", str(target)], check=True)
     wanted = [f"torch=={torch}", f"lightning=={lightning}", f"pytorch-lightning=={lightning}"]
-    pip = [str(python), "-m", "pip", "install", "--quiet"]
     tools = ["pytest", "pytest-timeout", "pytest-xdist", "psutil", "tensorboardX"]
+    pip = [str(inside), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
     subprocess.run([*pip, *wanted, *tools, "-e", str(ROOT)], check=True)
-    return python
+    return inside
 
 
-def smoke(python: Path) -> tuple[bool, str]:
-    """Whether all passed, and what pytest says at the end."""
+def smoke(python: Path) -> dict[str, Any]:
+    """Which versions ran, whether all passed, and what pytest says at the end."""
+    modules = "platform.python_version(), torch.__version__, lightning.__version__"
+    names = f"import platform, torch, lightning; print({modules})"
+    told = subprocess.check_output([python, "-c", names], text=True)
+    row = dict(zip(("python", "torch", "lightning"), told.split(), strict=True))
     command = [str(python), "-m", "pytest", "-q", *SMOKE, "-m", "not exhaustive or versions"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         print(done.stdout)
-    return done.returncode == 0, done.stdout.strip().splitlines()[-1]
+    last = [f"pytest ended with {done.returncode}", *done.stdout.strip().splitlines()][-1]
+    said = re.sub(r" in [\d.]+s.*", "", last).strip("= ")
+    date = str(datetime.date.today())
+    return {**row, "passed": done.returncode == 0, "said": said, "date": date}
+
+
+def keep(row: dict[str, Any], output: Path) -> None:
+    """Adds a row to a result file, in place of one of the same combination."""
+    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    rows = [*(other for other in rows if other["wanted"] != row["wanted"]), row]
+    lines = ",\n".join(f"  {json.dumps(other)}" for other in rows)
+    command = f"python tests/versions.py --output {RESULT}"
+    output.write_text(f'{{\n "command": "{command}",\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions")
-    parser.add_argument("--only", help="one combination, as 2.13.0/2.6.0")
+    parser.add_argument("--only", help="one combination, as 3.11/2.13.0/2.6.0")
+    parser.add_argument("--output", type=Path, help="a JSON file, whose rows are kept or replaced")
     args = parser.parse_args()
-    lines, failed = [], False
-    for torch, lightning in COMBINATIONS:
-        if args.only in (None, f"{torch}/{lightning}"):
-            print(f"torch {torch}, Lightning {lightning}: installing, then testing", flush=True)
-            passed, said = smoke(install(args.folder, torch, lightning))
-            failed |= not passed
-            outcome = re.sub(r" in [\d.]+s.*", "", said).strip("= ")
-            lines.append(f"| {sys.version.split()[0]} | {torch} | {lightning} | {outcome} |")
-    print(f"\n{datetime.date.today()}\n\n| Python | torch | Lightning | smoke |\n|---|---|---|---|")
-    print("\n".join(lines))
-    sys.exit(failed)
+    has_passed = True
+    for combination in COMBINATIONS:
+        name = "/".join(combination)
+        if args.only in (None, name):
+            print(f"Python, torch and Lightning {name}: installing, then testing", flush=True)
+            row = {"wanted": name, **smoke(install(args.folder, *combination))}
+            print(row, flush=True)
+            has_passed &= row["passed"]
+            if args.output:
+                keep(row, args.output)
+    sys.exit(not has_passed)
 
 
 if __name__ == "__main__":
