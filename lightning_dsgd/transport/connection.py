@@ -268,7 +268,7 @@ class Connection:
         if self._header is not None and not is_news(self._header[3]):
             payload = buffer(self._payload.numel(), self._payload.dtype)
             bytes_of(payload)[: self._read] = self._target[: self._read]
-            self._payload, self._target = payload, bytes_of(payload)
+            self._payload, self._target, self._expected = payload, bytes_of(payload), None
 
     def _end_message_if_read(self) -> None:
         if self._header is None or self._read < len(self._target):
