@@ -1,13 +1,9 @@
-r"""Does a period that grows as the learning rate falls cost `local_sgd` quality?
+"""Does a period that grows as the learning rate falls cost `local_sgd` quality?
 
     python benchmarks/growing_period.py --output docs/results/choosing/growing_period.json
 
-    period = max(H, H (lr_max / (2 lr))^2), at most 64
-
-The quadratic synchronisation rule (Gu et al., 2023, https://arxiv.org/abs/2310.14423): H steps from
-one average to the next while the learning rate is above half its maximum, more below.  Legend: H
-sync_period, lr the learning rate, lr_max its maximum.  Ranks are simulated, as in `lightning-dsgd
-bench target`: digits, epochs of 30 steps, claimed batches, all-reduce's own learning rate.
+Ranks are simulated, as in `lightning-dsgd bench target`: digits, epochs of 30 steps, claimed
+batches, all-reduce's own learning rate.
 """
 
 from __future__ import annotations
@@ -16,12 +12,10 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
-from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.lab.bench import target_cell
 from lightning_dsgd.lab.bench.cells import Cell, finish, measured
 from lightning_dsgd.lab.bench.situations import SITUATIONS
@@ -30,39 +24,13 @@ from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance
 
 SETTINGS: Final = {"task": "digits", "steps": 120, "epoch_steps": 30, "validation_s": 1.0}
-MOST: Final = 64
 BASELINE: Final = "allreduce"
-
-
-def period(shortest: int, share: float) -> int:
-    """Returns the number of steps to the next average, at a share of the highest rate."""
-    return min(max(shortest, int(shortest * (0.5 / max(share, 1e-6)) ** 2)), MOST)
-
-
-class _Training(target_cell.Training):
-    share = 1.0  # of the highest rate, at the step of the rank whose turn it is
-
-    def share_of_lr(self, step: int) -> float:
-        _Training.share = super().share_of_lr(step)
-        return _Training.share
-
-
-@dataclass
-class Growing(LocalSGD):
-    """`local_sgd` whose period follows the learning rate."""
-
-    name: ClassVar[str] = "growing"
-
-    def _span(self, length: int) -> slice:
-        if length == self.sync_period:  # the period, and not the weights
-            return slice(0, period(length, _Training.share))
-        return super()._span(length)
+GROWING: Final = "local_sgd:sync_period=2,local_sgd:sync_period=2:growing_period=true"
 
 
 def measure(cells: Sequence[Cell]) -> Iterator[Cell]:
     """Trains each cell; only `allreduce` gets as many batches for every rank."""
     for cell in cells:
-        _Training.share = 1.0
         data = {} if cell["strategy"] == BASELINE else {"data": "claimed"}
         yield cell | target_cell.run(cell | data, SETTINGS)
 
@@ -82,15 +50,13 @@ def row(name: str, spec: str, cells: list[Cell]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--strategies", default="local_sgd:sync_period=2,growing:sync_period=2")
+    parser.add_argument("--strategies", default=GROWING)
     parser.add_argument("--situations", default="random,slow-rank,heavy-tail")
     parser.add_argument("--lr", type=float, default=0.8)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--output", type=Path, default=Path("growing_period.json"))
     args = parser.parse_args()
-    known = in_force([BASELINE, *args.strategies.split(",")], [8])  # without `growing`
-    ALGORITHMS[Growing.name] = Growing
-    target_cell.Training = _Training  # type: ignore[misc]
+    known = in_force([BASELINE, *args.strategies.split(",")], [8])
     specs, names = [BASELINE, *args.strategies.split(",")], args.situations.split(",")
     cells = measured(
         [
@@ -106,7 +72,7 @@ def main() -> None:
     rows = [row(name, spec, cells) for name in names for spec in specs]
     for each in rows:
         print({k: v for k, v in each.items() if k != "to_target"})
-    settings = SETTINGS | {"lr": args.lr, "seeds": args.seeds, "most": MOST}
+    settings = SETTINGS | {"lr": args.lr, "seeds": args.seeds}
     curves = [
         {k: c[k] for k in ("situation", "strategy", "seed", "seconds", "value")} for c in cells
     ]

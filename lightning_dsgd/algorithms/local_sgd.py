@@ -5,7 +5,8 @@
 
 Differs from the paper: any optimizer makes the local step, and its state stays local; a rank that
 has run out of data continues to take part in the averages with the weights it has.  Not in the
-paper: the outer optimizer, fragments, overlap and rounded sums (`primitives/periodic.py`).
+paper: the outer optimizer, fragments, overlap, rounded sums and a growing period
+(`primitives/periodic.py`).
 
 Every rank waits for every other once per period, and then sends 2(P-1)/P |x| and one integer.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_dsgd.algorithm import Profile
+from lightning_dsgd.hyperparameters import setting
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 
 
@@ -30,4 +32,10 @@ class LocalSGD(PeriodicAverage):
         sends="2(P-1)/P |x| / `sync_period`",
         memory="none; |x| with an outer optimizer, |x| more with momentum, 2 |x| more "
         "with a `wire_dtype`, 2 |x| / `num_fragments` more with `overlap_steps`",
+    )
+
+    growing_period: bool = setting(  # type: ignore[misc]
+        default=False,
+        doc="if True, `sync_period` is what the period begins with; it grows as the learning rate "
+        "falls, at most 32 times",
     )

@@ -221,7 +221,11 @@ SITUATIONS: Final = {
         "no memory left",
         "no memory left",
         (
-            Choice(FIRST, "local_sgd", "It needs no copy of the weights."),
+            Choice(
+                FIRST,
+                "local_sgd",
+                "It needs no copy of the weights. With DDP's rate set `sync_period=2`.",
+            ),
             Choice(THEN, "wagma:wait_avoiding=false", "Nor does this."),
         ),
     ),

@@ -30,6 +30,15 @@ first rank that has made sync_period steps since the last average calls all othe
 part after the step in hand.  So a slow rank holds up the others for a step, and not for a period.
 With overlap_steps each rank counts its own steps.
 
+**A growing period.**  With LocalSGD's growing_period=True the steps to the next average become
+
+    H <- max(sync_period, sync_period (lr_max / (2 lr))^2), at most 32 sync_period
+
+the quadratic synchronisation rule (Gu et al., 2023, https://arxiv.org/abs/2310.14423).  Legend: lr
+the largest rate of the optimizer at the average, lr_max the highest so far.  Rates differ where
+ranks claim their batches.  So each rank that steps sends its H, and all go on with the mean of
+these, the same number on every rank.
+
 **Rounded sums.**  With a wire_dtype the ranks send D's parts rounded, and send what is rounded off
 the next time (`quantised.py`).
 
@@ -49,7 +58,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -64,6 +73,7 @@ from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
 from lightning_dsgd.transport import Receipt, Transport
 
 _WORDS = torch.empty(0, dtype=torch.int64)
+_MOST: Final = 32  # how many times sync_period a growing period is
 
 Weight = tuple[Tensor, Tensor]
 """A rank's samples in a mean, and what becomes those of all; of no element if none are counted."""
@@ -101,6 +111,8 @@ class PeriodicAverage(Algorithm):
     """What the pieces are: of equal size, or of whole "layers"."""
     mixing: ClassVar[float | None] = None
     """The share of a rank's own weights when a sum comes; None adds what the sum changes."""
+    growing_period: ClassVar[bool] = False
+    """Whether the period grows as the learning rate falls."""
 
     @property
     def follows_time(self) -> bool:  # type: ignore[override]
@@ -150,7 +162,12 @@ class PeriodicAverage(Algorithm):
                 'fragments="layers" needs to be told where layers lie, as a `Replica` does, got '
                 'nothing of them; set fragments="equal"'
             )
+        if self.growing_period and conditions.optimizer is None:
+            raise ValueError(
+                "growing_period needs an optimizer, whose rate it follows, got none; leave it out"
+            )
         self.round = 0
+        self.period, self.highest_lr = self.sync_period, 0.0
         self.steps_since_sync = 0  # since the last round
         self.pending: tuple[int, Tensor] | None = None  # where, and what a finished sum adds to x
         self.bounds = conditions.fragments or evenly(len(x), self.num_fragments)
@@ -180,7 +197,7 @@ class PeriodicAverage(Algorithm):
             self.background.check()
         if self.steps_since_sync >= self.overlap_steps:
             self._merge(x)
-        share = self._share_of(evenly(self.sync_period, self.num_fragments))
+        share = self._share_of(evenly(self.period, self.num_fragments))
         is_due = self.steps_since_sync >= share.stop - share.start  # more, if a resume shortened it
         if is_due or (self.calls is not None and self.calls.is_called()):
             self._take_part(x, active=True)
@@ -201,11 +218,12 @@ class PeriodicAverage(Algorithm):
         """Takes part in the next round; returns whether there is one: not if all stand still."""
         span, fragment = self._share_of(self.bounds), self.round % self.num_fragments
         mine = self.samples[fragment : fragment + 1]
-        weight = mine.clone(), mine.clone()
+        weight = mine.clone(), torch.cat([mine, self._wish() * active])
         if self.background is None:
             count = num_active if self.calls is None else self.calls.num_active
             if not count(self.net, active=active, counts=weight[1]):
                 return False
+            self._take_period(weight[1])
             self._merge(x)  # what a resume has brought
             self._average(self.net, x[span], span, weight)
         else:
@@ -215,12 +233,28 @@ class PeriodicAverage(Algorithm):
                 correction = self.background.wait()
                 if correction is None:
                     return False
+                self._take_period(weight[1])
                 self._merge(x)
                 self.pending = span.start, correction
         self.round += 1
         self.steps_since_sync = 0
         mine.zero_()
         return True
+
+    def _wish(self) -> Tensor:
+        """Returns this rank's period by its learning rate, and 1; nothing if periods are equal."""
+        if not self.growing_period:
+            return _WORDS
+        assert self.conditions.optimizer is not None, "checked in start"
+        lr = max(float(group["lr"]) for group in self.conditions.optimizer.param_groups)
+        self.highest_lr = max(self.highest_lr, lr)
+        growth = (0.5 * self.highest_lr / lr) ** 2 if lr > 0 else _MOST
+        return torch.tensor([int(self.sync_period * min(max(1.0, growth), _MOST)), 1])
+
+    def _take_period(self, sums: Tensor) -> None:
+        """Goes on with the mean of the periods that the stepping ranks wish."""
+        if self.growing_period and sums[-1]:
+            self.period = int(sums[-2] // sums[-1])
 
     def _with_pending(self, x: Tensor, span: slice) -> Tensor:
         """Returns a copy of a fragment plus the correction that is still pending."""
@@ -239,6 +273,7 @@ class PeriodicAverage(Algorithm):
         if self.background is not None and self.background.in_flight is not None:
             correction = self.background.wait()
             assert correction is not None, "this rank was active in that round"
+            self._take_period(self.background.weight[1])
             self.pending = self.background.span.start, correction
 
     def _merge(self, x: Tensor) -> None:
@@ -282,6 +317,8 @@ class PeriodicAverage(Algorithm):
             state |= {"num_unshared": self.num_unshared, **self.outer.state_dict()}
         if self.kept is not None:
             state["kept"] = self.kept.clone()
+        if self.growing_period:
+            state |= {"period": self.period, "highest_lr": self.highest_lr}
         if self.pending is not None:
             state["pending_at"], correction = self.pending
             state["pending"] = correction.clone()
@@ -293,6 +330,8 @@ class PeriodicAverage(Algorithm):
         if len(state.get("samples", ())) == len(self.samples) > 0:
             self.samples.copy_(state["samples"])
         self.round = state.get("round", 0)
+        self.period = state.get("period", self.period) if self.growing_period else self.sync_period
+        self.carry_over(state, self.net.world_size)
         if "pending" in state and state.get("mixes", False) != (self.mixing is not None):
             raise ValueError(
                 "mixing must be a number, or None, as when the checkpoint was saved: a sum was "
@@ -307,6 +346,12 @@ class PeriodicAverage(Algorithm):
         if self.kept is not None and "kept" in state:
             self.kept.copy_(state["kept"])
 
+    def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
+        self.highest_lr = state.get("highest_lr", self.highest_lr)
+
+    def metrics(self) -> dict[str, float]:
+        return {"sync_period": float(self.period)} if self.growing_period else {}
+
     # ---- the lane, with `overlap_steps`, and else the training thread ----
 
     def _average(self, net: Transport, piece: Tensor, span: slice, weight: Weight) -> None:
@@ -314,15 +359,16 @@ class PeriodicAverage(Algorithm):
 
         While a sum is in flight, the lane owns W, v and what was rounded off.
         """
+        own, total = weight[0], weight[1][: len(weight[0])]  # without what a period is chosen by
         if self.outer is None:
-            agreement.weigh(net, piece, *weight)
+            agreement.weigh(net, piece, own, total)
             agreement.average(net, piece)
             return
         if self.num_unshared:
             self.outer.share(net, span)
             self.num_unshared -= 1
         piece -= self.outer.part(span)
-        agreement.weigh(net, piece, *weight)
+        agreement.weigh(net, piece, own, total)
         kept = None if self.kept is None else self.kept[span]
         quantised.average(net, piece, kept, self.wire_dtype)
         self.outer.step(piece, span)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from lightning_dsgd.algorithms.diloco import DiLoCo
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.primitives.periodic import PeriodicAverage
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
 from tests.support.rank import Rank
 
 N = 100
@@ -114,6 +116,60 @@ def test_a_slow_rank_that_claims_holds_up_for_a_step(claims: bool, num_fragments
     assert sum(num_own) == 56
     assert (max(seconds) < 24) == claims
     assert (num_own[3] < 12) == claims
+
+
+# ---- a growing period ----
+RATES = [0.5] * 2 + [1.0] * 6 + [0.25] * 16 + [0.0] * 80
+
+
+@pytest.mark.parametrize("resumed_at", [None, 13])
+@pytest.mark.parametrize("options", [{}, {"overlap_steps": 1}, {"num_fragments": 2}])
+def test_a_period_grows_as_the_rate_falls(options: Any, resumed_at: int | None) -> None:
+    """Meetings are 2 steps apart, then 8 at a quarter of the rate, and 64 at none."""
+
+    def train(net: Any) -> list[int]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        make = partial(LocalSGD, 2, growing_period=True, **options)
+        rank, met = Rank(net, make(), torch.zeros(N), Conditions(optimizer=optimizer)), []
+        for step, lr in enumerate(RATES):
+            if step == resumed_at:
+                rank.settle()
+                rank.resume(make())
+            optimizer.param_groups[0]["lr"] = lr
+            before = rank.algorithm.round  # type: ignore[attr-defined]
+            rank.step(float(net.rank))
+            met += [step + 1] * (rank.algorithm.round > before)  # type: ignore[attr-defined]
+        rank.finish()
+        return met
+
+    share = options.get("num_fragments", 1)
+    expected, wish = [0], 2
+    while (end := expected[-1] + wish // share) <= len(RATES):
+        expected.append(end)
+        highest = max(RATES[m - 1] for m in expected[1:])
+        wish = 2 * round(min(max(1.0, (highest / 2 / max(RATES[end - 1], 1e-9)) ** 2), 32))
+    for met in SimulatedWorld(3).run(train):
+        assert met == expected[1:]
+
+
+def test_ranks_with_other_rates_go_on_with_the_mean_of_their_periods() -> None:
+    left = list(range(60))
+
+    def train(net: Any) -> list[int]:
+        rates = SimpleNamespace(param_groups=[{"lr": 1.0}])
+        conditions = Conditions(claims_batches=True, optimizer=rates)  # type: ignore[arg-type]
+        rank, periods = Rank(net, LocalSGD(2, growing_period=True), torch.zeros(N), conditions), []
+        while left:
+            left.pop()
+            rates.param_groups[0]["lr"] = 0.25 if net.rank and len(left) < 40 else 1.0
+            rank.step(1.0, seconds=1.0 + net.rank)
+            periods.append(rank.algorithm.period)  # type: ignore[attr-defined]
+        rank.finish()
+        return list(dict.fromkeys(periods))
+
+    assert SimulatedWorld(2).run(train) == [[2, 5]] * 2
+    with pytest.raises(RankFailed, match="growing_period needs an optimizer"):
+        SimulatedWorld(1).run(lambda net: Rank(net, LocalSGD(growing_period=True), torch.zeros(N)))
 
 
 # ---- messages ----

@@ -118,7 +118,8 @@ class Training:
         num_own = 0
         weights.grad = g
         with torch.no_grad():
-            algorithm.start(net, x, Conditions(claims_batches=self.epochs.is_claimed))
+            claims = self.epochs.is_claimed
+            algorithm.start(net, x, Conditions(claims_batches=claims, optimizer=optimizer))
             scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
             for batch in self.epochs.batches(rank):
                 if batch is None:

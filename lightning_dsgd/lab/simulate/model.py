@@ -8,8 +8,9 @@ count for what they are.  Collectives are the package's own too, so their time f
 their messages.
 
 With the figures of `lightning-dsgd probe`, sending, adding, unpacking and selecting take processor
-time, for which the ranks of a machine compete, and the ranks of a node share its uplink.  Not
-simulated: other costs of a step (`Machine.compute_s` includes them), and links inside the network.
+time, for which the ranks of a machine compete, and the ranks of a node share its uplink.  The
+learning rate, which a growing period follows, falls as a cosine.  Not simulated: other costs of a
+step (`Machine.compute_s` includes them), and links inside the network.
 
 Legend: P ranks, n elements of the stand-in, k selected ones.
 """
@@ -25,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -199,7 +201,8 @@ def _run_rank(
     source = torch.Generator().manual_seed(net.rank)
     # Ranks move apart: what is sent may depend on how far, as with popsgd's one byte per weight.
     update = torch.randn(num_elements, generator=torch.Generator().manual_seed(net.rank))
-    algorithm.start(net, x, Conditions(claims_batches=dealt.is_claimed))
+    rate: Any = SimpleNamespace(param_groups=[{"lr": 1.0}])
+    algorithm.start(net, x, Conditions(claims_batches=dealt.is_claimed, optimizer=rate))
     scaling = step_scaling.made_for(algorithm, net.sub("steps"), x)
     net.barrier().wait()
     begin_s, before = net.now(), net.counters.bytes_sent
@@ -213,6 +216,8 @@ def _run_rank(
                 scaling.settle()
             continue
         seconds = _cyclic(compute_s[net.rank], len(done_s))
+        done = dealt.step_of(batch) / dealt.num_steps
+        rate.param_groups[0]["lr"] = (1 + math.cos(math.pi * done)) / 2
         g = x[:0]
         if isinstance(algorithm, ErrorFeedback):  # which entries are large decides what is sent
             g = torch.randn(num_elements, generator=source)
