@@ -1,24 +1,32 @@
-"""The papers' scaling figures, drawn again from the simulation, beside what their texts state.
+"""The papers' figures and tables, made again in the simulated world, beside what their texts state.
 
-One function per figure.  The results of the figures asked for replace those in the file; plots and
-table are of all that are in it.
+One function per figure: of speed, from the papers' machines, or of quality, from small tasks that
+are trained (`paper_training.py`).  The results of the figures asked for replace those in the file.
 
     python benchmarks/paper_figures.py [--figures wagma_4 ...] [--shrink 4]
+
+In figures of quality each strategy is trained with the seeds 0 and 1 and one learning rate: the one
+of LRS with which the baseline ends best with the seed 100.  Their cells are kept in --cells, so
+that a command that was interrupted goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import matplotlib as mpl
+import paper_training
 from tqdm import tqdm
 
+from lightning_dsgd.lab.bench.cells import Cell, measured
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.comparison import compare, plot
 from lightning_dsgd.lab.simulate.machines import MACHINES
@@ -27,16 +35,34 @@ Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[1]
 LOCAL = "local_sgd:sync_period=1"
 """What the WAGMA paper calls local SGD, unless it says otherwise."""
+TUNING_SEED: Final = 100
+SEEDS: Final = (0, 1)
+LRS: Final = (0.1, 0.2, 0.4, 0.8)
+TRAINED: Final = {
+    **{"task": "digits", "momentum": None, "nesterov": False, "constant": False},
+    **{"allreduce_s": 0.02, "late": 0, "baseline": "allreduce"},
+}
+"""What is trained where a figure says nothing else."""
+FITTED: Final = {
+    ("oktopk_12", "oktopk, seconds per step, 32 nodes"),
+    ("oktopk_dense", "BERT: oktopk / DenseOvlp, 32 nodes"),
+    ("oktopk_dense", "LSTM: oktopk / DenseOvlp, 32 nodes"),
+    ("hpsgd_5a", "hpsgd / SSGD, 4 workers"),
+}
+"""What a profile was derived from: no test of it."""
 
 
 class Figure:
     """What is simulated for a figure, and how it compares with what the paper's text states."""
+
+    cells: ClassVar[Path] = ROOT / "build" / "paper_figures"
 
     def __init__(self, title: str, shrink: int) -> None:
         self.title = title
         self.panels: dict[str, Rows] = {}
         self.asides: list[Rows] = []
         self.comparisons: list[dict[str, Any]] = []
+        self.runs: list[dict[str, Any]] = []
         self._shrink = shrink
 
     def draw(self, specs: Sequence[str], ranks: Sequence[int], profile: str, steps: int) -> Rows:
@@ -65,6 +91,46 @@ class Figure:
     def compare(self, what: str, paper: float, ours: float) -> None:
         self.comparisons.append(
             {"what": what, "paper": paper, "ours": ours, "ours/paper": ours / paper}
+        )
+
+    def state(self, what: str, paper: float | str, ours: float) -> None:
+        """What the paper states in words, or a figure that is no ratio."""
+        if isinstance(paper, float):
+            self.compare(what, paper, ours)
+        else:
+            self.comparisons.append({"what": what, "paper": paper, "ours": ours})
+
+    def measure(self, how: Callable[[Sequence[Cell]], Iterator[Cell]], cells: Rows) -> Rows:
+        """Returns the cells with their results; those that are kept are not measured again."""
+        found = measured(cells, self.cells / f"{how.__name__}.json", "1", how)
+        rows = [cell | result for cell, result in zip(cells, found, strict=True)]
+        self.runs += [row for row in rows if row not in self.runs]
+        return rows
+
+    def train(
+        self, specs: Sequence[str], seeds: Sequence[int] = SEEDS, **cell: Any
+    ) -> dict[str, Rows]:
+        """Returns the runs of each strategy, at the rate with which the baseline is the best."""
+        every = TRAINED | cell | {"ranks": max(1, cell["ranks"] // self._shrink)}
+        baseline = every.pop("baseline")
+        if "lr" not in every:
+            tuning = every | cell.get("tuned", {}) | {"seed": TUNING_SEED, "strategy": baseline}
+            tuning.pop("tuned", None)
+            tried = self.measure(paper_training.train, [tuning | {"lr": lr} for lr in LRS])
+            every["lr"] = max(tried, key=lambda row: float(row["quality"]))["lr"]
+        every.pop("tuned", None)
+        cells = [every | {"strategy": spec, "seed": seed} for seed in seeds for spec in specs]
+        rows = self.measure(paper_training.train, cells)
+        return {spec: [row for row in rows if row["strategy"] == spec] for spec in specs}
+
+    def compare_points(
+        self, what: str, paper: float | str, mine: Rows, base: Rows, key: str = "quality"
+    ) -> None:
+        """How many points of accuracy the runs end above others with the same seeds."""
+        points = [100 * (a[key] - b["quality"]) for a, b in zip(mine, base, strict=True)]
+        error = statistics.stdev(points) / len(points) ** 0.5 if points[1:] else None
+        self.comparisons.append(
+            {"what": what, "paper": paper, "ours": statistics.mean(points), "error": error}
         )
 
     def compare_rates(
@@ -197,9 +263,165 @@ def hpsgd_5a(shrink: int) -> Figure:
     return figure
 
 
+def oktopk_dense(shrink: int) -> Figure:
+    figure = Figure("Ok-Topk, figures 8, 10 and 12: DenseOvlp", shrink)
+    dense, density = "allreduce:overlap=true", {"vgg": 0.02, "lstm": 0.02, "bert": 0.01}
+    for name, ranks, paper in (("vgg", 32, ">= 1.51"), ("lstm", 32, 1.39), ("bert", 32, 150 / 47)):
+        period = 128 if name == "bert" else 32
+        oktopk = f"oktopk:rule=paper:density={density[name]}:threshold_period={period}"
+        rows = figure.aside([dense, oktopk], ranks, f"piz-daint-{name}", 4)
+        ours = figure.rate(rows, oktopk, ranks) / figure.rate(rows, dense, ranks)
+        figure.state(f"{name.upper()}: oktopk / DenseOvlp, {ranks} nodes", paper, ours)
+    return figure
+
+
+def wagma_5(shrink: int) -> Figure:
+    figure = Figure("WAGMA-SGD, figure 5: accuracy, 64 ranks, two of them late per step", shrink)
+    wagma = "wagma:paper=true"
+    ablations = {
+        "local_sgd:sync_period=10": ("no groups", -6.8),
+        f"{wagma}:dynamic_groups=false": ("fixed groups", -3.1),
+        f"{wagma}:group_size=4": ("S = 4", -2.5),
+        f"{wagma}:group_size={64 // shrink}": ("S = 64", "not above"),
+    }
+    others = {LOCAL: -0.3, wagma: -0.6, "sgp:num_peers=2": -1.1, "dpsgd": "< -1.5", "adpsgd": -5.5}
+    specs = ["allreduce", *others, *ablations]
+    runs = figure.train(specs, SEEDS[:1], ranks=64, steps=40, late=2)
+    for spec, paper in others.items():
+        figure.compare_points(f"{spec} - allreduce", paper, runs[spec], runs["allreduce"])
+    for spec, (name, paper) in ablations.items():
+        figure.compare_points(f"wagma, {name} - wagma", paper, runs[spec], runs[wagma])
+    return figure
+
+
+def hpsgd_4b(shrink: int) -> Figure:
+    figure = Figure("HPSGD, figure 4b: accuracy with 4 and 8 workers, plain SGD", shrink)
+    local = "local_sgd:sync_period=8"
+    plain = {"momentum": 0.0, "constant": True}
+    for ranks in (4, 8):
+        more = {"steps": 960 // ranks, "allreduce_s": 1.33 * 4 * (ranks - 1) / (3 * ranks)}
+        specs = ["allreduce", "hpsgd:paper=true", "hpsgd", local]
+        runs = figure.train(specs, ranks=ranks, **more, **plain)
+        for spec in specs[1:]:
+            paper = "" if spec == "hpsgd" else "alike" if "hpsgd" in spec else "later"
+            what = f"{spec} - SSGD, {ranks} workers"
+            figure.compare_points(what, paper, runs[spec], runs["allreduce"])
+    return figure
+
+
+def sgp_4c(shrink: int) -> Figure:
+    figure = Figure("SGP, figures 4c and 11: accuracy over nodes, T / n steps", shrink)
+    for nodes in (4, 32):
+        steps = 960 // nodes
+        specs = ["allreduce", "sgp", "sgp:num_peers=2", "sgp:topology=bipartite_exponential"]
+        if nodes == 32:
+            specs += ["dpsgd", "sgp:overlap=1:paper=true", f"sgp_hybrid:dense_steps={steps // 3}"]
+        runs = figure.train(specs, ranks=nodes, steps=steps, momentum=0.9, nesterov=True)
+        stated: dict[int, float | str] = {4: "alike", 32: -1.2}
+        for spec in specs[1:]:
+            paper = stated[nodes] if spec == "sgp" else ""
+            figure.compare_points(
+                f"{spec} - allreduce, {nodes} nodes", paper, runs[spec], runs["allreduce"]
+            )
+    return figure
+
+
+def popsgd_2(shrink: int) -> Figure:
+    figure = Figure("PopSGD, figures 2 and 4: one rank's accuracy, mult T / n steps", shrink)
+    steps, sequential = 960, {"ranks": 1, "steps": 960}
+    [base] = figure.train(["allreduce"], **sequential).values()
+    for nodes in (8,):
+        same = {"ranks": nodes, "tuned": sequential}
+        [runs] = figure.train(["allreduce"], steps=steps // nodes, **same).values()
+        figure.compare_points(f"mini-batch SGD - SGD, n = {nodes}", "", runs, base)
+        for mult in (1, 2, 4):
+            [runs] = figure.train(
+                ["popsgd:paper=true"], steps=mult * steps // nodes, **same
+            ).values()
+            what = f"popsgd - SGD, n = {nodes}, mult = {mult}"
+            figure.compare_points(what, ">= 0 at a low mult", runs, base, "own")
+    return figure
+
+
+def popsgd_rate(shrink: int) -> Figure:
+    figure = Figure("PopSGD, theorem 4.1: least squares at the rate b / (a + t)", shrink)
+    steps = [750, 3000]
+    for name, a in (("constant rate", None), ("b / (a + t)", 100.0)):
+        errors = []
+        for t in steps:
+            cell = {"ranks": 8, "steps": t, "lr": 0.02, "a": a}
+            cells = [cell | {"seed": seed} for seed in SEEDS]
+            rows = figure.measure(paper_training.least_squares, cells)
+            errors.append(statistics.mean(row["error"] for row in rows))
+        slope = math.log(errors[1] / errors[0]) / math.log(steps[1] / steps[0])
+        what = f"{name}: slope of log(error) over log(t), n = 8"
+        figure.state(what, "" if a is None else "-1", slope)
+    return figure
+
+
+def oktopk_5(shrink: int) -> Figure:
+    figure = Figure("Ok-Topk, figure 5: xi of assumption 1, density 1%", shrink)
+    for task, steps in (("digits", 300), ("language", 160)):
+        for ranks in (16, 32):
+            cells = [
+                {"task": task, "ranks": ranks // shrink, "steps": steps, "density": 0.01, "seed": 0}
+            ]
+            [row] = figure.measure(paper_training.assumption, cells)
+            figure.state(f"{task}: xi, {ranks} ranks, second half", "< P", row["xi"])
+    return figure
+
+
+def oktopk_7(shrink: int) -> Figure:
+    figure = Figure("Ok-Topk, figure 7: balancing, gradients of a language model", shrink)
+    for ranks in (4, 8, 16):
+        cells = [
+            {"ranks": ranks // shrink, "naive": naive, "steps": 4, "seed": 0}
+            for naive in ("", "reduce", "gather")
+        ]
+        ours, reduce, gather = figure.measure(paper_training.balanced, cells)
+        in_all = ours["reduce"] + ours["repartition"] * cells[0]["steps"] / 64
+        what = f"naive / balanced, {ranks} ranks"
+        figure.state(f"reduce: {what}", "1.13 to 1.75", reduce["reduce"] / in_all)
+        if ours["gather"]:
+            ratio = gather["gather"] / ours["gather"]
+            figure.state(f"all-gather: {what}", "1.12 to 1.43", ratio)
+    return figure
+
+
+def wagma_11(shrink: int) -> Figure:
+    figure = Figure("WAGMA-SGD, figure 11: PPO's return over time, T-mazes", shrink)
+    wagma = "wagma:paper=true:sync_period=8"
+    ranks, updates = 8 // min(shrink, 4), 60
+    specs = [LOCAL, "dpsgd", "sgp:num_peers=4", wagma, "adpsgd"]
+    cells = [
+        {"strategy": spec, "ranks": ranks, "updates": updates, "seed": seed}
+        for seed in SEEDS[:2]
+        for spec in specs
+    ]
+    rows = figure.measure(paper_training.play, cells)
+    ends = [row["returns"][-1][0] for row in rows if row["strategy"] == wagma]
+    for spec in specs:
+        mine = [row["returns"] for row in rows if row["strategy"] == spec]
+        for share in (0.5, 1.0):
+            means = []
+            for returns, end in zip(mine, ends, strict=True):
+                seen = [value for t, value in returns if t <= share * end][-8 * ranks :]
+                means.append(statistics.mean(seen))
+            when = "half the time" if share < 1 else "the time"
+            figure.state(f"{spec}: return after {when} of wagma", "", statistics.mean(means))
+    for row in figure.runs:  # two series instead of hundreds of pairs
+        times, values = zip(*row.pop("returns"), strict=True)
+        row["seconds"], row["return"] = list(times[::ranks]), list(values[::ranks])
+    return figure
+
+
 FIGURES: dict[str, Callable[[int], Figure]] = {
     f.__name__: f
-    for f in (wagma_4, wagma_7, wagma_10, oktopk_8, oktopk_10, oktopk_12, sgp_4b, hpsgd_5a)
+    for f in (
+        *(wagma_4, wagma_5, wagma_7, wagma_10, wagma_11),
+        *(oktopk_5, oktopk_7, oktopk_8, oktopk_10, oktopk_12, oktopk_dense),
+        *(sgp_4b, sgp_4c, hpsgd_4b, hpsgd_5a, popsgd_2, popsgd_rate),
+    )
 }
 
 
@@ -220,18 +442,6 @@ def draw(figure: dict[str, Any], path: Path) -> None:
     pyplot.close(drawn)
 
 
-def table(figures: dict[str, dict[str, Any]]) -> str:
-    """All comparisons, in Markdown."""
-    lines = ["| figure | what | paper | simulated | ours/paper |", "|---|---|---|---|---|"]
-    for name, figure in figures.items():
-        lines += [
-            f"| `{name}` | {row['what']} | {row['paper']:.3g} | {row['ours']:.3g} | "
-            f"{row['ours/paper']:.2f} |"
-            for row in figure["comparisons"]
-        ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -239,7 +449,9 @@ def main() -> None:
     )
     parser.add_argument("--shrink", type=int, default=1, help="divides P, to try the script out")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "simulate")
+    parser.add_argument("--cells", type=Path, default=Figure.cells, help="of trainings under way")
     options = parser.parse_args()
+    Figure.cells = options.cells / str(options.shrink)
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "paper_figures.json"
     figures = json.loads(path.read_text())["figures"] if path.exists() else {}
@@ -252,12 +464,19 @@ def main() -> None:
             "panels": figure.panels,
             "asides": figure.asides,
             "comparisons": figure.comparisons,
+            "runs": figure.runs,
         }
         in_order = {name: figures[name] for name in FIGURES if name in figures}
+        for each, of_it in in_order.items():
+            for row in of_it["comparisons"]:
+                row |= {"fitted": True} if (each, row["what"]) in FITTED else {}
         write_result(provenance() | {"figures": in_order}, path)
-    for name, results in figures.items():
-        draw(results, options.output / f"paper_figures_{name}.png")
-    print(table({name: figures[name] for name in FIGURES if name in figures}))
+    for name in options.figures or figures:
+        results = figures[name]
+        if results["panels"]:
+            draw(results, options.output / f"paper_figures_{name}.png")
+        for row in results["comparisons"]:
+            print(name, row)
 
 
 if __name__ == "__main__":

@@ -42,18 +42,22 @@ def problem() -> tuple[Tensor, Tensor, Tensor]:
 A, B, BEST = problem()
 
 
-def descend(net: Any, num_steps: int, lr: float, seed: int) -> Tensor:
-    """One rank's models after every step."""
-    algorithm, x = PopSGD(blocking=True, seed=seed), torch.zeros(D, dtype=torch.float64)
+def descend(
+    net: Any, num_steps: int, lr: float, seed: int, a: float = math.inf, **options: bool
+) -> Tensor:
+    """One rank's models after every step; the rate is b / (a + its phase clock), b = lr a."""
+    algorithm = PopSGD(seed=seed, **options or {"blocking": True})  # type: ignore[arg-type]
+    x = torch.zeros(D, dtype=torch.float64)
     algorithm.start(net, x)
     generator = torch.Generator().manual_seed(seed * 100_003 + net.rank)
     samples = torch.randint(M, (num_steps,), generator=generator)
-    a, b = A[samples], B[samples]
+    rows, b = A[samples], B[samples]
     xs = torch.empty(num_steps, D, dtype=torch.float64)
     for k in range(num_steps):
         net.compute(1.0)
         algorithm.before_update(x, x[:0])
-        x.sub_(a[k], alpha=lr * float(a[k] @ x - b[k]))
+        rate = lr / (1 + algorithm.clock / a)
+        x.sub_(rows[k], alpha=rate * float(rows[k] @ x - b[k]))
         algorithm.after_update(x)
         xs[k] = x
     algorithm.settle(x)

@@ -55,6 +55,7 @@ AT_BASELINES_LR = re.compile(rf"(<!-- seconds to (99|100)% with the baseline's r
 ENDS = re.compile(rf"(<!-- seconds to the end {RESULT}")
 QUALITIES = re.compile(rf"(<!-- quality and speed {RESULT}")
 IN_FORCE = re.compile(r"(<!-- what was in force in (\S+) -->\n)(?:.+\n)*")
+PAPERS = re.compile(r"(<!-- what papers state and ours in (\S+) of (\S+) -->\n)(?:.+\n)*")
 SOONEST = re.compile(
     r"(<!-- soonest (\w+) to (99|100)% in docs/results/choosing/ of (.+) -->\n)(?:.+\n)*"
 )
@@ -199,6 +200,23 @@ def in_force(file: str) -> str:
     return measured_with(json.loads((ROOT / file).read_text()))
 
 
+def papers(file: str, names: str) -> str:
+    """Figures of papers beside ours: ratios or rates, or points of accuracy with their error."""
+    lines = ["| figure | what | paper | ours | ours/paper |", "|---|---|---|---|---|"]
+    figures = json.loads((ROOT / file).read_text())["figures"]
+    for name in names.split(","):
+        for row in figures[name]["comparisons"]:
+            number = "+.1f" if "error" in row else ".3g"
+            stated = row["paper"] if isinstance(row["paper"], str) else f"{row['paper']:{number}}"
+            ours = f"{row['ours']:{number}}" + (
+                f" ± {row['error']:.1f}" if row.get("error") else ""
+            )
+            ratio = f"{row['ours/paper']:.2f}" if "ours/paper" in row else ""
+            ratio += ", fitted" if row.get("fitted") else ""
+            lines.append(f"| `{name}` | {row['what']} | {stated} | {ours} | {ratio} |")
+    return "\n".join(lines)
+
+
 def qualities(of: str) -> str:
     """The final quality, the job's rate and the learning rate."""
     return target_tables.quality_table(targets(of))
@@ -266,6 +284,7 @@ def renewed(text: str) -> str:
     text = ENDS.sub(lambda found: f"{found[1]}{ends(found[2])}\n", text)
     text = IN_FORCE.sub(lambda found: f"{found[1]}{in_force(found[2])}\n", text)
     text = QUALITIES.sub(lambda found: f"{found[1]}{qualities(found[2])}\n", text)
+    text = PAPERS.sub(lambda found: f"{found[1]}{papers(found[2], found[3])}\n", text)
     text = SOONEST.sub(lambda found: f"{found[1]}{soonest(*found.groups()[1:])}\n", text)
     return EXAMPLES.sub(lambda found: f"{found[1]}{examples()}\n", text)
 

@@ -38,7 +38,10 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 # ---- tables ----
-PAGES = "index choosing evidence/choosing time_to_target evidence/wagma examples paper_recipes"
+PAGES = (
+    "index choosing evidence/choosing time_to_target evidence/wagma evidence/papers examples "
+    "paper_recipes"
+)
 
 
 @pytest.mark.parametrize("file", ["README.md", *(f"docs/{page}.md" for page in PAGES.split())])
