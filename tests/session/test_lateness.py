@@ -186,11 +186,6 @@ def of_epochs(folder: Path, figure: str) -> list[list[float]]:
     return [[float(row[f"dsgd/rank_{rank:05d}/{figure}"]) for rank in range(3)] for row in rows]
 
 
-def test_none_is_named_where_real_ranks_are_equal(tmp_path: Path) -> None:
-    equal = run(3, train, "Trainer", "no_sync", (0.2, 0.2, 0.2), str(tmp_path), 2.0)
-    assert equal == [[], [], []]
-
-
 SELDOM = ["no_sync", "local_sgd:sync_period=20", "hpsgd"]
 """Strategies whose host waits for no device in the steps of an epoch."""
 
