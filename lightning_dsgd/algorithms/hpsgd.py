@@ -156,7 +156,9 @@ class HPSGD(Algorithm):
         self.num_local_steps += 1
         self.samples += self.weight
         if self.in_flight is not None:
-            if not (self._may_not_go_on() or self.in_flight.done()):
+            bound = self.max_local_steps
+            may_go_on = bound is None or self.num_local_steps < bound
+            if may_go_on and not self.in_flight.done():
                 return
             self.merge(x)
         self.hand_over(x, stands_still=False)
@@ -173,9 +175,6 @@ class HPSGD(Algorithm):
 
     def stop(self) -> None:
         self.lane.stop()
-
-    def _may_not_go_on(self) -> bool:
-        return self.max_local_steps is not None and self.num_local_steps >= self.max_local_steps
 
     def _begin(self, x: Tensor) -> None:
         """Begins anew at the first step or round after all ranks have stood still."""

@@ -84,7 +84,11 @@ class Choice:
         taken = min(times, key=lambda name: times[name])
         self._known(x)[_size(x)] = taken
         if is_told:
-            _log.info(_line(x, times, taken))
+            found = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items())
+            _log.info(
+                f"Selection from {len(x):,} elements on {x.device}: {found}; {taken} is taken "
+                f"({VARIABLE} sets it)."
+            )
 
     def _times(self, forms: Mapping[str, Form], x: Tensor) -> dict[str, float]:
         """Measures all forms that run here; kernels may not compile, as without a C compiler."""
@@ -145,12 +149,3 @@ def _given(forms: Mapping[str, Form], x: Tensor) -> str | None:
             f"{x.device}; pip install triton, or unset {VARIABLE}"
         )
     raise ValueError(f'{VARIABLE} must be "triton" or "torch", got {wanted!r}; or unset it')
-
-
-def _line(x: Tensor, times: Mapping[str, float], taken: str) -> str:
-    """Says what was measured, and which form is taken."""
-    found = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times.items())
-    return (
-        f"Selection from {len(x):,} elements on {x.device}: {found}; {taken} is taken "
-        f"({VARIABLE} sets it)."
-    )

@@ -106,7 +106,7 @@ def _adam_where_weights_are_averaged(facts: Facts) -> str:
 
 def _adam_with_sparse_gradients(facts: Facts) -> str:
     algorithm, adam = facts.algorithm, _adam(facts, above=LOW_BETA)
-    if adam is None or not _has_sparse_gradients(algorithm):
+    if adam is None or not isinstance(algorithm, ErrorFeedback) or not algorithm.uses_gradient:
         return ""
     return (
         f'got {type(adam).__name__} with strategy="{algorithm.name}": an entry collects many '
@@ -183,10 +183,6 @@ _RULES: Final = (
     _period_longer_than_training,
     _small_pieces,
 )
-
-
-def _has_sparse_gradients(algorithm: Algorithm) -> bool:
-    return isinstance(algorithm, ErrorFeedback) and algorithm.uses_gradient
 
 
 def _adam(facts: Facts, above: float = -1.0) -> Optimizer | None:
