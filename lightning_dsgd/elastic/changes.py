@@ -149,6 +149,9 @@ class ChangingMembers(Members):
         leavers = [view.members[rank] for rank, each in enumerate(told) if each[2]]
         if leavers:
             self.replica.average()  # what those have learnt that leave
+            training = self.session.training
+            if training is not None and training.claimed is not None:
+                training.claimed.dealing.share(self.session.meetings)
             return [], leavers
         if not place or any(each[0] != place for each in told):
             return [], []

@@ -33,6 +33,7 @@ holds.  All else is free again, and the first member deals it.  So
 - the same goes for the dealer, as the second member knows what it has trained on.  If both are lost
   together, the others train again on what lost ranks had told these two;
 - messages that were under way are dropped with the old view.  A unit that was in one is free;
+- what a rank that leaves on purpose knows to be trained on it tells all members before;
 - a newcomer holds nothing, and claims.
 
 **Nobody waits for ever.**  The dealer answers each claim once, either at once or after one answer
@@ -238,6 +239,12 @@ class Claims:
         ahead = [u for u in self.order[self.num_begun :] if u != NONE]
         begun = [self._current] if self._current != NONE else []
         return Report(self.epoch, sorted(self.trained), begun, ahead)
+
+    def learn(self, reports: Sequence[Report]) -> None:
+        """Takes over what others know to be trained on, before some of them leave."""
+        for report in reports:
+            if report.epoch == self.epoch:
+                self.trained.update(report.trained)
 
     def change_view(self, rank: int, reports: Sequence[Report]) -> None:
         """Goes on among other members, which all have reported, in the order of their ranks."""

@@ -148,10 +148,15 @@ class Dealing:
 
     # ---- where the view changes ----
 
+    def share(self, net: Transport) -> None:
+        """Tells all members what each knows to be trained on, before some leave; all call it."""
+        reports = _reports(net, self.report())
+        with self._lock:
+            self._claims.learn(reports)
+
     def _take_part(self) -> None:
         """Tells all members what this one has, and goes on among them."""
-        gathered = self._net.all_gather(torch.tensor(_packed(self._claims.report()))).wait()
-        reports = [_unpacked(theirs.tolist()) for theirs in gathered]
+        reports = _reports(self._net, self._claims.report())
         self._claims.change_view(self._net.rank, reports)
 
     # ---- the lane ----
@@ -174,6 +179,12 @@ class Dealing:
 
 def _in_words(epoch: Epoch) -> str:
     return f"epoch {epoch.number} of {epoch.num_units} with the checksum {epoch.checksum}"
+
+
+def _reports(net: Transport, own: Report) -> list[Report]:
+    """Returns what each member tells, this one included."""
+    gathered = net.all_gather(torch.tensor(_packed(own))).wait()
+    return [_unpacked(theirs.tolist()) for theirs in gathered]
 
 
 def _packed(report: Report) -> list[int]:

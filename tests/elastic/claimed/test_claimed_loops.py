@@ -145,6 +145,32 @@ def dies(folder: str) -> Any:
             print(*step(model, optimizer, batch, slow_s=0.01), file=f, flush=True)
 
 
+def leave_together(folder: str) -> Any:
+    """The first two ranks, which alone know what was trained on, leave; the others go on."""
+    model, optimizer = make()
+    rank, pid = int(os.environ["RANK"]), Path(folder, "pid")
+    if rank == 1:
+        pid.write_text(str(os.getpid()))
+    options = {"on_loss": "continue", "heartbeat_timeout_s": 20.0}
+    with replica_of(model, optimizer, **options) as replica, Path(folder, str(rank)).open("w") as f:
+        for number, batch in enumerate(replica.batches(loader_of(1200))):
+            if (rank, number) == (0, 2):
+                os.kill(int(pid.read_text()), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+            print(*step(model, optimizer, batch, slow_s=0.01), file=f, flush=True)
+
+
+def test_what_ranks_have_trained_on_that_leave_together_is_not_trained_on_again(
+    tmp_path: Path,
+) -> None:
+    outcomes = FitWorld(timeout_s=60.0).outcomes(5, leave_together, str(tmp_path))
+    assert [outcome.error for outcome in outcomes[2:]] == ["", "", ""]
+    for outcome in outcomes[:2]:
+        assert "received SIGTERM and has left" in outcome.error
+    made = [int(i) for rank in range(5) for i in Path(tmp_path, str(rank)).read_text().split()]
+    assert sorted(made) == list(range(1200))
+
+
 def test_what_a_killed_rank_has_not_trained_on_goes_to_the_others(tmp_path: Path) -> None:
     outcomes = FitWorld(timeout_s=60.0).outcomes(3, dies, str(tmp_path))
     assert [outcome.error for outcome in outcomes[:2]] == ["", ""]
