@@ -36,6 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.elastic.chaos.launched import said_of_steps
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 
@@ -188,16 +189,6 @@ class TorchFT:
             process.kill()
             process.wait()
         self.lighthouse.shutdown()
-
-
-def said_of_steps(folder: Path) -> dict[tuple[int, int], list[list[str]]]:
-    """The words that each process has written of each of its steps: by rank and process."""
-    found = {}
-    for file in folder.glob("[0-9]*_[0-9]*"):
-        rank, _, pid = file.name.partition("_")
-        lines = file.read_text().splitlines(keepends=True)
-        found[int(rank), int(pid)] = [line.split() for line in lines if line[-1] == "\n"]
-    return found
 
 
 def step_times(folder: Path) -> dict[tuple[int, int], list[float]]:

@@ -26,142 +26,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from replaced_ranks import said_of_steps, until_back
+from replaced_ranks import until_back
 
+from lightning_dsgd.elastic.chaos.launched import Job, said_of_steps
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
-
-SCRIPT = """
-import json, os, sys, time
-from pathlib import Path
-import lightning as L
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from lightning_dsgd import STRATEGIES
-
-folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
-ranks, rank = settings["ranks"], os.environ["RANK"]
-torch.set_num_threads(1)
-
-
-def network(seed):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10))
-
-
-class Samples(Dataset):
-    def __init__(self, begin, count):
-        self.begin, self.count, self.teacher = begin, count, network(1).requires_grad_(False)
-
-    def __len__(self):
-        return self.count
-
-    def __getitem__(self, index):
-        x = torch.randn(16, generator=torch.Generator().manual_seed(self.begin + index))
-        return x, int(self.teacher(5 * x).argmax()), index
-
-
-class Learner(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = network(2)
-        self.steps = (folder / f"{rank}_{os.getpid()}").open("w")
-
-    def training_step(self, batch, batch_idx):
-        time.sleep(settings["step_s"])
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        said = self.trainer.strategy.communication()
-        part = said["num_members"] / ranks * (1 - said.get("late_share", 0.0))
-        print(time.monotonic(), self.current_epoch, round(part, 4), *batch[2].tolist(),
-              file=self.steps, flush=True)
-
-    def on_train_epoch_end(self):
-        is_told = torch.tensor(float((folder / "end").exists()))
-        if self.trainer.strategy.reduce(is_told, reduce_op="sum") > 0:
-            self.trainer.should_stop = True
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=settings["lr"], momentum=0.9)
-
-
-trainer = L.Trainer(
-    strategy=STRATEGIES[settings["strategy"]](
-        on_loss="continue", min_ranks=1 if ranks == 2 else None, data="claimed",
-        heartbeat_timeout_s=30.0, timeout_s=300.0,
-    ),
-    accelerator="cpu", devices=ranks, max_epochs=settings["epochs"], logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-model = Learner()
-samples = Samples(0, settings["epoch_samples"])
-trainer.fit(model, DataLoader(samples, settings["batch"], shuffle=True))
-held_out = next(iter(DataLoader(Samples(10**9, 4096), 4096)))
-with torch.no_grad():
-    loss = float(nn.functional.cross_entropy(model.net(held_out[0]), held_out[1]))
-(folder / f"result_{rank}").write_text(json.dumps([loss, trainer.current_epoch]))
-"""
-
-
-class Job:
-    """The ranks of one training."""
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.folder, self.ranks = folder, int(settings["ranks"])
-        script = folder / "train.py"
-        script.write_text(SCRIPT)
-        command = [sys.executable, "-m", "lightning_dsgd", "launch", "--ranks", str(self.ranks)]
-        command += ["--max-restarts", "100000", "--end-s", "60", "--logs", str(folder / "logs")]
-        command += ["--", str(script), str(folder), json.dumps(settings)]
-        self.said = (folder / "said").open("w")
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self.said)
-
-    def look_until(self, at: float) -> None:
-        while time.monotonic() < at:
-            if self.process.poll() is not None:
-                raise SystemExit(f"the job has ended:\n{(self.folder / 'said').read_text()}")
-            time.sleep(0.05)
-
-    def training(self) -> list[int]:
-        """The processes that have made a step, and live."""
-        made = [pid for (_, pid), lines in said_of_steps(self.folder).items() if lines]
-        return [pid for pid in made if Path(f"/proc/{pid}").exists()]
-
-    def end(self, within_s: float) -> tuple[float, int]:
-        """Waits for the end; returns the loss, and how many epochs there were."""
-        try:
-            if self.process.wait(within_s):
-                raise SystemExit(f"the job has failed:\n{(self.folder / 'said').read_text()}")
-        finally:
-            self.stop()
-        ends = [json.loads(file.read_text()) for file in self.folder.glob("result_*")]
-        assert ends
-        assert all(end == ends[0] for end in ends), "all ranks must end with the same weights"
-        return ends[0][0], ends[0][1]
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(120)
-            finally:
-                self.process.kill()
 
 
 def storm(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
@@ -193,7 +72,7 @@ def storm(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
             job.stop()
     found = summarise(args, steps, kills, (calm, begin, end))
     times = Counter(
-        (line[1], index) for lines in steps.values() for line in lines for index in line[3:]
+        (line[1], index) for lines in steps.values() for line in lines for index in line[6:]
     )
     whole = epochs * settings["epoch_samples"]
     once = sum(count == 1 for count in times.values())
@@ -264,6 +143,7 @@ def main() -> None:
         "ranks": args.ranks,
         "step_s": args.step_s,
         "batch": args.batch,
+        "heartbeat_s": 30.0,
         "lr": args.lr,
         "epochs": 100_000,
         "epoch_samples": args.epoch_steps * args.ranks * args.batch,

@@ -1,8 +1,6 @@
 """The console script: Lightning's command line, with this package's strategies registered.
 
 lightning-dsgd fit --config recipes/digits_local_sgd.yaml --trainer.strategy dpsgd
-lightning-dsgd fit --config ... --trainer.strategy wagma --trainer.strategy.sync_period 20
-lightning-dsgd strategies
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ COMMANDS: Final = {
     "diagnose": "why a DDP job is slow, and what would help (`lightning-dsgd diagnose --help`)",
     "timeline": "draw where a run's time went (`lightning-dsgd timeline --help`)",
     "launch": "start a script's ranks, and look after them (`lightning-dsgd launch --help`)",
+    "chaos": "lose, stop and cut off ranks by a seed (`lightning-dsgd chaos --help`)",
     "completion": "the script by which bash or zsh completes this command line",
 }
 

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "diagnose": "lab.diagnose.command",
     "timeline": "lab.drawing.command",
     "launch": "elastic.launch.command",
+    "chaos": "elastic.chaos.command",
     "completion": "lab.completion",
 }
 """The commands of `lightning-dsgd` that a wing carries out, and the module whose `main` does."""

@@ -148,7 +148,7 @@ def test_bash_completes(tmp_path: Path) -> None:
 
 
 LISTED = ["strategies", "doctor", "recipes", "simulate", "probe", "advise", "diagnose", "timeline"]
-LISTED += ["launch", "completion"]
+LISTED += ["launch", "chaos", "completion"]
 LISTED += [f"bench {what}" for what in BENCHES]
 
 

@@ -60,7 +60,7 @@ WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
     "replica tasks trainer transport wings",
     "sharded": "agreement algorithm keywords replica session trainer transport",
-    "elastic": "agreement algorithm devices replica session trainer transport",
+    "elastic": "agreement algorithm algorithms devices replica session trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (

@@ -8,7 +8,11 @@ agreement, and newcomers come to whatever there is.
                                    tells that what all train is not finite
     a rank is dropped              they suspect it, and it suspects all of them
     a rank doubts another          it alone suspects that one
+    a rank stands still            what comes to it waits; they suspect it if that lasts too long
+    the network is cut             ranks suspect those that they cannot reach
     a rank has returned            it takes part in no agreement any more
+
+With `chance` the ranks notice these at different times, and news are under way for different times.
 
 All of this belongs to the holder of the baton.
 """
@@ -17,9 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from lightning_dsgd.elastic.ballots import Message
 from lightning_dsgd.elastic.membership import Membership
@@ -27,6 +32,7 @@ from lightning_dsgd.elastic.views import JOINS, Action, AgreedViews
 from lightning_dsgd.transport.contract import PeerLost, TransportError, Views, failed
 from lightning_dsgd.transport.simulated.baton import Awaited, Baton
 from lightning_dsgd.transport.simulated.faults import Faults, Loss
+from lightning_dsgd.transport.simulated.simulation import Fault
 from lightning_dsgd.transport.simulated.world import SimulatedWorld
 
 
@@ -37,6 +43,7 @@ class SurvivingWorld(SimulatedWorld):
         world_size: P, at the start
         min_ranks: how many ranks a view must have; None: more than half of the last view's
         groups: ranks none of which can go on without the others of their group
+        chance: draws when each rank notices something; None: all at once
         **options: as `SimulatedWorld` takes them
     """
 
@@ -46,10 +53,11 @@ class SurvivingWorld(SimulatedWorld):
         *,
         min_ranks: int | None = None,
         groups: Sequence[Sequence[int]] = (),
+        chance: random.Random | None = None,
         **options: Any,
     ) -> None:
         super().__init__(world_size, **options)
-        self.min_ranks, self.groups = min_ranks, groups
+        self.min_ranks, self.groups, self.chance = min_ranks, groups, chance
 
     def join(self, at_s: float) -> int:
         """Has a process come and run what all run; returns its number, which no rank has had.
@@ -74,8 +82,12 @@ class SurvivingWorld(SimulatedWorld):
 
         self._script(rank, at_s, strike)
 
+    def script(self, at_s: float, strike: Callable[[SurvivableFaults], None]) -> None:
+        """Has something happen at a time, to whichever ranks are there then."""
+        self._faults.append((at_s, cast(Fault, strike)))
+
     def _make_faults(self, baton: Baton) -> SurvivableFaults:
-        terms = self.world_size, self.latency_s, self.min_ranks, self.groups
+        terms = self.world_size, self.latency_s, self.min_ranks, self.groups, self.chance
         return SurvivableFaults(baton, self.detect_s, self.heartbeat_timeout_s, *terms)
 
 
@@ -151,7 +163,10 @@ class SimulatedViews(AgreedViews):
         """Has the membership act at once, unless the rank is gone; plans the next look at it."""
         if self.rank in self._world.gone:
             return
-        baton = self._world.baton
+        baton, wakes_s = self._world.baton, self._world.still_until.get(self.rank, 0.0)
+        if baton.time < wakes_s:
+            baton.plan(wakes_s, partial(self._soon, action))
+            return
         action(self.membership, baton.time)
         self._suspect_left(baton.time)
         self._act()
@@ -188,6 +203,11 @@ class SurvivableFaults(Faults):
         latency_s: the latency of an agreement's messages
         min_ranks: how many ranks a view must have; None: more than half of the last view's
         groups: ranks none of which can go on without the others of their group
+        chance: draws when each rank notices something; None: all at once
+
+    Attributes:
+        still_until: until when processes stand still, or have stood
+        ambush: a kind of message, and after how many more of them whoever sends one is killed
     """
 
     def __init__(
@@ -199,9 +219,16 @@ class SurvivableFaults(Faults):
         latency_s: float,
         min_ranks: int | None,
         groups: Sequence[Sequence[int]],
+        chance: random.Random | None,
     ) -> None:
         super().__init__(baton, detect_s, heartbeat_timeout_s)
         self.min_ranks, self.groups = min_ranks, groups
+        self._chance = chance
+        self.still_until: dict[int, float] = {}
+        self.ambush = "", 0
+        self._ambushed: set[int] = set()
+        self._cuts: list[tuple[float, frozenset[int]]] = []
+        self._last_news_s: dict[tuple[int, int], float] = {}
         self._latency_s = latency_s
         self._patience_s = heartbeat_timeout_s / 2  # as between processes
         self.gone: set[int] = set()
@@ -245,6 +272,33 @@ class SurvivableFaults(Faults):
         super().kill(rank)
         self.gone.add(rank)
 
+    def stop(self, rank: int, seconds: float) -> None:
+        """Has a process stand still; the others give it up if it does so for too long."""
+        self.delay(rank, seconds)
+        self.still_until[rank] = self.baton.threads[rank][0].held_until
+        if seconds >= self.heartbeat_timeout_s:
+            self._silence(rank, [other for other in self._views if other != rank])
+
+    def cut(self, side: Collection[int], seconds: float) -> None:
+        """Lets nothing pass between some ranks and the others, which give each other up."""
+        if seconds < self.heartbeat_timeout_s:
+            raise ValueError(
+                f"a link must be cut for at least {self.heartbeat_timeout_s:g} s, as shorter cuts "
+                f"lose nothing, got {seconds:g} s"
+            )
+        there = [rank for rank in self._views if rank in side]
+        others = [rank for rank in self._views if rank not in side]
+        self._cuts.append((self.baton.time + seconds, frozenset(side)))
+        for rank in there:
+            self._silence(rank, others)
+        for rank in others:
+            self._silence(rank, there)
+
+    def _silence(self, rank: int, others: Sequence[int]) -> None:
+        """Has ranks give up one that they do not hear of any more."""
+        for other in others:
+            self._notice(other, rank, died=False, after_s=self.heartbeat_timeout_s)
+
     def end(self, rank: int, failure: BaseException | None) -> None:
         self.gone.add(rank)
         now = self.baton.running.clock
@@ -268,6 +322,12 @@ class SurvivableFaults(Faults):
     def _failure_of(self, rank: int) -> PeerLost | None:
         return self._views[rank].failure if rank in self._views else None
 
+    def is_cut(self, rank: int, other: int) -> bool:
+        return super().is_cut(rank, other) or any(
+            self.baton.time < until_s and (rank in side) != (other in side)
+            for until_s, side in self._cuts
+        )
+
     # ---- by the baton, at its time ----
 
     def end_waits(self, rank: int, lost: PeerLost) -> None:
@@ -279,8 +339,31 @@ class SurvivableFaults(Faults):
     def carry(self, src: int, dst: int, message: Message) -> None:
         """Carries news of the agreement from one rank to another."""
         now = self.baton.time
-        if not self.takes_away(src, dst, now):
-            self.baton.plan(now + self._latency_s, partial(self._deliver, src, dst, message))
+        kind, left = self.ambush
+        if message.kind == kind and left:
+            self.ambush = kind, left - 1
+        elif message.kind == kind:
+            self.ambush = "", 0
+            self._ambushed.add(src)
+            self.baton.plan(now, partial(self.kill, src))
+        if src not in self._ambushed and not self.takes_away(src, dst, now):
+            there_s = now + self._latency_s
+            if self._chance is not None:
+                there_s = now + self._chance.expovariate(1.0) * self._latency_s
+                there_s = max(there_s, self._last_news_s.get((src, dst), 0.0))
+                self._last_news_s[src, dst] = there_s
+            self.baton.plan(there_s, partial(self._deliver, src, dst, message))
+
+    def _notice(self, rank: int, lost: int, *, died: bool, after_s: float = 0.0) -> None:
+        """Has a rank suspect another, after a while that `chance` makes longer."""
+        if self._chance is None and not after_s:
+            self._suspect(rank, lost, died=died)
+            return
+        at_s = self.baton.time + after_s
+        if self._chance is not None:  # behind what the lost rank has sent
+            at_s += self._chance.uniform(0.0, self.heartbeat_timeout_s / 20)
+            at_s = max(at_s, self._last_news_s.get((lost, rank), 0.0))
+        self.baton.plan(at_s, partial(self._suspect, rank, lost, died=died))
 
     def _deliver(self, src: int, dst: int, message: Message) -> None:
         if dst in self._views and not self.is_cut(src, dst):
@@ -298,9 +381,9 @@ class SurvivableFaults(Faults):
         self.reasons.setdefault(rank, loss.reason)
         for other in list(self._views):
             if other != rank and not (loss.died and self.is_cut(rank, other)):
-                self._suspect(other, rank, died=loss.died)
+                self._notice(other, rank, died=loss.died)
                 if not loss.died:
-                    self._suspect(rank, other, died=False)
+                    self._notice(rank, other, died=False)
 
     def _suspect(self, rank: int, lost: int, *, died: bool) -> None:
         if rank in self._views:

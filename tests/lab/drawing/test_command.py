@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_dsgd.cli import main
-from lightning_dsgd.lab.drawing import command, page, perfetto, picture
+from lightning_dsgd.lab.drawing import command, page, perfetto, picture, storm
 from lightning_dsgd.lab.simulate import command as simulate
 from tests.lab.timeline.support import recorder
 from tests.support.browser import chromium
@@ -87,6 +88,56 @@ def test_what_does_not_fit_is_left_out_and_said(runs: Path) -> None:
     assert "steps 1 to" in run.note
     assert "of 12" in picture.sentence(run)
     assert num_spans(run) <= 150
+
+
+STORM = {
+    "chaos": 1, "strategy": "wagma", "ranks": 2, "seed": 7, "real": False, "failed": {},
+    "events": [{"at_s": 4.0, "kind": "loss", "what": "loss: place 1", "ranks": [1]}],
+    "processes": [
+        {"rank": 0, "place": 0, "begin_s": 0.0, "end_s": 20.0, "end": "finished",
+         "states": [[0.0, "taking part", 0], [4.1, "alive", 0], [4.5, "taking part", 1]]},
+        {"rank": 1, "place": 1, "begin_s": 0.0, "end_s": 4.0, "end": "was killed",
+         "states": [[0.0, "taking part", 0]]},
+        {"rank": 2, "place": 1, "begin_s": 9.0, "end_s": 20.0, "end": "finished",
+         "states": [[9.0, "joining", 0], [12.0, "taking part", 2]]},
+    ],
+}  # fmt: skip
+PLAYED = """
+playTo(5e6)
+const at5 = now.textContent
+playTo(10e6)
+const span = { run: storms[0], track: { rank: 1 }, who: 2, step: 2, look: 0, length: 3e6 }
+const shown = { at5, at10: now.textContent, hidden: playButton.hidden, said: describe(span) }
+document.body.insertAdjacentHTML("beforeend", `<pre id="used">${JSON.stringify(shown)}</pre>`)
+</script>
+"""
+
+
+def test_a_storm_is_played(tmp_path: Path) -> None:
+    file, output = tmp_path / "chaos.json", tmp_path / "storm.html"
+    file.write_text(json.dumps(STORM))
+    command.main([str(file), "--output", str(output)])
+    run = storm.load(file)
+    kinds = [(s.kind, s.begin_s, s.end_s, s.who, s.step) for s in run.tracks[1].spans]
+    assert kinds == [
+        ("taking part", 0.0, 4.0, 1, 0), ("lost", 4.0, 9.0, 1, 0),
+        ("joining", 9.0, 12.0, 2, 0), ("taking part", 12.0, 20.0, 2, 2),
+    ]  # fmt: skip
+    assert "79.0% taking part, 1.0% alive, 7.5% joining, 12.5% lost (all held)" in (
+        picture.sentence(run)
+    )
+    output.write_text(output.read_text().replace("</script>\n", PLAYED))
+    document = chromium(tmp_path / "profile", "--dump-dom", output.as_uri()).stdout
+    used = re.search(r'<pre id="used">({.*})</pre>', document)
+    assert used is not None
+    shown = json.loads(html.unescape(used[1]))
+    assert shown["at5"] == "5.0 s: 1 taking part, 1 lost · 4 s loss: place 1"
+    assert shown["at10"].startswith("10.0 s: 1 taking part, 1 joining")
+    assert not shown["hidden"]
+    assert "rank 2, view 2" in shown["said"]
+    for arguments in ([str(output)], [str(file), "--steps", "1:2"]):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
 
 
 USED = """

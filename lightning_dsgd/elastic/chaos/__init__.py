@@ -1,0 +1,1 @@
+"""Seeded schedules of losses, stops, cuts and joins, played against a training, and what held."""
