@@ -113,8 +113,8 @@ def _views(record: Record) -> Iterator[str]:
 def _samples(record: Record) -> Iterator[str]:
     trained: dict[tuple[int, int], list[int]] = defaultdict(list)
     for process in record.processes.values():
-        for unit in process.trained:
-            trained[unit].append(process.rank)
+        for made in process.trained:
+            trained[made].append(process.rank)
     for epoch in range(record.num_epochs):
         never = [unit for unit in range(record.num_units) if (epoch, unit) not in trained]
         if never:

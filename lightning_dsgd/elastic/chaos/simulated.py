@@ -178,8 +178,8 @@ class Member:
         self.do(lambda: self.claims.begin_epoch(epoch))
         while True:
             position = self.claims.num_begun
-            while self.do(lambda at=position: self.claims.secure(at, is_urgent=True)):
-                if self.do(lambda at=position: self.claims.begin(at)):
+            while self.do(partial(self.secure, position)):
+                if self.do(partial(self.begin, position)):
                     self.before_batch()
                     self.train(position)
                 position += 1
@@ -187,6 +187,14 @@ class Member:
             left, is_over = self.calls.together(self.count_left)
             if not left:
                 return not is_over
+
+    def secure(self, position: int) -> bool:
+        """Claims a unit in whatever view this rank is; returns whether there is one."""
+        return self.claims.secure(position, is_urgent=True)
+
+    def begin(self, position: int) -> bool:
+        """Begins a unit in whatever view this rank is, unless it was given back."""
+        return self.claims.begin(position)
 
     def do(self, call: Callable[[], Any]) -> Any:
         """Returns what a step of this rank returns, made again where the view changes."""
