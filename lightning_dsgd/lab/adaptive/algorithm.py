@@ -12,7 +12,7 @@ others its last step times in one small collective.  So nobody has to be told wh
 **When all look, and change.**  Where all ranks are at one point anyway:
 
     they stand still      an epoch's end, a validation, a save: `settle` has come to its end
-    within all-reduce     after step 10, and then every 16 steps or more, as looking may take 0.5%
+    within all-reduce     after step 10, and then every 8 steps or more, as looking may take 0.5%
                           of the time: where the sum of this very step had the gradients of all
                           ranks, each has made it, and comes to its end
 
@@ -59,8 +59,10 @@ from lightning_dsgd.transport import Transport
 
 FIRST: Final = 10
 """After so many steps of all-reduce all ranks look for the first time."""
-EVERY: Final = 16
+EVERY: Final = 8
 """After so many more, at least, they look again."""
+WINDOW: Final = 16
+"""At so many of their last steps they look then."""
 MOST_STEPS: Final = 256
 """After so many more, at most."""
 LOOK_SHARE: Final = 0.005
@@ -83,7 +85,7 @@ class Adaptive(Algorithm):
     profile: ClassVar[Profile] = Profile(
         when="as what it has chosen",
         with_whom="as what it has chosen",
-        sends="as what it has chosen; some numbers every 16 steps",
+        sends="as what it has chosen; some numbers every 8 steps",
         memory="|g|; 3 |x| with what averages weights",
         suits="whoever does not know which ranks will be late",
     )
@@ -191,7 +193,7 @@ class Adaptive(Algorithm):
         self.num_steps += 1
         self.times.ends_step()
         if self._are_all_here():
-            self._look(x, EVERY)
+            self._look(x, WINDOW)
             self.times.exchanged()  # a look is nobody's own work
 
     def _are_all_here(self) -> bool:
@@ -204,7 +206,7 @@ class Adaptive(Algorithm):
     def settle(self, x: Tensor) -> None:
         self.inner.settle(x)
         self.times.stand_still()
-        self._look(x, EVERY if self.lockstep else MOST)
+        self._look(x, WINDOW if self.lockstep else MOST)
 
     # ---- looking, and changing ----
 
