@@ -161,7 +161,11 @@ def test_a_wandb_agent_starts_runs(
     """W&B's own agent makes the command and starts it, but offline and told by no server."""
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     monkeypatch.chdir(tmp_path)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    console_script = tmp_path / "bin" / "lightning-dsgd"  # which this environment may lack
+    console_script.parent.mkdir()
+    console_script.write_text(f'#!/bin/sh\nexec {sys.executable} -m lightning_dsgd "$@"\n')
+    console_script.chmod(0o755)
+    path = f"{console_script.parent}{os.pathsep}{os.environ['PATH']}"
     variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     told = {"MODE": "offline", "SWEEP_ID": "s1", "DIR": str(tmp_path), "RUN_ID": "r1"}
     told["SWEEP_PARAM_PATH"] = ""  # which the agent sets, and nobody else takes back
