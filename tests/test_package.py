@@ -361,7 +361,8 @@ def test_wheel_carries_package_recipes_examples_and_no_more(wheel: zipfile.ZipFi
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightning_dsgd"}
     carried = on_disk("recipes/**/*.yaml", "examples/*.py", "examples/*.ipynb", "examples/own/*.*")
     ours = on_disk("lightning_dsgd/**/*.py") | {f"lightning_dsgd/{name}" for name in carried}
-    assert {name for name in names if name.endswith((".py", ".yaml", ".ipynb", ".sbatch"))} == ours
+    suffixes = (".py", ".yaml", ".yml", ".ipynb", ".sbatch")
+    assert {name for name in names if name.endswith(suffixes)} == ours
     assert {"lightning_dsgd/trainer/named.pyi", "lightning_dsgd/pytorch_lightning.pyi"} <= {*names}
     assert "Apache License" in text_of(wheel, "licenses/LICENSE")
     assert "lightning-dsgd = lightning_dsgd.cli:main" in text_of(wheel, "entry_points.txt")

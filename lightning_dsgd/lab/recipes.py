@@ -60,7 +60,7 @@ def named() -> dict[str, list[Path]]:
         below = folder.partition("/")[2]
         for path in files(folder, ".yaml", ".py", ".ipynb"):
             found[f"{below}/{path.stem}" if below else path.stem] = [path]
-    if own := files(OWN, ".yaml", ".py", ".sbatch"):
+    if own := files(OWN, ".yaml", ".yml", ".py", ".sbatch"):
         found["own"] = sorted(own, key=lambda path: path.name != "config.yaml")
     return found
 
