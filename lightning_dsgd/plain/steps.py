@@ -81,11 +81,6 @@ class Steps:
             agree_on_overflow(scaler, optimizer, training.replica.parts)
         self._exchanged.add(id(optimizer))
 
-    @property
-    def _uses_gradient(self) -> bool:
-        training = self._session.training
-        return training is not None and training.algorithm.uses_gradient
-
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return self._begin(optimizer, args, kwargs, _caller())
 
@@ -108,7 +103,12 @@ class Steps:
                 "gradients must be reduced once a step, got reduce_gradients(...) before a step "
                 "with a closure, which makes them again; leave the closure out, or clip in it"
             )
-        wrapped = self._around(closure, optimizer)
+
+        def wrapped() -> Any:
+            output = closure()
+            self.exchange(optimizer)
+            return output
+
         if len(args) > 1:
             return (args[0], wrapped, *args[2:]), kwargs
         return args, {**kwargs, "closure": wrapped}
@@ -119,14 +119,6 @@ class Steps:
         if outer is not None and not _is_on_stack(outer):
             del self._outer[id(optimizer)]
             self._exchanged.discard(id(optimizer))
-
-    def _around(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        def call() -> Any:
-            output = closure()
-            self.exchange(optimizer)
-            return output
-
-        return call
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end(optimizer)
@@ -168,7 +160,8 @@ class Steps:
                 "where a loss is scaled for fp16, gradients must be unscaled before the step, got "
                 f"a fused {type(optimizer).__name__}; use fused=False"
             )
-        if self._scaler is None and self._uses_gradient and not self.num_steps:
+        uses_gradient = training is not None and training.algorithm.uses_gradient
+        if self._scaler is None and uses_gradient and not self.num_steps:
             while frame.f_back is not None:
                 frame = frame.f_back
                 if frame.f_code is GradScaler.step.__code__:

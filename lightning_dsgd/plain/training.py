@@ -225,12 +225,9 @@ class decentralized(Loop):
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exception is not None:
-            self._end_with(exception)
-        else:
+        if exception is None:
             self.finish()
-
-    def _end_with(self, exception: BaseException) -> None:
+            return
         lost = self._session.sharding.lost_behind(self._session, exception)
         self.give_up(exception if lost is None else lost)
         if lost is not None:

@@ -58,7 +58,7 @@ class TrainerOptions(Evaluated, WholeOptions, Lightnings, total=False):
     precision_plugin: Any
 
 
-_THE_TRAINERS: Final = ("accelerator", "parallel_devices")
+THE_TRAINERS: Final = ("accelerator", "parallel_devices")
 """The options that the Trainer and Fabric set by themselves, and Lightning's strategies take."""
 
 _OF_DDP: Final = 'communication hooks belong to strategy="ddp"'
@@ -105,11 +105,6 @@ def check(strategy: str, algorithm: Algorithm, table: type, given: Any) -> None:
             raise ValueError(
                 f"{strategy} cannot honour {name}, got {name}={value!r}: {_NOT_OURS[name]}"
             )
-        elif name not in (*theirs, *_THE_TRAINERS):
+        elif name not in (*theirs, *THE_TRAINERS):
             own = [*algorithm.hyperparameters(), *ours]
             raise ValueError(keywords.unknown(strategy, name, value, own, theirs))
-
-
-def without_the_trainers(given: Any) -> Any:
-    """Returns options without those that the Trainer and Fabric set by themselves."""
-    return {name: value for name, value in given.items() if name not in _THE_TRAINERS}

@@ -30,8 +30,8 @@ class LaunchedMixin(_Lightnings):  # type: ignore[misc]
     def __init__(self, algorithm: Algorithm, table: type[Any], given: Any) -> None:
         name = type(self).__name__
         arguments.check(name, algorithm, table, given)
-        # What `CommunicationMonitor` tells trackers.
-        self.in_force = options.choose(name, table, arguments.without_the_trainers(given))
+        chosen: Any = {n: v for n, v in given.items() if n not in arguments.THE_TRAINERS}
+        self.in_force = options.choose(name, table, chosen)  # what trackers are told
         options.check_data(self.in_force, algorithm)
         algorithm.check_hyperparameters()
         super().__init__(**keywords.passed_on(table, given))
