@@ -91,7 +91,7 @@ LIBRARIES = {
     "numpy": "elastic.claimed primitives session tasks",
     "triton": "primitives.sparse_triton",
     "wandb": "lab",
-    "PIL gymnasium sklearn": "tasks lab",
+    "PIL gymnasium sklearn tokenizers": "tasks lab",
     "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
     "torch": "agreement algorithm algorithms buffers devices elastic fabric lab plain primitives "
     "replica session sharded tasks trainer transport",
@@ -430,7 +430,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", metadata["Version"])
     assert metadata["Requires-Python"] == ">=3.11"
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        *("bench", "control", "demo", "dev", "docs", "examples", "images", "mpi", "wandb")
+        *("bench", "control", "demo", "dev", "docs", "examples", "images", "mpi", "text", "wandb")
     }
     assert metadata["Author"] == "the lightning_dsgd developers"
     assert metadata["Description-Content-Type"] == "text/markdown"

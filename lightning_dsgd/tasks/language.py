@@ -7,11 +7,37 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 from torchmetrics.text import Perplexity
 
 from lightning_dsgd.tasks.base import SplitData, Task
-from lightning_dsgd.tasks.text import MASK, NUM_SMALLEST, NUM_SPECIAL, Tokenizer, read_corpus
+from lightning_dsgd.tasks.text import (
+    MASK,
+    NUM_SMALLEST,
+    NUM_SPECIAL,
+    Cache,
+    Kind,
+    read_corpus,
+    tokenizer_of,
+)
+
+
+class Pieces(Dataset[tuple[Tensor]]):
+    """Some of the pieces of a text, which stay where the tokens are until they are asked for.
+
+    Args:
+        pieces: all of them, (number, length).
+        places: which ones.
+    """
+
+    def __init__(self, pieces: Tensor, places: Tensor) -> None:
+        self.pieces, self.places = pieces, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        return (self.pieces[self.places[index]],)
 
 
 class TextData(SplitData):
@@ -25,6 +51,9 @@ class TextData(SplitData):
         max_chars: how much of the text to take; None for all.
         batch_size: pieces a rank and step.
         num_workers: loader processes a rank.
+        tokenizer: "words"; or, by the package tokenizers, "bpe", and with `cache` "wordpiece".
+        cache: a folder that all nodes see.  Rank 0 writes the tokens there, once, file by file, and
+            all ranks map them into memory: for text that does not fit into it.
     """
 
     def __init__(
@@ -35,20 +64,36 @@ class TextData(SplitData):
         max_chars: int | None = 2_000_000,
         batch_size: int = 16,
         num_workers: int = 0,
+        tokenizer: Kind = "words",
+        cache: str | None = None,
     ) -> None:
         super().__init__(batch_size, num_workers)
         self.path = path
         self.seq_len = seq_len
         self.vocab_size = vocab_size
         self.max_chars = max_chars
-        self.tokenizer: Tokenizer | None = None
+        self.tokenizer = tokenizer
+        self.prepare_data_per_node = cache is None
+        self.cache = cache and Cache(cache, path, max_chars, tokenizer, vocab_size)
+
+    def prepare_data(self) -> None:
+        if self.cache:
+            self.cache.make()
 
     def setup(self, stage: str) -> None:
-        if self.tokenizer is not None:
+        if self.splits:
             return
-        text = read_corpus(self.path, self.max_chars)
-        self.tokenizer = Tokenizer.of_texts([text], self.vocab_size)
-        tokens = torch.tensor(self.tokenizer.encode(text), dtype=torch.int32)
+        if self.cache:
+            tokens = self.cache.tokens()
+        else:
+            if self.tokenizer == "wordpiece":
+                raise ValueError(
+                    "cache must be a folder with tokenizer='wordpiece', got cache=None: each "
+                    "rank would number its vocabulary in another order; name a folder"
+                )
+            text = read_corpus(self.path, self.max_chars)
+            made = tokenizer_of(self.tokenizer, [text], self.vocab_size)
+            tokens = torch.tensor(made.encode(text), dtype=torch.int32)
         num_pieces = (len(tokens) - 1) // self.seq_len
         if num_pieces < 20:
             raise ValueError(
@@ -60,7 +105,7 @@ class TextData(SplitData):
         # Every twentieth piece, not the end: there the text may be of another kind.
         place = torch.arange(num_pieces) % 20
         kinds = {"train": (place != 9) & (place != 19), "val": place == 9, "test": place == 19}
-        self.splits = {split: TensorDataset(pieces[kind]) for split, kind in kinds.items()}
+        self.splits = {split: Pieces(pieces, kind.nonzero()[:, 0]) for split, kind in kinds.items()}
 
 
 class Encoder(nn.Module):

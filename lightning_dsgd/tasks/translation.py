@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics.text import BLEUScore
 
 from lightning_dsgd.tasks.base import SplitData, Task
-from lightning_dsgd.tasks.text import BEGIN, END, NUM_SMALLEST, PAD, Tokenizer
+from lightning_dsgd.tasks.text import (
+    BEGIN,
+    END,
+    NUM_SMALLEST,
+    PAD,
+    Subwords,
+    Tokenizer,
+    tokenizer_of,
+)
 
 Pair = tuple[str, str]
 """A sentence and its translation."""
@@ -68,6 +79,7 @@ class TranslationData(SplitData):
         num_generated: sentences to train on that are generated.
         batch_size: sentences a rank and step.
         num_workers: loader processes a rank.
+        tokenizer: "words"; or "bpe" for subwords, with the package tokenizers.
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class TranslationData(SplitData):
         num_generated: int = 4000,
         batch_size: int = 32,
         num_workers: int = 0,
+        tokenizer: Literal["words", "bpe"] = "words",
     ) -> None:
         super().__init__(batch_size, num_workers)
         self.path = path
@@ -86,7 +99,8 @@ class TranslationData(SplitData):
         self.vocab_size = vocab_size
         self.max_len = max_len
         self.num_generated = num_generated
-        self.tokenizer = Tokenizer()
+        self.kind = tokenizer
+        self.tokenizer: Tokenizer | Subwords = Tokenizer()
 
     def setup(self, stage: str) -> None:
         if self.splits:
@@ -94,66 +108,79 @@ class TranslationData(SplitData):
         if self.path is None:
             held_out = max(1, self.num_generated // 20)
             pairs = generated_pairs(self.num_generated + 2 * held_out)
-            texts = {
-                "train": pairs[2 * held_out :],
-                "val": pairs[:held_out],
-                "test": pairs[held_out : 2 * held_out],
+            texts: dict[str, Callable[[], Iterable[Pair]]] = {
+                "train": lambda: pairs[2 * held_out :],
+                "val": lambda: pairs[:held_out],
+                "test": lambda: pairs[held_out : 2 * held_out],
             }
         else:
-            texts = {split: self._read(split) for split in ("train", "val", "test")}
-        both = (text for pair in texts["train"] for text in pair)
-        self.tokenizer = Tokenizer.of_texts(both, self.vocab_size)
-        for split, pairs in texts.items():
-            encoded = [
-                (self.tokenizer.encode(ours), self.tokenizer.encode(theirs))
-                for ours, theirs in pairs
-            ]
+            texts = {split: partial(self._read, split) for split in ("train", "val", "test")}
+        both = (text for pair in texts["train"]() for text in pair)
+        self.tokenizer = tokenizer_of(self.kind, both, self.vocab_size)
+        for split, read in texts.items():
+            encoded = [tuple(array("i", self.tokenizer.encode(side)) for side in p) for p in read()]
             if split == "train":
                 encoded = [pair for pair in encoded if max(map(len, pair)) < self.max_len]
-            batches = bucket(encoded, self.batch_size, drop_last=split == "train")
-            if not batches:
+            batches = Buckets(encoded, self.batch_size, drop_last=split == "train")
+            if not len(batches):
                 raise ValueError(
                     f"there must be at least batch_size={self.batch_size} sentences of up to "
                     f"max_len={self.max_len} tokens, got {len(encoded)} to {split}; lower "
                     "batch_size, or raise max_len"
                 )
-            self.splits[split] = batches  # type: ignore[assignment] # a list does as a data set
+            self.splits[split] = batches
 
-    def _read(self, split: str) -> list[Pair]:
-        sides = []
-        for language in self.languages:
-            file = Path(str(self.path), f"{split}.{language}")
+    def _read(self, split: str) -> Iterator[Pair]:
+        """Yields the pairs of two files, line by line."""
+        files = [Path(str(self.path), f"{split}.{language}") for language in self.languages]
+        numbers = []
+        for file in files:
             if not file.exists():
                 raise FileNotFoundError(
                     f"path must hold train, val and test files that end in {self.languages}, "
                     f"got path={self.path!r}, which has no {file.name}"
                 )
-            # Not splitlines(), which also ends a line at characters that stand in sentences.
-            sides.append(file.read_text(encoding="utf-8").removesuffix("\n").split("\n"))
-        ours, theirs = sides
-        if len(ours) != len(theirs):
+            # Lines end at \n alone: other characters that end one may stand in sentences.
+            with file.open(encoding="utf-8", newline="\n") as lines:
+                numbers.append(sum(1 for _ in lines))
+        if numbers[0] != numbers[1]:
             raise ValueError(
-                f"the {split} files must have equally many lines, got {len(ours)} and {len(theirs)}"
+                f"the {split} files must have equally many lines, got {numbers[0]} and {numbers[1]}"
             )
-        return list(zip(ours, theirs, strict=True))
+        ours, theirs = (file.open(encoding="utf-8", newline="\n") for file in files)
+        with ours, theirs:
+            for pair in zip(ours, theirs, strict=True):
+                yield pair[0].removesuffix("\n"), pair[1].removesuffix("\n")
 
     def _loader(self, split: str, **kwargs: Any) -> DataLoader[Any]:
         # A sample of the data set is a whole batch: so Lightning's sampler deals out batches.
         return super()._loader(split, batch_size=None, collate_fn=None, **kwargs)
 
 
-def bucket(
-    pairs: list[tuple[list[int], list[int]]], batch_size: int, drop_last: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Batches pairs of about equal length: source and target, each (batch_size, longest)."""
-    pairs = sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1])))
-    end = len(pairs) - (len(pairs) % batch_size if drop_last else 0)
-    batches = []
-    for begin in range(0, end, batch_size):
-        ours, theirs = zip(*pairs[begin : begin + batch_size], strict=True)
+class Buckets(Dataset[tuple[Tensor, Tensor]]):
+    """Batches of pairs of about equal length: source and target, each (batch_size, longest).
+
+    Args:
+        pairs: the tokens of each sentence, and of its translation.
+        batch_size: pairs of a batch.
+        drop_last: whether to leave out a last batch that is smaller.
+    """
+
+    def __init__(
+        self, pairs: Iterable[Sequence[Sequence[int]]], batch_size: int, drop_last: bool
+    ) -> None:
+        self.pairs = sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1])))
+        end = len(self.pairs) - (len(self.pairs) % batch_size if drop_last else 0)
+        self.begins = range(0, end, batch_size)
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        begin = self.begins[index]
+        ours, theirs = zip(*self.pairs[begin : begin + self.begins.step], strict=True)
         source = padded([[*tokens, END] for tokens in ours])
-        batches.append((source, padded([[BEGIN, *tokens, END] for tokens in theirs])))
-    return batches
+        return source, padded([[BEGIN, *tokens, END] for tokens in theirs])
 
 
 def padded(rows: list[list[int]]) -> Tensor:
@@ -278,7 +305,7 @@ class TranslationModel(Task):
         return target
 
     def _texts(self, tokens: Tensor) -> list[str]:
-        tokenizer: Tokenizer = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
+        tokenizer: Tokenizer | Subwords = self.trainer.datamodule.tokenizer  # type: ignore[attr-defined]
         return [tokenizer.decode(row) for row in tokens.tolist()]
 
     def _evaluate(self, split: str, batch: list[Tensor], bleu: BLEUScore) -> None:

@@ -21,7 +21,14 @@ from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.images import CIFAR10Data, ImageClassifier, ImageFolderData
 from lightning_dsgd.tasks.language import CausalLanguageModel, MaskedLanguageModel, TextData, hide
 from lightning_dsgd.tasks.networks import NETWORKS, build
-from lightning_dsgd.tasks.text import MASK, NUM_SMALLEST, NUM_SPECIAL, Tokenizer, read_corpus
+from lightning_dsgd.tasks.text import (
+    MASK,
+    NUM_SMALLEST,
+    NUM_SPECIAL,
+    Tokenizer,
+    read_corpus,
+    tokenizer_of,
+)
 from tests.support import models
 
 
@@ -260,10 +267,14 @@ def test_image_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 # ---- text ----
-@pytest.mark.parametrize("vocab_size", [NUM_SMALLEST, 300])
-def test_tokenizer_loses_nothing(vocab_size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "vocab_size"), [("words", NUM_SMALLEST), ("words", 300), ("bpe", 300)]
+)
+def test_tokenizer_loses_nothing(kind: Any, vocab_size: int) -> None:
+    if kind != "words":
+        pytest.importorskip("tokenizers")
     text = "def größe(x):\n    return 'the the the'  # ✓ the end\n\tthe"
-    tokenizer = Tokenizer.of_texts([text], vocab_size)
+    tokenizer = tokenizer_of(kind, [text], vocab_size)
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
     assert NUM_SPECIAL <= min(tokens) <= max(tokens) < tokenizer.vocab_size <= vocab_size
@@ -276,6 +287,18 @@ def test_tokenizer_gives_the_frequent_words_a_token_each() -> None:
     assert len(tokenizer.encode(" dog")) == 4
     with pytest.raises(ValueError, match="vocab_size=100"):
         Tokenizer.of_texts([""], 100)
+
+
+def test_subwords_of_bert_are_pieces_in_lower_case(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    made = tokenizer_of("wordpiece", [read_corpus(None, 50_000)], 600)
+    tokens = made.encode("Return the ARGUMENTS")
+    assert tokens == made.encode("return the arguments")
+    assert NUM_SPECIAL < min(tokens) <= max(tokens) < made.vocab_size <= 600
+    with pytest.raises(ValueError, match="got cache=None: each rank would number"):
+        TextData(tokenizer="wordpiece").setup("fit")
+    with pytest.raises(ValueError, match="must be one of words, wordpiece, bpe, got 'bytes'"):
+        TextData(tokenizer="bytes").setup("fit")  # type: ignore[arg-type]
 
 
 def test_corpus_is_the_standard_library_a_file_or_a_folder(tmp_path: Path) -> None:
@@ -292,9 +315,18 @@ def test_corpus_is_the_standard_library_a_file_or_a_folder(tmp_path: Path) -> No
         read_corpus(str(tmp_path / "sub"), None)
 
 
-def test_text_is_split_without_overlap(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cached", [False, True])
+def test_text_is_split_without_overlap(cached: bool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(chr(33 + i % 90) for i in range(1001)))
-    data = TextData(str(tmp_path), seq_len=10)
+    cache = str(tmp_path / "cache") if cached else None
+    data = TextData(str(tmp_path), seq_len=10, cache=cache)
+    if cached:
+        with pytest.raises(FileNotFoundError, match="that rank 0 has filled"):
+            data.setup("fit")
+        data.prepare_data()
+        TextData(str(tmp_path), cache=cache).prepare_data()
+        with pytest.raises(ValueError, match="name another folder"):
+            TextData(str(tmp_path), vocab_size=300, cache=cache).prepare_data()
     data.setup("fit")
     sizes = {split: len(pieces) for split, pieces in data.splits.items()}  # type: ignore[arg-type]
     assert sizes == {"train": 90, "val": 5, "test": 5}

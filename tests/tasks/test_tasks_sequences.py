@@ -38,9 +38,9 @@ from lightning_dsgd.tasks.speech import (
 )
 from lightning_dsgd.tasks.text import BEGIN, END, PAD
 from lightning_dsgd.tasks.translation import (
+    Buckets,
     TranslationData,
     TranslationModel,
-    bucket,
     generated_pairs,
 )
 from tests.support.worlds import FitWorld
@@ -66,9 +66,9 @@ def test_generated_pairs_are_word_for_word_translations_of_unequal_length() -> N
 
 def test_batches_hold_sentences_of_about_one_length() -> None:
     pairs = [([9] * (1 + i * 7 % 40), [8] * (1 + i * 3 % 5)) for i in range(100)]
-    batches = bucket(pairs, 16, drop_last=False)
+    batches = Buckets(pairs, 16, drop_last=False)
     assert sum(len(source) for source, _ in batches) == 100
-    assert len(bucket(pairs, 16, drop_last=True)) == 6
+    assert len(Buckets(pairs, 16, drop_last=True)) == 6
     for source, target in batches:
         assert (source == END).sum(1).eq(1).all()
         assert (target[:, 0] == BEGIN).all()
@@ -85,9 +85,12 @@ def write_parallel(folder: Path, num: int = 40) -> None:
             (folder / f"{split}.{language}").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def test_parallel_text_files_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_parallel_text_files_are_read(kind: Any, tmp_path: Path) -> None:
+    if kind != "words":
+        pytest.importorskip("tokenizers")
     write_parallel(tmp_path)
-    data = TranslationData(str(tmp_path), batch_size=10, vocab_size=300)
+    data = TranslationData(str(tmp_path), batch_size=10, vocab_size=300, tokenizer=kind)
     data.setup("fit")
     texts = set()
     for source, target in data.train_dataloader():
