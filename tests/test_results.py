@@ -20,7 +20,7 @@ HEADLINES = {
     for name in re.findall(r"results/([\w./]+\.json)", page.read_text())[:1]
 }
 """The first result that a page shows."""
-WITHOUT_A_RECORD = 12
+WITHOUT_A_RECORD = 13
 """How many results at the heads of pages are older than the record of hyperparameters."""
 STORED = sorted(ROOT.joinpath("docs", "results").rglob("*.json"))
 
