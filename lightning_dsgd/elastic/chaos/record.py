@@ -24,6 +24,8 @@ JOINS: Final = "joining"
 LEFT: Final = "left"
 FINISHED: Final = "finished"
 _MUST_END: Final = ("taken for lost", "must go on with more than half")
+_ENDING_S: Final = 20.0
+"""By how much, at most, the ends of ranks differ where a job ends."""
 _TOO_LATE: Final = ("must reach a rank that trains", "could not join")
 
 
@@ -166,9 +168,10 @@ def _going_on(record: Record) -> Iterator[str]:
 
 
 def _someone_trained(record: Record, newcomer: Process) -> bool:
-    """Returns whether a rank trained all the time while a newcomer asked to be let in."""
+    """Returns whether a rank trained while a newcomer asked to be let in, and for long after."""
+    until_s = newcomer.end_s + _ENDING_S
     return any(
-        process.views and process.views[0][0] <= newcomer.begin_s and process.end_s > newcomer.end_s
+        process.views and process.views[0][0] <= newcomer.begin_s and process.end_s > until_s
         for process in record.processes.values()
     )
 
