@@ -159,7 +159,7 @@ def _going_on(record: Record) -> Iterator[str]:
         if process.how in (FINISHED, LEFT) or process.is_dead or process.place < 0:
             continue
         if not process.views and any(why in process.how for why in _TOO_LATE):
-            if _someone_trained(record, process):
+            if process.struck_s is None and _someone_trained(record, process):
                 yield f"rank {process.rank} could not join: {process.how}"
         elif process.struck_s is None and not _has_too_few(record, process):
             yield f"rank {process.rank}, to which nothing happened, ended: {process.how}"
