@@ -123,9 +123,9 @@ class Connections:
     def for_news(self, rank: int) -> Connection | None:
         """Returns the connection on which news wait behind no message, if there is one: theirs.
 
-        The mesh's thread calls it.
+        Any thread calls it, while the mesh's may change the list.
         """
-        theirs = (connection for connection in self._incoming if connection.rank == rank)
+        theirs = (connection for connection in [*self._incoming] if connection.rank == rank)
         return next(theirs, self._outgoing.get(rank))
 
     def to(self, rank: int) -> Connection:

@@ -112,7 +112,9 @@ class Mailboxes:
         self._taken: Counter[int] = Counter()
         self.num_breaks = 0
         """How often waits were broken off, or have begun to work again."""
-        self._arrived: dict[Key, deque[tuple[int, int, Tensor, Mark]]] = {}
+        self.is_old: Callable[[int], bool] = lambda _: False
+        """Whether a channel is one of before."""
+        self._arrived: dict[Key, deque[tuple[int, int, Tensor, Mark, bool]]] = {}
         self._posted: dict[Key, list[Expected]] = {}
         self.left: set[int] = set()
         """The ranks that have said farewell, behind all their messages."""
@@ -123,13 +125,14 @@ class Mailboxes:
         """Fills the receive with a message that is here, or posts it for one that is to come."""
         with self._lock:
             queue = self._arrived.get(expected.key, ())
-            for place, (source, kind, payload, mark) in enumerate(queue):
+            for place, (source, kind, payload, mark, is_counted) in enumerate(queue):
                 if expected.wanted in (ANY, source):
                     del queue[place]  # type: ignore[union-attr]
                     if not queue:
                         del self._arrived[expected.key]
                     expected.fill(source, kind, payload, mark)
-                    self._count_taken(source, payload.nbytes)
+                    if not is_counted:
+                        self._count_taken(source, payload.nbytes)
                     return
             self._posted.setdefault(expected.key, []).append(expected)
             expected.has_asked = False
@@ -192,14 +195,18 @@ class Mailboxes:
         with self._lock:
             posted = self._posted.get(key, [])
             for place, expected in enumerate(posted):
-                if expected.wanted in (ANY, source):
+                if expected.wanted in (ANY, source) and expected.failure is None:
                     del posted[place]
                     if not posted:
                         del self._posted[key]
                     expected.fill(source, kind, payload, mark)
                     self._count_taken(source, payload.nbytes)
                     return
-            self._arrived.setdefault(key, deque()).append((source, kind, payload, mark))
+            is_counted = self.is_old(key[0])  # no receive will take it
+            if is_counted:
+                self._count_taken(source, payload.nbytes)
+            message = source, kind, payload, mark, is_counted
+            self._arrived.setdefault(key, deque()).append(message)
 
     def withdraw(self, expected: Expected) -> bool:
         """Takes a receive back; False if its message has come or is being read into it."""
@@ -235,11 +242,12 @@ class Mailboxes:
     def go_on(self, is_old: Callable[[int], bool]) -> None:
         """Makes waits work again; drops messages and receives of old channels."""
         with self._lock:
-            self.failure = None
+            self.failure, self.is_old = None, is_old
             self.num_breaks += 1
             for key in [key for key in self._arrived if is_old(key[0])]:
-                for source, _, payload, _ in self._arrived.pop(key):
-                    self._count_taken(source, payload.nbytes)
+                for source, _, payload, _, is_counted in self._arrived.pop(key):
+                    if not is_counted:
+                        self._count_taken(source, payload.nbytes)
             for table in (self._posted, self._held):
                 for key in [key for key in table if is_old(key[0])]:
                     del table[key]

@@ -209,10 +209,13 @@ class Staging:
                 is_closing = self._closing_at is not None
             while self._new:
                 self._jobs.append(self._new.popleft())
-        is_lost = self._mesh.mailboxes.failure is not None and not self._mesh.policy.goes_on
-        if self._num_breaks != self._mesh.mailboxes.num_breaks:
-            self._num_breaks = self._mesh.mailboxes.num_breaks
-            self._drop(lambda job: job.is_held and not job.has_room)  # nobody will ask for it
+        boxes = self._mesh.mailboxes
+        is_lost = boxes.failure is not None and not self._mesh.policy.goes_on
+        if boxes.failure is not None or self._num_breaks != boxes.num_breaks:
+            self._num_breaks = boxes.num_breaks
+            held = {job.key for job in self._jobs if job.is_held and not job.has_room}
+            # Nobody will ask for these, or for what is behind them.
+            self._drop(lambda job: not job.has_begun and job.key in held)
         if is_lost:
             self._drop(lambda job: not job.has_begun)
             self._finish_all()
@@ -257,8 +260,11 @@ class Staging:
         else:
             job.has_room = window.admit(dst, job.nbytes)
             job.is_held = not job.has_room
-            if job.is_held and self._way_to(job) is not None:
-                self._mesh.say(dst, HELD, MAILBOX.unpack(mailbox))
+            channel, tag = MAILBOX.unpack(mailbox)
+            if job.is_held and self._mesh.mailboxes.is_old(channel):
+                self._drop(lambda other: other is job)
+            elif job.is_held and self._way_to(job) is not None:
+                self._mesh.say(dst, HELD, (channel, tag))
         return job.has_room
 
     def _advance_job(self, job: _Job) -> bool:
