@@ -106,7 +106,8 @@ class Opening:
 
     def _open_transport(self, world_size: int, device: torch.device) -> ProcessGroupTransport:
         transport = self.chosen["transport"]
-        takes_mpi = transport == "mpi" or (transport == "auto" and is_usable(world_size))
+        may_take_mpi = transport == "auto" and self.chosen["on_loss"] == "end"
+        takes_mpi = transport == "mpi" or (may_take_mpi and is_usable(world_size))
         kind = MPITransport if takes_mpi else ProcessGroupTransport
         if not self._sends_all:
             return kind(*self._limits, device=device)
