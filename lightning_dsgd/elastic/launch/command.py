@@ -87,10 +87,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--notice",
         metavar="URL|FILE|COMMAND",
-        default="",
         help="what says that this machine is to be taken away, on which its ranks leave before "
         "their next batch: a page of a cloud's metadata, a file once it is there, a command once "
-        "it ends with 0 (default: none)",
+        "it ends with 0",
     )
     parser.add_argument("script", help=f"a Python file, or a command: {', '.join(_COMMANDS)}")
     parser.add_argument(

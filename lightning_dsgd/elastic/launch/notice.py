@@ -2,6 +2,7 @@
 
     AWS         http://169.254.169.254/latest/meta-data/spot/instance-action
                 404: no; JSON: yes; asked with a token (IMDSv2)
+                spot/termination-time and other pages: any text: yes
     Google      http://metadata.google.internal/computeMetadata/v1/instance/preempted
                 FALSE: no; TRUE: yes; `instance/maintenance-event` too: NONE, TERMINATE_...
     Azure       http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01
@@ -21,6 +22,7 @@ import http.client
 import json
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -120,7 +122,8 @@ class Notice:
             if err.code == 404:
                 return ""
             raise
-        return json.dumps(_object(text))
+        is_json = urlsplit(self.source).path.endswith("/instance-action")
+        return json.dumps(_object(text)) if is_json else text.strip()
 
     def _ask_google(self) -> str:
         text = self._get("", {"Metadata-Flavor": "Google"}).strip()
@@ -138,7 +141,7 @@ class Notice:
         if not events:
             return ""
         name = self._get(_NAME, {"Metadata": "true"}).strip()
-        mine = [event for event in events if name in event.get("Resources", ())]
+        mine = [event for event in events if name in event.get("Resources") or ()]
         return json.dumps(mine[0]) if mine else ""
 
     def _ask_url(self) -> str:
@@ -168,14 +171,20 @@ class Notice:
         return f"{self.source} is there"
 
     def _ask_command(self) -> str:
-        status = subprocess.run(
+        command = subprocess.Popen(
             self.source,
             shell=True,
-            timeout=_ANSWER_WITHIN_S,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        ).returncode
+            start_new_session=True,
+        )
+        try:
+            status = command.wait(_ANSWER_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(command.pid, signal.SIGKILL)  # also what the shell has started
+            command.wait()
+            raise
         if status not in (0, 1):
             raise ValueError(f"it must end with 0 or 1, got {status}")
         return "" if status else f"{self.source} has ended with 0"

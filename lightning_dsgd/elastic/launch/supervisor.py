@@ -80,7 +80,7 @@ class Supervisor:
         max_restarts: how often a rank is started again that has not trained for long since
         imports: the modules that a process has imported from which ranks start; none: no such
             process
-        notice: what says that this machine is to be taken away; empty: nothing does
+        notice: what says that this machine is to be taken away; None: nothing does
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Supervisor:
         end_s: float,
         max_restarts: int,
         imports: Sequence[str] = (),
-        notice: str = "",
+        notice: str | None = None,
     ) -> None:
         if max_restarts < 0:
             raise ValueError(f"--max-restarts must be at least 0, got {max_restarts}; try 3")
@@ -103,7 +103,7 @@ class Supervisor:
         self._reserve = Reserve(command[2:], imports, logs)
         self._has_reserve = bool(imports)
         self._told = NodeRegister(place, self._is_told_to_end)
-        self._notice = Notice(notice, say) if notice else None
+        self._notice = Notice(notice, say) if notice is not None else None
         self._signals: list[int] = []
         self._is_leaving = False
         """Whether the ranks of this node are to end as there is notice."""

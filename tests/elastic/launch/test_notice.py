@@ -91,6 +91,11 @@ def look(source: str) -> tuple[str, list[str]]:
     [
         (AWS, None, ""),
         (AWS, STOPS, STOPS),
+        (
+            "/latest/meta-data/spot/termination-time",
+            "2026-11-26T12:00:00Z\n",
+            "2026-11-26T12:00:00Z",
+        ),
         (GOOGLE, "FALSE", ""),
         (GOOGLE, "TRUE", "TRUE"),
         (EVENT, "NONE", ""),
