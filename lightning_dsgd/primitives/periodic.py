@@ -248,7 +248,9 @@ class PeriodicAverage(Algorithm):
         assert self.conditions.optimizer is not None, "checked in start"
         lr = max(float(group["lr"]) for group in self.conditions.optimizer.param_groups)
         self.highest_lr = max(self.highest_lr, lr)
-        growth = (0.5 * self.highest_lr / lr) ** 2 if lr > 0 else _MOST
+        growth = _MOST if self.highest_lr else 1.0  # a warm-up may begin at 0
+        if lr > 0:
+            growth = (0.5 * self.highest_lr / lr) ** 2
         return torch.tensor([int(self.sync_period * min(max(1.0, growth), _MOST)), 1])
 
     def _take_period(self, sums: Tensor) -> None:

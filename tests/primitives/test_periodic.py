@@ -119,7 +119,7 @@ def test_a_slow_rank_that_claims_holds_up_for_a_step(claims: bool, num_fragments
 
 
 # ---- a growing period ----
-RATES = [0.5] * 2 + [1.0] * 6 + [0.25] * 16 + [0.0] * 80
+RATES = [0.0] * 2 + [1.0] * 6 + [0.25] * 16 + [0.0] * 80
 
 
 @pytest.mark.parametrize("resumed_at", [None, 13])
