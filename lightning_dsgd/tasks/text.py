@@ -112,8 +112,14 @@ class Subwords:
             made.normalizer = them.normalizers.BertNormalizer(lowercase=True)
             made.pre_tokenizer = them.pre_tokenizers.BertPreTokenizer()
             made.decoder = them.decoders.WordPiece()
+            options["limit_alphabet"] = 1000  # as BERT's: the rarest characters are unknown
             trainer = them.trainers.WordPieceTrainer(special_tokens=[*special, "[UNK]"], **options)
         made.train_from_iterator(texts, trainer)
+        if made.get_vocab_size() > vocab_size:
+            raise ValueError(
+                "the vocabulary must have room for each character, and for the special tokens, "
+                f"got vocab_size={vocab_size}; choose at least {made.get_vocab_size()}"
+            )
         return cls(made)
 
     @property
@@ -165,24 +171,27 @@ def corpus(path: str | None, max_chars: int | None) -> Iterator[str]:
             of their names; None for the sources of the running Python's standard library.
         max_chars: how much of the text to take; None for all.
     """
-    root = Path(path) if path is not None else Path(sysconfig.get_path("stdlib"))
-    if root.is_file():
-        files: Iterable[Path] = [root]
-    elif root.is_dir():
-        # The standard library's subfolders, with its tests and installed packages, are left out.
-        found = root.iterdir() if path is None else root.rglob("*")
-        files = sorted(file for file in found if file.suffix in (".txt", ".md", ".rst", ".py"))
-    else:
-        raise FileNotFoundError(f"path must be a text file or a folder, got path={path!r}")
     num_chars = 0
-    for file in files:
+    for file in _files(path):
         if max_chars is not None and num_chars >= max_chars:
             break
         text = file.read_text(encoding="utf-8", errors="replace")
         yield text if max_chars is None else text[: max_chars - num_chars]
         num_chars += len(text)
     if num_chars == 0:
-        raise ValueError(f"there must be text in .txt, .md, .rst or .py files, got none in {root}")
+        raise ValueError(f"there must be text in .txt, .md, .rst or .py files, got none in {path}")
+
+
+def _files(path: str | None) -> list[Path]:
+    """Returns the files of a corpus in their order."""
+    root = Path(path) if path is not None else Path(sysconfig.get_path("stdlib"))
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise FileNotFoundError(f"path must be a text file or a folder, got path={path!r}")
+    # The standard library's subfolders, with its tests and installed packages, are left out.
+    found = root.iterdir() if path is None else root.rglob("*")
+    return sorted(file for file in found if file.suffix in (".txt", ".md", ".rst", ".py"))
 
 
 class Cache:
@@ -202,7 +211,8 @@ class Cache:
         self.folder = Path(folder)
         self.texts = partial(corpus, path, max_chars)
         self.tokenizer = partial(tokenizer_of, kind, vocab_size=vocab_size)
-        self.options = [path, max_chars, kind, vocab_size]
+        sizes = [file.stat().st_size for file in _files(path)]
+        self.options = [path, len(sizes), sum(sizes), max_chars, kind, vocab_size]
 
     def make(self) -> None:
         """Writes the tokens, unless they are there; the last file to be written is the record."""
@@ -211,9 +221,9 @@ class Cache:
             made = json.loads(record.read_text())
             if made != self.options:
                 raise ValueError(
-                    "cache must be a folder of its own for each [path, max_chars, tokenizer, "
-                    f"vocab_size], got {self.options} with cache={str(self.folder)!r}, which was "
-                    f"made with {made}; name another folder"
+                    "cache must be a folder of its own for each [path, number of files, bytes, "
+                    f"max_chars, tokenizer, vocab_size], got {self.options} with "
+                    f"cache={str(self.folder)!r}, which was made with {made}; name another folder"
                 )
             return
         self.folder.mkdir(parents=True, exist_ok=True)

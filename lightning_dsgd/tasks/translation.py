@@ -150,7 +150,7 @@ class TranslationData(SplitData):
         ours, theirs = (file.open(encoding="utf-8", newline="\n") for file in files)
         with ours, theirs:
             for pair in zip(ours, theirs, strict=True):
-                yield pair[0].removesuffix("\n"), pair[1].removesuffix("\n")
+                yield pair[0].rstrip("\r\n"), pair[1].rstrip("\r\n")
 
     def _loader(self, split: str, **kwargs: Any) -> DataLoader[Any]:
         # A sample of the data set is a whole batch: so Lightning's sampler deals out batches.
