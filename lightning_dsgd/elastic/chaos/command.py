@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -99,6 +100,10 @@ def _play(args: argparse.Namespace, terms: Terms) -> int:
         if where[_MOST_SHOWN:]:
             _say(f"        and {len(where) - _MOST_SHOWN} more: see the file")
     _say(f"written: {args.output}")
+    if record.folder is not None and told["failed"]:
+        _say(f"logs: {record.folder / 'logs'}")
+    elif record.folder is not None:
+        shutil.rmtree(record.folder)
     if told["failed"]:
         again = "plays the same schedule" if args.real else "replays it"
         _say(f"{again}: {replay}    # at commit {head['commit'] or 'unknown'}")
@@ -120,8 +125,9 @@ def _commit() -> str | None:
     texts = []
     for question in ("rev-parse HEAD", "status --porcelain --untracked-files=no ."):
         words = ["git", "-C", str(Path(__file__).parents[2]), *question.split()]
-        asked = subprocess.run(words, capture_output=True, text=True, timeout=10)
-        if asked.returncode:
+        try:
+            asked = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
             return None
         texts.append(asked.stdout.strip())
     return texts[0] + "+" * bool(texts[1])

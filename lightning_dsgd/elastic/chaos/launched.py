@@ -108,8 +108,8 @@ class Job:
         command = [sys.executable, "-m", "lightning_dsgd", "launch", "--ranks", str(self.ranks)]
         command += ["--max-restarts", "100000", "--end-s", "60", "--logs", str(folder / "logs")]
         command += ["--", str(script), str(folder), json.dumps(settings)]
-        self.said = (folder / "said").open("w")
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self.said)
+        with (folder / "said").open("w") as said:
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
 
     def look_until(self, at: float) -> None:
         """Waits until a time, while the job goes on."""
@@ -131,8 +131,8 @@ class Job:
         finally:
             self.stop()
         ends = [json.loads(file.read_text()) for file in self.folder.glob("result_*")]
-        assert ends
-        assert all(end == ends[0] for end in ends), "all ranks must end with the same weights"
+        if not ends or any(end != ends[0] for end in ends):
+            raise RuntimeError(f"all ranks must end with the same loss and epoch, got {ends}")
         return ends[0][0], ends[0][1]
 
     def stop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from functools import partial
@@ -29,9 +30,14 @@ _ENDS_WITHIN_S: Final = 300.0
 
 
 class _Struck:
-    """What was done to processes, and is still to be done."""
+    """What was done to processes, and is still to be done.
 
-    def __init__(self) -> None:
+    Args:
+        patience_s: for how long a process may stand still that nobody may take for lost
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
         self.events: list[tuple[float, Event, tuple[int, ...]]] = []
         self.at_s: dict[int, float] = {}
         self.killed: set[int] = set()
@@ -44,7 +50,8 @@ class _Struck:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if event.kind == "loss" else signal.SIGSTOP)
-            self.at_s.setdefault(pid, now)
+            if event.kind == "loss" or event.seconds > self._patience_s:
+                self.at_s.setdefault(pid, now)
             if event.kind == "loss":
                 self.killed.add(pid)
             else:
@@ -70,26 +77,26 @@ def play(seed: int, terms: Terms, events: list[Event], strategy: str) -> Record:
         "epoch_samples": _EPOCH_STEPS * _BATCH * terms.ranks,
         "heartbeat_s": terms.heartbeat_s,
     }
-    struck = _Struck()
+    struck = _Struck(terms.heartbeat_s / 4)
     record = Record(settings["epoch_samples"], 11 * terms.heartbeat_s)
-    with tempfile.TemporaryDirectory(prefix="chaos") as temporary:
-        folder = Path(temporary)
-        job = Job(folder, settings)
-        try:
-            while len(job.training()) < terms.ranks:
-                job.look_until(time.monotonic() + 0.2)
-            begin = time.monotonic()
-            for event in events:
-                _pass(job, begin + event.at_s, struck)
-                struck.strike(event, _holders(folder, event.places))
-            _pass(job, begin + terms.seconds, struck)
-            _pass(job, max([begin, *(at for at, _ in struck.wakes)]), struck)
-            (folder / "end").touch()
-            with contextlib.suppress(RuntimeError):  # what has failed stands in the record
-                _, record.num_epochs = job.end(_ENDS_WITHIN_S)
-        finally:
-            job.stop()
-        _read(folder, begin, struck, record)
+    folder = record.folder = Path(tempfile.mkdtemp(prefix="chaos"))
+    job, begin = Job(folder, settings), time.monotonic()
+    try:
+        while len(job.training()) < terms.ranks:
+            job.look_until(time.monotonic() + 0.2)
+        begin = time.monotonic()
+        for event in events:
+            _pass(job, begin + event.at_s, struck)
+            struck.strike(event, _holders(folder, event.places))
+        _pass(job, begin + terms.seconds, struck)
+        _pass(job, max([begin, *(at for at, _ in struck.wakes)]), struck)
+        (folder / "end").touch()
+        _, record.num_epochs = job.end(_ENDS_WITHIN_S)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        record.failure = str(error)
+    finally:
+        job.stop()
+    _read(folder, begin, struck, record)
     return record
 
 
