@@ -195,7 +195,7 @@ def stager() -> Staging:
 def land(port: Port, payload: Tensor, pinned: Pinned) -> Tensor:
     """Takes a message up, and waits for it as a receipt does."""
     landing = Landing(port, payload, None, port.mark(), pinned)
-    if not until(landing.has_landed, 60.0, lambda: None):
+    if not until(lambda: landing.has_landed(payload.nbytes), 60.0, lambda: None):
         raise TimeoutError("a copy to the device has not ended within 60 s")
     return landing.take()
 

@@ -56,6 +56,11 @@ class Events:
         self._has_evaluated(self._since_s if began_s is None else began_s)
         self._goes_on()
 
+    def on_predict(self, *_: Any, **__: Any) -> None:
+        """Notes the end of a prediction, which is no evaluation."""
+        self._evaluating_s = None
+        self._goes_on()
+
     def on_train_end(self: Any, *_: Any, **__: Any) -> None:
         """Closes the file."""
         self._stop_finding()

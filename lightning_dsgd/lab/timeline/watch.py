@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_dsgd.devices import port_of
 from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
 from lightning_dsgd.lab.timeline.meetings import Meetings
 from lightning_dsgd.lab.timeline.recorder import ALL, Recorder
@@ -130,9 +131,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
     """Returns where a model computes, which is not where an offloaded shard lies."""
     parameter = next(model.parameters())
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != "cpu":
-        return torch.device(
-            parameter.device_mesh.device_type, torch.accelerator.current_device_index()
-        )
+        return port_of(torch.device(parameter.device_mesh.device_type)).device
     return parameter.device
 
 
