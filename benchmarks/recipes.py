@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, save
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +89,9 @@ def main() -> None:
                     for key in sorted(done, key=lambda key: (key[1], [*CASES].index(key[0])))
                 ]
                 made = provenance("python benchmarks/recipes.py")
+                made["hyperparameters"] = in_force(
+                    [*ALGORITHMS], [4]
+                )  # unless a recipe sets others
                 save(made | {"runs": runs}, args.output)
 
 

@@ -127,7 +127,7 @@ SITUATIONS: Final = {
         causes=("none",),
     ),
     "unknown": Situation(
-        "you do not know which, or it changes",
+        "you do not know which, or it changes, on CPUs",
         "you do not know, or it changes, on CPUs",
         (Choice(FIRST, ADAPTIVE, "It measures while it trains, and changes.", CLAIMED),),
     ),
