@@ -37,6 +37,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from lightning_dsgd.elastic.ballots import Message
@@ -45,10 +46,9 @@ from lightning_dsgd.elastic.views import JOINS, Action, AgreedViews
 from lightning_dsgd.transport.contract import PeerLost, TransportError
 from lightning_dsgd.transport.frames import AGREEMENT, HEADER
 from lightning_dsgd.transport.mesh import LossPolicy, Mesh, encode
-from lightning_dsgd.transport.view import bits_of, number_of
+from lightning_dsgd.transport.view import is_old
 
 _LOOK_EVERY_S: Final = 0.5
-_HALF: Final = 1 << 14
 
 
 def survive(mesh: Mesh, min_ranks: int | None, groups: Sequence[Sequence[int]]) -> None:
@@ -156,11 +156,7 @@ class Survival(AgreedViews, LossPolicy):
         self._mailboxes.break_off(lost)
 
     def _resume(self) -> None:
-        self._mailboxes.go_on(self._is_old)
-
-    def _is_old(self, channel: int) -> bool:
-        behind = bits_of(self.entered) - number_of(channel)
-        return 0 < behind % (2 * _HALF) < _HALF
+        self._mailboxes.go_on(partial(is_old, self.entered))
 
     def _await(self, is_there: Callable[[], bool]) -> None:
         while not is_there():

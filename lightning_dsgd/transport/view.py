@@ -10,7 +10,7 @@ same as below.  Ranks that are not members need not know of a view.
 **Channels.**  Channels are made from the path, which has the view's number in it.  So views of
 different numbers cannot take each other's messages; two views of one number that share ranks need a
 `sub` of the network each.  A channel carries the number itself as well, in its upper bits
-(`number_of`), by which a network tells what is left of views that have ended.
+(`is_old`), by which a network tells what is left of views that have ended.
 
 **Engines.**  Only all ranks of the network below can fix groups there, together.  So groups that
 are fixed in a view of some ranks have no effect, but where all ranks have a view, and all of these
@@ -44,14 +44,10 @@ _REST_BITS: Final = 63 - _NUMBER_BITS
 _REST: Final = (1 << _REST_BITS) - 1
 
 
-def number_of(channel: int) -> int:
-    """Returns the number of the view that a channel belongs to, as far as its bits hold it."""
-    return channel >> _REST_BITS
-
-
-def bits_of(number: int) -> int:
-    """Returns what `number_of` gives for the channels of a view of that number."""
-    return number % (1 << _NUMBER_BITS)
+def is_old(number: int, channel: int) -> bool:
+    """Returns whether a channel is of a view before that of a number, as far as its bits tell."""
+    behind = (number - (channel >> _REST_BITS)) % (1 << _NUMBER_BITS)
+    return 0 < behind < 1 << (_NUMBER_BITS - 1)
 
 
 class View(Endpoint):
@@ -127,7 +123,7 @@ class View(Endpoint):
         return _Receipt(receipt, self.members)
 
     def _mark(self, channel: int) -> int:
-        return bits_of(self.number) << _REST_BITS | channel & _REST
+        return self.number % (1 << _NUMBER_BITS) << _REST_BITS | channel & _REST
 
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
         views = self._alike or [self.members]
