@@ -33,7 +33,7 @@ PACKAGE = ROOT / "lightning_dsgd"
 # Folder, or module of the package's own: what else of ours it may import.  Further down may import
 # further up, never the other way round; the core is all that is not in WINGS, and imports no wing.
 CORE = {
-    "arrival": "", "hyperparameters": "", "wings": "",
+    "arrival": "", "hyperparameters": "", "source": "", "wings": "",
     "keywords": "hyperparameters",
     "buffers": "",
     "devices": "buffers",
@@ -58,9 +58,9 @@ CORE = {
 }  # fmt: skip
 WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
-    "replica tasks trainer transport wings",
+    "replica source tasks trainer transport wings",
     "sharded": "agreement algorithm keywords replica session trainer transport",
-    "elastic": "agreement algorithm algorithms devices replica session trainer transport",
+    "elastic": "agreement algorithm algorithms devices replica session source trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd import __version__
+from lightning_dsgd.source import commit
 
 _LONGEST: Final = 32
 """A list of more values than this has a line of its own."""
@@ -39,7 +39,7 @@ def provenance(command: str | None = None) -> dict[str, Any]:
     """
     return {
         "command": command or shlex.join(["python", *sys.argv]),
-        "commit": _commit(),
+        "commit": commit(),
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
@@ -50,20 +50,6 @@ def provenance(command: str | None = None) -> dict[str, Any]:
             "lightning_dsgd": __version__,
         },
     }
-
-
-def _commit() -> str | None:
-    """Returns the commit of this package, with + where files have changed; None outside of git."""
-    package = Path(__file__).parents[1]
-    texts = []
-    for question in ("rev-parse HEAD", "status --porcelain --untracked-files=no ."):
-        words = ["git", "-C", str(package), *question.split()]
-        try:
-            asked = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        texts.append(asked.stdout.strip())
-    return texts[0] + "+" * bool(texts[1])
 
 
 def typed(command: str, argv: Sequence[str] | None) -> str:

@@ -43,16 +43,9 @@ class CollectivesMixin(LaunchedMixin):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or not self.session.can_meet:
             return tensor
-        hook = seams.current_hook(self.lightning_module)  # later ones are past `end_batch`
-        if self.session.phase is Phase.IN_BATCH or hook == "on_train_batch_end":
+        if self._is_of_a_step():
             if not self.algorithm.lockstep:
-                if not self._warned_of_local_logs:
-                    self._warned_of_local_logs = True
-                    rank_zero_warn(
-                        f'strategy="{self.algorithm.name}" does not wait for all ranks in every '
-                        "step, so self.log(..., on_step=True, sync_dist=True) logs the value of "
-                        "rank 0 alone; use on_epoch=True for a value over all ranks"
-                    )
+                self._warn_of_local_logs()
                 return tensor
             self.session.ranks.check_in_step()
             if self.session.training is not None and self.session.training.is_uneven:
@@ -71,3 +64,17 @@ class CollectivesMixin(LaunchedMixin):
         if not self.session.can_meet:
             return decision
         return self.session.ranks.decide(decision, is_of_all=all)
+
+    def _is_of_a_step(self) -> bool:
+        """Returns whether a reduction now is of one batch; later hooks are past `end_batch`."""
+        hook = seams.current_hook(self.lightning_module)
+        return self.session.phase is Phase.IN_BATCH or hook == "on_train_batch_end"
+
+    def _warn_of_local_logs(self) -> None:
+        if not self._warned_of_local_logs:
+            self._warned_of_local_logs = True
+            rank_zero_warn(
+                f'strategy="{self.algorithm.name}" does not wait for all ranks in every step, so '
+                "self.log(..., on_step=True, sync_dist=True) logs the value of rank 0 alone; "
+                "use on_epoch=True for a value over all ranks"
+            )

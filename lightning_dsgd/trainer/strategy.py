@@ -269,18 +269,21 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     def teardown(self) -> None:
         if self.session.is_fork:
             return
-        trainer = self._trainer
-        if trainer is not None:
-            if self._hooks in trainer.callbacks:
-                trainer.callbacks.remove(self._hooks)
-            seams.give_back(trainer)
-            joint.give_back(trainer)
-            if self.session.training is not None:
-                self.session.training.clock.give_back()
+        if self._trainer is not None:
+            self._give_back(self._trainer)
         self.session.leave()
         if self.session.phase is Phase.BROKEN:
             self._processes.end_children()
         super().teardown()
+
+    def _give_back(self, trainer: Any) -> None:
+        """Takes all hooks out of the trainer."""
+        if self._hooks in trainer.callbacks:
+            trainer.callbacks.remove(self._hooks)
+        seams.give_back(trainer)
+        joint.give_back(trainer)
+        if self.session.training is not None:
+            self.session.training.clock.give_back()
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

@@ -17,12 +17,12 @@ import argparse
 import json
 import shlex
 import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.elastic.chaos.schedule import KINDS, Terms, draw
+from lightning_dsgd.source import commit
 
 _REAL_KINDS: Final = ("loss", "stop")
 _MOST_SHOWN: Final = 5
@@ -80,7 +80,7 @@ def _play(args: argparse.Namespace, terms: Terms) -> int:
     record = player(args.seed, terms, events, args.strategy)
     found = findings(record)
     replay = _replay(args)
-    head = {"command": replay, "commit": _commit(), "real": args.real}
+    head = {"command": replay, "commit": commit(), "real": args.real}
     told = {"held": [rule for rule, where in found.items() if not where], "failed": found}
     told["failed"] = {rule: where for rule, where in found.items() if where}
     settings = {"strategy": args.strategy, "ranks": args.ranks, "seed": args.seed}
@@ -118,19 +118,6 @@ def _replay(args: argparse.Namespace) -> str:
     words = ["--seed", args.seed, "--ranks", args.ranks, "--minutes", f"{args.minutes:g}"]
     words += ["--every-s", f"{args.every_s:g}", "--strategy", args.strategy]
     return shlex.join(["lightning-dsgd", "chaos", *map(str, words), *["--real"] * args.real])
-
-
-def _commit() -> str | None:
-    """Returns the commit of this package, with + where files have changed; None outside of git."""
-    texts = []
-    for question in ("rev-parse HEAD", "status --porcelain --untracked-files=no ."):
-        words = ["git", "-C", str(Path(__file__).parents[2]), *question.split()]
-        try:
-            asked = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        texts.append(asked.stdout.strip())
-    return texts[0] + "+" * bool(texts[1])
 
 
 def _text(value: dict[str, Any]) -> str:
