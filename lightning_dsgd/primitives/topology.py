@@ -22,8 +22,11 @@ def groups(version: int, world_size: int, group_size: int) -> list[list[int]]:
     groups of the next version, and every update reaches every rank within 2 log_S P versions,
     rounded up.
     """
-    found = (group_of(rank, version, world_size, group_size) for rank in range(world_size))
-    return list(map(list, dict.fromkeys(found)))
+    if not (_is_power_of_two(world_size) and _is_power_of_two(group_size)):
+        return list(map(list, _dealt_groups(version, world_size, group_size)))
+    within = sum(_butterfly_masks(version, world_size, group_size))
+    firsts = (rank for rank in range(world_size) if not rank & within)
+    return [list(group_of(first, version, world_size, group_size)) for first in firsts]
 
 
 def recurring_groups(world_size: int, group_size: int, most: int) -> list[list[int]]:
@@ -63,12 +66,12 @@ def _butterfly_masks(version: int, world_size: int, group_size: int) -> list[int
 
 
 @lru_cache(maxsize=32)  # many ranks of one process ask for the same ones
-def _dealt_groups(version: int, world_size: int, group_size: int) -> list[tuple[int, ...]]:
+def _dealt_groups(version: int, world_size: int, group_size: int) -> tuple[tuple[int, ...], ...]:
     num_groups = -(-world_size // group_size)
     bounds = [-(-world_size * g // num_groups) for g in range(num_groups + 1)]
     dealt = _deal(list(range(world_size)), bounds)
     order = _iterate(dealt, version)
-    return [tuple(sorted(order[a:b])) for a, b in pairwise(bounds)]
+    return tuple(tuple(sorted(order[a:b])) for a, b in pairwise(bounds))
 
 
 def _deal(order: list[int], bounds: list[int]) -> list[int]:
