@@ -150,8 +150,7 @@ class SGP(Algorithm):
                 self._push(x)
                 zeros.zero_()
         if self.pusher is not None:
-            if self.w != 1:
-                x *= self.w
+            self._to_biased(x)
             self.w += self.pusher.drain(x)
             self._to_unbiased(x)
         if self.hierarchical:
@@ -175,6 +174,10 @@ class SGP(Algorithm):
         self.step += 1
         if self.hierarchical:
             self._share_in_node(x)
+
+    def _to_biased(self, x: Tensor) -> None:
+        if self.w != 1:
+            x *= self.w
 
     def _to_unbiased(self, x: Tensor) -> None:
         if self.w != 1:

@@ -174,8 +174,10 @@ class PeriodicAverage(Algorithm):
         self.kept = quantised.keep(net, x, self.wire_dtype)
         self.samples = self.no_samples(self.num_fragments)
         is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
-        made = OuterOptimizer(self.outer_lr, self.outer_momentum, nesterov=self.outer_nesterov)
-        self.outer = None if is_plain else made
+        self.outer = None
+        if not is_plain:
+            rates = self.outer_lr, self.outer_momentum
+            self.outer = OuterOptimizer(*rates, nesterov=self.outer_nesterov)
         self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
         self.background = _Background(net, self._change) if self.overlap_steps else None
         has_calls = conditions.claims_batches and self.background is None

@@ -245,10 +245,15 @@ class WaitAvoiding:
         version = self.next_version
         if self._activated < version:
             return False
-        if self._arrived >= version or self._is_settled:
-            return True
-        waits = math.isinf(self._grace.seconds) or self._member.is_global(version)
-        return not waits and len(self._member.group(version)) > 1
+        has_arrived = self._arrived >= version or self._is_settled
+        return has_arrived or not self._needs_arrival(version)
+
+    def _needs_arrival(self, version: int) -> bool:
+        return (
+            math.isinf(self._grace.seconds)
+            or self._member.is_global(version)
+            or len(self._member.group(version)) == 1
+        )
 
     def _wait_for_own_arrival(self, net: Transport) -> None:
         deadline = net.now() + self._grace.seconds

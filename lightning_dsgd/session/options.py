@@ -121,19 +121,7 @@ def choose(owner: str, table: type[Table], given: Table) -> Table:
             "messages between the ranks of a machine"
         )
     chosen = keywords.choose(owner, table, given)
-    on_loss = chosen["on_loss"]
-    for name in ("min_ranks", "max_ranks"):
-        value = chosen.get(name)
-        if value is not None and on_loss != "continue":
-            raise ValueError(
-                f'{name} needs on_loss="continue", got {name}={value!r} with '
-                f'on_loss="{on_loss}"; set on_loss="continue", or leave {name} out'
-            )
-    if on_loss == "continue" and chosen["transport"] == "mpi":
-        raise ValueError(
-            'MPI ends all ranks when one is lost, got on_loss="continue" with transport="mpi"; '
-            'use transport="process_group"'
-        )
+    _check_loss(chosen)
     return chosen
 
 
@@ -169,6 +157,23 @@ def ranks_of(chosen: Mapping[str, Any], opening: Any, kind: str = "changes.Chang
     module, _, name = kind.partition(".")
     members = getattr(wings.load(f"elastic.{module}", 'on_loss="continue"'), name)
     return members(opening, *(chosen[n] for n in ("min_ranks", "max_ranks") if n in chosen))
+
+
+def _check_loss(chosen: Mapping[str, Any]) -> None:
+    """Raises unless the options about lost and joining ranks can be honoured."""
+    on_loss = chosen["on_loss"]
+    for name in ("min_ranks", "max_ranks"):
+        value = chosen.get(name)
+        if value is not None and on_loss != "continue":
+            raise ValueError(
+                f'{name} needs on_loss="continue", got {name}={value!r} with '
+                f'on_loss="{on_loss}"; set on_loss="continue", or leave {name} out'
+            )
+    if on_loss == "continue" and chosen["transport"] == "mpi":
+        raise ValueError(
+            'MPI ends all ranks when one is lost, got on_loss="continue" with transport="mpi"; '
+            'use transport="process_group"'
+        )
 
 
 def describe(algorithm: Algorithm, chosen: Mapping[str, Any]) -> str:
