@@ -251,7 +251,7 @@ class Staging:
         return moved
 
     def _has_room(self, job: _Job) -> bool:
-        """Returns whether a message may leave; if not, tells its receiver that it is held."""
+        """Returns whether a message may leave; tells its receiver, once, if it may not."""
         (dst, mailbox), window = job.key, self._mesh.window
         if self._closing_at is not None or dst in self._mesh.mailboxes.left:
             job.has_room = True
@@ -260,12 +260,17 @@ class Staging:
         else:
             job.has_room = window.admit(dst, job.nbytes)
             job.is_held = not job.has_room
-            channel, tag = MAILBOX.unpack(mailbox)
-            if job.is_held and self._mesh.mailboxes.is_old(channel):
-                self._drop(lambda other: other is job)
-            elif job.is_held and self._way_to(job) is not None:
-                self._mesh.say(dst, HELD, (channel, tag))
+            if job.is_held:
+                self._tell_of(job)
         return job.has_room
+
+    def _tell_of(self, job: _Job) -> None:
+        """Tells the receiver that a message is held; drops one that nobody will ask for."""
+        channel, tag = MAILBOX.unpack(job.key[1])
+        if self._mesh.mailboxes.is_old(channel):
+            self._end_job(job)
+        elif self._way_to(job) is not None:
+            self._mesh.say(job.key[0], HELD, (channel, tag))
 
     def _advance_job(self, job: _Job) -> bool:
         way = self._way_to(job)
