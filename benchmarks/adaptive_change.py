@@ -133,7 +133,7 @@ def timed(change: Callable[..., None]) -> Callable[..., None]:
 
 
 def measure(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
-    """One fit on this rank."""
+    """Trains on this rank, and returns what its changes took."""
     if not hasattr(adaptive.Adaptive, "was"):
         adaptive.Adaptive.was = adaptive.Adaptive._change
         adaptive.Adaptive._change = timed(adaptive.Adaptive._change)

@@ -61,7 +61,7 @@ def peak_bytes() -> int:
 
 
 def measure(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
-    """One fit on this rank."""
+    """Trains on this rank, and returns what memory its fit took."""
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
     steps = settings["steps"]

@@ -65,7 +65,7 @@ def options() -> Iterator[tuple[str, list[str]]]:
 
 
 def script(shell: str) -> str:
-    """Returns the script."""
+    """Returns the script that has a shell complete this command line."""
     from lightning_dsgd.lab import catalogue  # loads torch
 
     strategies = [str(each["name"]) for each in catalogue.records(None)]

@@ -51,7 +51,7 @@ class Event:
         return len(self.places) + bool(self.at)
 
     def in_words(self) -> str:
-        """Says what happens."""
+        """Says what the event does to which places."""
         who = ", ".join(map(str, self.places))
         if self.at:
             return f"loss: place {who}, and who sends message {self.after + 1} of {self.at}"

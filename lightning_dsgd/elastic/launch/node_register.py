@@ -168,5 +168,5 @@ class NodeRegister:
 
 
 def say(text: str) -> None:
-    """Tells the user."""
+    """Prints a line of the launcher to the user's terminal, on stderr."""
     print(f"lightning-dsgd launch: {text}", file=sys.stderr, flush=True)  # noqa: T201
