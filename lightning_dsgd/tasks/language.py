@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import Dataset
+from torch.utils.data import Subset, TensorDataset
 from torchmetrics.text import Perplexity
 
 from lightning_dsgd.tasks.base import SplitData, Task
@@ -20,24 +20,6 @@ from lightning_dsgd.tasks.text import (
     read_corpus,
     tokenizer_of,
 )
-
-
-class Pieces(Dataset[tuple[Tensor]]):
-    """Some of the pieces of a text, which stay where the tokens are until they are asked for.
-
-    Args:
-        pieces: all of them, (number, length).
-        places: which ones.
-    """
-
-    def __init__(self, pieces: Tensor, places: Tensor) -> None:
-        self.pieces, self.places = pieces, places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: int) -> tuple[Tensor]:
-        return (self.pieces[self.places[index]],)
 
 
 class TextData(SplitData):
@@ -105,7 +87,9 @@ class TextData(SplitData):
         # Every twentieth piece, not the end: there the text may be of another kind.
         place = torch.arange(num_pieces) % 20
         kinds = {"train": (place != 9) & (place != 19), "val": place == 9, "test": place == 19}
-        self.splits = {split: Pieces(pieces, kind.nonzero()[:, 0]) for split, kind in kinds.items()}
+        every = TensorDataset(pieces)  # which stay where the tokens are until they are asked for
+        places: dict[str, Any] = {split: kind.nonzero()[:, 0] for split, kind in kinds.items()}
+        self.splits = {split: Subset(every, places[split]) for split in places}
 
 
 class Encoder(nn.Module):

@@ -211,18 +211,19 @@ class Cache:
         self.folder = Path(folder)
         self.texts = partial(corpus, path, max_chars)
         self.tokenizer = partial(tokenizer_of, kind, vocab_size=vocab_size)
-        sizes = [file.stat().st_size for file in _files(path)]
-        self.options = [path, len(sizes), sum(sizes), max_chars, kind, vocab_size]
+        self.path, self.options = path, [max_chars, kind, vocab_size]
 
     def make(self) -> None:
         """Writes the tokens, unless they are there; the last file to be written is the record."""
+        sizes = [file.stat().st_size for file in _files(self.path)]
+        options = [self.path, len(sizes), sum(sizes), *self.options]
         record = self.folder / "made.json"
         if record.exists():
             made = json.loads(record.read_text())
-            if made != self.options:
+            if made != options:
                 raise ValueError(
                     "cache must be a folder of its own for each [path, number of files, bytes, "
-                    f"max_chars, tokenizer, vocab_size], got {self.options} with "
+                    f"max_chars, tokenizer, vocab_size], got {options} with "
                     f"cache={str(self.folder)!r}, which was made with {made}; name another folder"
                 )
             return
@@ -232,7 +233,7 @@ class Cache:
             for text in self.texts():
                 torch.tensor(tokenizer.encode(text), dtype=torch.int32).numpy().tofile(file)
         partly = record.with_suffix(".part")
-        partly.write_text(json.dumps(self.options))
+        partly.write_text(json.dumps(options))
         os.replace(partly, record)
 
     def tokens(self) -> Tensor:
