@@ -39,7 +39,7 @@ from lightning_dsgd.lab.bench.target_rows import label, to_target
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, typed
 from lightning_dsgd.lab.simulate.processors import on_one_core
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 STEPS, EPOCH, OWN = 120, 30, 0.8
 SETTINGS = {"task": "digits", "steps": STEPS, "epoch_steps": EPOCH, "validation_s": 1.0}

@@ -39,7 +39,7 @@ from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.throughput_cell import Sleeper
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.simulate.model import passes
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 EPOCH, EPOCHS = 12, 6
 CHANGES = {2: "there", 4: "back"}

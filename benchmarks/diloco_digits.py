@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 RANKS, STEPS, LR = 4, 480, 0.05
 NUM_WEIGHTS = 64 * 64 + 64 + 64 * 10 + 10

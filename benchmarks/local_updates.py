@@ -30,8 +30,8 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
-from lightning_dsgd.transport.simulated import SimulatedWorld
 
 RANKS, STEPS, WARMUP, SEQ_LEN, BATCH = 4, 1000, 50, 32, 4
 EVALUATED = 400

@@ -39,8 +39,8 @@ from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
-from lightning_dsgd.transport.simulated import SimulatedWorld
 
 ALGORITHMS: dict[str, Any] = {
     "no_sync": NoSync,

@@ -31,9 +31,9 @@ from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.replica import flat
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
-from lightning_dsgd.transport.simulated import SimulatedWorld
 
 Loss = Callable[[Tensor], Tensor]
 """Of the samples with these numbers."""

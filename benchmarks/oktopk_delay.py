@@ -28,7 +28,7 @@ import torch
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.processors import on_one_core
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 STRATEGIES = ["oktopk:rule=paper", "oktopk:rule=shared", "topk_allgather"]
 SIGNAL = 0.3

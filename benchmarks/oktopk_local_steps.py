@@ -38,9 +38,9 @@ from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.replica import flat
 from lightning_dsgd.replica.part import decays_of
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
-from lightning_dsgd.transport.simulated import SimulatedWorld
 
 WARMUP_STEPS = 40
 STRATEGIES = [

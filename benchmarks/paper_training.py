@@ -33,10 +33,10 @@ from lightning_dsgd.primitives.error_feedback import Selected, evenly
 from lightning_dsgd.primitives.sparse_wire import Part
 from lightning_dsgd.replica import flat
 from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.tasks.control import Episodes, RecurrentPPO
 from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.transport.simulated import SimulatedWorld
 
 NUM_LOOKED_AT: Final = 8
 """Ranks whose own weights are evaluated."""

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.lab.results import provenance, write_result
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.tasks.regression import least_squares
-from lightning_dsgd.transport.simulated import SimulatedWorld
 
 M, D = 4096, 8
 T_97_5 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}

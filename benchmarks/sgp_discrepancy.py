@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 EVERY = 10
 

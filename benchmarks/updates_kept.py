@@ -45,8 +45,8 @@ from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica import flat
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.tasks.networks import build
-from lightning_dsgd.transport.simulated import SimulatedWorld
 
 RANKS, SIZE, PERIOD, BATCH, HELD_OUT = 8, 4, 10, 16, 720
 RULES: dict[str, Any] = {

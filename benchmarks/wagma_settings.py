@@ -31,7 +31,7 @@ from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica import flat
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 BATCH, HIDDEN, EVERY = 16, 64, 2
 RULES: dict[str, Any] = {

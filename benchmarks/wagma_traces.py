@@ -28,7 +28,7 @@ from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.lab.callbacks import StragglerInjector
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 RANKS, PERIOD, COMPUTE_S = 8, 10, 0.4
 PARAMS = 1_000_000

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Final
 
 WINGS: Final = {
+    "simulated": "runs P ranks in one process on a virtual clock",
     "lab": "measures, predicts and draws trainings",
     "sharded": "trains replicas that several ranks hold together",
     "elastic": "lets training go on where ranks are lost, join or leave",

@@ -19,8 +19,8 @@ from torch import Tensor
 import lightning_dsgd
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.browser import chromium
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import ended

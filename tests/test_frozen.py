@@ -31,7 +31,7 @@ from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 FILE = Path(__file__).with_suffix(".json")
 RANKS, STEPS, BATCH = 3, 20, 8

@@ -57,10 +57,12 @@ CORE = {
     "__main__": "cli",
 }  # fmt: skip
 WINGS = {
+    "simulated": "transport",
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
-    "replica source tasks trainer transport wings",
+    "replica simulated source tasks trainer transport wings",
     "sharded": "agreement algorithm keywords replica session trainer transport",
-    "elastic": "agreement algorithm algorithms devices replica session source trainer transport",
+    "elastic": "agreement algorithm algorithms devices replica session simulated source trainer "
+    "transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (
@@ -70,14 +72,14 @@ LAB_ON_RANKS = (
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
-    "transport.endpoint transport.view": "primitives.nodes elastic session sharded",
+    "transport.endpoint transport.view": "primitives.nodes elastic session sharded simulated",
+    "transport.counters transport.messages transport.works": "simulated",
     "transport.watch": "replica.replica lab.simulate.model",
     "transport.mpi_job": "session.opening plain.launch trainer.launched",
     "transport.mesh transport.frames transport.processes transport.tcp": "elastic",
     "transport.mpi transport.process_group": "session.opening lab",
     "transport.rendezvous": "session.opening elastic lab",
     "transport.connections": "lab",
-    "transport.simulated": "elastic lab",
 }
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {
@@ -94,7 +96,7 @@ LIBRARIES = {
     "PIL gymnasium sklearn tokenizers": "tasks lab",
     "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
     "torch": "agreement algorithm algorithms buffers devices elastic fabric lab plain primitives "
-    "replica session sharded tasks trainer transport",
+    "replica session sharded simulated tasks trainer transport",
 }
 
 
@@ -203,9 +205,9 @@ def test_imports_point_one_way() -> None:
         ("session.session", "import lightning"),
         ("session.session", "from lightning_dsgd.trainer import seams"),
         ("algorithms.dpsgd", "import torch.distributed as dist"),
-        ("algorithms.dpsgd", "from lightning_dsgd.transport import simulated"),
+        ("algorithms.dpsgd", "from lightning_dsgd.simulated import SimulatedWorld"),
         ("algorithms.dpsgd", "from lightning_dsgd.algorithms.local_sgd import LocalSGD"),
-        ("transport.simulated.links", "from torch.distributed import TCPStore"),
+        ("simulated.links", "from torch.distributed import TCPStore"),
         ("algorithms.dpsgd", "import torch\n\ntorch.distributed.barrier()"),
         ("replica.replica", "from lightning_dsgd.transport.mesh import Mesh"),
         ("trainer.strategy", "from lightning_dsgd.lab.bench import network"),
@@ -220,7 +222,7 @@ def test_a_wrong_import_is_noticed(
     module: str, statement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "tree_of", lambda _: ast.parse(statement))
-    known = {*modules(), "transport.simulated", "transport.process_group"}
+    known = {*modules(), "transport.process_group"}
     assert len(offences(module, known)) == 1
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from lightning_dsgd.cli import main
 from lightning_dsgd.lab.loggers import OfflineWandbLogger
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.worlds import FitWorld
 
 FOLDER = Path(__file__).parents[1] / "recipes"

@@ -29,11 +29,11 @@ from typing import Any, cast
 from lightning_dsgd.elastic.ballots import Message
 from lightning_dsgd.elastic.membership import Membership
 from lightning_dsgd.elastic.views import JOINS, Action, AgreedViews
+from lightning_dsgd.simulated.baton import Awaited, Baton
+from lightning_dsgd.simulated.faults import Faults, Loss
+from lightning_dsgd.simulated.simulation import Fault
+from lightning_dsgd.simulated.world import SimulatedWorld
 from lightning_dsgd.transport.contract import PeerLost, TransportError, Views, failed
-from lightning_dsgd.transport.simulated.baton import Awaited, Baton
-from lightning_dsgd.transport.simulated.faults import Faults, Loss
-from lightning_dsgd.transport.simulated.simulation import Fault
-from lightning_dsgd.transport.simulated.world import SimulatedWorld
 
 
 class SurvivingWorld(SimulatedWorld):

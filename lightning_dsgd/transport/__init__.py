@@ -3,7 +3,6 @@
     contract          what every transport promises
     endpoint          what all transports share; `collectives`, written once; `messages`, `works`
     view              a network of some of the ranks, over any of these
-    simulated/        P ranks in one process, on a virtual clock
     processes         real ranks: a transport that is given a wire; its `lanes`
     mailboxes         where messages and receives meet; `flow`: what may lie there unasked
     staging           tensors on a device on their way, and messages that have no room yet

@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import PeerLost
-from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.algorithms.table import LR, TABLE, N, Row, start, start_at, target
 from tests.support import matrices
 from tests.support.rank import Rank, held_by

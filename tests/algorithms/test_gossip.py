@@ -16,7 +16,7 @@ from lightning_dsgd.algorithms.adpsgd import ADPSGD
 from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.primitives import topology
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.algorithms.table import Row
 from tests.algorithms.test_algorithms import run_in
 from tests.support import matrices

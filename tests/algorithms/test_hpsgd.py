@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_dsgd.algorithms.hpsgd import HPSGD
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.rank import Rank
 
 N = 24

@@ -15,7 +15,7 @@ from lightning_dsgd.algorithms.noloco import NoLoCo
 from lightning_dsgd.algorithms.sparse_loco import SparseLoCo
 from lightning_dsgd.primitives import topology
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
+from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 from tests.support.fits import strategy
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.rank import Rank

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.wagma import WAGMA
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.rank import Rank
 
 NODE = 4

@@ -16,8 +16,8 @@ from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
+from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 from lightning_dsgd.transport import PeerLost
-from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
 from tests.support.rank import Rank
 from tests.support.thorough import cases
 

@@ -12,8 +12,8 @@ import torch
 from lightning_dsgd.elastic import calls
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
+from lightning_dsgd.simulated import Killed
 from lightning_dsgd.transport import PeerLost, TransportError
-from lightning_dsgd.transport.simulated import Killed
 from lightning_dsgd.transport.view import View
 from tests.support.thorough import times
 

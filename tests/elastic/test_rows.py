@@ -18,9 +18,9 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.simulated import Killed
+from lightning_dsgd.simulated.baton import Awaited
 from lightning_dsgd.transport import PeerLost, Timeout
-from lightning_dsgd.transport.simulated import Killed
-from lightning_dsgd.transport.simulated.baton import Awaited
 from lightning_dsgd.transport.view import View
 from tests.support.thorough import times
 

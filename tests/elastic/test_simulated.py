@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_dsgd.elastic.simulated import SurvivingWorld
+from lightning_dsgd.simulated import RankFailed
 from lightning_dsgd.transport import Diverged, PeerLost, failed
-from lightning_dsgd.transport.simulated import RankFailed
 from lightning_dsgd.transport.view import View
 
 

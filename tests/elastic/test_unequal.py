@@ -19,7 +19,7 @@ from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
 from lightning_dsgd.elastic.unequal import Samples
 from lightning_dsgd.elastic.unequal_sampler import BatchSizesSampler
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain
 from tests.support.fits import strategy as make_strategy

@@ -19,7 +19,7 @@ from lightning_dsgd.algorithms.diloco import DiLoCo
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.primitives.periodic import PeriodicAverage
-from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
+from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 from tests.support.rank import Rank
 
 N = 100

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.primitives import quantised, rounding
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import TransportError
-from lightning_dsgd.transport.simulated import SimulatedWorld
 
 UNITS = {"bfloat16": 2**-8, "int8": 2**-6, "int4": 2**-2, "e3m0": 0.5, "2bit": 1.0}
 """The largest error, in units of the largest value of a block."""

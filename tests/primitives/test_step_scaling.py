@@ -15,7 +15,7 @@ from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.primitives.step_scaling import BLOCK, EVERY, StepScaling, made_for
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 N = 20 * BLOCK + 5  # the last block is not full
 

@@ -17,7 +17,7 @@ from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.primitives import topology
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import some_now
 from tests.support.rank import Rank
 from tests.support.thorough import times

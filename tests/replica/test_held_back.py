@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fake_device import FakeDevice, parameters_allowed
 from tests.support.worlds import FakeWorld
 

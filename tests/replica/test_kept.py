@@ -16,7 +16,7 @@ from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.replica.kept import NUM_MEASURED
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import some_now
 from tests.support.worlds import ProcessWorld
 

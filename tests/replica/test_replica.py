@@ -19,7 +19,7 @@ from lightning_dsgd.algorithms.no_sync import NoSync
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.transport.simulated import RankFailed, SimulatedWorld
+from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 from tests.support.worlds import ProcessWorld
 
 

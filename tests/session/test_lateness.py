@@ -18,8 +18,8 @@ import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.session import lateness
 from lightning_dsgd.session.lateness import Lateness
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.faces import FACES, Loop
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import Plain, fit, run

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import ANY, PeerLost, Timeout
-from lightning_dsgd.transport.simulated import SimulatedWorld
 from lightning_dsgd.transport.watch import exchanging
 from tests.support.fake_device import FakeDevice
 from tests.support.worlds import FakeWorld, ProcessWorld

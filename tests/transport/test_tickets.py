@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import PeerLost, Timeout
-from lightning_dsgd.transport.simulated import SimulatedWorld
 from lightning_dsgd.transport.tickets import (
     ALL,
     EXCHANGE,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport.view import View, is_old
 from tests.support.thorough import cases
 from tests.support.worlds import ProcessWorld

@@ -41,8 +41,8 @@ from lightning_dsgd.elastic.claimed.dealing import Dealing
 from lightning_dsgd.elastic.simulated import SurvivableFaults, SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.elastic.views import views_of
+from lightning_dsgd.simulated import Killed
 from lightning_dsgd.transport import PeerLost, TransportError
-from lightning_dsgd.transport.simulated import Killed
 from lightning_dsgd.transport.view import View
 
 STEP_S: Final = 1.0

@@ -32,7 +32,7 @@ from lightning_dsgd.lab.simulate.model import passes
 from lightning_dsgd.lab.simulate.processors import on_one_core
 from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.replica.held_back import apply_held_back, unclipped
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 
 LATENCY_S: Final = 1e-3
 

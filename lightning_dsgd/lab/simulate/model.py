@@ -1,6 +1,6 @@
 """A training run on a machine that is not here: the algorithms on a virtual clock.
 
-The algorithms are the package's own, on `transport.simulated`: every message is sent, in the same
+The algorithms are the package's own, on `simulated`: every message is sent, in the same
 order as on a real network, and takes latency + bytes / bandwidth of links that carry one message at
 a time.  Weights and gradients are small tensors that stand for large ones: messages of weights,
 gradients and selected entries count for as many bytes as those of the large ones; control messages
@@ -46,10 +46,10 @@ from lightning_dsgd.lab.timeline.recorder import Recorder
 from lightning_dsgd.primitives import rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, evenly
 from lightning_dsgd.primitives.periodic import PeriodicAverage
-from lightning_dsgd.transport.simulated import SimulatedTransport, SimulatedWorld
-from lightning_dsgd.transport.simulated.baton import Baton
-from lightning_dsgd.transport.simulated.links import Links
-from lightning_dsgd.transport.simulated.processors import Processors
+from lightning_dsgd.simulated import SimulatedTransport, SimulatedWorld
+from lightning_dsgd.simulated.baton import Baton
+from lightning_dsgd.simulated.links import Links
+from lightning_dsgd.simulated.processors import Processors
 from lightning_dsgd.transport.watch import exchanging
 
 LEAST_ELEMENTS: Final = 256

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_dsgd.transport.simulated.links import Links, Message
+from lightning_dsgd.simulated.links import Links, Message
 
 
 @dataclass(frozen=True)

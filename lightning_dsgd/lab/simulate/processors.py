@@ -20,9 +20,9 @@ from heapq import heapreplace
 import torch
 from torch import Tensor
 
-from lightning_dsgd.transport.simulated.baton import Baton
-from lightning_dsgd.transport.simulated.links import Message
-from lightning_dsgd.transport.simulated.processors import Processors
+from lightning_dsgd.simulated.baton import Baton
+from lightning_dsgd.simulated.links import Message
+from lightning_dsgd.simulated.processors import Processors
 
 
 @contextmanager

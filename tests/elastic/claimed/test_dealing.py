@@ -14,8 +14,8 @@ from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.claimed.claims import Epoch
 from lightning_dsgd.elastic.claimed.dealing import Dealing
 from lightning_dsgd.elastic.simulated import SurvivingWorld
+from lightning_dsgd.simulated import Killed, RankFailed, SimulatedWorld
 from lightning_dsgd.transport import PeerLost, Timeout
-from lightning_dsgd.transport.simulated import Killed, RankFailed, SimulatedWorld
 from lightning_dsgd.transport.view import View
 from tests.support.thorough import times
 

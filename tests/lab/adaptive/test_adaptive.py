@@ -24,7 +24,7 @@ from lightning_dsgd.lab.adaptive.prediction import HOME, ROUNDED
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.epochs import Epochs
 from lightning_dsgd.lab.simulate.model import passes
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import Plain
 from tests.support.models import loader, trainer, weights
 from tests.support.rank import Rank

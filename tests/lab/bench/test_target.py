@@ -13,7 +13,7 @@ from lightning_dsgd.lab.bench import report, target, target_cell, target_rows, t
 from lightning_dsgd.lab.bench.network import why_not
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS, Networks
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.bench import run_bench
 from tests.support.fits import some_now
 

@@ -17,7 +17,7 @@ from lightning_dsgd.lab.probe.cluster import Cluster, Link, table
 from lightning_dsgd.lab.probe.command import main
 from lightning_dsgd.lab.results import write_result
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.mpi import ended
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from lightning_dsgd.lab.simulate.machines import EMULATED
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.nodes import NodeLinks, Nodes
 from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors
-from lightning_dsgd.transport.simulated import SimulatedWorld
-from tests.transport.simulated.test_stories import MB_S, PAIRS, Row, check
+from lightning_dsgd.simulated import SimulatedWorld
+from tests.simulated.test_stories import MB_S, PAIRS, Row, check
 
 
 def shared(*args: Any, **kwargs: Any) -> Any:

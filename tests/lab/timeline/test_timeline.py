@@ -17,7 +17,7 @@ from lightning_dsgd.lab.accelerators import DeviceTimes
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_to_rank_0
 from lightning_dsgd.lab.timeline.recorder import MOST_SPANS, Recorder, file_of
 from lightning_dsgd.lab.timeline.trace import missing_ranks, read_folder
-from lightning_dsgd.transport.simulated import SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.lab.timeline.support import record, recorder
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.transport.simulated import SimulatedWorld
 from tests.support.worlds import Outcome
 
 EMPTY = torch.empty(0)

@@ -13,6 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_dsgd.simulated.baton import Awaited, Thread
+from lightning_dsgd.simulated.faults import Faults
+from lightning_dsgd.simulated.links import Expected, Message
+from lightning_dsgd.simulated.simulation import Simulation
 from lightning_dsgd.transport.contract import (
     ANY,
     Lane,
@@ -27,10 +31,6 @@ from lightning_dsgd.transport.contract import (
 from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.messages import check_message, describe
-from lightning_dsgd.transport.simulated.baton import Awaited, Thread
-from lightning_dsgd.transport.simulated.faults import Faults
-from lightning_dsgd.transport.simulated.links import Expected, Message
-from lightning_dsgd.transport.simulated.simulation import Simulation
 from lightning_dsgd.transport.works import Done
 
 POLL_S = 1e-6

@@ -5,8 +5,8 @@ All of this belongs to the holder of the baton.
 
 from __future__ import annotations
 
-from lightning_dsgd.transport.simulated.baton import Baton
-from lightning_dsgd.transport.simulated.links import Message
+from lightning_dsgd.simulated.baton import Baton
+from lightning_dsgd.simulated.links import Message
 
 
 class Processors:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_dsgd.simulated import RankFailed, SimulatedTransport, SimulatedWorld
 from lightning_dsgd.transport import ANY, Deadlock
-from lightning_dsgd.transport.simulated import RankFailed, SimulatedTransport, SimulatedWorld
 
 KB = torch.zeros(1000, dtype=torch.uint8)  # 1 s at 1,000 bytes a second
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_dsgd.simulated import Killed, SimulatedWorld
 from lightning_dsgd.transport import ANY, PeerLost, Timeout
-from lightning_dsgd.transport.simulated import Killed, SimulatedWorld
 
 HALF_S = {"latency_s": 0.5, "bandwidth_bytes_s": 1000.0}
 MB_S = {"bandwidth_bytes_s": 1e6}

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from lightning_dsgd.simulated.baton import Baton, Thread
 from lightning_dsgd.transport.contract import PeerLost, TransportError, Views
-from lightning_dsgd.transport.simulated.baton import Baton, Thread
 
 
 @dataclass

@@ -26,10 +26,10 @@ from itertools import count
 
 from torch import Tensor
 
+from lightning_dsgd.simulated.baton import Awaited, Baton
+from lightning_dsgd.simulated.faults import Faults
 from lightning_dsgd.transport.contract import ANY
 from lightning_dsgd.transport.messages import describe
-from lightning_dsgd.transport.simulated.baton import Awaited, Baton
-from lightning_dsgd.transport.simulated.faults import Faults
 
 _Box = tuple[int, int, int]
 """Receiver, channel and tag: what a message and its receive have in common, but for the sender."""

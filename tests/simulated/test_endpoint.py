@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from lightning_dsgd.transport import ANY, LaneStopped, TransportError
-from lightning_dsgd.transport.simulated import (
+from lightning_dsgd.simulated import (
     POLL_S,
     Killed,
     RankFailed,
     SimulatedTransport,
     SimulatedWorld,
 )
+from lightning_dsgd.transport import ANY, LaneStopped, TransportError
 
 KB = torch.zeros(1000, dtype=torch.uint8)  # 1 s at 1,000 bytes a second
 EMPTY = KB[:0]

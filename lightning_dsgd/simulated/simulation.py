@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from lightning_dsgd.simulated.baton import Baton, Killed, Thread
+from lightning_dsgd.simulated.faults import Faults
+from lightning_dsgd.simulated.links import Links
+from lightning_dsgd.simulated.processors import Processors
 from lightning_dsgd.transport.contract import LaneStopped, TransportError, failed
-from lightning_dsgd.transport.simulated.baton import Baton, Killed, Thread
-from lightning_dsgd.transport.simulated.faults import Faults
-from lightning_dsgd.transport.simulated.links import Links
-from lightning_dsgd.transport.simulated.processors import Processors
 
 Fault = Callable[[Faults], None]
 

@@ -17,9 +17,9 @@ other means than the transport (a lock, an event) keeps the baton, and the world
     baton         which thread runs next
 """
 
-from lightning_dsgd.transport.simulated.baton import Killed
-from lightning_dsgd.transport.simulated.endpoint import POLL_S, SimulatedTransport
-from lightning_dsgd.transport.simulated.world import RankFailed, SimulatedWorld
+from lightning_dsgd.simulated.baton import Killed
+from lightning_dsgd.simulated.endpoint import POLL_S, SimulatedTransport
+from lightning_dsgd.simulated.world import RankFailed, SimulatedWorld
 
 __all__ = [
     "POLL_S", "Killed", "RankFailed", "SimulatedTransport", "SimulatedWorld",
