@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_dsgd import wings
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
@@ -20,7 +21,8 @@ def in_force(specs: Iterable[str], ranks: Iterable[int]) -> dict[str, dict[str, 
     each of these numbers of ranks.
     """
     sizes = sorted({*ranks})
-    return {spec: _all(spec, sizes) for spec in specs if parse(spec)[0] in ALGORITHMS}
+    ours = ALGORITHMS.keys() | wings.ALGORITHMS.keys()
+    return {spec: _all(spec, sizes) for spec in specs if parse(spec)[0] in ours}
 
 
 def _all(spec: str, ranks: Iterable[int]) -> dict[str, Any]:

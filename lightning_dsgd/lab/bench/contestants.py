@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.hyperparameters import parse
+from lightning_dsgd.lab.adaptive.strategy import AdaptiveStrategy
 from lightning_dsgd.lab.bench.decent_dp_peer import DecentDPStrategy
 from lightning_dsgd.lab.bench.hivemind_peer import HivemindStrategy
 from lightning_dsgd.lab.bench.torchft_peers import DiLoCoStrategy, TorchFTStrategy
@@ -42,7 +43,7 @@ from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 def strategy(spec: str) -> Any:
     """Returns what `Trainer(strategy=...)` takes."""
     name, options = parse(spec)
-    return strategy_called(name, {**PEERS, **STRATEGIES})(**options)
+    return strategy_called(name, {**PEERS, "adaptive": AdaptiveStrategy, **STRATEGIES})(**options)
 
 
 def check(spec: str, ranks: int) -> None:

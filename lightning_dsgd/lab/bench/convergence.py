@@ -33,13 +33,17 @@ from lightning_dsgd.lab.results import typed
 
 
 def flatten(result: Cell) -> dict[str, Any]:
-    """Returns one curve per cell: the seconds of the slowest rank, the means of other figures."""
+    """Returns one curve per cell: the seconds of the slowest rank, the means of other figures.
+
+    Rank 0 says what `adaptive` has decided, as all ranks do alike.
+    """
     curves = [rank["rows"] for rank in result["ranks"]]
     rows = []
     for epoch in zip(*curves, strict=True):
         row = {key: statistics.mean(rank[key] for rank in epoch) for key in epoch[0]}
         rows.append(row | {"seconds": max(rank["seconds"] for rank in epoch)})
-    return {"strategy": result["strategy"], "seed": result["seed"], "rows": rows}
+    said = {name: result["ranks"][0][name] for name in ("decisions",) if name in result["ranks"][0]}
+    return {"strategy": result["strategy"], "seed": result["seed"], "rows": rows} | said
 
 
 def summarize(
@@ -65,7 +69,7 @@ def summarize(
             "mb_sent": statistics.median(cell["rows"][-1]["mb_sent"] for cell in mine),
         }
         for key in ("late_share", "staleness", "consensus_distance"):
-            if key in mine[0]["rows"][-1]:
+            if all(key in cell["rows"][-1] for cell in mine):
                 row[key] = statistics.mean(cell["rows"][-1][key] for cell in mine)
         if target is not None:
             reached = [

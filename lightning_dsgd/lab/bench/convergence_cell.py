@@ -20,7 +20,7 @@ _SHOWN: Final = ("consensus_distance", "late_share", "staleness", "wait_s")
 
 
 def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and returns a row per evaluation."""
+    """Trains, and returns a row per evaluation; with `adaptive` also what it has decided."""
     workload = WORKLOADS[settings["task"]]
     L.seed_everything(cell["seed"], verbose=False)
     model = load(workload.model)(**{**workload.model_options, **settings["model"]})
@@ -35,7 +35,8 @@ def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         callbacks=[straggler, Paced(settings["compute_s"]), history],  # the delay comes on top
     )
     trainer.fit(model, data)
-    return {"rows": history.rows}
+    decisions = getattr(trainer.strategy, "decisions", ())
+    return {"rows": history.rows} | ({"decisions": [*decisions]} if decisions else {})
 
 
 class Paced(L.Callback):
