@@ -17,10 +17,11 @@ elements bounds[i]:bounds[i + 1].
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,20 +36,20 @@ Steps = Generator[Work[Any], Any, T]
 _CHUNK_ELEMENTS = 1 << 19
 
 
-class Verbs(Protocol):
+class Verbs(ABC):
     """The two verbs that a transport provides for collectives."""
 
+    @abstractmethod
     def post(
         self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
     ) -> Work[None]:
         """Starts sending `x`; with `copy`, `x` may change at once, else once the Work is done."""
-        ...
 
+    @abstractmethod
     def collect(
         self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
     ) -> Receipt:
         """Receives the next message of this channel and tag from `src`, into `into` if given."""
-        ...
 
 
 class Collective(Generic[T]):

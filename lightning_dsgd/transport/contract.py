@@ -140,9 +140,12 @@ class Work(Protocol[T_co]):
 
 
 class Receipt(Work[Tensor], Protocol):
-    """A receive under way; `source` is known once the receive is done."""
+    """A receive under way."""
 
-    source: int
+    @property
+    def source(self) -> int:
+        """The rank that has sent the message, known once the receive is done."""
+        ...
 
 
 class Lane(Protocol):

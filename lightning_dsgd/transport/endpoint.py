@@ -9,20 +9,20 @@ calls collectives and `recv` on it: so its groups need no lock.  Any thread of t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_dsgd.transport import collectives
-from lightning_dsgd.transport.collectives import Call, Collective, Group
+from lightning_dsgd.transport.collectives import Call, Collective, Group, Verbs
 from lightning_dsgd.transport.contract import ANY, Lane, Receipt, Transport, Views, Work
 from lightning_dsgd.transport.counters import Counters
 from lightning_dsgd.transport.messages import channel_id
 
 
-class Endpoint(Transport, ABC):
+class Endpoint(Verbs, Transport):
     """One rank's end of a network; subclasses bring the wire.
 
     Args:
@@ -47,18 +47,6 @@ class Endpoint(Transport, ABC):
         self._messages = channel_id(path, "messages")
         self._groups: dict[tuple[int, ...] | None, Group] = {}
         self._num_lanes = 0
-
-    @abstractmethod
-    def post(
-        self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
-    ) -> Work[None]:
-        """Starts sending `x`; with `copy`, `x` may change at once, else once the Work is done."""
-
-    @abstractmethod
-    def collect(
-        self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
-    ) -> Receipt:
-        """Receives the next message of this channel and tag from `src`, into `into` if given."""
 
     @property
     def views(self) -> Views:
@@ -89,7 +77,7 @@ class Endpoint(Transport, ABC):
     def all_reduce(self, x: Tensor, group: Sequence[int] | None = None) -> Work[Tensor]:
         _check_tensor(x)
         call = self._call(group, "all_reduce")
-        return self.begin_natively(x, call) or Collective(collectives.all_reduce(x, call))
+        return self.natively(call, x) or Collective(collectives.all_reduce(x, call))
 
     def all_gather(self, x: Tensor, group: Sequence[int] | None = None) -> Work[list[Tensor]]:
         _check_tensor(x)
@@ -101,7 +89,7 @@ class Endpoint(Transport, ABC):
         call = self._call(group, "all_gather")
         _check_parts(into, "into", sizes, call.size)
         _check_tensor(x)
-        work = self.parts_natively(into, sizes, x, None, call)
+        work = self.natively(call, into, sizes, x, None)
         return work or Collective(collectives.gather_into(into, x, sizes, call))
 
     def all_to_all(
@@ -115,7 +103,7 @@ class Endpoint(Transport, ABC):
         call = self._call(group, "all_to_all")
         _check_parts(into, "into", from_each, call.size)
         _check_parts(x, "x", to_each, call.size)
-        work = self.parts_natively(into, from_each, x, to_each, call)
+        work = self.natively(call, into, from_each, x, to_each)
         return work or Collective(collectives.all_to_all(into, x, from_each, to_each, call))
 
     def broadcast(self, x: Tensor, src: int, group: Sequence[int] | None = None) -> Work[Tensor]:
@@ -124,7 +112,7 @@ class Endpoint(Transport, ABC):
         if src not in call.members:
             raise ValueError(f"src must be in the group, got src={src} and group={call.members}")
         place = call.members.index(src)
-        work = self.begin_natively(x, call, place)
+        work = self.natively(call, x, place)
         return work or Collective(collectives.broadcast(x, call, place))
 
     def barrier(self, group: Sequence[int] | None = None) -> Work[None]:
@@ -133,16 +121,16 @@ class Endpoint(Transport, ABC):
     def exchange(self, x: Tensor, peer: int) -> Work[Tensor]:
         _check_tensor(x)
         call = self._call(sorted((self.rank, peer)), "exchange")
-        return self.pair_natively(x, call) or Collective(collectives.exchange(x, call))
+        return self.natively(call, x) or Collective(collectives.exchange(x, call))
 
     def push(self, x: Tensor, dst: int) -> Work[None]:
         _check_tensor(x)
         call = self._call((self.rank, dst), "push")
-        return self.pair_natively(x, call) or call.send(x, 1)
+        return self.natively(call, x) or call.send(x, 1)
 
     def pull(self, like: Tensor, src: int) -> Work[Tensor]:
         call = self._call((src, self.rank), "push")
-        return self.pair_natively(like[:0], call) or call.receive(like, 0)
+        return self.natively(call, like[:0]) or call.receive(like, 0)
 
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Does nothing: sums are made of messages here."""
@@ -150,43 +138,15 @@ class Endpoint(Transport, ABC):
     def expect_at_most(self, nbytes: int) -> None:
         """Does nothing: all ranks are in this process."""
 
-    def begin_natively(
-        self, x: Tensor, call: Call, place: int | None = None
-    ) -> Work[Tensor] | None:
-        """Begins a collective without messages of this network; None where it needs them.
+    def natively(self, call: Call, x: Tensor, *more: Any) -> Work[Any] | None:
+        """Begins a call by an engine of this network's; None where the network needs messages.
 
         Args:
-            x: the argument, which will hold the result
-            call: who takes part, and which call it is
-            place: the place in the group of a broadcast's source; None: a sum
-        """
-        return None
-
-    def parts_natively(
-        self,
-        into: Tensor,
-        from_each: Sequence[int],
-        x: Tensor,
-        to_each: Sequence[int] | None,
-        call: Call,
-    ) -> Work[Tensor] | None:
-        """Begins a gather or an exchange of parts without messages; None where it needs them.
-
-        Args:
-            into: will hold what comes
-            from_each: how many elements come from each member
-            x: what leaves
-            to_each: how many elements of x leave for each member; None: all of x for each
-            call: who takes part, and which call it is
-        """
-        return None
-
-    def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
-        """Begins to exchange, push or pull without messages; None where messages are needed.
-
-        Args:
-            x: what this rank sends, empty if it pulls
-            call: the two ranks, and which call it is
+            call: who takes part, in what, and which call it is
+            x: the argument of a sum or a broadcast, which will hold the result; what this rank
+                sends to a partner, empty if it pulls; what will hold the parts that come
+            more: the place in the group of a broadcast's source; of parts, how many elements come
+                from each member, the tensor that leaves, and how many leave for each; None: all
         """
         return None
 

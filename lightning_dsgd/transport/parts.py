@@ -25,23 +25,23 @@ class Parts(NativeCollective):
 
     Args:
         net: the endpoint on which it was called
+        number: the number of the group
+        call: who takes part, and which call it is
         into: will hold what comes
         from_each: how many elements come from each member
         x: what leaves
         to_each: how many elements of x leave for each member; None: all of x for each
-        number: the number of the group
-        call: who takes part, and which call it is
     """
 
     def __init__(
         self,
         net: ProcessTransport,
+        number: int,
+        call: Call,
         into: Tensor,
         from_each: Sequence[int],
         x: Tensor,
         to_each: Sequence[int] | None,
-        number: int,
-        call: Call,
     ) -> None:
         agreed, root = (into, GATHER) if to_each is None else (into[:0], SWAP)
         super().__init__(net, agreed, number, call, root)

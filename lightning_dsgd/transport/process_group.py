@@ -96,32 +96,17 @@ class ProcessGroupTransport(ProcessTransport):
         if self._native is not None:
             self._native.fix(groups)
 
-    def begin_natively(
-        self, x: Tensor, call: Call, place: int | None = None
-    ) -> Work[Tensor] | None:
-        if self._native is None or not self._native.can_take(x, call.members):
+    def natively(self, call: Call, x: Tensor, *more: Any) -> Work[Any] | None:
+        native, is_of_pair = self._native, call.kind in ("exchange", "push")
+        if native is None or not native.can_take(x, None if is_of_pair else call.members):
             return None
         self.check()
-        return self._native.begin(self, x, call, place)
-
-    def parts_natively(
-        self,
-        into: Tensor,
-        from_each: Sequence[int],
-        x: Tensor,
-        to_each: Sequence[int] | None,
-        call: Call,
-    ) -> Work[Tensor] | None:
-        native = self._native
-        if native is None or call.size == 1 or not native.can_take(into, call.members):
+        if is_of_pair:
+            pulls = call.kind == "push" and call.me == 1
+            return native.ask(Pair(self, x, call), x.nbytes, 0 if pulls else 1)
+        if call.kind in ("all_reduce", "broadcast"):
+            return native.begin(self, x, call, *more)
+        if call.size == 1:
             return None
-        self.check()
-        work = Parts(self, into, from_each, x, to_each, native.number_of(call.members), call)
+        work = Parts(self, native.number_of(call.members), call, x, *more)
         return native.ask(work, work.bytes_sent, call.size - 1)
-
-    def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
-        if self._native is None or not self._native.can_take(x):
-            return None
-        self.check()
-        pulls = call.kind == "push" and call.me == 1
-        return self._native.ask(Pair(self, x, call), x.nbytes, 0 if pulls else 1)

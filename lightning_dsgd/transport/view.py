@@ -133,27 +133,11 @@ class View(Endpoint):
     def expect_at_most(self, nbytes: int) -> None:
         self.below.expect_at_most(nbytes)
 
-    def begin_natively(
-        self, x: Tensor, call: Call, place: int | None = None
-    ) -> Work[Tensor] | None:
-        return self.below.begin_natively(x, self._below(call), place) if self._may_sum else None
-
-    def parts_natively(
-        self,
-        into: Tensor,
-        from_each: Sequence[int],
-        x: Tensor,
-        to_each: Sequence[int] | None,
-        call: Call,
-    ) -> Work[Tensor] | None:
-        if len(self.members) < self.below.world_size:  # others may call the engine meanwhile
-            return None
-        return self.below.parts_natively(into, from_each, x, to_each, self._below(call))
-
-    def pair_natively(self, x: Tensor, call: Call) -> Work[Any] | None:
-        if len(self.members) < self.below.world_size:  # others may call the engine meanwhile
-            return None
-        return self.below.pair_natively(x, self._below(call))
+    def natively(self, call: Call, x: Tensor, *more: Any) -> Work[Any] | None:
+        may_call = self._may_sum
+        if call.kind not in ("all_reduce", "broadcast"):  # else others may call it meanwhile
+            may_call = len(self.members) == self.below.world_size
+        return self.below.natively(self._below(call), x, *more) if may_call else None
 
     def _below(self, call: Call) -> Call:
         """Returns the same call by the ranks of the network below."""
@@ -214,10 +198,6 @@ class _Receipt:
     def source(self) -> int:
         """The rank of the view that has sent the message."""
         return self._members.index(self._receipt.source)
-
-    @source.setter
-    def source(self, rank: int) -> None:
-        self._receipt.source = self._members[rank]
 
     def wait(self, timeout_s: float | None = None) -> Tensor:
         return self._receipt.wait(timeout_s)
