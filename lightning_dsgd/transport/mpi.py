@@ -66,6 +66,7 @@ from lightning_dsgd.transport.mpi_job import (
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.staging import Staging
+from lightning_dsgd.transport.wire import Wire
 from lightning_dsgd.transport.works import Done, Sending
 
 _FRAME, _PAYLOAD = 1, 2  # MPI tags
@@ -109,7 +110,7 @@ class MPITransport(ProcessGroupTransport):
         super().close()
 
 
-class MPIWire:
+class MPIWire(Wire):
     """Carries messages by MPI: all threads of this process send, a thread of its own receives.
 
     Any thread may send: `_sending` keeps the messages to each rank in order, and what MPI is to
@@ -122,7 +123,6 @@ class MPIWire:
     """
 
     engine = "MPI"
-    reads_devices = False
 
     _mesh: Mesh
 

@@ -11,23 +11,18 @@ from lightning_dsgd.transport.connections import Connections
 from lightning_dsgd.transport.contract import Work
 from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.staging import Staging
+from lightning_dsgd.transport.wire import Wire
 
 
-class TCPWire:
+class TCPWire(Wire):
     """Carries messages over TCP; has no thread but the mesh's and the stager's."""
-
-    expect = None  # the mesh's thread looks out for messages at all times
 
     name = "process_group"
     """The name by which users choose this wire."""
     engine = "TCP"
-    reads_devices = False
 
     _connections: Connections
     _staging: Staging | None = None
-
-    def check_names(self, names: list[str]) -> None:
-        """Accepts all names: ranks that have this wire can be joined."""
 
     def open(self, mesh: Mesh) -> None:
         """Takes the mesh's connections, each of which is made when it is first needed."""

@@ -5,7 +5,6 @@ A transport is given a wire; who is alive is the mesh's matter, whatever the wir
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -20,24 +19,18 @@ class Wire(Protocol):
     A wire gives up by itself once the mesh has lost a rank.
     """
 
+    engine: str
+    """What carries messages, as users and `Counters` name it."""
+    reads_devices = False
+    """Whether it reads and writes the memory of devices, once it is open."""
+
     @property
     def name(self) -> str:
         """What this rank tells the others of its wire; the first word is the same on all ranks."""
         ...
 
-    @property
-    def engine(self) -> str:
-        """What carries messages, as users and `Counters` name it."""
-        ...
-
-    @property
-    def reads_devices(self) -> bool:
-        """Whether it reads and writes the memory of devices, once it is open."""
-        ...
-
     def check_names(self, names: list[str]) -> None:
         """Raises `TransportError`, on every rank, if this wire cannot join these ranks."""
-        ...
 
     def open(self, mesh: Mesh) -> None:
         """Makes the wire ready, once the mesh is ready: all ranks call it together."""
@@ -50,10 +43,8 @@ class Wire(Protocol):
         """
         ...
 
-    @property
-    def expect(self) -> Callable[[], None] | None:
-        """Tells the wire that a thread has begun to wait; None where the wire always looks."""
-        ...
+    def expect(self) -> None:
+        """Tells the wire that a thread has begun to wait."""
 
     def close(self) -> bool:
         """Ends the wire, at once if a rank is lost; else says farewell behind its last message.
