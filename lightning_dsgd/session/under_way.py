@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.session.claimed import Claimed
 from lightning_dsgd.session.stopping import AgreedBatch
 
 
@@ -19,7 +18,8 @@ class Training:
     algorithm: Algorithm
     replica: Replica
     agreed: AgreedBatch
-    claimed: Claimed | None = field(default=None, kw_only=True)
+    claimed: Any = field(default=None, kw_only=True)
+    """What this rank trains on, where it claims its batches (`elastic.claimed`); else None."""
 
     def stop_lanes(self) -> Sequence[Callable[[], None]]:
         """Returns what ends the threads beside the training."""
