@@ -115,11 +115,6 @@ class WholeOptions(Options, total=False):
 
 def choose(owner: str, table: type[Table], given: Table) -> Table:
     """Returns a face's options, those left out with their defaults; raises for wrong ones."""
-    if given.get("transport") == "nixl":
-        raise ValueError(
-            'transport="nixl" is not supported; use transport="auto", or "mpi" for large '
-            "messages between the ranks of a machine"
-        )
     chosen = keywords.choose(owner, table, given)
     _check_loss(chosen)
     return chosen

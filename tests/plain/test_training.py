@@ -279,7 +279,6 @@ class Wrapper(torch.optim.Optimizer):
 
 ARGUMENTS: list[tuple[Any, dict[str, Any], str]] = [
     (dsgd.LocalSGD(), {"transport": "udp"}, 'transport must be "auto", "process_group" or "mpi"'),
-    (dsgd.LocalSGD(), {"transport": "nixl"}, '"nixl" is not supported; use transport="auto"'),
     (dsgd.LocalSGD(), {"timeout_s": 0}, "timeout_s must be a number above 0"),
     (dsgd.LocalSGD(sync_period=0), {}, "sync_period"),
     (dsgd.LocalSGD(), {"optimizers": []}, "got no optimizer"),
