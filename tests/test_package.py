@@ -58,6 +58,7 @@ CORE = {
 }  # fmt: skip
 WINGS = {
     "simulated": "transport",
+    "mpi": "buffers devices transport",
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
     "replica simulated source tasks trainer transport wings",
     "sharded": "agreement algorithm keywords replica session trainer transport",
@@ -73,11 +74,14 @@ LAB_ON_RANKS = (
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {
     "transport.endpoint transport.view": "primitives.nodes elastic session sharded simulated",
-    "transport.counters transport.messages transport.works": "simulated",
+    "transport.counters transport.messages": "simulated",
+    "transport.works": "simulated mpi",
+    "transport.mailboxes transport.staging transport.wire": "mpi",
     "transport.watch": "replica.replica lab.simulate.model",
-    "transport.mpi_job": "session.opening plain.launch trainer.launched",
-    "transport.mesh transport.frames transport.processes transport.tcp": "elastic",
-    "transport.mpi transport.process_group": "session.opening lab",
+    "transport.mpi_job": "session.opening plain.launch trainer.launched mpi",
+    "transport.mesh transport.frames transport.processes": "elastic mpi",
+    "transport.tcp": "elastic",
+    "transport.process_group": "session.opening lab mpi",
     "transport.rendezvous": "session.opening elastic lab",
     "transport.connections": "lab",
 }
@@ -95,8 +99,8 @@ LIBRARIES = {
     "wandb": "lab",
     "PIL gymnasium sklearn tokenizers": "tasks lab",
     "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
-    "torch": "agreement algorithm algorithms buffers devices elastic fabric lab plain primitives "
-    "replica session sharded simulated tasks trainer transport",
+    "torch": "agreement algorithm algorithms buffers devices elastic fabric lab mpi plain "
+    "primitives replica session sharded simulated tasks trainer transport",
 }
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from lightning_dsgd import devices
+from lightning_dsgd import devices, wings
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.session.options import Options
 from lightning_dsgd.transport import Transport
-from lightning_dsgd.transport.mpi import MPITransport
 from lightning_dsgd.transport.mpi_job import is_usable
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.rendezvous import Rendezvous
@@ -108,7 +107,10 @@ class Opening:
         transport = self.chosen["transport"]
         may_take_mpi = transport == "auto" and self.chosen["on_loss"] == "end"
         takes_mpi = transport == "mpi" or (may_take_mpi and is_usable(world_size))
-        kind = MPITransport if takes_mpi else ProcessGroupTransport
+        kind: type[ProcessGroupTransport] = ProcessGroupTransport
+        if takes_mpi:
+            wing: Any = wings.load("mpi.wire", 'transport="mpi"')
+            kind = wing.MPITransport
         if not self._sends_all:
             return kind(*self._limits, device=device)
         if world_size > 1 and "cpu:" not in (given := torch.distributed.get_backend_config()):

@@ -6,12 +6,12 @@
     processes         real ranks: a transport that is given a wire; its `lanes`
     mailboxes         where messages and receives meet; `flow`: what may lie there unasked
     staging           tensors on a device on their way, and messages that have no room yet
-    wire              what carries messages between processes: `tcp` or `mpi`
+    wire              what carries messages between processes: `tcp`, or that of the wing `mpi`
     mesh              who is alive, over `connections`, each a `connection` after its `handshake`
     frames            a message as bytes; `pinned`: the chunks by which one comes to a device
     process_group     real ranks over TCP, with torch's own collectives for CUDA tensors
     native            those collectives; `tickets`: the one order that they need; `pairs`, `parts`
-    mpi, mpi_job      real ranks that mpiexec or srun has started; `mpi_flight`: their messages
+    mpi_job           whether mpiexec or srun has started the ranks
     rendezvous        how real ranks meet, before there is a transport
     counters          what a rank has sent, and how long it has waited
     watch             what the network tells who records a training's waits

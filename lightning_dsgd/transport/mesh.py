@@ -18,7 +18,7 @@ which the wire of TCP uses too.
 
 **Scope.**  These connections carry news and control, messages of CPU tensors, and what no engine
 can carry: messages to ranks that have not asked for them yet.  They are not to become faster for
-large tensors: MPI (`mpi`) and NCCL (`native`) are the engines for these.
+large tensors: MPI (the wing `mpi`) and NCCL (`native`) are the engines for these.
 """
 
 from __future__ import annotations

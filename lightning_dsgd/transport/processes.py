@@ -4,7 +4,7 @@
        |
     mailboxes  where messages and receives meet
        |
-    wire       carries messages         `tcp`, `mpi`
+    wire       carries messages         `tcp`, or the wing `mpi`
        |
     mesh       knows who is alive       one thread per process, over `connections`
 

@@ -38,6 +38,14 @@ from torch import Tensor
 
 from lightning_dsgd.buffers import buffer, copy_of
 from lightning_dsgd.devices import COLLECTIVES, SHORTEST_PAUSE_S, is_on_host
+from lightning_dsgd.mpi.flight import (
+    Arriving,
+    InFlight,
+    Leaving,
+    chunks_of,
+    memory_of,
+)
+from lightning_dsgd.mpi.job import LONGEST_PAUSE_S, is_cuda_aware, job
 from lightning_dsgd.transport.contract import Timeout, TransportError, Work, failed
 from lightning_dsgd.transport.frames import (
     DTYPES,
@@ -49,20 +57,7 @@ from lightning_dsgd.transport.frames import (
 )
 from lightning_dsgd.transport.mailboxes import Key
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S, Mesh
-from lightning_dsgd.transport.mpi_flight import (
-    Arriving,
-    InFlight,
-    Leaving,
-    chunks_of,
-    memory_of,
-)
-from lightning_dsgd.transport.mpi_job import (
-    LONGEST_PAUSE_S,
-    is_cuda_aware,
-    job,
-    load_mpi,
-    world_of_threads,
-)
+from lightning_dsgd.transport.mpi_job import load_mpi, world_of_threads
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.staging import Staging

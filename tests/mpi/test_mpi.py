@@ -18,7 +18,9 @@ from lightning.pytorch.plugins.environments import MPIEnvironment
 from torch import Tensor
 
 from lightning_dsgd import STRATEGIES
-from lightning_dsgd.transport import Transport, TransportError, mpi, mpi_job
+from lightning_dsgd.mpi import flight, job
+from lightning_dsgd.mpi.wire import MPITransport
+from lightning_dsgd.transport import Transport, TransportError, mpi_job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.mpi import SIZE, MPIFitWorld, MPIJob, MPIWorld, ended, every_mpi, mpiexec
@@ -87,11 +89,11 @@ def open_differently(net: Transport) -> tuple[str, str]:
     from mpi4py import MPI
 
     with pytest.raises(TransportError) as transports:
-        (mpi.MPITransport if net.rank else ProcessGroupTransport)(timeout_s=5.0)
+        (MPITransport if net.rank else ProcessGroupTransport)(timeout_s=5.0)
     net.barrier().wait()
     turned = MPI.COMM_WORLD.Split(0, key=-net.rank)
     with pytest.raises(TransportError) as ranks:
-        mpi.MPITransport(timeout_s=5.0, communicator=turned)
+        MPITransport(timeout_s=5.0, communicator=turned)
     return str(transports.value), str(ranks.value)
 
 
@@ -108,7 +110,7 @@ def test_ranks_that_differ_are_refused_on_all(python: str, mpi_jobs: Jobs) -> No
 
 def messages_in_chunks(net: Transport) -> None:
     """Overtaken by smaller ones, in mailboxes that wait for them and in others."""
-    mpi._CHUNK_BYTES = 1000
+    flight._CHUNK_BYTES = 1000
     net.barrier().wait()
     try:
         sizes = [0, 1, 4000, 5, 10_000, 100, 20_001]
@@ -118,7 +120,7 @@ def messages_in_chunks(net: Transport) -> None:
         assert torch.equal(x, torch.arange(30_000.0) * net.world_size)
         net.barrier().wait()
     finally:
-        mpi._CHUNK_BYTES = 1 << 30
+        flight._CHUNK_BYTES = 1 << 30
 
 
 @pytest.mark.exhaustive
@@ -168,7 +170,7 @@ def test_a_job_survives_a_world_that_fails_amid_messages(python: str, mpi_jobs: 
 
 
 def ask_whether_cuda_aware(net: Transport) -> bool:
-    return mpi_job.is_cuda_aware()
+    return job.is_cuda_aware()
 
 
 # ---- what cannot work under an MPI launcher, and what the MPI library is asked ----
@@ -209,7 +211,7 @@ def test_devices_that_are_not_the_ranks_are_refused(python: str, mpi_jobs: Jobs)
 
 OPEN_ALONE = """
 import lightning as L, lightning_dsgd
-from lightning_dsgd.transport.mpi import MPITransport
+from lightning_dsgd.mpi.wire import MPITransport
 for attempt in (lambda: L.Trainer(strategy="wagma", accelerator="cpu", devices=4), MPITransport):
     try:
         attempt()
@@ -256,11 +258,11 @@ def test_without_mpi4py_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PMI_SIZE", "4")
     assert not mpi_job.is_usable(4)
     with pytest.raises(TransportError, match=r"needs mpi4py and an .* pip install mpi4py mpich"):
-        mpi.MPITransport()
+        MPITransport()
     with pytest.raises(ValueError, match="started 4 processes, but mpi4py cannot be imported"):
         trainer("wagma", 4)
 
 
 def test_a_library_that_cannot_be_asked_is_not_cuda_aware(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_job, "load_mpi", lambda: torch._C)  # a library without the question
-    assert not mpi_job.is_cuda_aware()
+    monkeypatch.setattr(job, "load_mpi", lambda: torch._C)  # a library without the question
+    assert not job.is_cuda_aware()
