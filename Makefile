@@ -91,6 +91,8 @@ $(INSTALLED) $(DEMO_INSTALLED): pyproject.toml | $(BIN)/python
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(PEFT_INSTALLED): NEEDS := -e '.[examples]'
 $(TRACKERS_INSTALLED): NEEDS := 'mlflow>=3,<4' 'tensorboard>=2.20,<3' wandb-workspaces
+# Where MPI's library is, which mpi4py looks for below the prefix of the interpreter that runs.
+test-peft test-trackers: export MPI4PY_LIBMPI := $(abspath $(VENV))/lib
 $(PEFT_INSTALLED) $(TRACKERS_INSTALLED): pyproject.toml $(INSTALLED)
 	$(BIN)/python -m venv $(@D)
 	$(BIN)/python $(SITE) > "$$($(@D)/bin/python $(SITE))/whole.pth"
