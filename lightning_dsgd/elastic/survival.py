@@ -68,18 +68,50 @@ def join(mesh: Mesh, min_ranks: int | None, within_s: float) -> None:
         TransportError: if none of them can be reached
     """
     mesh.connections.let_in_newcomers()
+    mesh.policy = arriving = _Arriving(mesh)
     contacts: list[int] = []
     for rank in mesh.connections.known():
         if mesh.connections.reaches(rank):
             contacts.append(rank)
             mesh.watched = tuple(contacts)  # they hear from this rank while it tries others
-    if not contacts:
+    if arriving.lost.keys() >= {*contacts}:
         raise TransportError(
             f"a newcomer must reach a rank that trains, but none of "
             f"{list(mesh.connections.known())} answers; start the job anew"
         )
-    mesh.policy = Survival(mesh, min_ranks, contacts=contacts, join_within_s=within_s)
+    survival = Survival(mesh, min_ranks, contacts=contacts, join_within_s=within_s)
+    mesh.policy = arriving.then = survival
+    for rank, (reason, died) in list(arriving.lost.items()):
+        survival.lose(rank, reason, died=died)
     mesh.connections.wake()
+
+
+class _Arriving(LossPolicy):
+    """What becomes of a loss while a newcomer reaches for one rank after the other: it is noted.
+
+    Attributes:
+        lost: the ranks that were lost meanwhile: why, and whether they have died
+        then: the policy that follows
+    """
+
+    goes_on = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.lost: dict[int, tuple[str, bool]] = {}
+        self.then: LossPolicy | None = None
+
+    def lose(self, rank: int, reason: str, *, died: bool) -> None:
+        self.lost[rank] = reason, died
+        if self.then is not None:  # this thread has found this policy just before the change
+            self.then.lose(rank, reason, died=died)
+
+    def leave(self, rank: int) -> None:
+        self.lose(rank, "has left", died=True)
+
+    def hear_loss(self, sender: int, rank: int, reason: str) -> None:
+        if rank == sender:
+            self.lose(sender, reason, died=True)
 
 
 class Survival(AgreedViews, LossPolicy):

@@ -308,16 +308,19 @@ class Session(Face, Generic[TrainingT]):
             await_step(self.net, part.x)
         mine = lateness.figures()
         while True:
-            if training.agreed.others_stopped:
+            agreed = training.agreed
+            if agreed.others_stopped:
                 self._stop_here(training)
             training.replica.settle()
             told = torch.zeros(NUM_PURPOSES + meetings.world_size * NUM_FIGURES, dtype=torch.int64)
             votes, figures = told[:NUM_PURPOSES], told[NUM_PURPOSES:]
             votes[what] = 1
             figures.view(-1, NUM_FIGURES)[meetings.rank] = mine
+            num_told = agreed.num_told
             meetings.all_reduce(told).wait()
             if votes[STOP]:
                 self._stop_here(training)
+            agreed.forget([p for p in AFTER_BATCH if votes[p] and p != what], num_told)
             are_all_here = int(votes[what]) == self.world_size
             are_between_batches = not votes[[*AFTER_BATCH]].any()
             if are_between_batches:

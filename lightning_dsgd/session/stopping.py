@@ -19,7 +19,8 @@ A rank that is out of data may never do `at` batches: it waits, for the others, 
 its training ends.  So whoever comes to `at` asks all ranks that wait, and those that are there too.
 If all are there, they do it.  If not, with STOP all stop where they are; with SAVE the others go on
 without a checkpoint; with END they go on to the end of that epoch which the furthest of them is in,
-so that all have trained, evaluated and saved in as many epochs as each other.
+so that all have trained, evaluated and saved in as many epochs as each other.  Who has not come
+forgets it, in all of these cases: whoever still needs the others asks them anew.
 
 Where ranks claim their batches, `at` is each rank's own: one more than it has begun when it is
 told.  So a fast rank does not wait there until a slow one has done as many.
@@ -32,7 +33,7 @@ import itertools
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -64,6 +65,7 @@ class AgreedBatch:
         origin: the rank that got the signal
         stop_at: how many batches every rank begins, once it is decided to stop
         num_begun: how many this rank has begun
+        num_told: how often this rank was told what all do after a batch
         requested: the signal that this rank got itself, or 0
         leaves: whether this rank was told to leave, which the others may go on without
         is_asked: whether this rank knows that a rank was told to stop
@@ -78,17 +80,13 @@ class AgreedBatch:
 
     def __init__(self, net: Transport, *, serves: bool = True, is_of_each: bool = False) -> None:
         self.is_of_each = is_of_each
-        self.signum = 0
-        self._meet_at = -1
-        self._is_to_meet = self.leaves = False
-        self.origin = -1
-        self.stop_at = -1
-        self.is_asked = self.others_stopped = False
-        self.num_begun = self.requested = 0
+        self.signum = self.num_begun = self.num_told = self.requested = 0
+        self.origin = self.stop_at = -1
+        self.is_asked = self.others_stopped = self.leaves = False
+        self._is_to_meet = self._holding = False
         self._net = net
         self._changed = threading.Condition()
-        self._holding = False
-        self._due: list[tuple[int, int, int]] = []  # at, and what to do after it
+        self._due: list[tuple[int, int, int, int]] = []  # at, what to do after it, when told
         self._open: Wish | None = None  # on rank 0, with the replies to it, and those that wait
         self._replies: dict[int, int] = {}
         self._waiting: list[Wish] = []
@@ -127,17 +125,27 @@ class AgreedBatch:
     def meets_now(self) -> bool:
         """Returns whether all ranks meet before the batch that comes; once."""
         with self._changed:
-            if not 0 <= self._meet_at <= self.num_begun:
-                return False
-            self._meet_at, self._is_to_meet = -1, False
-            return True
+            at = max((at for at, what, *_ in self._due if what == MEET), default=math.inf)
+            meets = at <= self.num_begun
+            if meets:
+                self.forget([MEET], self.num_told)
+            return meets
 
     def due(self) -> list[tuple[int, int]]:
         """Returns what all do, besides stopping, after the batch that this rank has done; once."""
         with self._changed:
-            due = [(what, detail) for at, what, detail in self._due if at <= self.num_begun]
-            self._due = [later for later in self._due if later[0] > self.num_begun]
-        return due
+            due = [each for each in self._due if each[0] <= self.num_begun and each[1] != MEET]
+            self._due = [later for later in self._due if later not in due]
+        return [(what, detail) for _, what, detail, _ in due]
+
+    def forget(self, missed: Sequence[int], num_told: int) -> None:
+        """Forgets what others have come for without this rank, of its first `num_told` words.
+
+        They go on, and ask anew.  Else this rank would come later, alone, and wait for an epoch.
+        """
+        with self._changed:
+            self._due = [e for e in self._due if e[1] not in missed or e[3] >= num_told]
+            self._is_to_meet = self._is_to_meet and MEET not in missed
 
     def await_stop(self) -> None:
         """Waits until it is decided where to stop; some rank knows already that all will stop."""
@@ -201,8 +209,8 @@ class AgreedBatch:
                 return  # or another thread of this rank has decided it
             wish, at = self._open, max(self._replies.values()) + 1
             self._open, self._replies = _DECIDED, {}  # the same may be asked for anew
+        self._take(*wish[:3], at)  # first: others may come for it at once
         self._send_all(_AT, *wish[:3], at)
-        self._take(*wish[:3], at)
         self._answer(wish)
         with self._changed:
             following = self._waiting.pop(0) if self._waiting else None
@@ -249,10 +257,9 @@ class AgreedBatch:
         with self._changed:
             if self.is_of_each:
                 at = self.num_begun + 1
-            if what == MEET:
-                self._meet_at = max(self._meet_at, at)
-            elif what != STOP:
-                self._due.append((at, what, detail))
+            if what != STOP:
+                self._due.append((at, what, detail, self.num_told))
+                self.num_told += 1
             elif self.stop_at < 0:
                 self.signum, self.origin, self.stop_at = detail, origin, at
             self._holding = False

@@ -12,7 +12,7 @@ import pytest
 from lightning_dsgd.cli import main
 from lightning_dsgd.elastic import membership
 from lightning_dsgd.elastic.ballots import PREPARE
-from lightning_dsgd.elastic.chaos import schedule
+from lightning_dsgd.elastic.chaos import schedule, simulated
 from lightning_dsgd.elastic.chaos.schedule import draw
 from lightning_dsgd.elastic.claimed.claims import Claims
 from lightning_dsgd.elastic.membership import Membership
@@ -89,6 +89,13 @@ def test_a_planted_bug_is_found_and_replayed(
         assert chaos(second, *shlex.split(replay)[2:]) == 1
         assert first.read_text() == second.read_text()
     assert chaos(second, *shlex.split(replay)[2:]) == 0
+
+
+def test_newcomers_come_in_soon_though_the_first_member_has_missed_its_meeting() -> None:
+    terms = schedule.Terms(ranks=7, seconds=60.0, every_s=6.0, heartbeat_s=10.0, calm_s=25.0)
+    record = simulated.play(1022, terms, draw(1022, terms), "local_sgd")
+    came = [record.processes[rank] for rank in (7, 8, 9)]
+    assert all(process.views[0][0] - process.begin_s < 10 for process in came)
 
 
 def test_more_than_half_of_the_ranks_are_left_alone_at_any_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,10 @@ def begin(view: Any) -> None:
     view.sub("begin").barrier().wait()
 
 
-def member(num_members: int, num_all: int, folder: str, dies: bool) -> Any:
+def member(num_members: int, num_all: int, folder: str, dies: str) -> Any:
     rank = int(os.environ["RANK"])
     if rank >= num_members:
-        return newcomer(rank, num_all, folder)
+        return newcomer(rank, num_all, folder, dies)
     store = dist.FileStore(str(Path(folder, "store")), num_members)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_members)
     net = ProcessGroupTransport(timeout_s=40.0, heartbeat_timeout_s=20.0)
@@ -66,29 +67,56 @@ def member(num_members: int, num_all: int, folder: str, dies: bool) -> Any:
     net.barrier().wait()
     write_whole(Path(folder, f"card_{rank}"), json.dumps(net.views.card()))
     calls = Calls(net, begin)
-    dies_at = 10 if dies and rank == num_members - 1 else -1
-    counts = sum_ones(calls, num_all, Path(folder), dies_at)
+    is_last = rank == num_members - 1
+    if is_last and dies == "reached":
+        threading.Thread(target=die_once_reached, args=[Path(folder)], daemon=True).start()
+    counts = sum_ones(calls, num_all, Path(folder), 10 if is_last and dies == "before" else -1)
     net.close()
     return counts, calls.view.members
 
 
-def newcomer(rank: int, num_all: int, folder: str) -> Any:
+def die_once_reached(folder: Path) -> None:
+    until((folder / "reached").exists)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_first_contact(net: Any, folder: Path) -> None:
+    """Has the first rank that is reached die, and this one hear of that before it reaches more."""
+    connections, reaches = net.mesh.connections, net.mesh.connections.reaches
+
+    def reach(rank: int) -> bool:
+        is_reached = bool(reaches(rank))
+        if not (folder / "reached").exists():
+            write_whole(folder / "reached", "")
+            until(lambda: connections.made_to(rank).sock.fileno() < 0)
+        return is_reached
+
+    connections.reaches = reach
+
+
+def newcomer(rank: int, num_all: int, folder: str, dies: str) -> Any:
     until(Path(folder, "begun").exists)
-    cards = {}
+    cards, told = {}, []
     net = NewcomerTransport(rank, timeout_s=40.0, heartbeat_timeout_s=20.0)
-    for file in Path(folder).glob("card_*"):
+    for file in sorted(Path(folder).glob("card_*"), reverse=True):
         host, port, secret = json.loads(file.read_text())
         cards[int(file.name.removeprefix("card_"))] = host, port
     net.listen()
+    net.on_lost(told.append)
+    if dies == "reached":
+        lose_first_contact(net, Path(folder))
     net.join(cards, bytes.fromhex(secret), None, WITHIN_S)
     calls = Calls(net, begin, is_newcomer=True)
     calls.join()
     counts = sum_ones(calls, num_all, Path(folder))
+    assert not told, "its loss of another rank would end this process, though it is let in"
     net.close()
     return counts, calls.view.members
 
 
-@pytest.mark.parametrize(("left", "dies"), [((0, 1, 2, 3), False), ((0, 1, 3), True)])
+@pytest.mark.parametrize(
+    ("left", "dies"), [((0, 1, 2, 3), ""), ((0, 1, 3), "before"), ((0, 1, 3), "reached")]
+)
 def test_a_newcomer_becomes_a_member_or_takes_the_place_of_a_lost_one(left, dies, tmp_path):
     outcomes = WORLD.outcomes(4, member, 3, len(left), str(tmp_path), dies)
     assert [o.error for o in outcomes] == ["", "", "died" if dies else "", ""]

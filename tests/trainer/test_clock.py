@@ -10,6 +10,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -19,8 +20,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dsgd import STRATEGIES
-from lightning_dsgd.session.stopping import END, SAVE, STOP, AgreedBatch
+from lightning_dsgd.session.purposes import END_EPOCH
+from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.stopping import END, MEET, SAVE, STOP, AgreedBatch
 from tests.support.fits import some_now
+from tests.support.launched import until
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.thorough import cases
 from tests.support.worlds import FitWorld, ProcessWorld
@@ -86,6 +90,40 @@ def test_a_signal_stops_all_though_one_of_them_has_asked_to_save() -> None:
     assert {what for _, what, _ in first[1]} <= {SAVE}
     ((alone, _),) = ProcessWorld().run(1, do_as_agreed, {0: [(5, STOP, 15)]})
     assert alone > 5
+
+
+def miss_a_meeting(net: Any) -> list[bool]:
+    """Ranks claim batches; the first asks the others to meet it, and has none left to do so."""
+    session, is_first = Session(), net.rank == 0
+    session.rank, session.world_size = net.rank, net.world_size
+    session.open(net)
+    agreed = AgreedBatch(net.sub("stop"), is_of_each=True)
+    parts = {"replica": SimpleNamespace(parts=(), settle=bool), "claimed": agreed}
+    session.training = SimpleNamespace(agreed=agreed, algorithm=None, **parts)
+    came = []
+    for epoch in range(2):
+        assert agreed.may_begin_batch()
+        assert not agreed.meets_now()
+        net.barrier().wait()
+        if is_first:
+            agreed.ask_to_meet()
+        until(lambda epoch=epoch: agreed.num_told > epoch)
+        if epoch or not is_first:
+            assert agreed.may_begin_batch()
+            assert agreed.meets_now()
+            came.append(session.meet(MEET))
+        came.append(session.meet(END_EPOCH))
+    agreed.finish()
+    net.barrier().wait()
+    agreed.close()
+    return came
+
+
+def test_who_has_missed_a_meeting_asks_for_another_and_waits_for_nobody() -> None:
+    """Else the first rank stands alone from its next batch on, until the others end their epoch."""
+    first, *others = ProcessWorld().run(3, miss_a_meeting)
+    assert first == [True, True, True]
+    assert others == [[False, True, True, True]] * 2
 
 
 def ask_and_leave(net: Any) -> None:

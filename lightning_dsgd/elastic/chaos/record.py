@@ -4,13 +4,15 @@ views        all members of a view name the same members; a rank's views only fo
 more than half of the members of the view before have gone on, or left
 samples      every unit of data was trained on in each epoch; again only if whoever had trained
 on it first was lost
-waits        nobody waited for ever, and no change of a view took longer than it may
+waits        nobody waited for ever, no change of a view took longer than it may, and no newcomer
+waited for half as long to be let in
 consensus    all members began each view with the same weights, and ended with the same
 going on     a rank to which nothing happened came to the end, unless too few were left
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -138,9 +140,10 @@ def _waits(record: Record) -> Iterator[str]:
         if any(word in process.how for word in words):
             yield f"rank {process.rank}: {process.how}"
         ends = [at_s for at_s, *_ in process.states[1:]] + [process.end_s]
+        limits_s = {ALIVE: record.longest_s, JOINS: record.longest_s / 2}
         for (begin_s, state, _), end_s in zip(process.states, ends, strict=False):
             is_own = process.struck_s is None or end_s < process.struck_s
-            if state == ALIVE and is_own and end_s - begin_s > record.longest_s:
+            if is_own and end_s - begin_s > limits_s.get(state, math.inf):
                 yield (
                     f"rank {process.rank} was in no view for {end_s - begin_s:.1f} s, "
                     f"from {begin_s:.1f} s on"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Job:
     Attributes:
         record: what becomes of them
         holders: the process that has each place, or -1
-        meeting: the view whose members meet, and before which of its batches each of them does
+        meeting: the view whose members meet, and before which of its batches each is yet to come
         num_begun: how many batches each process has begun
         leaving: the processes that were told to leave
     """
@@ -229,13 +230,15 @@ class Member:
         job, view, rank = self.job, self.calls.view, self.net.rank
         job.num_begun[rank] = job.num_begun.get(rank, 0) + 1
         wants = rank in job.leaving or (view.rank == 0 and bool(self.newcomers()))
-        if wants and job.meeting[0] != view.number:
-            begun = {member: job.num_begun.get(member, 0) for member in view.members}
-            job.meeting = view.number, {member: count + 1 for member, count in begun.items()}
         number, before = job.meeting
-        if number != view.number or job.num_begun[rank] < before.get(rank, 0):
+        if number != view.number:
+            before = {}
+        if wants and rank not in before:
+            before = {member: 1 + job.num_begun.get(member, 0) for member in view.members}
+            job.meeting = view.number, before
+        if job.num_begun[rank] < before.get(rank, math.inf):
             return
-        job.meeting = number, {**before, rank: 1 << 60}
+        del before[rank]  # so that it may ask again, where nothing comes of this meeting
         found = self.calls.once(self.find_changes)
         if found is not None:
             newcomers, leavers = found
@@ -243,8 +246,6 @@ class Member:
                 self.dismiss(leavers)
             elif newcomers:
                 self.calls.admit(newcomers)
-        if self.calls.view.number == number and min(before.values()) >= 1 << 60:
-            job.meeting = -1, {}
 
     def meet(self, what: int) -> bool:
         """Serves ranks that still train until all are here; returns whether all came for this.
@@ -253,9 +254,11 @@ class Member:
         """
         while True:
             self.replica.settle()
-            votes = torch.zeros(2, dtype=torch.int64)
+            votes, asked = torch.zeros(2, dtype=torch.int64), self.job.meeting[1]
             votes[what] = 1
             self.calls.view.sub("meetings").all_reduce(votes).wait()
+            if votes[_BATCH] and what != _BATCH:  # who has missed them is asked anew
+                asked.pop(self.net.rank, None)
             is_of_all = int(votes[what]) == self.calls.view.world_size
             if is_of_all or what == _BATCH:
                 return is_of_all
