@@ -36,6 +36,8 @@ from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.throughput_cell import Sleeper
 
 RANKS, PARAMS, STEPS, PERIOD = 4, 2048**2, 9, 4
+MORE = ("hpsgd:wire_dtype=int8:outer_lr=0.7",)
+"""Strategies that `advise` does not print, and whose memory their pages tell."""
 
 
 def shortened(spec: str) -> str:
@@ -44,7 +46,7 @@ def shortened(spec: str) -> str:
     name = "sync_period"
     return (
         spec
-        if options.get(name, 0) <= PERIOD
+        if (options.get(name) or 0) <= PERIOD
         else (
             re.sub(f"{name}=\\d+", f"{name}={PERIOD}", spec)
             if name in spec
@@ -85,7 +87,7 @@ def main() -> None:
     # Large tensors are given back to the kernel as soon as they are freed.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     job = Job(f"{Path(__file__).resolve()}:measure", {"params": PARAMS, "steps": STEPS}, RANKS)
-    specs = [candidate.spec for candidate in all_for(RANKS)]
+    specs = [*(candidate.spec for candidate in all_for(RANKS)), *MORE]
     # A process's first fit loads what later ones have.
     cells = [{"strategy": BOUND, "warms_up": True}, *({"strategy": spec} for spec in specs)]
     _, *done = job.run(cells, args.output)

@@ -55,7 +55,8 @@ class AllReduce(Algorithm):
         when="every step",
         with_whom="all ranks",
         sends="2(P-1)/P |g|",
-        memory="|g|; |g| more with a `wire_dtype`, 3 |g| more with `delay`",
+        memory="|g|; |g| more with a `wire_dtype`, |g| more where rounded sums overlap, 3 |g| more "
+        "with `delay`",
     )
     uses_gradient: ClassVar[bool] = True
     lockstep: ClassVar[bool] = True

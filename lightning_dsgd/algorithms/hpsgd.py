@@ -92,8 +92,8 @@ class HPSGD(Algorithm):
         when="as often as the network allows, in the background",
         with_whom="all ranks",
         sends="2(P-1)/P |x| per synchronisation",
-        memory="2 |x|, 3 |x| with `paper=True`; 4 |x| with an outer optimizer or a `wire_dtype`, "
-        "5 |x| with both",
+        memory="2 |x|, 3 |x| with `paper=True`; 4 |x| with an outer optimizer, 5 |x| with a "
+        "`wire_dtype`",
     )
     weighs_samples: ClassVar[bool] = True
     printed: ClassVar[dict[str, Any]] = {

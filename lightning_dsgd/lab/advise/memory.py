@@ -44,7 +44,7 @@ def copies(
         "momentum": options.get("outer_momentum"),
         "random graphs": str(options.get("topology")).startswith("random"),
         "different numbers": is_claimed,
-        "both": outer and options.get("wire_dtype"),
+        "rounded sums overlap": options.get("wire_dtype") and options.get("overlap"),
     }
     held, conditions = 0.0, [True]
     for clause in re.split("[,;] ", profile.memory):

@@ -46,7 +46,7 @@ def test_every_strategy_is_a_candidate_whose_settings_work() -> None:
     [
         ("no_sync", 0),
         ("allreduce", 1),
-        ("allreduce:wire_dtype=int8:overlap=true", 2),
+        ("allreduce:wire_dtype=int8:overlap=true", 3),
         ("allreduce:delay=1", 4),
         ("local_sgd", 0),
         ("local_sgd:wire_dtype=int8", 2),
@@ -63,7 +63,7 @@ def test_every_strategy_is_a_candidate_whose_settings_work() -> None:
         ("adpsgd, on a device", 6),
         ("hpsgd", 2),
         ("hpsgd:wire_dtype=float32", 2),
-        ("hpsgd:wire_dtype=int8", 4),
+        ("hpsgd:wire_dtype=int8", 5),
         ("hpsgd:wire_dtype=int8:outer_lr=0.7", 5),
         ("eager_sgd", 4),
         ("wagma", 2),
