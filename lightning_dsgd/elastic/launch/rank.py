@@ -1,6 +1,8 @@
 """One rank of a node: its newest process, which ends with its parent, and what it writes.
 
-Each start writes a file of its own, `rank_3.0.log`; that of the node's first rank is shown, too.
+Each start writes a file of its own, `rank_3.0.log`; the first removes those of earlier jobs.  One
+rank of the node is shown, too: the first or, once it is lost, the one with the oldest process.  So
+it is the one that prints for all.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -32,6 +35,8 @@ class Rank:
         self.again_at: float | None = None
         """When the rank is to be started again."""
         self.log = Path()
+        self.is_shown = not local
+        self.started_at = 0.0
         self._shown: IO[bytes] | None = None
         self._groups: list[int] = []
         """The groups of processes whose first one, the rank, has ended."""
@@ -40,11 +45,14 @@ class Rank:
         self, command: Sequence[str], variables: dict[str, str], logs: Path, reserve: Reserve
     ) -> None:
         """Starts the rank's next process."""
+        self.show_rest()
+        if not self.num_starts:
+            for earlier in logs.glob(f"rank_{variables['RANK']}.*.log"):
+                earlier.unlink()
         self.log = logs / f"rank_{variables['RANK']}.{self.num_starts}.log"
         self.num_starts += 1
         self.num_counted += 1
-        self.status, self.again_at = None, None
-        self.show_rest()
+        self.status, self.again_at, self.started_at = None, None, time.monotonic()
         self.log.write_bytes(b"")
         self.process = reserve.take(variables, self.log) or started(command, variables, self.log)
 
@@ -82,8 +90,8 @@ class Rank:
                 self.process.send_signal(signum)
 
     def show(self) -> None:
-        """Copies what the process has written since the last time, for the node's first rank."""
-        if self.local:
+        """Copies what the process has written since the last time, if the rank is shown."""
+        if not self.is_shown:
             return
         if self._shown is None:
             if not self.num_starts or not self.log.is_file():

@@ -67,6 +67,9 @@ _HARDLY_S: Final = 10.0
 _FORGETS_AFTER_S: Final = 600.0
 _TERM_S: Final = 10.0
 """How long a rank has between SIGTERM and SIGKILL."""
+_LAST_WORDS: Final = 12
+"""How many lines of a log may be the reason why a rank has ended."""
+_OF_A_RANK: Final = r"(\[rank ?\d+\]:? )?"
 
 
 class Supervisor:
@@ -251,6 +254,17 @@ class Supervisor:
             say(f"rank {number} has left, as it was told to")
         elif not self._kill_at:
             self._plan_restart(rank)
+        if rank.is_shown and not self._kill_at:
+            self._show_another(rank)
+
+    def _show_another(self, lost: Rank) -> None:
+        """Shows the rank of this node that prints for all now, if it is of this node."""
+        living = [rank for rank in self._ranks if rank.process is not None]
+        if living:
+            oldest = min(living, key=lambda rank: rank.started_at)
+            lost.show_rest()
+            lost.is_shown, oldest.is_shown = False, True
+            say(f"the output of rank {self._number(oldest)} follows: {oldest.log}")
 
     def _number(self, rank: Rank) -> int:
         return self._told.number(rank.local)
@@ -363,8 +377,10 @@ class Supervisor:
 
 
 def _say_why(log: Path) -> None:
-    """Prints the last words of a rank as the last line of all, as its log may be long."""
-    words = log.read_text(errors="replace").strip().splitlines()[-1:]
-    for text in words:
-        reason = re.sub(r"^(\[rank ?\d+\]:? )?(error: )?", "", text)
+    """Prints the last words of a rank at the end of all, as its log may be long."""
+    lines = log.read_text(errors="replace").strip().splitlines()[-_LAST_WORDS:]
+    begins = [at for at, line in enumerate(lines) if re.match(f"{_OF_A_RANK}error: ", line)]
+    words = "\n".join(lines[begins[-1] if begins else -1 :])
+    if words:
+        reason = re.sub(f"^{_OF_A_RANK}(error: )?", "", words)
         print(f"error: {reason}", file=sys.stderr, flush=True)  # noqa: T201

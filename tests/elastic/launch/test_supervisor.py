@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -59,13 +60,20 @@ def test_ranks_find_the_variables_of_torchrun_and_their_arguments(tmp_path):
 
 
 def test_a_rank_that_fails_makes_the_others_end_and_the_job_fail(tmp_path):
-    words = 'print("[rank1]: ValueError: no"); sys.exit(7)'
+    """Its last words are the job's; what an earlier job has left in the folder is shown nowhere."""
+    words = 'print("[rank 1] error: no\\nsuch thing"); sys.exit(7)'
+    (tmp_path / "logs").mkdir()
+    for name in ("rank_0.0.log", "rank_0.1.log", "rank_10.0.log"):
+        (tmp_path / "logs" / name).write_text("of an earlier job")
     fails = SCRIPT + f'if rank == "1": {words}\n' + WAITS.removeprefix(SCRIPT)
     with Launched(tmp_path, fails, "--ranks", "3", "--end-s", "0.2") as job:
         assert job.end() == 1
     assert "rank 1 ended with 7" in job.said("stderr")
     assert "rank 0 ended with -15" in job.said("stderr")
-    assert job.said("stderr").splitlines()[-1] == "error: ValueError: no"
+    assert job.said("stderr").splitlines()[-2:] == ["error: no", "such thing"]
+    assert "earlier" not in job.said("stdout")
+    names = [f"rank_{name}.0.log" for name in (0, 1, 10, 2)]
+    assert sorted(file.name for file in (tmp_path / "logs").glob("rank_*")) == names
 
 
 def test_ranks_run_a_command_in_place_of_a_script(tmp_path, monkeypatch, capsys):
@@ -116,7 +124,7 @@ def test_a_rank_of_a_plain_loop_that_is_killed_is_not_replaced(tmp_path):
     assert first == second
     assert job.said("stderr").count("rank 0 is not replaced: a rank can join a training of") == 1
     assert not (tmp_path / "logs/rank_0.1.log").exists()
-    assert "view 1: rank 0 lost" in job.said("logs/rank_1.0.log")
+    assert "view 1: rank 0 lost" in job.said("stdout")
 
 
 # What the ranks of a training tell the launcher, without the training.
@@ -198,6 +206,10 @@ def test_where_no_rank_trains_any_more_the_job_ends_in_place_of_starting_ranks_a
         "no rank is left that trains (rank 0 must go on with more than half of view 0, got 0), so "
         "none that is started again could join; all end: start the job anew, from a checkpoint"
     ) in said
+    [shown] = re.findall(r"the output of rank ([12]) follows: .*/rank_\1.1.log", said)
+    assert [f"rank {rank} says ['joinable']" for rank in ("0", shown)] == job.said(
+        "stdout"
+    ).splitlines()
 
 
 # Rank 0 speaks for node 1 too, whose supervisor dies together with its rank: so nobody says so.
