@@ -122,6 +122,6 @@ def _run_lightning(args: list[str] | None) -> None:
         subclass_mode_model=True,
         subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs=usages,
+        parser_kwargs={"prog": "lightning-dsgd", **usages},
         args=args,
     )

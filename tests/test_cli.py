@@ -55,6 +55,7 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
         ["usage: lightning-dsgd", f"must be one of {', '.join(COMMANDS)}, got 'train'\n"],
     ),
     "a mistyped command": (["simulat"], 2, ["got 'simulat'; did you mean simulate?"]),
+    "a bench of nothing": (["bench", "--seeds"], 2, ["are required: throughput|convergence|"]),
     "a mistyped bench": (["bench", "thruput"], 2, ["got 'thruput'; did you mean throughput?"]),
     "a former option": (
         ["simulate", "--algorithms", "wagma"],
@@ -265,8 +266,10 @@ def test_names_take_options(case: str, tmp_path: Path, capsys: pytest.CaptureFix
 REFUSED = {
     "group_size=7 with world_size=2": ["--trainer.strategy.group_size", "7"],
     "sync_period must be None or a whole number": ["--trainer.strategy.sync_period", "0"],
+    'Did you mean "wagma"': ["--trainer.strategy", "wagam"],
 }
-"""What a strategy refuses when ranks meet, and when it is made, where jsonargparse holds it."""
+"""What a strategy refuses when ranks meet, and when it is made, where jsonargparse holds it; and
+what Lightning does not know."""
 WAGMA = [*RECIPE_FIT, "--trainer.devices", "2", "--trainer.strategy", "wagma"]
 
 
@@ -289,7 +292,7 @@ def test_a_refusal_is_a_line_of_each_rank(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_refusal_of_all_ranks_ends_with_a_line(tmp_path: Path) -> None:
-    [wrong, _] = REFUSED.values()
+    wrong, *_ = REFUSED.values()
     command = [Path(sys.executable).with_name("lightning-dsgd"), *WAGMA, *wrong]
     done = ended(command, tmp_path)
     assert done.returncode == 1

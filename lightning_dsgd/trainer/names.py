@@ -69,10 +69,9 @@ def hint_in(module: str, connector: str, ours: Collection[str]) -> None:
             except ValueError as error:
                 name = getattr(self, "_strategy_flag", None)
                 if isinstance(name, str) and "invalid strategy name" in str(error):
-                    known = getattr(self, "_registered_strategies", ())
-                    more = hint(name, ours, set(known) - set(ours))
-                    if more:
-                        error.args = (f"{error}. {more}",)
+                    known = set(getattr(self, "_registered_strategies", ()))
+                    if more := hint(name, ours, known - set(ours)):
+                        raise ValueError(f"{error}. {more}") from None  # ours: told in a line
                 raise
 
         return checked

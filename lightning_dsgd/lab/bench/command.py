@@ -19,7 +19,7 @@ def main(args: list[str]) -> None:
     """Hands the arguments over to the measurement that they name."""
     listed = "\n".join(f"  {name:12}{text}" for name, text in BENCHES.items())
     parser = Parser("bench", "Measures strategies side by side.", epilog=listed)
-    parser.add_argument("what", metavar="what", help="one of those below")
+    parser.add_argument("what", metavar="|".join(BENCHES), help="one of those below")
     what = parser.parse_args(args[:1] or ["--help"]).what
     if what not in BENCHES:
         meant = hyperparameters.did_you_mean(what, BENCHES)
