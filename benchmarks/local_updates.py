@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from text_pieces import pieces
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms import make_algorithm
@@ -31,7 +32,7 @@ from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import SimulatedWorld
-from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
+from lightning_dsgd.tasks.language import CausalLanguageModel
 
 RANKS, STEPS, WARMUP, SEQ_LEN, BATCH = 4, 1000, 50, 32, 4
 EVALUATED = 400
@@ -53,12 +54,6 @@ STRATEGIES = [
     "diloco:sync_period=100",
 ]
 LRS = [0.003, 0.006]
-
-
-def pieces() -> dict[str, Tensor]:
-    data = TextData(seq_len=SEQ_LEN)
-    data.setup("fit")
-    return {name: data.splits[name].tensors[0].long() for name in ("train", "val")}  # type: ignore[attr-defined]
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -212,7 +207,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = json.loads(args.output.read_text())["runs"] if args.output.exists() else []
-    left, data = args.most, pieces()
+    left, data = args.most, {name: pieces(name, seq_len=SEQ_LEN) for name in ("train", "val")}
     for seed in args.seeds:
         for spec in args.strategies:
             own = [run for run in runs if run["strategy"] == spec and run["seed"] == 0]

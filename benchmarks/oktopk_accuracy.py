@@ -25,6 +25,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+from text_pieces import pieces
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms.oktopk import OkTopk
@@ -33,7 +34,7 @@ from lightning_dsgd.primitives import sparse
 from lightning_dsgd.replica import flat
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
-from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
+from lightning_dsgd.tasks.language import CausalLanguageModel
 
 Loss = Callable[[Tensor], Tensor]
 """Of the samples with these numbers."""
@@ -52,15 +53,13 @@ def digits() -> tuple[nn.Module, torch.optim.Optimizer, Loss, int]:
 
 
 def language() -> tuple[nn.Module, torch.optim.Optimizer, Loss, int]:
-    data = TextData(seq_len=64, max_chars=200_000)
-    data.setup("fit")
-    [pieces] = data.splits["train"].tensors  # type: ignore[attr-defined]
+    train = pieces("train", seq_len=64, max_chars=200_000)
     model = CausalLanguageModel(dim=64, depth=2, seq_len=64)
 
     def loss(picked: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(*model.logits_and_targets(pieces[picked].long(), None))
+        return nn.functional.cross_entropy(*model.logits_and_targets(train[picked], None))
 
-    return model, torch.optim.AdamW(model.parameters(), 3e-3), loss, len(pieces)
+    return model, torch.optim.AdamW(model.parameters(), 3e-3), loss, len(train)
 
 
 TASKS = {"digits": digits, "language": language}

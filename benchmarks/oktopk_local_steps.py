@@ -25,10 +25,12 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from matplotlib import pyplot as plt
+from text_pieces import pieces
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
@@ -37,10 +39,10 @@ from lightning_dsgd.hyperparameters import at_least, parse
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives import step_scaling
 from lightning_dsgd.replica import flat
-from lightning_dsgd.replica.part import decays_of
+from lightning_dsgd.replica.part import Part
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
-from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
+from lightning_dsgd.tasks.language import CausalLanguageModel
 
 WARMUP_STEPS = 40
 STRATEGIES = [
@@ -103,9 +105,8 @@ def digits() -> Task:
 
 
 def language() -> Task:
-    data = TextData(seq_len=64, max_chars=200_000)
-    data.setup("fit")
-    splits = {name: data.splits[name].tensors[0].long() for name in ("train", "val")}  # type: ignore[attr-defined]
+    text = {"seq_len": 64, "max_chars": 200_000}
+    splits = {name: pieces(name, **text) for name in ("train", "val")}
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = CausalLanguageModel(dim=40, depth=1, seq_len=64)
@@ -195,6 +196,7 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
     algorithm = make(spec, model)
     algorithm.start(net, weights.x)
     scaling = step_scaling.made_for(algorithm, net.sub("steps"), weights.x)
+    part: Any = SimpleNamespace(weights=weights, optimizer=optimizer)
     before = net.counters.bytes_sent
     generator = torch.Generator().manual_seed(1000 * seed + net.rank)
     for step in range(steps):
@@ -208,7 +210,7 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
             algorithm.before_update(weights.x, weights.gather() if uses_gradient else weights.x[:0])
             if uses_gradient:
                 weights.scatter()
-            scaling.update_begins(weights.x, decays_of(optimizer, weights))
+            scaling.update_begins(weights.x, Part.decays(part))
             optimizer.step()
             scaling.update_ends(weights.x)
             algorithm.after_update(weights.x)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final
 import popsgd_least_squares
 import torch
 from oktopk_accuracy import train as watched
+from text_pieces import pieces
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
@@ -35,7 +36,7 @@ from lightning_dsgd.replica import flat
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.tasks.control import Episodes, RecurrentPPO
-from lightning_dsgd.tasks.language import CausalLanguageModel, TextData
+from lightning_dsgd.tasks.language import CausalLanguageModel
 from lightning_dsgd.transport import Transport
 
 NUM_LOOKED_AT: Final = 8
@@ -160,15 +161,9 @@ class Timed(OkTopk):
         return self._count(name, super().gather, selected, parts, wire_dtype)
 
 
-def pieces() -> Tensor:
-    data = TextData(seq_len=32, max_chars=200_000)
-    data.setup("fit")
-    return data.splits["train"].tensors[0].long()  # type: ignore[attr-defined, no-any-return]
-
-
 def balanced(cells: Sequence[Cell]) -> Iterator[Cell]:
     """Exchanges gradients of a language model with 1.1 million weights, on the links of BERT's."""
-    machine, text = MACHINES["piz-daint-bert"], pieces()
+    machine, text = MACHINES["piz-daint-bert"], pieces("train", seq_len=32, max_chars=200_000)
     for cell in cells:
         torch.manual_seed(cell["seed"])
         model = CausalLanguageModel(dim=208, depth=2, seq_len=32)
