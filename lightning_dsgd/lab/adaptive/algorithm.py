@@ -55,6 +55,7 @@ from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.lab.adaptive.decision import State, decide
 from lightning_dsgd.lab.adaptive.prediction import HOME, Seen
 from lightning_dsgd.lab.advise.candidates import BASELINE
+from lightning_dsgd.primitives.quantised import LEAST_PIECE
 from lightning_dsgd.transport import Transport
 
 FIRST: Final = 10
@@ -93,8 +94,8 @@ class Adaptive(Algorithm):
 
     overlap: bool = setting(
         default=True,
-        doc="whether pieces of the gradient travel during the backward pass; set False where "
-        "gradients are accumulated over several batches",
+        doc="whether pieces of the gradient may travel during the backward pass, where that is "
+        "worth it; set False where gradients are accumulated over several batches",
     )
     epoch_steps: int | None = at_least(
         1,
@@ -156,7 +157,8 @@ class Adaptive(Algorithm):
                 f'got weights on {x.device}; use strategy="allreduce", and `lightning-dsgd advise`'
             )
         self.x = x
-        self.state = State(HOME if self.overlap else BASELINE)
+        self.is_small = len(x) < AllReduce.num_buckets * LEAST_PIECE
+        self.state = State(HOME if self.overlap and not self.is_small else BASELINE)
         self.decisions: list[str] = []
         self.tell: Callable[[str], None] = _log.info
         self.figures = net.sub("figures")
@@ -259,6 +261,7 @@ class Adaptive(Algorithm):
             claims=self.conditions.claims_batches,
             averages=not rows[:, 6].any(),
             overlaps=self.overlap,
+            is_small=self.is_small,
         )
 
     def _has_adam(self) -> bool:

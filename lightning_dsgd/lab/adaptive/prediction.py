@@ -49,6 +49,7 @@ class Seen:
         claims: whether ranks claim their batches
         averages: whether weights may be averaged; not so with Adam and the like
         overlaps: whether pieces of a gradient may travel during the backward pass
+        is_small: whether such pieces are so small that sending them may take longer than it hides
     """
 
     own_s: tuple[tuple[float, ...], ...]
@@ -60,16 +61,19 @@ class Seen:
     claims: bool = False
     averages: bool = True
     overlaps: bool = True
+    is_small: bool = False
 
     @property
     def home(self) -> str:
         """The all-reduce that is begun with, and gone back to."""
-        return HOME if self.overlaps else BASELINE
+        return HOME if self.overlaps and not self.is_small else BASELINE
 
     @property
     def candidates(self) -> list[str]:
         """What may be chosen, as on the command line; all-reduce first."""
         specs = [self.home, ROUNDED if self.overlaps else "allreduce:wire_dtype=int8"]
+        if self.overlaps and self.home != HOME:
+            specs.append(HOME)
         if self.averages:
             size = f"group_size={min(len(self.own_s), 8)}"
             specs += [own_rate.WIDE.replace("group_size=8", size), "wagma:overlap=true"]

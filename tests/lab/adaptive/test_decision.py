@@ -12,6 +12,7 @@ import pytest
 from lightning_dsgd.lab.adaptive import own_rate
 from lightning_dsgd.lab.adaptive.decision import State, decide
 from lightning_dsgd.lab.adaptive.prediction import HOME, ROUNDED, Seen, predicted
+from lightning_dsgd.lab.advise.candidates import BASELINE
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.lab.simulate.machines import Machine
@@ -51,17 +52,18 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("seed", tries(20, 5))
-def test_each_situation_has_its_choice_which_stays(name: str, seed: int) -> None:
+@pytest.mark.parametrize("home", [HOME, BASELINE])
+def test_each_situation_has_its_choice_which_stays(name: str, seed: int, home: str) -> None:
     for claims, choice in zip((False, True), CHOICES[name], strict=True):
-        state, chosen = State(), []
+        state, chosen = State(home), []
         for look in range(8):
-            here = SITUATIONS.get(name, ALIKE)
-            state = decide(seen(here, seed, claims=claims, first=16 * look), state).state
+            what = seen(SITUATIONS.get(name, ALIKE), seed, claims=claims, first=16 * look)
+            state = decide(replace(what, is_small=home == BASELINE), state).state
             chosen.append(state.choice)
         if name == "heavy-tail" and not claims:  # whose windows differ most
-            assert chosen[-1] in (WIDE, HOME)
+            assert chosen[-1] in (WIDE, home)
         else:
-            assert set(chosen) == {choice}
+            assert set(chosen) == {home if choice == HOME else choice}
         assert sum(a != b for a, b in pairwise(chosen)) <= 1
 
 
