@@ -21,7 +21,7 @@ class Wire(Protocol):
 
     engine: str
     """What carries messages, as users and `Counters` name it."""
-    reads_devices = False
+    reads_devices: bool = False
     """Whether it reads and writes the memory of devices, once it is open."""
 
     @property
@@ -31,6 +31,7 @@ class Wire(Protocol):
 
     def check_names(self, names: list[str]) -> None:
         """Raises `TransportError`, on every rank, if this wire cannot join these ranks."""
+        return  # without a statement, mypy takes a protocol's method for abstract
 
     def open(self, mesh: Mesh) -> None:
         """Makes the wire ready, once the mesh is ready: all ranks call it together."""
@@ -45,6 +46,7 @@ class Wire(Protocol):
 
     def expect(self) -> None:
         """Tells the wire that a thread has begun to wait."""
+        return
 
     def close(self) -> bool:
         """Ends the wire, at once if a rank is lost; else says farewell behind its last message.
