@@ -12,7 +12,6 @@ import pytest
 
 from lightning_dsgd.cli import main
 from lightning_dsgd.lab import doctor
-from lightning_dsgd.lab.bench import network
 from lightning_dsgd.lab.doctor import Finding
 
 
@@ -99,59 +98,12 @@ def test_mpi_is_asked_outside_this_job(
     assert bool(finding.advice) is not finding.works
 
 
-def program(folder: Path) -> Path:
-    folder.mkdir()
-    file = folder / "mpiexec"
-    file.write_text("#!/bin/sh\n")
-    file.chmod(0o755)
-    return file
-
-
-def test_mpiexec_is_beside_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an environment that is not activated; what is on the PATH comes first, as in a shell."""
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert doctor.mpiexec() == Finding("mpiexec", False, "not found")
-    beside = program(tmp_path / "venv")
-    finding = doctor.mpiexec()
-    assert finding.works
-    assert finding.found == f"{beside}, not on the PATH"
-    assert finding.advice == "call it by this path, or activate its environment"
-    first = program(tmp_path / "bin")
-    assert doctor.mpiexec() == Finding("mpiexec", True, str(first))
-
-
 def test_torch_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_LIBRARIES", "raise ImportError('libcudart.so: not found')")
     (finding,) = doctor.torch_and_cuda()
     assert not finding.works
     assert "libcudart.so" in finding.found
     assert finding.advice
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, "none"),
-        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "4"}, "torchrun, rank 1 of 4"),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM, rank 0 of 2"),
-        ({"PMI_SIZE": "3", "PMI_RANK": "2"}, "mpiexec (MPICH), rank 2 of 3"),
-        ({"OMPI_COMM_WORLD_SIZE": "3"}, "mpiexec (Open MPI), rank ? of 3"),
-    ],
-)
-def test_launchers_are_known(
-    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert doctor.launcher()[0].found.startswith(expected)
-
-
-def test_a_machine_without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "why_not", lambda: "network namespaces need root")
-    (finding,) = doctor.emulated_networks()
-    assert finding.found == "network namespaces need root"
-    assert not finding.works
 
 
 FOUND = [

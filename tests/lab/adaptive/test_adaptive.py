@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_dsgd
-from lightning_dsgd import Adaptive, decentralized
+from lightning_dsgd import Adaptive
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.suits import check_survival
@@ -31,7 +29,6 @@ from tests.support.rank import Rank
 from tests.support.thorough import tries
 from tests.support.worlds import FitWorld
 
-WIDE = "wagma:overlap=true:group_size=8"
 NUM, EPOCH = 64, 32
 
 # ---- simulated ranks ----
@@ -199,26 +196,18 @@ class Late(Plain):
         return super().training_step(batch, batch_idx)
 
 
-def fit(folder: str, claims: bool, resume: str | None = None, how: str = "") -> Any:
-    options = {"timeout_s": 60.0, "data": "claimed" if claims else "equal"}
-    strategy = lightning_dsgd.AdaptiveStrategy(**options)
+def fit(folder: str, data: str, resume: str | None = None) -> Any:
+    strategy = lightning_dsgd.AdaptiveStrategy(timeout_s=60.0, data=data)
     saver = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
     epochs = 2 if resume is None else 3
     fitter = trainer(strategy, 4, max_epochs=epochs, callbacks=[saver], enable_checkpointing=True)
     module = Late()
-    if how:
-
-        def end(*args: Any) -> None:
-            if module.global_rank == 2 and fitter.global_step == 14:
-                os.kill(os.getpid(), getattr(signal, how))
-
-        module.on_train_batch_start = end  # type: ignore[method-assign]
     fitter.fit(module, loader(4 * 8 * 30), loader(64), ckpt_path=resume)
     return weights(module), strategy.decisions, fitter.global_step
 
 
 def test_a_slow_rank_is_seen_and_a_resume_goes_on(tmp_path: Path) -> None:
-    ranks = FitWorld().run(4, fit, str(tmp_path), True)
+    ranks = FitWorld().run(4, fit, str(tmp_path), "claimed")
     [chosen] = {text for _, decisions, _ in ranks for text in decisions}
     assert chosen.startswith("step 10: takes wagma:overlap=true:group_size=4: slow-rank")
     assert all(torch.equal(own, ranks[0][0]) for own, _, _ in ranks)
@@ -230,63 +219,40 @@ def test_a_slow_rank_is_seen_and_a_resume_goes_on(tmp_path: Path) -> None:
     [state] = own["lightning_dsgd"]["algorithms"]
     assert state["choice"] == "wagma:overlap=true:group_size=4"
     assert state["decisions"] == [chosen]
-    again = FitWorld().run(4, fit, str(tmp_path), True, str(saved))
+    again = FitWorld().run(4, fit, str(tmp_path), "claimed", str(saved))
     assert all(decisions == [chosen] for _, decisions, _ in again)
     assert sum(num for _, _, num in again) == 4 * 30 * 3
 
 
 def test_with_batches_dealt_equally_it_stays(tmp_path: Path) -> None:
-    for _, decisions, num_steps in FitWorld().run(4, fit, str(tmp_path), False):
+    for _, decisions, num_steps in FitWorld().run(4, fit, str(tmp_path), "equal"):
         [text] = decisions
-        assert text.startswith(
-            "step 10: stays with allreduce: "
-        )
+        assert text.startswith("step 10: stays with allreduce: ")
         assert num_steps == 60
 
 
-@pytest.mark.parametrize(
-    ("how", "error"), [("SIGKILL", "PeerLost: rank 2"), ("SIGTERM", "SIGTERMException: rank 2")]
-)
-def test_a_rank_that_ends_ends_all(tmp_path: Path, how: str, error: str) -> None:
-    others = [o.error for o in FitWorld().outcomes(4, fit, str(tmp_path), True, None, how)]
-    del others[2]
-    assert all(error in other for other in others), others
-
-
-def loop(replica: Any, model: Any, optimizer: Any) -> tuple[torch.Tensor, list[str]]:
+def fit_in_fabric() -> tuple[torch.Tensor, list[str]]:
     """Two epochs in a loop of the user's own, of which the ranks claim the batches."""
-    for _ in range(2):
-        for x, y in replica.batches(loader(4 * 8 * 30)):
-            time.sleep(0.02 if int(os.environ["RANK"]) == 3 else 0.004)  # the computation
-            optimizer.zero_grad()
-            ((model(x) - y) ** 2).mean().backward()
-            optimizer.step()
-        with replica.consensus():
-            own = weights(model)
-    session: Any = getattr(replica, "session", None) or replica._session
-    return own, list(session.training.replica.parts[0].algorithm.decisions)
-
-
-def in_plain() -> Any:
-    model = torch.nn.Linear(10, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with decentralized(model, optimizer, Adaptive(epoch_steps=30), data="claimed") as replica:
-        return loop(replica, model, optimizer)
-
-
-def in_fabric() -> Any:
     strategy = lightning_dsgd.FabricStrategy("adaptive:epoch_steps=30", data="claimed")
     fabric = L.Fabric(accelerator="cpu", devices=4, strategy=strategy)
     fabric.launch()
-    model = torch.nn.Linear(10, 1)
+    model: Any = torch.nn.Linear(10, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
     with strategy:
-        return loop(strategy, model, optimizer)
+        for _ in range(2):
+            for x, y in strategy.batches(loader(4 * 8 * 30)):
+                time.sleep(0.02 if fabric.global_rank == 3 else 0.004)  # the computation
+                optimizer.zero_grad()
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+            with strategy.consensus():
+                own = weights(model)
+        [part] = strategy.session.training.replica.parts
+        return own, list(part.algorithm.decisions)
 
 
-@pytest.mark.parametrize("face", [in_plain, in_fabric])
-def test_a_loop_of_the_users_own_changes_too(face: Any) -> None:
-    ranks = FitWorld().run(4, face)
+def test_a_loop_of_the_users_own_changes_too() -> None:
+    ranks = FitWorld().run(4, fit_in_fabric)
     assert all(any("takes wagma" in each for each in decisions) for _, decisions in ranks)
     assert all(torch.equal(own, ranks[0][0]) for own, _ in ranks)
 

@@ -81,15 +81,6 @@ def test_memory_is_what_the_page_of_a_strategy_says(spec: str, copies: float) ->
     assert memory.copies(name, 8, **cases) == copies
 
 
-@pytest.mark.parametrize(
-    ("situation", "bandwidth"),
-    [("slow-link", 2e6), ("slow-rank", 1e9), ("heavy-tail", 1e9), ("random", 1e9)],
-)
-def test_the_most_similar_situation_is_found(situation: str, bandwidth: float) -> None:
-    ranked = rank(FEW, machine(situation, bandwidth), 8, 20, epoch_steps=10)
-    assert ranked.situation == situation
-
-
 @pytest.mark.exhaustive
 def test_all_strategies_are_ranked_below_the_bound() -> None:
     ranked = rank(CANDIDATES, machine("random"), 4, 8, epoch_steps=8)

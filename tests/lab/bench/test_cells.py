@@ -5,45 +5,18 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from lightning_dsgd.lab.bench import contestants, throughput_cell
 from lightning_dsgd.lab.bench.convergence_cell import Paced
-from lightning_dsgd.lab.bench.run_cells import load, rank_of_this_process
+from lightning_dsgd.lab.bench.run_cells import load
 from lightning_dsgd.lab.bench.throughput_cell import Clock
-from lightning_dsgd.lab.bench.torchft_peers import fragments_of
 from lightning_dsgd.lab.bench.workloads import WORKLOADS
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import accelerator_of
 from tests.support.worlds import FakeFitWorld
-
-
-def test_a_group_of_one_node_can_be_measured() -> None:
-    contestants.check("sgp:hierarchical=true", 4)
-
-
-# ---- a rank of a job ----
-LAUNCHERS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-
-
-def test_a_reference_is_a_name_in_a_module_or_in_a_file(tmp_path: Path) -> None:
-    (tmp_path / "cells_of_a_test.py").write_text("answer = 42")
-    assert load(f"{tmp_path}/cells_of_a_test.py:answer") == 42
-    assert load("json:loads")("1") == 1
-
-
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_launcher_numbers_the_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for other in LAUNCHERS:
-        monkeypatch.delenv(other, raising=False)
-    with pytest.raises(SystemExit, match="its launcher has set no rank"):
-        rank_of_this_process()
-    monkeypatch.setenv(name, "3")
-    assert rank_of_this_process() == 3
 
 
 # ---- workloads ----
@@ -102,16 +75,6 @@ def test_a_cell_delays_the_device() -> None:
 
 # ---- the strategies of other packages, beside ours ----
 PEERS = ["torchft_local_sgd:period=2", "decent_dp:topology=ring", "hivemind:period=2"]
-
-
-def test_fragments_are_consecutive_layers() -> None:
-    model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 3), nn.Linear(3, 4))
-    first, second = fragments_of(model, 2)
-    assert list(first.modules())[1:] == [model[0]]
-    assert list(second.modules())[1:] == [model[2], model[3]]
-    assert fragments_of(model, 1) == [model]
-    with pytest.raises(ValueError, match="from 1 to the number of layers with parameters, 3, got"):
-        fragments_of(model, 4)
 
 
 @pytest.mark.parametrize("spec", PEERS)

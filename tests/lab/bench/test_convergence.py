@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import wandb
 
-from lightning_dsgd.lab.bench import convergence, plots, report, tracking
+from lightning_dsgd.lab.bench import convergence, report, tracking
 from tests.support.bench import run_bench
 
 
@@ -34,31 +33,6 @@ def test_convergence_counts_steps_and_seconds_to_the_target(tmp_path: Path) -> N
     assert result["summary"][0]["step_to_target"] == first["step"]
     report.main([str(tmp_path / "c.json"), "--output", str(tmp_path / "report")])
     assert (tmp_path / "report" / "c.png").stat().st_size > 10_000
-
-
-# ---- plots of result files ----
-SETTINGS = {"ranks": 4, "compute_s": 0.4, "delay_s": 0.32, "delayed_ranks": 2}
-
-
-def test_ranks_that_never_wait_share_the_delays() -> None:
-    assert plots.ideal_steps_per_s(SETTINGS) == pytest.approx(1 / 0.56)
-    assert plots.ideal_steps_per_s(SETTINGS | {"compute_s": 0, "delay_s": 0}) == math.inf
-
-
-def test_throughput_of_several_files_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    results = [
-        {
-            "settings": SETTINGS | {"ranks": ranks},
-            "summary": [
-                {"strategy": "ddp", "steps_per_s": 1.3, "mb_sent_per_step": None},
-                {"strategy": "wagma", "steps_per_s": 1.5, "mb_sent_per_step": 6.0},
-            ],
-        }
-        for ranks in (8, 4)
-    ]
-    plots.plot_throughput(results, tmp_path / "t.png")
-    assert (tmp_path / "t.png").stat().st_size > 10_000
 
 
 # ---- comparisons as W&B runs ----

@@ -65,14 +65,3 @@ def test_summary_is_made_of_ratios_within_a_round() -> None:
     assert ours["ratio"] == pytest.approx(1.2)
     assert ours["ratio_range"] == pytest.approx([1.1, 1.3])
     assert ours["of_no_sync"] is None
-
-
-def test_the_table_has_the_rates_of_the_slowest_rank_and_of_the_mean() -> None:
-    times = [{"seconds": seconds, "finished_s": 5.0} for seconds in (2.0, 4.0)]
-    flat = throughput.flatten({"strategy": "ddp", "round": 0, "ranks": times}, 8)
-    newer = throughput.summarize([flat], "ddp")[0]
-    older = {key: value for key, value in newer.items() if key != "mean_steps_per_s"}
-    for row, mean in ((newer, "3.00"), (older, "")):
-        text = throughput.table([row], "ddp")
-        assert "| steps/s (slowest rank) | steps/s (mean of ranks) |" in text
-        assert f"| `ddp` | 2.00 | {mean} |" in text

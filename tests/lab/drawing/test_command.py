@@ -59,16 +59,6 @@ def num_spans(run: picture.Run) -> int:
     return sum(len(track.spans) + len(track.beside) for track in run.tracks)
 
 
-def test_perfetto_gets_an_event_for_each_span(runs: Path, tmp_path: Path) -> None:
-    output = tmp_path / "timeline.json"
-    command.main([str(runs / "allreduce-4"), "--steps", "3:5", "--output", str(output)])
-    events = json.loads(output.read_text())["traceEvents"]
-    run = picture.load(runs / "allreduce-4", (3, 5))
-    assert len([e for e in events if e["ph"] == "X"]) == num_spans(run)
-    assert {e["args"]["step"] for e in events if e.get("cat") == "compute"} == {3, 4, 5}
-    assert json.loads(perfetto.trace_events([run]))["traceEvents"] == events
-
-
 def test_a_decision_is_shown_with_its_time(tmp_path: Path) -> None:
     mine = recorder(tmp_path, world_size=1)
     mine.end_step(1)

@@ -28,7 +28,6 @@ from lightning_dsgd.lab.diagnose.remedies import remedies
 from lightning_dsgd.lab.diagnose.times import read
 from lightning_dsgd.lab.diagnose.verdict import judge
 from lightning_dsgd.lab.drawing.spans import tracks
-from lightning_dsgd.lab.timeline.recorder import ALL
 from lightning_dsgd.lab.timeline.trace import Trace, read_folder
 from tests.support.models import Regression, loader, trainer, weights
 from tests.support.trackers import wandb_logger
@@ -93,14 +92,6 @@ def test_a_wait_is_recorded_with_the_rank_it_was_for(tmp_path: Path) -> None:
         late = [s for i, s in enumerate(times, 1) if late_rank(i) == rank]
         others = [s for i, s in enumerate(times, 1) if late_rank(i) != rank]
         assert min(late) > DELAY_S > median(others)
-
-
-@pytest.mark.exhaustive
-def test_with_ddp_a_wait_is_for_all(tmp_path: Path) -> None:
-    FitWorld().run(2, fit, "ddp", tmp_path)
-    traces = read_folder(tmp_path)
-    assert {trace.about["waits"] for trace in traces} == {"of DDP"}
-    check_waits(traces, lambda late: ALL)
 
 
 def test_recording_changes_no_weight_and_knows_batches_from_steps(tmp_path: Path) -> None:
@@ -212,13 +203,6 @@ def test_a_wandb_run_gets_the_timeline_as_a_panel(tmp_path: Path) -> None:
     page = run.logged["dsgd/timeline"]
     assert type(page).__name__ == "Html"
     assert '"name":"singledevice, 1 rank"' in page.html
-
-
-def test_options_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_mb must be positive, got max_mb=0; try 8"):
-        StepTrace("run", max_mb=0)
-    with pytest.raises(ValueError, match="skip_steps must not be negative, got -1"):
-        StepTrace("run", skip_steps=-1)
 
 
 # ---- `LoopTrace` in loops of plain PyTorch and of Fabric: the same record as the Trainer's ----

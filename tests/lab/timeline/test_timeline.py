@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_dsgd.lab.accelerators import DeviceTimes
-from lightning_dsgd.lab.timeline.clocks import boot_id, offset_to_rank_0
+from lightning_dsgd.lab.timeline.clocks import offset_to_rank_0
 from lightning_dsgd.lab.timeline.recorder import MOST_SPANS, Recorder, file_of
 from lightning_dsgd.lab.timeline.trace import missing_ranks, read_folder
 from lightning_dsgd.simulated import SimulatedWorld
@@ -62,22 +62,6 @@ def test_waits_that_are_short_or_many_are_added_up(tmp_path: Path) -> None:
 def lines_after_close(mine: Recorder, folder: Path) -> list[dict[str, Any]]:
     mine.close("")
     return lines(folder)
-
-
-def test_a_lane_serves_between_two_waits(tmp_path: Path) -> None:
-    mine = recorder(tmp_path)
-
-    def lane() -> None:
-        mine.waited(100.0, 100.2, 1, in_lane=True)
-        mine.waited(100.3, 100.6, 0, in_lane=True)
-        mine.waited(100.600_001, 100.7, 0, in_lane=True)  # it had nothing to do
-
-    thread = threading.Thread(target=lane)
-    thread.start()
-    thread.join()
-    mine.clock.at_s = 101.0
-    mine.end_step(1)
-    assert lines_after_close(mine, tmp_path)[1]["serve"] == [[200_000, 300_000, 1]]
 
 
 def test_a_wait_for_ones_own_lane_is_a_wait_for_whom_the_lane_waits(tmp_path: Path) -> None:
@@ -162,19 +146,6 @@ def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
     assert (second.steps[0].begin_s, second.steps[0].end_s) == (5.0, 6.0)
 
 
-def test_a_steps_own_time_is_what_is_left_without_the_others(tmp_path: Path) -> None:
-    mine = recorder(tmp_path)
-    mine.waited(100.0, 100.1, 1, in_lane=False)  # before the batch, for a checkpoint
-    mine.waited(100.5, 100.7, 1, in_lane=False)  # within the exchange
-    mine.exchanged(100.4, 100.8)
-    mine.evaluated(100.8, 100.9)
-    mine.clock.at_s = 101.0
-    mine.end_step(1)
-    mine.close("")
-    (trace,) = read_folder(tmp_path)
-    assert trace.steps[0].own_s == pytest.approx(1.0 - 0.1 - 0.4 - 0.1)
-
-
 def test_files_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     record(tmp_path, [[[]]] * 4, run="old", began_unix_s=1.0)
     record(tmp_path, [[[]]] * 2, run="new", began_unix_s=2.0)
@@ -212,11 +183,6 @@ def test_clocks_are_compared_through_the_network() -> None:
     offsets = SimulatedWorld(4, latency_s=1e-3).run(offset)
     assert offsets == pytest.approx([-ahead_s for ahead_s in AHEAD_S])
     assert offsets[1] == 0.0
-
-
-def test_ranks_of_one_kernel_share_a_clock() -> None:
-    assert boot_id() == boot_id() != ""
-    assert SimulatedWorld(3, latency_s=1e-3).run(offset_to_rank_0) == [0.0] * 3
 
 
 class FakeEvent:
