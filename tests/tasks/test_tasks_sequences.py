@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-import sys
-import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lightning_dsgd.tasks.base import SplitData
-from lightning_dsgd.tasks.control import Episodes, RecurrentPPO, TMaze, Updates, make_environment
+from lightning_dsgd.tasks.control import Episodes, RecurrentPPO, TMaze, Updates
 from lightning_dsgd.tasks.partition import PopSGDSampler
 from lightning_dsgd.tasks.regression import (
     GisetteData,
@@ -31,17 +29,14 @@ from lightning_dsgd.tasks.speech import (
     SpeechData,
     SpeechRecognizer,
     collate,
-    encode_letters,
     read_audio,
     spectrogram,
-    transcripts,
 )
 from lightning_dsgd.tasks.text import BEGIN, END, PAD
 from lightning_dsgd.tasks.translation import (
     Buckets,
     TranslationData,
     TranslationModel,
-    generated_pairs,
 )
 from tests.support.worlds import FitWorld
 from tests.tasks.test_tasks import num_parameters, one_thread, trainer  # noqa: F401 - a fixture
@@ -52,16 +47,6 @@ def test_transformer_has_the_papers_parameters_and_the_biases_of_its_attention()
     with torch.device("meta"):
         model = TranslationModel(33_708, dim=512, depth=6, num_heads=8)
     assert num_parameters(model) == 61_362_176 + 18 * 4 * 512
-
-
-def test_generated_pairs_are_word_for_word_translations_of_unequal_length() -> None:
-    pairs = generated_pairs(500)
-    assert pairs == generated_pairs(500)
-    assert pairs != generated_pairs(500, seed=1)
-    lengths = Counter(len(ours.split()) for ours, _ in pairs)
-    assert all(len(ours.split()) == len(theirs.split()) for ours, theirs in pairs)
-    assert min(lengths) == 3
-    assert max(lengths) > 20
 
 
 def test_batches_hold_sentences_of_about_one_length() -> None:
@@ -134,11 +119,6 @@ def test_transformer_learns_to_translate() -> None:
 
 
 # ---- regression ----
-def test_least_squares_are_those_of_the_paper() -> None:
-    a, b = least_squares(5000, 4)
-    solution = torch.linalg.lstsq(a, b[:, None]).solution[:, 0]
-    assert torch.allclose(solution, torch.ones(4, dtype=torch.float64), atol=0.1)
-    assert (b - a @ solution).var() == pytest.approx(1, rel=0.1)
 
 
 def test_linear_regression_finds_the_minimum() -> None:
@@ -172,14 +152,6 @@ def test_year_prediction_is_read_from_its_text_file(tmp_path: Path) -> None:
         YearPredictionData(str(file)).setup("fit")
     with pytest.raises(FileNotFoundError, match="none"):
         YearPredictionData(str(tmp_path / "none")).setup("fit")
-
-
-def test_generated_gisette_is_validated_on_what_it_is_not_trained_on() -> None:
-    data = GisetteData()
-    data.setup("fit")
-    train, val = (data.splits[name].tensors[0] for name in ("train", "val"))
-    assert len(train) == len(val) == 2000
-    assert not set(map(tuple, train.tolist())) & set(map(tuple, val.tolist()))
 
 
 def test_gisette_is_read_from_its_text_files(tmp_path: Path) -> None:
@@ -228,14 +200,6 @@ def test_every_sample_is_held_by_two_ranks_for_mult_passes(world_size: int, mult
     assert all(len(set(indices[:size])) == size for indices in seen)  # one pass after the other
     samplers[0].set_epoch(1)
     assert list(samplers[0]) != seen[0]
-
-
-def test_partition_that_cannot_be_is_refused() -> None:
-    dataset = TensorDataset(torch.arange(3))
-    with pytest.raises(ValueError, match="mult=0"):
-        PopSGDSampler(dataset, 2, 0, mult=0)
-    with pytest.raises(ValueError, match="world_size=4"):
-        PopSGDSampler(dataset, 4, 0)
 
 
 class Indices(SplitData):
@@ -347,13 +311,6 @@ def test_audio_of_another_form_is_refused(tmp_path: Path) -> None:
         SpeechData(str(tmp_path)).setup("fit")
 
 
-def test_letters_are_those_most_likely_without_repetitions_and_blanks() -> None:
-    best = torch.tensor([*encode_letters("AABB"), 0, *encode_letters("B C")])
-    logits = torch.nn.functional.one_hot(best, len(LETTERS))[:, None].float()
-    assert transcripts(logits, torch.tensor([8])) == ["ABB C"]
-    assert transcripts(logits, torch.tensor([4])) == ["AB"]
-
-
 def test_padding_changes_nothing_of_what_is_heard() -> None:
     model = SpeechRecognizer(hidden_size=8, depth=2, channels=2, lookahead=2).eval()
     audio = torch.randn(161, 30)
@@ -448,31 +405,3 @@ def test_policy_learns_to_walk_to_the_end() -> None:
     assert run.global_step == 240
     assert run.callback_metrics["val_return"] >= -0.5  # a turn before the end always gives -1
     assert "episode_steps" in run.callback_metrics
-
-
-@pytest.mark.parametrize("is_discrete", [True, False])
-def test_environments_of_gymnasium_are_made_by_name(
-    is_discrete: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    maze, kinds = (
-        TMaze(),
-        [type(name, (types.SimpleNamespace,), {}) for name in ("Box", "Discrete")],
-    )
-    box, discrete = kinds
-    maze.observation_space = box(shape=(3, 1))
-    maze.action_space = discrete(n=3) if is_discrete else box(shape=(3,))
-    module: Any = types.ModuleType("gymnasium")
-    module.make = lambda name: maze
-    module.spaces = types.SimpleNamespace(Box=box, Discrete=discrete)
-    monkeypatch.setitem(sys.modules, "gymnasium", module)
-    if is_discrete:
-        assert make_environment("Maze-v0") == (maze, 3, 3)
-    else:
-        with pytest.raises(ValueError, match="discrete"):
-            make_environment("Maze-v0")
-
-
-def test_absent_gymnasium_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(ImportError, match="pip install gymnasium"):
-        make_environment("CartPole-v1")
