@@ -87,24 +87,6 @@ def test_same_start_and_same_gradients_keep_the_consensus(row: Row, world_size: 
         torch.testing.assert_close(x, alone, rtol=1e-13, atol=1e-13)
 
 
-def do_nothing(net: Any, row: Row) -> tuple[Tensor, Tensor, Tensor]:
-    rank = start(net, row, spread=1.0)
-    before = rank.x.clone()
-    for k in range(11):
-        rank.descend(torch.zeros(N).double(), seconds=0.1 * ((net.rank + k) % 3))
-    return before, rank.x.clone(), rank.finish()
-
-
-@rows(lambda row: row.is_synchronous and row.mixes_weights and not row.is_rounded)
-@SIZES
-def test_zero_gradients_conserve_the_mean(row: Row, world_size: int) -> None:
-    befores, middles, ends = zip(*SimulatedWorld(world_size).run(do_nothing, row), strict=True)
-    mean = torch.stack(befores).mean(0)
-    torch.testing.assert_close(torch.stack(middles).mean(0), mean, rtol=0, atol=1e-13)
-    for end in ends:
-        torch.testing.assert_close(end, mean, rtol=0, atol=1e-13)
-
-
 SITUATIONS: dict[str, tuple[Callable[[random.Random, int], float], float, float]] = {
     "stragglers": (lambda chance, rank: chance.choice([0.1, 0.1, 0.5, 1.0]), 0.01, 1e5),
     "slow link": (lambda chance, rank: chance.uniform(0.09, 0.11), 0.01, 1e4),
@@ -218,17 +200,6 @@ def test_all_ranks_find_the_same_minimum_of_a_quadratic(row: Row, world_size: in
     xs = [x for x, _ in world.run(train, row, 200, spread, True)]
     torch.testing.assert_close(xs[0], optimum, rtol=0, atol=row.accuracy)
     assert all(torch.equal(x, xs[0]) for x in xs)
-
-
-@ROWS
-def test_two_runs_are_equal_to_the_bit(row: Row) -> None:
-    def run() -> list[tuple[Tensor, float]]:
-        world = SimulatedWorld(5, latency_s=0.003, bandwidth_bytes_s=1e4)
-        return world.run(train, row, 30, 0.0, True)
-
-    for (x, time_s), (y, again_s) in zip(run(), run(), strict=True):
-        assert torch.equal(x, y)
-        assert time_s == again_s
 
 
 def resume(net: Any, row: Row, stop_at: int, is_resumed: bool) -> list[Tensor]:

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithm import Conditions
-from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk, TopkAllgather, TopkDSA
-from lightning_dsgd.primitives import sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 from lightning_dsgd.transport import PeerLost
@@ -299,31 +297,6 @@ def test_the_warm_up_reduces_the_whole_gradient() -> None:
         assert rank["selected"] == [500, 500, 5, 5]
 
 
-def test_the_default_density_follows_the_local_steps() -> None:
-    assert [OkTopk(local_steps=steps).share for steps in (1, 4, 200)] == [0.01, 0.04, 1.0]
-    assert OkTopk(local_steps=4, density=0.3).share == 0.3
-
-
-def boundaries(net: Any, gradient: Gradient) -> tuple[list[int], list[int]]:
-    algorithm = OkTopk(density=0.01)
-    algorithm.start(net, torch.zeros(10_000))
-    g = gradient(net.rank, 0, 10_000, net.world_size)
-    _, indices = sparse.select(g, sparse.kth_magnitude(g, 100))
-    algorithm.before_update(torch.empty(0), g)
-    edges = torch.tensor(algorithm.boundaries)
-    return algorithm.boundaries, torch.searchsorted(indices, edges).diff().tolist()
-
-
-@pytest.mark.parametrize("gradient", [normal, in_one_region])
-def test_regions_are_the_same_on_all_ranks_and_hold_about_equally_many(gradient: Gradient) -> None:
-    ranks = SimulatedWorld(5).run(boundaries, gradient)
-    assert all(edges == ranks[0][0] for edges, _ in ranks)
-    assert (ranks[0][0][0], ranks[0][0][-1]) == (0, 10_000)
-    for _, counts in ranks:
-        assert sum(counts) == 100
-        assert all(8 <= count <= 32 for count in counts)
-
-
 # ---- what may go wrong ----
 def diverging(rank: int, step: int, n: int, world_size: int, bad: float = torch.nan) -> Tensor:
     g = normal(rank, step, n, world_size)
@@ -411,23 +384,6 @@ def test_the_baselines_send_what_table_1_says(world_size: int) -> None:
         expected = (p - 1) / p * (entry_bytes(k) + NUM * (4 * union + min(union, 1 / 8)))
         assert count == pytest.approx(expected, rel=0.03, abs=60 * p)
         assert count <= (2 * k + NUM) * (p - 1) / p * WORDS
-
-
-def same_entries(rank: int, step: int, n: int, world_size: int) -> Tensor:
-    """The best case: all ranks have the same entries."""
-    return normal(0, step, n, world_size)
-
-
-def test_the_dynamic_sparse_all_reduce_lies_between_its_two_bounds() -> None:
-    p, k = 4, NUM // 100
-    for rank in simulate(p, TopkDSA, same_entries, NUM, 1):
-        best = (p - 1) / p * 2 * entry_bytes(k)
-        assert rank["bytes"][0] == pytest.approx(best, rel=0.05)
-        assert rank["bytes"][0] <= 4 * k * (p - 1) / p * WORDS
-    # 30% of each of 8 ranks fill the regions: they are sent dense.
-    for rank in simulate(8, partial(TopkDSA, density=0.3), normal, 10_000, 1):
-        dense_part = 7 / 8 * 10_000 * WORDS
-        assert rank["bytes"][0] == pytest.approx(dense_part + 7 / 8 * 3000 * 5, rel=0.05)
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
@@ -525,25 +481,6 @@ def test_local_steps_with_exact_thresholds_equal_the_dense_computation(rule: str
     for rank, residual in zip(ranks, residuals, strict=True):
         assert torch.equal(rank["own"][-1], x)
         assert torch.equal(rank["left"], residual)
-
-
-@EVERY
-def test_local_steps_with_all_entries_are_local_sgd(make: Make) -> None:
-    if rounds(make):
-        make = OkTopk  # whose rounding stays in the residual
-    local = partial(make, density=1.0, local_steps=4)
-    for counts in ([10, 10, 10], [10, 3, 5]):
-        sparse_ones = SimulatedWorld(3).run(drive_locally, local, counts)
-        averaged = SimulatedWorld(3).run(drive_averaging, counts)
-        for rank, x in zip(sparse_ones, averaged, strict=True):
-            torch.testing.assert_close(rank["x"], x, rtol=0, atol=1e-5)
-
-
-def drive_averaging(net: Any, counts: list[int]) -> Tensor:
-    rank = Rank(net, LocalSGD(sync_period=4), torch.full((1000,), 3.0))
-    for step in range(counts[net.rank]):
-        rank.step(-change_of(net.rank, step, 1000, net.world_size))
-    return rank.finish()
 
 
 def test_the_warm_up_of_local_steps_exchanges_whole_changes() -> None:

@@ -25,12 +25,6 @@ def matrix(graph: str, step: int, world_size: int, num_peers: int = 1, seed: int
 
 
 # ---- neighbours ----
-def test_the_neighbours_on_the_ring_are_mutual_and_at_most_two() -> None:
-    for world_size, rank in ((size, rank) for size in UP_TO_40 for rank in range(size)):
-        peers = topology.neighbours("ring", rank, world_size)
-        assert len(peers) == min(2, world_size - 1)
-        assert rank not in peers
-        assert all(rank in topology.neighbours("ring", p, world_size) for p in peers)
 
 
 @pytest.mark.parametrize("world_size", UP_TO_40)

@@ -166,15 +166,6 @@ def test_all_are_kept_where_ranks_have_different_numbers_of_batches(spec: str) -
         assert shares == [pytest.approx(1.0, abs=1e-3)] * 2, situation
 
 
-@pytest.mark.parametrize("name", ["wagma", "sgp"])
-def test_a_rank_that_had_fewer_batches_has_other_momentum(name: str) -> None:
-    """So its later updates are not quite those that all of its team take over."""
-    spec = f"{name}:hierarchical=true:node_size=2"
-    first, second = shares_in("slow rank", spec, uneven=True, has_momentum=True)
-    assert first == pytest.approx(1.0, abs=1e-3)
-    assert 1e-4 < abs(second - 1) < 0.2
-
-
 RESUMED = [
     *("wagma:rule=paper", "hpsgd:outer_momentum=0.5", "oktopk:local_steps=4"),
     *("sgp:overlap=1", "oktopk", "oktopk:warmup_steps=5", "gtopk"),
@@ -305,13 +296,6 @@ def test_gradients_that_are_held_back_are_not_counted_yet(spec: str) -> None:
 
 def test_late_gradients_are_told() -> None:
     assert all(0.6 < share <= 1 for share in shares_in("stragglers", "eager_sgd"))
-
-
-@pytest.mark.parametrize(
-    "spec", ["hpsgd:outer_momentum=0.5", "diloco:sync_period=1:outer_lr=1.0:outer_momentum=0.5"]
-)
-def test_outer_momentum_multiplies_updates(spec: str) -> None:
-    assert shares_in("slow rank", spec)[-1] == pytest.approx(2, abs=0.2)
 
 
 def test_nothing_is_said_before_there_is_an_update() -> None:

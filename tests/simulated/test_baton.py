@@ -105,15 +105,6 @@ def test_a_deadlock_report_names_lanes_joins_and_collectives():
         assert line in str(info.value)
 
 
-def test_long_tables_are_cut():
-    def fn(net):
-        net.recv(KB, ANY).wait()
-
-    text = str(SimulatedWorld(100).outcomes(fn)[0])
-    assert len(text.splitlines()) == 1 + 40 + 1
-    assert "... and 60 more" in text
-
-
 def test_threads_end_also_when_the_run_is_interrupted():
     def fn(net):
         if net.rank == 0:
