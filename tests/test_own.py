@@ -14,7 +14,7 @@ import yaml
 from lightning_dsgd.cli import main
 from lightning_dsgd.elastic.launch import command
 from lightning_dsgd.elastic.launch.place import Place
-from tests.support.mpi import ended, every_mpi, mpiexec
+from tests.support.mpi import ended
 from tests.support.ports import free_port
 from tests.support.worlds import FitWorld
 
@@ -88,13 +88,6 @@ def run(command: list[str], folder: Path, **variables: str) -> None:
 def test_the_working_folder_is_on_the_path_of_all_ranks(launcher: str, own: Path) -> None:
     variants = ["survival"] if launcher == "launch" else []
     run([*LAUNCHERS[launcher], *configs(*variants), *ON_CPUS, *SMALL], own)
-
-
-@pytest.mark.exhaustive
-@every_mpi
-def test_mpiexec(python: str, own: Path) -> None:
-    ranks = [str(mpiexec(python)), "-n", "2", python, "-m", "mpi4py", "-m", "lightning_dsgd"]
-    run([*ranks, "fit", *configs(), *ON_CPUS, *SMALL], own)
 
 
 SRUN = """#!/bin/sh

@@ -25,41 +25,6 @@ WITHOUT_A_RECORD = 13
 STORED = sorted(ROOT.joinpath("docs", "results").rglob("*.json"))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {},
-        {"a": [], "b": {}, "c": None},
-        {"cells": [{"seconds": [1.5, 2.5], "ranks": {"0": 1}}, {"rows": [{"step": 1}]}]},
-        {"series": list(range(100)), "nested": [[1, 2], [[3], [4]]]},
-        {"x": {'a "quoted" name': 1e-9}, "y": ["text, with {marks}"]},
-        {4: 0.5, "large": {8: [1], 16: (2, 3)}},
-    ],
-)
-def test_the_text_is_the_same_json(value: Any) -> None:
-    assert json.loads(text(value)) == json.loads(json.dumps(value))
-
-
-def test_a_record_is_a_line() -> None:
-    cells = [{"round": turn, "seconds": [1.0, 2.0]} for turn in range(2)]
-    assert text({"cores": 2, "cells": cells}) == (
-        """{
- "cores": 2,
- "cells": [
-  {"round": 0, "seconds": [1.0, 2.0]},
-  {"round": 1, "seconds": [1.0, 2.0]}
- ]
-}"""
-    )
-
-
-def test_a_long_series_has_its_own_line() -> None:
-    result = {"run": {"loss": [0.5] * 100, "last": 0.5}}
-    assert [len(line) > 100 for line in text(result).splitlines()] == [
-        *(False, False, True, False, False, False)
-    ]
-
-
 def test_a_file_replaces_the_old_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page" / "result.json"
     for value in (1, 2):

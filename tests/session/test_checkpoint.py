@@ -719,20 +719,6 @@ def test_the_last_checkpoint_resumes_to_the_bit(straight: Straight, tmp_path: Pa
         assert other["end"] == one["end"]
 
 
-def test_a_save_over_a_link_leaves_what_it_pointed_to_whole(three: Path, tmp_path: Path) -> None:
-    """It replaces the link: the replicas of both checkpoints belong to their files."""
-    folder = tmp_path / "new"
-    folder.mkdir()
-    (folder / "same.ckpt").symlink_to(three)
-    run(3, "local_sgd", 1, str(folder), save=OVER_AND_OVER)
-    paths, steps = [folder / "same.ckpt", three], [6, 12]
-    resumed = resume_each(3, "local_sgd", 3, tmp_path, *paths)
-    for path, step, results in zip(paths, steps, resumed, strict=True):
-        assert not path.is_symlink()
-        assert [result["begin"]["steps"] for result in results] == [step] * 3
-        assert "All ranks start" not in results[0]["log"]
-
-
 def test_save_weights_only_writes_the_consensus_alone(tmp_path: Path) -> None:
     """It validates anywhere; to go on from it, Lightning wants optimizer states and says so."""
     results = run(2, "local_sgd", 1, str(tmp_path), save={"save_weights_only": True})

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import lightning_dsgd
 import lightning_dsgd.pytorch_lightning as twins
-from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.trainer.named import STRATEGIES
 from tests.support.mpi import ended
@@ -119,18 +117,6 @@ def test_a_strategy_takes_what_its_algorithm_does(name: str) -> None:
         assert "\n    timeout_s: how long" in str(strategy.__doc__)
         assert algorithm.profile is not None
         assert algorithm.profile.memory in " ".join(str(strategy.__doc__).split())
-
-
-def test_hyperparameters_are_given_by_place_or_name() -> None:
-    assert lightning_dsgd.WAGMAStrategy(4, 20).algorithm == lightning_dsgd.WAGMAStrategy(
-        group_size=4, sync_period=20
-    ).algorithm  # fmt: skip
-
-
-def test_every_hyperparameter_has_a_text() -> None:
-    for algorithm in ALGORITHMS.values():
-        for line in hyperparameters.arguments(algorithm).splitlines():
-            assert line.strip().partition(": ")[2] or line.startswith("        ")
 
 
 def test_editors_see_the_strategies_that_there_are() -> None:

@@ -29,7 +29,7 @@ from lightning_dsgd import (
 from lightning_dsgd.devices import PASSED, port_of
 from lightning_dsgd.transport import staging
 from tests.session.test_faces import TIMELESS, batches_of
-from tests.support.faces import FACES, Loop, by_fabric, by_loop
+from tests.support.faces import FACES, Loop
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import Seeded, accelerator_of, buffers
 from tests.support.models import loader, trainer, weights
@@ -167,13 +167,6 @@ def train_by(
     return weights(model).detach().cpu()
 
 
-def train_with_both(fake: FakeDevice, name: str) -> list[tuple[Tensor, Tensor]]:
-    return [
-        (train_by(face, name, fake.device), train_by(face, name, CPU))
-        for face in (by_loop, by_fabric)
-    ]
-
-
 def share(fake: FakeDevice | None, ports: list[int], *, shares: bool) -> list[Tensor]:
     found = []
     for face, port in zip(FACES.values(), ports, strict=True):
@@ -208,11 +201,3 @@ def test_ranks_that_share_a_device_need_more_than_nccl() -> None:
     for outcome in OfNCCLAlone().outcomes(2, partial(share, None, [1, 1, 1], shares=True)):
         assert outcome.error.startswith("ValueError: with share_device=True the process group")
         assert 'got cuda:gloo; make it with init_process_group("gloo")' in outcome.error
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["allreduce", "local_sgd", "oktopk"])
-def test_the_other_faces_train_on_a_device(name: str) -> None:
-    for faces in FakeFitWorld().run(3, train_with_both, name):
-        for on_device, expected in faces:
-            assert on_device.equal(expected)

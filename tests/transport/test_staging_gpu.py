@@ -108,12 +108,3 @@ def test_the_command_loses_nothing_where_it_is_killed(tmp_path: Path) -> None:
     assert result["measured"]["selection"][0]["elements"] == 10_000
     assert result["measured"]["staging"][0]["bytes"] == 4096
     assert not result["is_whole"]
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_the_command_says_why_it_does_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu.py"])
-    gpu_command().main()
-    assert "nothing was done: needs a GPU, got none: torch" in capsys.readouterr().out
