@@ -108,19 +108,20 @@ class Member(Protocol):
 class Grace:
     """Knows how long an activated version waits for the own training thread.
 
-    The training thread says when it begins and ends to compute a step; the lane reads `seconds`.
+    The training thread says when it begins and ends to compute a step; the lane asks how long.
     A step ends when the device has made it.  One that the device has not made yet is measured
     together with those that follow, of which it takes the mean.
 
     Args:
         net: the network whose clock it reads
-        seconds: how long; None means `GRACE_SHARE` of the last step
+        seconds: how long; None means `GRACE_SHARE` of the last step, and before one was measured,
+            of what the first has taken so far
     """
 
     def __init__(self, net: Transport, seconds: float | None) -> None:
-        self.seconds = seconds or 0.0
         self._net = net
-        self._follows_steps = seconds is None
+        self._given_s = seconds
+        self._last_s: float | None = None  # what the last step took that was measured
         self._began_at: float | None = net.now()
         self._num_steps = 0  # that have not been measured
 
@@ -129,8 +130,8 @@ class Grace:
         self._num_steps += 1
         if not made.has_passed():
             return
-        if self._follows_steps and self._began_at is not None:
-            self.seconds = GRACE_SHARE * (self._net.now() - self._began_at) / self._num_steps
+        if self._began_at is not None:
+            self._last_s = (self._net.now() - self._began_at) / self._num_steps
         self._num_steps = 0
 
     def step_begins(self) -> None:
@@ -141,6 +142,20 @@ class Grace:
     def stand_still(self) -> None:
         """Notes that what comes next, such as an evaluation, is no step."""
         self._began_at, self._num_steps = None, 0
+
+    def seconds(self, now: float) -> float:
+        """Returns how long a version that is executed from now on waits."""
+        if self._given_s is not None:
+            return self._given_s
+        last_s, began_at = self._last_s, self._began_at
+        if last_s is None:
+            last_s = 0.0 if began_at is None else (now - began_at) / (1 + self._num_steps)
+        return GRACE_SHARE * last_s
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether every version waits for its arrival."""
+        return self._given_s is not None and math.isinf(self._given_s)
 
 
 def exact(net: Transport, x: Tensor, group: Sequence[int]) -> None:
@@ -250,13 +265,13 @@ class WaitAvoiding:
 
     def _needs_arrival(self, version: int) -> bool:
         return (
-            math.isinf(self._grace.seconds)
+            self._grace.is_endless
             or self._member.is_global(version)
             or len(self._member.group(version)) == 1
         )
 
     def _wait_for_own_arrival(self, net: Transport) -> None:
-        deadline = net.now() + self._grace.seconds
+        deadline = net.now() + self._grace.seconds(net.now())
         while self._arrived < self.next_version and not self._is_settled:
             left = deadline - net.now()
             if left <= 0:

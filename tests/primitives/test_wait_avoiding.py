@@ -346,6 +346,21 @@ def test_an_evaluation_is_no_step_to_wait_an_eighth_of(make: Any) -> None:
     assert SimulatedWorld(2).run(evaluate_long, make)[0] == pytest.approx(1.125)
 
 
+def begin(net: Any, make: Any, late_s: float) -> float:
+    """How long the first step takes, in which rank 1 is late."""
+    rank = Rank(net, make(), torch.zeros(3))
+    rank.descend(torch.zeros(3), seconds=1.0 + late_s * net.rank)
+    took = net.now()
+    rank.finish()
+    return took
+
+
+@pytest.mark.parametrize("make", [WAGMA, lambda: EagerSGD(quorum="solo")])
+def test_the_first_step_waits_an_eighth_of_what_it_has_taken_so_far(make: Any) -> None:
+    assert SimulatedWorld(2).run(begin, make, 0.1)[0] == pytest.approx(1.1)
+    assert SimulatedWorld(2).run(begin, make, 1.0)[0] == pytest.approx(1.125)
+
+
 def drift(net: Any, make: Any, step_s: list[float]) -> list[tuple[float, float]]:
     """When each step was over and where x was: without averages, ranks part by 1 a step."""
     rank, seen = Rank(net, make(), torch.zeros(25).double()), []
