@@ -13,8 +13,8 @@ Training then goes on to the end of the epoch.  As many epochs follow without a 
 
     steps kept     steps of all ranks per second in the storm, relative to the calm before it
     alive          share of the ranks' seconds from a process's first step to its last
-    taking part    members in each step's view, times the share of contributions that were on time,
-                   relative to all ranks: the mean over all steps
+    taking part    members in each step's view, relative to all ranks, if this rank's contribution
+                   was on time, and none if it was not: the mean over all steps
     back           from a kill to the first step of the process that was started again
     once           samples that were trained on once, of all; then never, and more than once
     loss           of the consensus on held-out samples, beside that of the calm training

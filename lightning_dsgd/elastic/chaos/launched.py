@@ -53,14 +53,23 @@ class Learner(L.LightningModule):
         super().__init__()
         self.net = network(2)
         self.steps = (folder / f"{rank}_{os.getpid()}").open("w")
+        self.counts = 0, 0
 
     def training_step(self, batch, batch_idx):
         time.sleep(settings["step_s"])
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
+    def in_time(self, session):
+        # The share of the contributions since the last step that were; each view counts anew.
+        counts = dict(getattr(session.training.replica.parts[0].algorithm, "staleness", {}))
+        now, before = (sum(counts.values()), counts.get(0, 0)), self.counts
+        self.counts = now
+        number, own = (a - b for a, b in zip(now, before if now[0] >= before[0] else (0, 0)))
+        return own / number if number else 1.0
+
     def on_train_batch_end(self, outputs, batch, batch_idx):
         said, session = self.trainer.strategy.communication(), self.trainer.strategy.session
-        part = said["num_members"] / ranks * (1 - said.get("late_share", 0.0))
+        part = said["num_members"] / ranks * self.in_time(session)
         view = session.rank, int(said["view"]), ",".join(map(str, session.ranks.members))
         print(time.monotonic(), self.current_epoch, round(part, 4), *view, *batch[2].tolist(),
               file=self.steps, flush=True)
