@@ -76,7 +76,7 @@ class Entrance:
         number = register.new_number(world_size)
         port_of(device).enter()
         limits = chosen["timeout_s"], chosen["heartbeat_timeout_s"]
-        return NewcomerTransport(number, *limits, device)
+        return NewcomerTransport(number, *limits, device, shares=chosen["share_device"])
 
     def ask_to_join(self, net: NewcomerTransport, world_size: int, min_ranks: int | None) -> None:
         """Asks the ranks that train to let this one in."""

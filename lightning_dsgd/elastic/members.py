@@ -29,6 +29,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.communicators import renew
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.rows import ShardingInRows
@@ -187,9 +188,13 @@ class Members(Ranks, ABC):
             register.say_trains()
         session.meetings.barrier().wait()
         # All survive now; who is back from here knows that nobody waits outside of a call any more.
-        self.together(lambda: session.meetings.barrier().wait())
+        self.together(self._meet_to_begin)
         if register is not None and self.is_first:
             register.say_survives(can_be_joined=can_be_joined)
+
+    def _meet_to_begin(self) -> None:
+        renew(self.calls.view, self.calls.net, self._device)
+        self.session.meetings.barrier().wait()
 
     def check_peers(self) -> None:
         if self.session.training is None:

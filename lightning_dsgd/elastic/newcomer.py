@@ -11,15 +11,16 @@ from collections.abc import Mapping
 
 import torch
 
+from lightning_dsgd.elastic.communicators import SurvivingTransport
 from lightning_dsgd.elastic.survival import join
 from lightning_dsgd.transport import Counters
 from lightning_dsgd.transport.contract import failed
 from lightning_dsgd.transport.endpoint import Endpoint
-from lightning_dsgd.transport.processes import CPU, ProcessTransport
+from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.tcp import TCPWire
 
 
-class NewcomerTransport(ProcessTransport):
+class NewcomerTransport(SurvivingTransport):
     """A newcomer's end of the network: every wait fails before `next_view` has given a view.
 
     Args:
@@ -27,6 +28,7 @@ class NewcomerTransport(ProcessTransport):
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
         device: the device that this rank computes on
+        shares: whether ranks may share a device
     """
 
     def __init__(
@@ -35,8 +37,11 @@ class NewcomerTransport(ProcessTransport):
         timeout_s: float,
         heartbeat_timeout_s: float,
         device: torch.device = CPU,
+        *,
+        shares: bool = False,
     ) -> None:
         Endpoint.__init__(self, number, number + 1, timeout_s, Counters())
+        self._native, self.shares = None, shares
         self._begin(TCPWire(), heartbeat_timeout_s, device, is_newcomer=True)
 
     def listen(self) -> tuple[str, int]:

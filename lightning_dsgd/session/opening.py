@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -108,8 +108,9 @@ class Opening:
         may_take_mpi = transport == "auto" and self.chosen["on_loss"] == "end"
         takes_mpi = transport == "mpi" or (may_take_mpi and is_usable(world_size))
         kind: type[ProcessGroupTransport] = ProcessGroupTransport
+        wing: Any
         if takes_mpi:
-            wing: Any = wings.load("mpi.wire", 'transport="mpi"')
+            wing = wings.load("mpi.wire", 'transport="mpi"')
             kind = wing.MPITransport
         if not self._sends_all:
             return kind(*self._limits, device=device)
@@ -120,7 +121,13 @@ class Opening:
                 f"rank for each GPU and ends with a rank, got {given}; make it with "
                 'init_process_group("gloo"), or leave it out'
             )
-        return kind(*self._limits, device=device, native_devices=())
+        if self.chosen["on_loss"] == "end":
+            return kind(*self._limits, device=device, native_devices=())
+        wing = wings.load("elastic.communicators", 'on_loss="continue"')
+        shares = self.chosen["share_device"]
+        return cast(
+            ProcessGroupTransport, wing.SurvivingTransport(*self._limits, device, shares=shares)
+        )
 
 
 def _claim(store: Any, rank: int, device: torch.device) -> None:

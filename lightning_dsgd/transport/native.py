@@ -58,7 +58,7 @@ TAKEN: Final = frozenset(
 """The dtypes that NCCL and gloo can sum and broadcast."""
 W = TypeVar("W", bound="NativeCollective")
 _DONE_WITH: Final = {SUM: "to sum", EXCHANGE: "to exchange", GATHER: "to gather", SWAP: "to swap"}
-_LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+LEFT_TO_US: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 """We end waits ourselves, and torch's calls return at once."""
 
 
@@ -75,7 +75,7 @@ def make_group(device: torch.device, timeout_s: float, members: Sequence[int] | 
     world = dist.group.WORLD
     assert world is not None
     is_known = device.type == "cpu" or world.bound_device_id is not None
-    with _environment(_LEFT_TO_US):
+    with environment(LEFT_TO_US):
         return dist.new_group(
             None if members is None else list(members),
             backend=backend_for(device),
@@ -91,7 +91,8 @@ def destroy_group(group: Any) -> None:
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets variables within the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -324,7 +325,8 @@ class NativeCollective(Expected):
         self._is_launching = True  # no other rank has the sum, and so leaves, before this
         if self.root == SUM:
             return [dist.all_reduce(self._y, group=group, async_op=True)]
-        return [dist.broadcast(self._y, self.root, group=group, async_op=True)]
+        place = self._members.index(self.root)
+        return [dist.broadcast(self._y, group=group, async_op=True, group_src=place)]
 
     def release(self, failure: TransportError | None) -> None:
         """Lets the thread that called it go on: it is launched, or will not be."""

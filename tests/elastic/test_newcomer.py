@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_dsgd import devices
 from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.communicators import SurvivingTransport, renew
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.transport import TransportError
-from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.doomed import write_whole
 from tests.support.launched import until
 from tests.support.worlds import StartWorld
@@ -53,20 +54,24 @@ def sum_ones(calls: Calls, num_all: int, folder: Path, dies_at: int = -1) -> lis
 
 
 def begin(view: Any) -> None:
+    renew(view, view.below, torch.device("cpu"))
     view.sub("begin").barrier().wait()
 
 
 def member(num_members: int, num_all: int, folder: str, dies: str) -> Any:
     rank = int(os.environ["RANK"])
+    if dies == "before":  # with a communicator of gloo's, made anew where the members change
+        devices.COLLECTIVES["cpu"] = "gloo"  # type: ignore[index]
     if rank >= num_members:
         return newcomer(rank, num_all, folder, dies)
     store = dist.FileStore(str(Path(folder, "store")), num_members)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_members)
-    net = ProcessGroupTransport(timeout_s=40.0, heartbeat_timeout_s=20.0)
+    net = SurvivingTransport(timeout_s=40.0, heartbeat_timeout_s=20.0)
     net.views.survive(None)
     net.barrier().wait()
     write_whole(Path(folder, f"card_{rank}"), json.dumps(net.views.card()))
     calls = Calls(net, begin)
+    calls.together(lambda: begin(calls.view))
     is_last = rank == num_members - 1
     if is_last and dies == "reached":
         threading.Thread(target=die_once_reached, args=[Path(folder)], daemon=True).start()

@@ -1,0 +1,296 @@
+"""Communicators that are aborted and made anew where the members of a training change.
+
+On devices with a library for sums, such as NCCL, the members of a view have a communicator of their
+own.  It makes their sums and broadcasts; all else travels through the host's memory, as before.
+
+    the members change    every member: its starter ends, and aborts the communicator (`native`)
+    the next view         every member, before anything else in it: `renew`
+    its first member      opens a store of the view's own; tells the others where it is
+    all                   connect there as the ranks that they have in the view, each in a thread
+    all                   tell each other whether that went well: else this view's sums are messages
+
+**Who decides.**  The agreement on views: a view says who makes a communicator with whom, and every
+member that enters it does.  A communicator serves one view, so no collective of an old view meets
+one of a new view.
+
+**Why nobody waits for ever.**
+
+- A collective is begun once all its members have asked for it (`tickets`).  Whoever waits for its
+  end asks the mesh again and again: a lost rank ends that wait, whatever the library does.
+- Where the library fails first, as a dead rank's connection has ended, the rank waits until it
+  hears of the loss, for `heartbeat_timeout_s`.  Without a loss it fails as with any error.
+- A second loss, while the communicator is made, ends the wait for the thread that connects; the
+  next view is entered, and the thread is left behind, which has a limit of its own.
+- A communicator that cannot be aborted is left behind, as gloo's where a rank is silent.  So a sum
+  of the host's memory is made in a copy: what is left behind writes to nothing that is read.
+
+**What is under way** when the members change is lost, as messages are: `Calls` makes it again.  A
+sum on a device may have torn x, which the replica puts back.
+
+**Threads.**  `renew` and `close` belong to the training thread, the rest is as in `native`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dsgd.agreement import everyones
+from lightning_dsgd.devices import (
+    COLLECTIVES,
+    Port,
+    backend_for,
+    is_on_host,
+    library_for,
+    port_of,
+    until,
+)
+from lightning_dsgd.elastic.survival import Survival
+from lightning_dsgd.session.ending import say
+from lightning_dsgd.transport import Counters, PeerLost, Timeout, TransportError
+from lightning_dsgd.transport.collectives import Call
+from lightning_dsgd.transport.connections import own_address
+from lightning_dsgd.transport.contract import Work, failed
+from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S
+from lightning_dsgd.transport.native import LEFT_TO_US, Native, environment
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
+from lightning_dsgd.transport.processes import CPU, ProcessTransport
+from lightning_dsgd.transport.tickets import ALL, Key, Tickets
+from lightning_dsgd.transport.view import View
+
+_KINDS: Final = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL", "gloo": "ProcessGroupGloo"}
+_CONNECT_WITHIN_S: Final = 60.0
+_left_behind: Final[list[Any]] = []
+"""Communicators with a sum that nothing ends: to drop one would wait for it."""
+
+
+class SurvivingTransport(ProcessGroupTransport):
+    """A process's end of a network that goes on after a loss: sums by its view's communicator.
+
+    Attributes:
+        shares: whether ranks may share a device, of which a library for sums takes one each
+
+    Args:
+        timeout_s: how long a wait may take
+        heartbeat_timeout_s: after how much silence a rank counts as lost
+        device: the device that this rank computes on
+        shares: whether ranks may share a device
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        heartbeat_timeout_s: float,
+        device: torch.device = CPU,
+        *,
+        shares: bool = False,
+    ) -> None:
+        super().__init__(timeout_s, heartbeat_timeout_s, native_devices=(), device=device)
+        self.shares = shares
+
+    def engines(self) -> str:
+        """Says in one line what carries messages and what makes sums, once ranks train."""
+        device = self.mesh.port.device
+        if self.shares or device.type not in COLLECTIVES:
+            return super().engines()
+        return (
+            f"Messages travel over {self.wire.engine}; {library_for(device)} makes the sums of all "
+            "ranks, by a communicator that is made anew where their members change."
+        )
+
+    def natively(self, call: Call, x: Tensor, *more: Any) -> Work[Any] | None:
+        """Begins a sum or a broadcast of all members of the newest view."""
+        sums, is_ours = _sums_of(self), call.kind in ("all_reduce", "broadcast")
+        if sums is None or not is_ours or not sums.can_take(x, call.members):
+            return None
+        self.check()
+        return sums.begin_in_view(self, x, call, *more)
+
+    def close(self) -> None:
+        """Ends the communicator, and then the network."""
+        sums = _sums_of(self)
+        if sums is not None and not self.is_forks:
+            sums.close()
+        super().close()
+
+
+def _sums_of(net: ProcessTransport) -> Sums | None:
+    policy = net.mesh.policy
+    return policy.sums if isinstance(policy, Survival) else None
+
+
+def renew(view: View, net: Endpoint, device: torch.device) -> None:
+    """Has the members of a view make a communicator, in the place of that of the view before.
+
+    All members call it.  Does nothing where the device has no library for sums, or where this rank
+    has a communicator for this view.
+
+    Args:
+        view: the newest view
+        net: the network of all ranks
+        device: the device that this rank computes on
+
+    Raises:
+        PeerLost: if the members change meanwhile; then it is called for the next view
+    """
+    policy = net.views
+    if not (isinstance(net, SurvivingTransport) and isinstance(policy, Survival)):
+        return
+    if net.shares or device.type not in COLLECTIVES:
+        return
+    old: Sums | None = policy.sums
+    if old is not None and old.number == view.number:
+        return
+    policy.sums = None
+    if old is not None:
+        old.close()
+    if view.world_size == 1:
+        return
+    group, why_not = _made(view, net, port_of(device))
+    told = everyones(view.sub("made"), why_not)
+    for rank, why in enumerate(told):
+        if why and view.rank == 0:
+            say(
+                f"view {view.number}: sums are made of messages, as rank {view.members[rank]} {why}"
+            )
+    if not any(told):
+        policy.sums = Sums(net, view, group)
+
+
+def _made(view: View, net: ProcessTransport, port: Port) -> tuple[Any, str]:
+    """Makes this rank's end of a communicator; returns it, or why there is none."""
+    limit_s, name = min(net.timeout_s, _CONNECT_WITHIN_S), backend_for(port.device)
+    limit = timedelta(seconds=limit_s)
+    made: list[Any] = []
+    why_not: list[str] = []
+    own = _store(own_address(), 0, limit, serves=True) if view.rank == 0 else None
+    here = "" if own is None else f"{own.host} {own.port}"
+    host, number = everyones(view.sub("stores"), here)[0].split()
+
+    def connect() -> None:
+        try:
+            port.enter()
+            store = own or _store(host, int(number), limit, serves=False)
+            kind, given = getattr(dist, _KINDS[name]), limit
+            if name != "gloo":
+                given = kind.Options()
+                given._timeout = limit  # noqa: SLF001
+            with environment(LEFT_TO_US):
+                made.extend([kind(store, view.rank, view.world_size, given), store])
+        except Exception as err:
+            why_not.append(failed(err))
+
+    thread = threading.Thread(target=connect, name="dsgd-communicator", daemon=True)
+    thread.start()
+    until(lambda: not thread.is_alive(), limit_s, view.check)
+    if made:
+        return made, ""
+    return None, why_not[0] if why_not else f"has not connected within {limit_s:g} s"
+
+
+def _store(host: str, port: int, limit: timedelta, *, serves: bool) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, None, is_master=serves, timeout=limit, wait_for_workers=False
+    )
+
+
+class Sums(Native):
+    """One rank's end of the sums of one view; all its members make it together.
+
+    Args:
+        net: the network of all ranks
+        view: the view
+        made: the communicator, and its store
+    """
+
+    def __init__(self, net: ProcessTransport, view: View, made: Sequence[Any]) -> None:
+        self.number = view.number
+        self._net, self._port = net, net.mesh.port
+        self.engine = library_for(self._port.device)
+        self._groups, self._store = [made[0]], made[1]
+        self._numbers = {tuple(view.members): ALL}
+        self._asked, self._under_way, self._is_aborted = {}, [], False
+        control = net.sub("native")
+        control.counters = Counters()  # tickets are news, which nobody counts
+        self._tickets = Tickets(View(control, view.members, view.number), self)
+
+    def begin_in_view(
+        self, net: ProcessTransport, x: Tensor, call: Call, place: int | None = None
+    ) -> Work[Tensor]:
+        """Begins a sum, or a broadcast, as `Native.begin` does."""
+        y = x.clone() if is_on_host(x) else x
+        return _Sum(net, self.begin(net, y, call, place), x)
+
+    def close(self) -> None:
+        """Ends the starter and the communicator."""
+        with contextlib.suppress(Exception):  # of which all ranks know
+            self._tickets.stop(CLOSE_TIMEOUT_S)
+        is_idle = all(work.has_passed() for work in self._under_way)
+        if not is_idle:
+            self.abandon()
+            _left_behind.append(self._groups)
+        if not self._is_aborted:
+            with contextlib.suppress(Exception):
+                self._groups[ALL].shutdown()
+
+    # ---- the starter ----
+
+    def launch(self, key: Key, lengths: Mapping[int, int]) -> None:
+        """Begins a sum whose ticket has come."""
+        self._under_way = [work for work in self._under_way if not work.has_passed()]
+        work = self._asked.pop(key)
+        try:
+            work.launch(self._groups[ALL], self._port, lengths)
+            self._under_way.append(work)
+        except Exception as err:  # a member may be lost: its thread waits to hear of that
+            work.release(TransportError(f"{work.describe()} {failed(err)}"))
+
+    def abandon(self, failure: Exception | None = None) -> None:
+        """Aborts the communicator; where the view is over, no failure in it ends this rank."""
+        is_over = _sums_of(self._net) is not self
+        super().abandon(None if is_over else failure)
+
+
+class _Sum:
+    """A sum or broadcast of a view, as its caller sees it.
+
+    Args:
+        net: the endpoint on which it was called
+        work: makes it in x, or in a copy of x
+        x: will hold the result
+    """
+
+    def __init__(self, net: ProcessTransport, work: Work[Tensor], x: Tensor) -> None:
+        self._net, self._work, self._x = net, work, x
+        self._is_taken = False
+
+    def wait(self, timeout_s: float | None = None) -> Tensor:
+        """Waits for the result; raises `PeerLost` where the library fails as a rank is lost."""
+        if self._is_taken:
+            return self._x
+        try:
+            y = self._work.wait(timeout_s)
+        except (PeerLost, Timeout):
+            raise
+        except RuntimeError:
+            mesh = self._net.mesh
+            is_lost = lambda: mesh.mailboxes.failure is not None  # noqa: E731
+            until(is_lost, mesh.heartbeat_timeout_s, self._net.check_process)
+            mesh.check("a sum that has failed")
+            raise
+        self._is_taken = True
+        if y is not self._x:
+            self._x.copy_(y)
+        return self._x
+
+    def done(self) -> bool:
+        """Returns whether `wait` would return at once."""
+        return self._work.done()

@@ -1,0 +1,143 @@
+"""Communicators of gloo's are made anew among the ranks that are left, and with those that come."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dsgd import STRATEGIES, devices
+from lightning_dsgd.elastic import communicators
+from lightning_dsgd.elastic.calls import Calls
+from lightning_dsgd.elastic.communicators import Sums, SurvivingTransport
+from tests.elastic.test_plain import PERIODS, SURVIVES
+from tests.elastic.test_trainer import Logging
+from tests.support.doomed import Plan
+from tests.support.models import loader, trainer, weights
+from tests.support.worlds import FitWorld, StartWorld
+
+WORLD = StartWorld()
+NUM_SUMS = 120
+
+
+def die(how: str) -> None:
+    os.kill(os.getpid(), getattr(signal, how))
+
+
+def doomed(how: str, where: str) -> None:
+    """Has this process end in the 50th sum, once the others are in it, or as it connects again."""
+    calls = [0, 0]
+    launch, made = Sums.launch, communicators._store
+
+    def launches(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 50 and where == "sum":
+            die(how)
+        launch(*args)
+
+    def connects(*args: Any, **kwargs: Any) -> Any:
+        calls[1] += 1
+        if calls[1] == 2 and where == "connecting":
+            die(how)
+        return made(*args, **kwargs)
+
+    Sums.launch = launches  # type: ignore[method-assign]
+    communicators._store = connects
+
+
+def sum_and_lose(num_ranks: int, folder: str, ends: dict[int, tuple[str, str]]) -> Any:
+    rank, cpu = int(os.environ["RANK"]), torch.device("cpu")
+    store = dist.FileStore(str(Path(folder, "store")), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    if rank in ends:
+        doomed(*ends[rank])
+    with mock.patch.dict(devices.COLLECTIVES, {"cpu": "gloo"}):
+        net = SurvivingTransport(60.0, 4.0)
+        net.views.survive(None)
+        net.barrier().wait()
+
+        def begin(view: Any) -> None:
+            communicators.renew(view, net, cpu)
+            view.sub("begin").barrier().wait()
+
+        calls = Calls(net, begin)
+
+        def add() -> list[float]:
+            x = torch.arange(200_000.0) + rank
+            y = calls.view.all_reduce(x).wait()
+            z = calls.view.broadcast(torch.full((5,), float(rank)), 1).wait()
+            return [float(y[0]), float(y[-1]), float(z[4])]
+
+        calls.together(lambda: begin(calls.view))
+        sums = [calls.together(add) for _ in range(NUM_SUMS)]
+        sent = net.counters.sent["gloo"].messages
+        calls.leave()
+        net.close()
+    return sums, calls.view.members, sent
+
+
+def fit(name: str, folder: str, plan: Plan) -> dict[str, Any]:
+    """Trains on CPUs as if gloo were a library of theirs, as NCCL is of GPUs."""
+    views: set[int] = set()
+    begin = Sums.begin_in_view
+
+    def begins(sums: Sums, *args: Any) -> Any:
+        views.add(sums.number)
+        return begin(sums, *args)
+
+    Sums.begin_in_view = begins  # type: ignore[method-assign]
+    with mock.patch.dict(devices.COLLECTIVES, {"cpu": "gloo"}):
+        options = SURVIVES | PERIODS.get(name, {})
+        train = trainer(STRATEGIES[name](**options), 3, max_epochs=3)
+        model = Logging(folder, (plan,))
+        train.fit(model, loader(96), loader(16))
+    assert train.strategy.session.world_size == 2
+    return {"weights": weights(model), "views": views}
+
+
+@pytest.mark.parametrize("name", ["allreduce", "local_sgd"])
+def test_a_fit_goes_on_with_a_communicator_of_those_that_are_left(name, tmp_path):
+    plan = Plan(1, "SIGKILL", at=6)
+    outcomes = FitWorld(timeout_s=60.0).outcomes(3, fit, name, str(tmp_path), plan)
+    assert [o.error for o in outcomes] == ["", "died", ""]
+    first, last = outcomes[0].result, outcomes[2].result
+    assert torch.equal(first["weights"], last["weights"])
+    assert {0, 1} <= first["views"] & last["views"]
+
+
+def expected(members: tuple[int, ...]) -> list[float]:
+    first = float(sum(members))
+    return [first, first + len(members) * 199_999, float(members[1])]
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {2: ("SIGKILL", "sum")},
+        {0: ("SIGKILL", "sum"), 3: ("SIGKILL", "connecting")},
+        pytest.param({1: ("SIGSTOP", "sum")}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {4: ("SIGSTOP", "sum"), 0: ("SIGSTOP", "connecting")}, marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_the_others_go_on_with_sums_by_the_library(ends, tmp_path):
+    stopped = [rank for rank, (how, _) in ends.items() if how == "SIGSTOP"]
+    outcomes = WORLD.outcomes(5, sum_and_lose, 5, str(tmp_path), ends, stopped=stopped)
+    left = tuple(rank for rank in range(5) if rank not in ends)
+    for rank in left:
+        assert outcomes[rank].error == ""
+        sums, members, sent = outcomes[rank].result
+        assert members == left
+        num_before = sums.index(expected(left))
+        assert sums == [expected((0, 1, 2, 3, 4))] * num_before + [expected(left)] * (
+            NUM_SUMS - num_before
+        )
+        assert 20 < num_before < 30
+        assert sent > 2 * NUM_SUMS
