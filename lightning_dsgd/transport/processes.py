@@ -319,7 +319,8 @@ class _Receipt(Expected):
         net, lane, begin = self._net, self._net.lane, time.monotonic()
         if lane is not None:
             lane.begin_waiting(self)
-        net.wire.expect()
+        if net.wire.expect is not None:
+            net.wire.expect()
         in_time = self.begun.wait(limit)
         if in_time and not self.arrived.is_set():  # it comes
             in_time = until(self._has_come, begin + limit - time.monotonic(), net.check_process)

@@ -5,6 +5,7 @@ A transport is given a wire; who is alive is the mesh's matter, whatever the wir
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -23,6 +24,9 @@ class Wire(Protocol):
     """What carries messages, as users and `Counters` name it."""
     reads_devices: bool = False
     """Whether it reads and writes the memory of devices, once it is open."""
+
+    expect: Callable[[], None] | None = None
+    """Tells the wire that a thread has begun to wait, where it does not read at all times."""
 
     @property
     def name(self) -> str:
@@ -43,10 +47,6 @@ class Wire(Protocol):
         With `copy`, `x` may change at once, else once the Work is done.
         """
         ...
-
-    def expect(self) -> None:
-        """Tells the wire that a thread has begun to wait."""
-        return
 
     def close(self) -> bool:
         """Ends the wire, at once if a rank is lost; else says farewell behind its last message.
