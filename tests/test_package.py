@@ -81,7 +81,8 @@ BEHIND_THE_CONTRACT = {
     "transport.mpi_job": "session.opening plain.launch trainer.launched mpi",
     "transport.mesh transport.frames transport.processes": "elastic mpi",
     "transport.tcp": "elastic",
-    "transport.process_group": "session.opening lab mpi",
+    "transport.process_group": "session.opening elastic lab mpi",
+    "transport.collectives transport.native transport.tickets": "elastic.communicators",
     "transport.rendezvous": "session.opening elastic lab",
     "transport.connections": "lab",
 }

@@ -56,7 +56,6 @@ from lightning_dsgd.elastic.survival import Survival
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.transport import Counters, PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.collectives import Call
-from lightning_dsgd.transport.connections import own_address
 from lightning_dsgd.transport.contract import Work, failed
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S
@@ -171,7 +170,8 @@ def _made(view: View, net: ProcessTransport, port: Port) -> tuple[Any, str]:
     limit = timedelta(seconds=limit_s)
     made: list[Any] = []
     why_not: list[str] = []
-    own = _store(own_address(), 0, limit, serves=True) if view.rank == 0 else None
+    listens = net.mesh.connections.own()[0]
+    own = _store(listens, 0, limit, serves=True) if view.rank == 0 else None
     here = "" if own is None else f"{own.host} {own.port}"
     host, number = everyones(view.sub("stores"), here)[0].split()
 

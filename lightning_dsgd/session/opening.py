@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -107,27 +107,23 @@ class Opening:
         transport = self.chosen["transport"]
         may_take_mpi = transport == "auto" and self.chosen["on_loss"] == "end"
         takes_mpi = transport == "mpi" or (may_take_mpi and is_usable(world_size))
-        kind: type[ProcessGroupTransport] = ProcessGroupTransport
-        wing: Any
+        kind: Any = ProcessGroupTransport
+        options: dict[str, Any] = {"native_devices": ()} if self._sends_all else {}
         if takes_mpi:
-            wing = wings.load("mpi.wire", 'transport="mpi"')
-            kind = wing.MPITransport
-        if not self._sends_all:
-            return kind(*self._limits, device=device)
-        if world_size > 1 and "cpu:" not in (given := torch.distributed.get_backend_config()):
+            kind = wings.load("mpi.wire", 'transport="mpi"').MPITransport
+        elif self.chosen["on_loss"] == "continue":
+            kind = wings.load("elastic.communicators", 'on_loss="continue"').SurvivingTransport
+            options = {"shares": self.chosen["share_device"]}
+        is_known = not self._sends_all or world_size == 1
+        if not is_known and "cpu:" not in (given := torch.distributed.get_backend_config()):
             why = "share_device=True" if self.chosen["share_device"] else 'on_loss="continue"'
             raise ValueError(
                 f"with {why} the process group must have a backend for the CPU, as NCCL takes one "
                 f"rank for each GPU and ends with a rank, got {given}; make it with "
                 'init_process_group("gloo"), or leave it out'
             )
-        if self.chosen["on_loss"] == "end":
-            return kind(*self._limits, device=device, native_devices=())
-        wing = wings.load("elastic.communicators", 'on_loss="continue"')
-        shares = self.chosen["share_device"]
-        return cast(
-            ProcessGroupTransport, wing.SurvivingTransport(*self._limits, device, shares=shares)
-        )
+        net: ProcessGroupTransport = kind(*self._limits, device=device, **options)
+        return net
 
 
 def _claim(store: Any, rank: int, device: torch.device) -> None:
