@@ -380,7 +380,7 @@ def add_for_real(net: Any, name: str) -> Any:
 
 
 ASYNCHRONOUS = [name for name, row in TABLE.items() if keeps(row) and not row.is_synchronous]
-REAL_NOW = ("hpsgd", "sgp_overlap", "adpsgd", "wagma", "wagma_overlap")
+REAL_NOW = ("hpsgd", "adpsgd", "wagma_overlap")
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ FITS = {
     "oktopk:density=0.2:local_steps=4": 2,
     "sgp:overlap=1": 3,
     "adpsgd": 3,
-    "sparse_loco:density=0.4:local_steps=3": 2,
     "noloco:sync_period=3": 2,
     "diloco:sync_period=4:num_fragments=2:fragments=layers": 2,
 }
 """Each with its number of ranks: what makes averages in another way than the four does."""
 LATE_FITS = {
+    "sparse_loco:density=0.4:local_steps=3": 2,
     "popsgd:wire_dtype=bfloat16": 3,
     "sgp:hierarchical=true:node_size=2": 4,
     "sgp:hierarchical=true": 2,

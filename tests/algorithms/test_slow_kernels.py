@@ -32,11 +32,11 @@ EMPTY = torch.empty(0)
 
 LATER = pytest.mark.exhaustive
 SPECS = [
-    *("wagma", "wagma:overlap=true", "eager_sgd:quorum=solo", "eager_sgd:quorum=majority"),
-    *(f"sgp:overlap={STEPS - 1}", "adpsgd", "popsgd", "hpsgd"),
+    *("wagma", "eager_sgd:quorum=solo", f"sgp:overlap={STEPS - 1}", "adpsgd", "popsgd", "hpsgd"),
     *(
         pytest.param(spec, marks=LATER)
         for spec in (
+            *("wagma:overlap=true", "eager_sgd:quorum=majority"),
             *("wagma:rule=paper", "wagma:hierarchical=true:node_size=2:group_size=2"),
             *("wagma:hierarchical=true:node_size=2:group_size=2:overlap=true",),
             *("wagma:group_period=2", "wagma:group_period=2:overlap=true", "wagma:wire_dtype=int8"),

@@ -124,7 +124,7 @@ def check_stopped(found: list[Outcome], folder: Path, asker: int, batches: list[
         pytest.param("local_sgd", Plan(1, "SIGKILL", "validation_step", 2), marks=LATER),
         ("no_sync", Plan(2, "raise")),
         ("local_sgd", Plan(0, "raise", "setup", 1)),
-        ("local_sgd", Plan(2, "raise", "on_train_start", 1)),
+        pytest.param("local_sgd", Plan(2, "raise", "on_train_start", 1), marks=LATER),
         pytest.param("local_sgd", Plan(2, "raise", "validation_step", 1), marks=LATER),
         ("local_sgd", Plan(0, "raise", "on_train_end", 1)),
         pytest.param("local_sgd", Plan(1, "raise", "configure_model", 1), marks=LATER),
@@ -227,6 +227,7 @@ def test_ranks_that_are_out_of_data_stop_with_the_others(name: str, tmp_path: Pa
     check_stopped(found, tmp_path, 1, batches)
 
 
+@LATER
 def test_sigterm_in_the_last_batch_is_not_forgotten(tmp_path: Path) -> None:
     """Rank 2 waits, in its last batch, until rank 1 has asked."""
     plans = Plan(1, "SIGTERM", at=16), Plan(-1, "wait", at=16, late_s=3.0)
@@ -256,6 +257,7 @@ def test_a_failed_training_is_saved_by_rank_0_if_that_is_alive(rank: int, tmp_pa
     Regression.load_from_checkpoint(tmp_path / "saved.ckpt")
 
 
+@LATER
 def test_a_rank_that_fails_while_all_stop_ends_all(tmp_path: Path) -> None:
     plans = Plan(1, "SIGTERM"), Plan(2, "raise", "on_save_checkpoint", 1)
     found = outcomes("local_sgd", tmp_path, *plans, saves=True)

@@ -16,6 +16,7 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.session.notices import Facts, notices
 from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain, run
+from tests.support.thorough import cases
 
 MODEL = nn.Linear(10, 1)
 SPARSE_ADAM = "first beta to 0.5, or local_steps=2 with density=0.4 and scale_steps=True"
@@ -100,7 +101,7 @@ def train_with_adam(face: str, path: str) -> list[str]:
     return [str(w.message) for w in caught if str(w.message).startswith("got ")]
 
 
-@pytest.mark.parametrize("face", ["Trainer", "plain", "Fabric"])
+@cases("face", now=["Trainer", "plain"], later=["Fabric"])
 def test_the_lines_stand_once_and_on_rank_0_alone(face: str, tmp_path: Path) -> None:
     first, second = run(2, train_with_adam, face, str(tmp_path / "saved.pt"))
     assert second == []
