@@ -5,6 +5,7 @@ the batches of one optimizer step.  Rank r trains on unit u once the dealer has 
 
     rank       begins a unit, and asks ahead for another one                    ASK  to the dealer
     dealer     grants the first unit that is free; or says that there is none   GRANT
+    rank       has trained on a unit                     TELL  to the dealer, and the second member
     rank       has none and is told there is none: asks again, as it must wait  ASK, urgent
     dealer     asks the rank that holds the most units that it has not begun    RECALL
     that rank  gives its last one back, or says that it has begun them all      BACK
@@ -20,8 +21,8 @@ that was granted to a rank that waited is never given back, so it does not wande
 **No unit is left out.**  A rank that is told that there is none has come to the end of its epoch.
 The epoch ends once all ranks are there, and no unit is free.
 
-**Who is told what was trained on.**  With each claim a rank tells the dealer, and the second
-member, which units it has trained on since the last.  A unit counts as trained on from then on.
+**Who is told what was trained on.**  Once a rank has trained on a unit it tells the dealer, and the
+second member, before it loads its next batch.  A unit counts as trained on from then on.
 
 **Where the view changes** each member tells all others what it knows to be trained on, and what it
 holds.  All else is free again, and the first member deals it.  So
@@ -29,7 +30,7 @@ holds.  All else is free again, and the first member deals it.  So
 - what a lost rank held or had begun goes to the others, in the same epoch;
 - what a lost rank had trained on and told stays trained on, though its weights may be lost with it:
   what others had averaged of them by then is what stays of any lost rank;
-- what it had trained on and told nobody, its last unit, is trained on again;
+- what it had trained on and told nobody, as it was lost just then, is trained on again;
 - the same goes for the dealer, as the second member knows what it has trained on.  If both are lost
   together, the others train again on what lost ranks had told these two;
 - messages that were under way are dropped with the old view.  A unit that was in one is free;
@@ -58,7 +59,7 @@ NONE: Final = -1
 DEALER: Final = 0
 _WITNESS: Final = 1
 """The member that is told, beside the dealer, what was trained on."""
-_ASK, _GRANT, _RECALL, _BACK, _REFUSE = range(5)
+_ASK, _GRANT, _RECALL, _BACK, _REFUSE, _TELL = range(6)
 
 Words = tuple[int, ...]
 """A message."""
@@ -120,7 +121,6 @@ class Claims:
         self.is_asking = self.is_dry = False
         self._num_bound = 0  # of `order`: all up to here stay this rank's
         self._current = NONE
-        self._untold: list[int] = []
         self._desk = _Desk(epoch.num_units, ())
 
     # ---- of the rank that trains ----
@@ -147,11 +147,8 @@ class Claims:
         if self.is_asking or (self.is_dry and not is_urgent):
             return
         self.is_asking = True
-        untold, self._untold = self._untold, []
-        words = (_ASK, *self.epoch, int(is_urgent), len(self._ahead()), *untold)
+        words = (_ASK, *self.epoch, int(is_urgent), len(self._ahead()))
         self.outbox.append((DEALER, words))
-        if untold and self.rank != _WITNESS < self.world_size:
-            self.outbox.append((_WITNESS, words))
 
     def begin(self, position: int) -> bool:
         """Begins the unit at a position of `order`, unless it was given back meanwhile."""
@@ -162,10 +159,12 @@ class Claims:
         return self.order[position] != NONE
 
     def end(self) -> None:
-        """Ends the unit that this rank has begun: it was trained on."""
+        """Ends the unit that this rank has begun: it was trained on, as others are to know."""
         if self._current != NONE:
             self.trained.add(self._current)
-            self._untold.append(self._current)
+            words = (_TELL, *self.epoch, self._current)
+            others = {DEALER, _WITNESS} - {self.rank}
+            self.outbox += [(rank, words) for rank in sorted(others) if rank < self.world_size]
             self._current = NONE
 
     def _ahead(self) -> list[int]:
@@ -179,7 +178,11 @@ class Claims:
         """Hears a message of another member, or of this one."""
         kind, *rest = words
         if kind == _ASK:
-            self._hear_ask(sender, Epoch(*rest[:3]), bool(rest[3]), rest[4], rest[5:])
+            self._hear_ask(sender, Epoch(*rest[:3]), bool(rest[3]), rest[4])
+        elif kind == _TELL:
+            self._hear_of(Epoch(*rest[:3]))
+            if rest[0] == self.epoch.number:
+                self.trained.add(rest[3])
         elif kind == _REFUSE:
             self.refused, self.is_asking = Epoch(*rest), False
         elif rest[0] != self.epoch.number:  # it was stopped early, and this rank has gone on
@@ -197,15 +200,12 @@ class Claims:
             self._desk.take_back(sender, rest[1])
             self._deal()
 
-    def _hear_ask(
-        self, sender: int, epoch: Epoch, is_urgent: bool, num_ahead: int, told: Sequence[int]
-    ) -> None:
+    def _hear_of(self, epoch: Epoch) -> None:
         if epoch.number > self.epoch.number:
             self._enter(epoch)
-        if epoch.number == self.epoch.number:
-            self.trained.update(told)
-        if self.rank != DEALER:
-            return
+
+    def _hear_ask(self, sender: int, epoch: Epoch, is_urgent: bool, num_ahead: int) -> None:
+        self._hear_of(epoch)
         if epoch != self.epoch:
             self.outbox.append((sender, (_REFUSE, *self.epoch)))
             return
@@ -256,7 +256,6 @@ class Claims:
         there = {r: each for r, each in enumerate(reports) if each.epoch == epoch}
         self.trained = {unit for each in there.values() for unit in each.trained}
         self.is_asking = self.is_dry = False
-        self._untold = []
         held = {unit for each in there.values() for unit in (*each.begun, *each.ahead)}
         self._desk = _Desk(epoch.num_units, self.trained | held)
         self._desk.ahead.update({r: len(each.ahead) for r, each in there.items()})

@@ -107,9 +107,11 @@ class Dealing:
         return has_begun
 
     def end(self) -> None:
-        """Notes that the unit that was begun is trained on."""
+        """Notes that the unit that was begun is trained on, and tells others."""
         with self._lock:
             self._claims.end()
+        with contextlib.suppress(TransportError):  # the view changes: all members report then
+            self._send()
 
     def num_free(self) -> int:
         """Returns how many units nobody has, on the dealer; 0 on the others."""
