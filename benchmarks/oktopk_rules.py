@@ -14,6 +14,8 @@ thresholds: `tests/algorithms/test_oktopk.py` requires that the algorithm equals
     momentum=m    before the selection, and none in the optimizer (Deep Gradient Compression):
                   v <- m v + (1 - m) g is accumulated, and v becomes 0 where it has been applied;
                   the learning rate is divided by 1 - m
+    local=H       each rank makes H steps by itself, and what they have changed is accumulated, at H
+                  times the density
     begin=d       the density falls from d to 1%, geometrically, over the first fifth of the steps
 
 Each cell is printed and written at once; a cell that is in the file is not computed again.
@@ -40,8 +42,14 @@ RANKS, DENSITY = 8, 0.01
 STEPS = {"digits": 120, "language": 200}
 LEARNING_RATES = {"digits": (0.1, 0.2, 0.4), "language": (0.01, 0.02)}
 VARIANTS = {
-    "digits": ["dense", "paper", "shared", "shared:momentum=0.9", "shared:begin=0.25", "allgather"],
-    "language": ["dense", "paper:beta=0.5", "shared:beta=0.5", "paper", "shared"],
+    "digits": [
+        *("dense", "paper", "shared", "shared:momentum=0.9", "shared:begin=0.25", "allgather"),
+        "shared:local=2",
+    ],
+    "language": [
+        *("dense", "paper:beta=0.5", "shared:beta=0.5", "paper", "shared"),
+        *("shared:local=2", "shared:beta=0.5:local=2"),
+    ],
 }
 
 
@@ -72,7 +80,13 @@ def train(task_name: str, variant: str, lr: float, seed: int) -> float:
         group["momentum"] = 0.0
     if "beta" in options:
         group["betas"] = (options["beta"], 0.999)
-    gradients = vmap(grad(networks._loss), in_dims=(None, None, 0, 0))
+    local = options.get("local", 1)
+    own = [torch.nn.Parameter(weights.detach().clone()) for _ in range(RANKS if local > 1 else 0)]
+    optimizers = [task.optimizer([each], lr) for each in own]
+    groups = [group, *(each.param_groups[0] for each in optimizers)]
+    for each in groups:
+        each |= {"betas": group["betas"]} if "beta" in options else {}
+    gradients = vmap(grad(networks._loss), in_dims=(0 if own else None, None, 0, 0))
     acc, v = torch.zeros(2, RANKS, len(weights))
     draws = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(RANKS)]
     for step in range(num_steps):
@@ -82,10 +96,19 @@ def train(task_name: str, variant: str, lr: float, seed: int) -> float:
             picked.append(mine[torch.randint(len(mine), (BATCH,), generator=draw)])
         batch = torch.stack(picked)
         with sdpa_kernel(SDPBackend.MATH):
-            g = gradients(weights.detach(), {}, inputs[batch], targets[batch])
+            at = torch.stack([each.detach() for each in own]) if own else weights.detach()
+            g = gradients(at, {}, inputs[batch], targets[batch])
         done = (step + 1) / num_steps
         share = (1 + math.cos(math.pi * step / num_steps)) / 2
-        group["lr"] = lr * (done / task.warmup if done < task.warmup else share) / (1 - momentum)
+        for each in groups:
+            each["lr"] = lr * (done / task.warmup if done < task.warmup else share) / (1 - momentum)
+        for each, optimizer_of_it, gradient in zip(own, optimizers, g, strict=bool(own)):
+            each.grad = gradient
+            optimizer_of_it.step()
+        if own and (step + 1) % local:
+            continue
+        if own:
+            g = weights.detach() - torch.stack([each.detach() for each in own])
         if rule == "dense":
             weights.grad = g.mean(0)
         else:
@@ -93,11 +116,17 @@ def train(task_name: str, variant: str, lr: float, seed: int) -> float:
             acc += v
             begin = options.get("begin", DENSITY)
             density = max(DENSITY, begin * (DENSITY / begin) ** (step / (num_steps / 5)))
-            marks = given(acc, round(density * len(weights)), rule)
+            marks = given(acc, round(local * density * len(weights)), rule)
             weights.grad = (acc * marks).sum(0) / RANKS
             acc.masked_fill_(marks, 0)
             v.masked_fill_(marks, 0)
-        optimizer.step()
+        if not own:
+            optimizer.step()
+            continue
+        with torch.no_grad():
+            weights -= weights.grad
+            for each in own:
+                each.copy_(weights)
     return networks.quality(weights.detach(), *held_out)
 
 
@@ -128,7 +157,7 @@ def main() -> None:
         for variant in VARIANTS[task]:
             for lr in LEARNING_RATES[task]:
                 found = [cells[task, variant, lr, seed] for seed in range(args.seeds)]
-                mean, apart = statistics.mean(found), statistics.stdev(found)
+                mean, apart = statistics.mean(found), statistics.stdev(found) if found[1:] else 0
                 print(f"| {task} | {variant} | {lr} | {mean:.4f} | {apart:.4f} |")
 
 
