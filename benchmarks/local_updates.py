@@ -52,6 +52,8 @@ STRATEGIES = [
     "allreduce@muon",
     "sparse_loco:local_steps=100",
     "diloco:sync_period=100",
+    "diloco:sync_period=100@muon",
+    "diloco:sync_period=300@muon",
 ]
 LRS = [0.003, 0.006]
 
