@@ -51,6 +51,7 @@ REFUSED = {
     "bench target --real-ms 0": "--real-ms must be positive, got --real-ms 0.0; try 200",
     "bench target --real-ms 200 --task resnet": "--real-ms needs a network without BatchNorm",
     "bench report none.json": "none.json",
+    "bench report cluster.json": "cluster.json is another kind of file",
     "simulate --strategies wagmas": "must be one of wagma, eager_sgd",
     "simulate --strategies wagma:group_size=8 --ranks 4": "group_size must be at least 1 and no "
     "larger",
@@ -72,6 +73,8 @@ REFUSED = {
     "advise cluster.json --trace trace --params 1e6 --epoch-steps 0": "--epoch-steps must be at ",
     "advise cluster.json --trace trace --params 1e6 --strategies wagam": "--strategies must be "
     "among adpsgd",
+    "advise none.json --trace trace": "none.json must be a file of `lightning-dsgd probe "
+    "--output`, got none; `lightning-dsgd probe --ranks 4 --output none.json` writes one",
     "timeline trace --output x.pdf": "--output must end with",
     "timeline trace --steps 5": "--steps must be two numbers",
     "timeline trace --steps 30:40": "--steps must be among those recorded, 1 to 12",

@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         results = [(path, json.loads(path.read_text())) for path in args.files]
+        for path, result in results:
+            if not isinstance(result, dict) or not {"command", "summary"} <= result.keys():
+                raise ValueError(f"{path} is another kind of file")
     except (OSError, ValueError) as err:
         parser.error(f"a result file must be one that `lightning-dsgd bench` has written: {err}")
     args.output.mkdir(parents=True, exist_ok=True)

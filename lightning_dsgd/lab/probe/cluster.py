@@ -105,13 +105,13 @@ class Cluster:
         """Reads what `lightning-dsgd probe --output` has written."""
         try:
             found = json.loads(path.read_text())
+            got = f"one without the format {FORMAT!r}"
+        except FileNotFoundError:
+            found, got = None, f"none; `lightning-dsgd probe --ranks 4 --output {path}` writes one"
         except ValueError:
-            found = None
+            found, got = None, "one that is no JSON"
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ValueError(
-                f"{path} must be a file of `lightning-dsgd probe --output`, got one without the "
-                f"format {FORMAT!r}"
-            )
+            raise ValueError(f"{path} must be a file of `lightning-dsgd probe --output`, got {got}")
 
         def link(name: str) -> Link | None:
             return Link(**found[name]) if found[name] else None
