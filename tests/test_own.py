@@ -168,7 +168,7 @@ def test_each_node_of_a_cluster_has_a_launcher_and_they_meet_at_the_first(asked,
 
 
 def test_each_file_says_how_it_is_run_and_the_page_has_them_all() -> None:
-    page = (ROOT / "docs" / "own_code.md").read_text()
+    page = (ROOT / "docs" / "examples.md").read_text()
     for name in ("config", *VARIANTS):
         head = (OWN / f"{name}.yaml").read_text()
         files = "" if name == "config" else f" --config {name}.yaml"
