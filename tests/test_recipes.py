@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning_dsgd.cli import main
 from lightning_dsgd.lab.loggers import OfflineWandbLogger
 from lightning_dsgd.simulated import SimulatedWorld
+from lightning_dsgd.tasks.text import read_corpus
 from tests.support.worlds import FitWorld
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -173,3 +174,39 @@ def test_wandb_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-dsgd\[wandb\]'"):
         OfflineWandbLogger()
+
+
+SMALLER = (
+    "--trainer.accelerator cpu --trainer.devices 2 --trainer.num_nodes 1 --trainer.fast_dev_run 2"
+)
+SMALLER += " --model.dim 32 --model.depth 1 --model.num_heads 2 --data.num_workers 0"
+SMALLER += " --model.vocab_size 400 --data.vocab_size 400"
+OF_SUBWORDS = {
+    "oktopk_bert_wikipedia": "--model.seq_len 32 --data.seq_len 32",
+    "wagma_transformer_wmt17": "--trainer.strategy.group_size 2 --data.batch_size 8",
+}
+
+
+def fit_smaller(folder: Path, recipe: str) -> bool:
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    options = f"{SMALLER} {OF_SUBWORDS[recipe]}".split()
+    main(["fit", "--config", str(FOLDER / "paper" / f"{recipe}.yaml"), *options])
+    return "tokenizers" in sys.modules
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", OF_SUBWORDS)
+def test_a_papers_recipe_trains_on_subwords(recipe: str, tmp_path: Path) -> None:
+    """On files where the recipe looks for them, with a smaller network on two ranks."""
+    pytest.importorskip("tokenizers")
+    text = read_corpus(None, 60_000)
+    (tmp_path / "data" / "wikipedia").mkdir(parents=True)
+    (tmp_path / "data" / "wikipedia" / "a.txt").write_text(text)
+    (tmp_path / "data" / "wmt17").mkdir()
+    lines = "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
+    for split in ("train", "val", "test"):
+        for language in ("en", "de"):
+            (tmp_path / "data" / "wmt17" / f"{split}.{language}").write_text(lines)
+    made = FitWorld().run(2, fit_smaller, tmp_path, recipe)
+    assert any(made)  # for BERT, rank 0 alone makes tokens
