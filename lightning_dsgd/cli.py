@@ -10,7 +10,8 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 from lightning_dsgd import __version__, hyperparameters, wings
 
@@ -108,10 +109,18 @@ def _end_refused(error: ValueError) -> NoReturn:
 def _run_lightning(args: list[str] | None) -> None:
     # Imported here as it takes seconds, and the other commands and `--help` do without.
     from lightning.pytorch import LightningDataModule, LightningModule
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
     from lightning_dsgd.trainer.named import STRATEGIES
     from lightning_dsgd.trainer.names import take_on_command_line
+
+    class Saved(SaveConfigCallback):
+        def setup(self, trainer: Any, *rest: Any, **named: Any) -> None:
+            """Without a folder of the logger, a file may be where the user's own one is."""
+            written = Path(trainer.log_dir or "", self.config_filename).resolve()
+            if written in (Path(str(given)).resolve() for given in self.config.get("config") or ()):
+                self.config_filename = "config_of_run.yaml"
+            super().setup(trainer, *rest, **named)
 
     take_on_command_line(STRATEGIES)
     theirs = COMMANDS.keys() - wings.COMMANDS.keys()
@@ -121,6 +130,7 @@ def _run_lightning(args: list[str] | None) -> None:
         LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
+        save_config_callback=Saved,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "lightning-dsgd", **usages},
         args=args,

@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -321,3 +322,13 @@ def test_run_leaves_metrics_config_and_a_checkpoint(tmp_path: Path) -> None:
     with open(log / "metrics.csv") as file:
         columns = csv.DictReader(file).fieldnames or []
     assert {"train_loss", "val_loss", "val_accuracy", "dsgd/bytes_sent"} <= set(columns)
+
+
+def test_the_configuration_that_was_given_is_not_written_over(tmp_path: Path) -> None:
+    """Without a logger Lightning writes config.yaml into the working folder."""
+    own = Path(shutil.copy(RECIPE, tmp_path / "config.yaml"))
+    more = ["--trainer.logger", "false", "--trainer.max_epochs", "1", "--trainer.devices", "2"]
+    more += ["--trainer.limit_train_batches", "1", "--trainer.limit_val_batches", "1"]
+    FitWorld().run(2, fit_in, tmp_path, ["--config", own.name, *more])
+    assert own.read_text() == RECIPE.read_text()
+    assert "max_epochs: 1\n" in (tmp_path / "config_of_run.yaml").read_text()
