@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.elastic.communicators import renew
+from lightning_dsgd.elastic.communicators import SurvivingTransport, renew
 from lightning_dsgd.elastic.members import Members
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.session.ending import say
@@ -54,7 +54,8 @@ class ChangingMembers(Members):
                 "ranks can go on without one while they train, got the loss of one before or after "
                 "that; start the job again"
             )
-        renew(view, self.calls.net, self._device)
+        if isinstance(self.calls.net, SurvivingTransport):
+            renew(view, self.calls.net, self._device)
         session.take(view)
         session.world_size = view.world_size
         lost = [r for r in self._members if r not in view.members] if session.takes_part else []

@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic.calls import Calls
-from lightning_dsgd.elastic.communicators import renew
+from lightning_dsgd.elastic.communicators import SurvivingTransport, renew
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.rows import ShardingInRows
@@ -193,7 +193,8 @@ class Members(Ranks, ABC):
             register.say_survives(can_be_joined=can_be_joined)
 
     def _meet_to_begin(self) -> None:
-        renew(self.calls.view, self.calls.net, self._device)
+        if isinstance(self.calls.net, SurvivingTransport):
+            renew(self.calls.view, self.calls.net, self._device)
         self.session.meetings.barrier().wait()
 
     def check_peers(self) -> None:

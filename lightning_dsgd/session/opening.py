@@ -103,6 +103,10 @@ class Opening:
             self._announce(net.engines())
         return net
 
+    @property
+    def _goes_on_with_a_device_each(self) -> bool:
+        return self.chosen["on_loss"] == "continue" and not self.chosen["share_device"]
+
     def _open_transport(self, world_size: int, device: torch.device) -> ProcessGroupTransport:
         transport = self.chosen["transport"]
         may_take_mpi = transport == "auto" and self.chosen["on_loss"] == "end"
@@ -111,9 +115,9 @@ class Opening:
         options: dict[str, Any] = {"native_devices": ()} if self._sends_all else {}
         if takes_mpi:
             kind = wings.load("mpi.wire", 'transport="mpi"').MPITransport
-        elif self.chosen["on_loss"] == "continue":
+        elif device.type in devices.COLLECTIVES and self._goes_on_with_a_device_each:
             kind = wings.load("elastic.communicators", 'on_loss="continue"').SurvivingTransport
-            options = {"shares": self.chosen["share_device"]}
+            options = {}
         is_known = not self._sends_all or world_size == 1
         if not is_known and "cpu:" not in (given := torch.distributed.get_backend_config()):
             why = "share_device=True" if self.chosen["share_device"] else 'on_loss="continue"'

@@ -428,5 +428,5 @@ def test_a_test_that_the_table_names_exists(test: str) -> None:
     (function,) = (getattr(module, name) for module in modules if hasattr(module, name))
     if parameter:
         marks = [mark for mark in function.pytestmark if mark.name == "parametrize"]
-        values = [value for mark in marks for value in mark.args[1]]
+        values = [getattr(value, "values", value) for mark in marks for value in mark.args[1]]
         assert parameter in [value[0] if isinstance(value, tuple) else value for value in values]

@@ -58,8 +58,8 @@ class FakeNCCL:
     def all_reduce(self, x: Tensor, group: Any, async_op: bool) -> FakeWork:
         return self._do(partial(self._by_gloo[0], group=group), x)
 
-    def broadcast(self, x: Tensor, src: int, group: Any, async_op: bool) -> FakeWork:
-        return self._do(partial(self._by_gloo[1], src=src, group=group), x)
+    def broadcast(self, x: Tensor, group: Any, async_op: bool, group_src: int) -> FakeWork:
+        return self._do(partial(self._by_gloo[1], group=group, group_src=group_src), x)
 
     def batch_isend_irecv(self, calls: list[Any]) -> list[FakeWork]:
         hosts = [self.fake.pinned(len(call.tensor), call.tensor.dtype) for call in calls]
