@@ -3,8 +3,8 @@
     python benchmarks/claim_cost.py
 
 4 real ranks claim an epoch's batches, as a loader without workers does.  A step is a sleep, or
-plain Python, which holds the interpreter all the time.  Timed are the calls
-between two steps: the batch begins, and the next is secured.  The rounds of all cells alternate.
+plain Python, which holds the interpreter all the time.  Timed are the calls between two steps: the
+batch begins, ends, and the next is secured.  The rounds of all cells alternate.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         dealing.begin(position)
         middle = time.perf_counter()
         step(cell["step"], settings["step_s"])
+        after = time.perf_counter()
         dealing.end()
         position += 1
-        after = time.perf_counter()
         has_more = dealing.secure(position, is_urgent=True)
         if not has_more:  # the end of the epoch, where it asks again
             break

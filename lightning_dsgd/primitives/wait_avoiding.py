@@ -140,8 +140,9 @@ class Grace:
             self._began_at = self._net.now()
 
     def stand_still(self) -> None:
-        """Notes that what comes next, such as an evaluation, is no step."""
-        self._began_at, self._num_steps = None, 0
+        """Notes that what comes next, such as an evaluation, is no step; it may be the first."""
+        self._began_at = self._net.now() if self._last_s is None else None
+        self._num_steps = 0
 
     def seconds(self, now: float) -> float:
         """Returns how long a version that is executed from now on waits."""

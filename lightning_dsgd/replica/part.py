@@ -30,7 +30,15 @@ _WIDE: Final = "fp32_weights"
 
 
 class Part:
-    """Trains one flat tensor of a replica's weights by one algorithm."""
+    """Trains one flat tensor of a replica's weights by one algorithm.
+
+    Args:
+        weights: what is trained
+        algorithm: has been started
+        scaling: of its steps
+        optimizer: makes them
+        takes_pieces: whether the algorithm takes pieces of the gradient, or may come to
+    """
 
     def __init__(
         self,
@@ -38,15 +46,15 @@ class Part:
         algorithm: Algorithm,
         scaling: Unscaled,
         optimizer: Optimizer,
+        *,
+        takes_pieces: bool,
     ) -> None:
         self.weights, self.x = weights, weights.x
         self.algorithm = algorithm
         self.scaling = scaling
         self.optimizer = optimizer
         self.kept = UpdatesKept(weights.x)
-        self._early = (
-            EarlyGradients(weights, lambda: self.algorithm) if algorithm.takes_pieces else None
-        )
+        self._early = EarlyGradients(weights, lambda: self.algorithm) if takes_pieces else None
 
     def gather(self) -> Tensor:
         """Returns this rank's gradient, but for what the algorithm has taken already."""

@@ -125,7 +125,13 @@ class Replica:
             names = dict(sorted(names.items(), key=lambda item: self._fragments[item[1]]))
         flats = self._layout.flatten((name, p) for p, name in names.items())
         self._parts[id(optimizer)] = [
-            Part(weights, self._start(weights, optimizer), self._start_scaling(weights), optimizer)
+            Part(
+                weights,
+                self._start(weights, optimizer),
+                self._start_scaling(weights),
+                optimizer,
+                takes_pieces=self._pattern.takes_pieces,
+            )
             for weights in widened(flats, self._pattern)
         ]
         self._trained[id(optimizer)] = list(map(id, mine))

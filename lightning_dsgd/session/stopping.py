@@ -123,10 +123,9 @@ class AgreedBatch:
             self.ask(MEET)
 
     def meets_now(self) -> bool:
-        """Returns whether all ranks meet before the batch that comes; once."""
+        """Returns whether all ranks meet before the batch that comes; once for each wish."""
         with self._changed:
-            at = max((at for at, what, *_ in self._due if what == MEET), default=math.inf)
-            meets = at <= self.num_begun
+            meets = any(what == MEET and at <= self.num_begun for at, what, *_ in self._due)
             if meets:
                 self.forget([MEET], self.num_told)
             return meets
@@ -142,9 +141,13 @@ class AgreedBatch:
         """Forgets what others have come for without this rank, of its first `num_told` words.
 
         They go on, and ask anew.  Else this rank would come later, alone, and wait for an epoch.
+        Of each kind that is the oldest: all come for one wish after the other.
         """
         with self._changed:
-            self._due = [e for e in self._due if e[1] not in missed or e[3] >= num_told]
+            for what in missed:
+                known = [each for each in self._due if each[1] == what and each[3] < num_told]
+                if known:
+                    self._due.remove(known[0])
             self._is_to_meet = self._is_to_meet and MEET not in missed
 
     def await_stop(self) -> None:

@@ -119,6 +119,32 @@ def miss_a_meeting(net: Any) -> list[bool]:
     return came
 
 
+ALONE: Any = SimpleNamespace(rank=0, world_size=1, timeout_s=1.0, now=lambda: 0.0)
+
+
+@pytest.mark.parametrize("heard_after", [0, 2])
+def test_all_come_once_for_each_wish_whenever_they_hear_of_it(heard_after: int) -> None:
+    """Else one comes once more than the others, and waits for them."""
+    agreed, came = AgreedBatch(ALONE, serves=False), []
+    agreed._take(MEET, 0, 0, 1)
+    for number in range(4):
+        if number == heard_after:
+            agreed._take(MEET, 0, 1, 2)
+        came += [number] * agreed.meets_now()
+        assert agreed.may_begin_batch()
+    assert came == [1, 2]
+
+
+def test_who_misses_a_save_forgets_that_one_alone() -> None:
+    agreed = AgreedBatch(ALONE, serves=False)
+    for number in (0, 1):
+        agreed._take(SAVE, number, 0, 1 + number)
+    agreed.forget([SAVE], agreed.num_told)
+    for _ in range(2):
+        assert agreed.may_begin_batch()
+    assert agreed.due() == [(SAVE, 1)]
+
+
 def test_who_has_missed_a_meeting_asks_for_another_and_waits_for_nobody() -> None:
     """Else the first rank stands alone from its next batch on, until the others end their epoch."""
     first, *others = ProcessWorld().run(3, miss_a_meeting)
