@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.elastic.communicators import SurvivingTransport, renew
+from lightning_dsgd.elastic.communicators import renew
 from lightning_dsgd.elastic.members import Members
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.session.ending import say
@@ -54,8 +54,6 @@ class ChangingMembers(Members):
                 "ranks can go on without one while they train, got the loss of one before or after "
                 "that; start the job again"
             )
-        if isinstance(self.calls.net, SurvivingTransport):
-            renew(view, self.calls.net, self._device)
         session.take(view)
         session.world_size = view.world_size
         lost = [r for r in self._members if r not in view.members] if session.takes_part else []
@@ -82,6 +80,7 @@ class ChangingMembers(Members):
 
     def _change_replica(self, view: View, old: Transport | None = None, giver: int = -1) -> None:
         """Has the replica go on among a view's ranks; see `SurvivingReplica.change_view`."""
+        renew(view, self.calls.net)
         net = view.sub("replica")
         if self._at_first is None:
             self.replica.change_view(net, old, giver)

@@ -1,13 +1,17 @@
 """Communicators that are aborted and made anew where the members of a training change.
 
-On devices with a library for sums, such as NCCL, the members of a view have a communicator of their
-own.  It makes their sums and broadcasts; all else travels through the host's memory, as before.
+Where the user asks for it (`Opening.makes_sums`), the members of a view have a communicator of a
+library such as NCCL.  It makes their sums and broadcasts; all else travels through the host's
+memory, as everything does by default.
 
     the members change    every member: its starter ends, and aborts the communicator (`native`)
-    the next view         every member, before anything else in it: `renew`
-    its first member      opens a store of the view's own; tells the others where it is
+    the next view         every member, once newcomers have told their options: `renew`
+    its first member      opens a store of the view's own
+    all                   tell each other what library they have, and where the store is
     all                   connect there as the ranks that they have in the view, each in a thread
-    all                   tell each other whether that went well: else this view's sums are messages
+    all                   tell each other whether that went well
+
+Where libraries differ, or it did not go well, this view's sums are messages.
 
 **Who decides.**  The agreement on views: a view says who makes a communicator with whom, and every
 member that enters it does.  A communicator serves one view, so no collective of an old view meets
@@ -17,12 +21,17 @@ one of a new view.
 
 - A collective is begun once all its members have asked for it (`tickets`).  Whoever waits for its
   end asks the mesh again and again: a lost rank ends that wait, whatever the library does.
+- All ranks say before they train what makes their sums (`sums_in_words`); so does a newcomer,
+  before the members make a communicator with it.  Who differs ends with an error.
 - Where the library fails first, as a dead rank's connection has ended, the rank waits until it
   hears of the loss, for `heartbeat_timeout_s`.  Without a loss it fails as with any error.
-- A second loss, while the communicator is made, ends the wait for the thread that connects; the
-  next view is entered, and the thread is left behind, which has a limit of its own.
-- A communicator that cannot be aborted is left behind, as gloo's where a rank is silent.  So a sum
-  of the host's memory is made in a copy: what is left behind writes to nothing that is read.
+- A second loss, while the communicator is made, ends the wait for the thread that connects, and
+  aborts what it makes.  The next view is entered; the thread may be left behind.
+- Where a view follows, or a rank is lost, a communicator is aborted, as others may not answer any
+  more; it is shut down where training ends.
+- A communicator that cannot be aborted is left behind, as gloo's where a rank is silent, or one
+  with a starter in it.  So a sum of the host's memory is made in a copy: what is left behind writes
+  to nothing that is read.
 
 **What is under way** when the members change is lost, as messages are: `Calls` makes it again.  A
 sum on a device may have torn x, which the replica puts back.
@@ -33,8 +42,9 @@ sum on a device may have torn x, which the replica puts back.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -43,15 +53,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.devices import (
-    COLLECTIVES,
-    Port,
-    backend_for,
-    is_on_host,
-    library_for,
-    port_of,
-    until,
-)
+from lightning_dsgd.devices import COLLECTIVES, is_on_host, library_for, until
 from lightning_dsgd.elastic.survival import Survival
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.transport import Counters, PeerLost, Timeout, TransportError
@@ -59,7 +61,7 @@ from lightning_dsgd.transport.collectives import Call
 from lightning_dsgd.transport.contract import Work, failed
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S
-from lightning_dsgd.transport.native import LEFT_TO_US, Native, environment
+from lightning_dsgd.transport.native import LEFT_TO_US, Native, abort, environment
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.processes import CPU, ProcessTransport
 from lightning_dsgd.transport.tickets import ALL, Key, Tickets
@@ -67,6 +69,7 @@ from lightning_dsgd.transport.view import View
 
 _KINDS: Final = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL", "gloo": "ProcessGroupGloo"}
 _CONNECT_WITHIN_S: Final = 60.0
+_ABORTED_WITHIN_S: Final = 1.0
 _left_behind: Final[list[Any]] = []
 """Communicators with a sum that nothing ends: to drop one would wait for it."""
 
@@ -75,13 +78,13 @@ class SurvivingTransport(ProcessGroupTransport):
     """A process's end of a network that goes on after a loss: sums by its view's communicator.
 
     Attributes:
-        shares: whether ranks may share a device, of which a library for sums takes one each
+        makes_sums: whether the members of a view make a communicator
 
     Args:
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
         device: the device that this rank computes on
-        shares: whether ranks may share a device
+        makes_sums: whether the members of a view make a communicator, as all must want it
     """
 
     def __init__(
@@ -90,20 +93,29 @@ class SurvivingTransport(ProcessGroupTransport):
         heartbeat_timeout_s: float,
         device: torch.device = CPU,
         *,
-        shares: bool = False,
+        makes_sums: bool = True,
     ) -> None:
         super().__init__(timeout_s, heartbeat_timeout_s, native_devices=(), device=device)
-        self.shares = shares
+        self.makes_sums = makes_sums
+
+    @property
+    def library(self) -> str:
+        """What torch calls the library that makes the sums of a view; empty: messages do."""
+        return COLLECTIVES.get(self.mesh.port.device.type, "") if self.makes_sums else ""
 
     def engines(self) -> str:
         """Says in one line what carries messages and what makes sums, once ranks train."""
-        device = self.mesh.port.device
-        if self.shares or device.type not in COLLECTIVES:
+        if not self.library:
             return super().engines()
         return (
-            f"Messages travel over {self.wire.engine}; {library_for(device)} makes the sums of all "
-            "ranks, by a communicator that is made anew where their members change."
+            f"Messages travel over {self.wire.engine}; {library_for(self.mesh.port.device)} makes "
+            "the sums of all ranks, by a communicator that is made anew where their members change."
         )
+
+    @contextlib.contextmanager
+    def blaming(self, what: str) -> Iterator[None]:
+        """Has `_Sum` ask once who is lost: ranks with communicators hold no replica together."""
+        yield
 
     def natively(self, call: Call, x: Tensor, *more: Any) -> Work[Any] | None:
         """Begins a sum or a broadcast of all members of the newest view."""
@@ -117,7 +129,7 @@ class SurvivingTransport(ProcessGroupTransport):
         """Ends the communicator, and then the network."""
         sums = _sums_of(self)
         if sums is not None and not self.is_forks:
-            sums.close()
+            sums.close(view_follows=False)
         super().close()
 
 
@@ -126,16 +138,21 @@ def _sums_of(net: ProcessTransport) -> Sums | None:
     return policy.sums if isinstance(policy, Survival) else None
 
 
-def renew(view: View, net: Endpoint, device: torch.device) -> None:
+def sums_in_words(net: Endpoint) -> str:
+    """Says what makes the sums of a view, as a text that must be equal on all ranks."""
+    library = net.library if isinstance(net, SurvivingTransport) else ""
+    return f"sums by {library or 'messages'}"
+
+
+def renew(view: View, net: Endpoint) -> None:
     """Has the members of a view make a communicator, in the place of that of the view before.
 
-    All members call it.  Does nothing where the device has no library for sums, or where this rank
-    has a communicator for this view.
+    All members call it.  Does nothing where they make none, or where this rank has one for this
+    view.
 
     Args:
         view: the newest view
         net: the network of all ranks
-        device: the device that this rank computes on
 
     Raises:
         PeerLost: if the members change meanwhile; then it is called for the next view
@@ -143,48 +160,86 @@ def renew(view: View, net: Endpoint, device: torch.device) -> None:
     policy = net.views
     if not (isinstance(net, SurvivingTransport) and isinstance(policy, Survival)):
         return
-    if net.shares or device.type not in COLLECTIVES:
-        return
     old: Sums | None = policy.sums
-    if old is not None and old.number == view.number:
+    if not net.makes_sums or (old is not None and old.number == view.number):
         return
     policy.sums = None
     if old is not None:
-        old.close()
+        old.close(view_follows=True)
     if view.world_size == 1:
         return
-    group, why_not = _made(view, net, port_of(device))
-    told = everyones(view.sub("made"), why_not)
-    for rank, why in enumerate(told):
-        if why and view.rank == 0:
-            say(
-                f"view {view.number}: sums are made of messages, as rank {view.members[rank]} {why}"
-            )
-    if not any(told):
-        policy.sums = Sums(net, view, group)
+    made, why_not = _made(view, net)
+    if not why_not:
+        policy.sums = Sums(net, view, made)
+    elif view.rank == 0:
+        say(f"view {view.number}: sums are made of messages, as {why_not}")
 
 
-def _made(view: View, net: ProcessTransport, port: Port) -> tuple[Any, str]:
-    """Makes this rank's end of a communicator; returns it, or why there is none."""
-    limit_s, name = min(net.timeout_s, _CONNECT_WITHIN_S), backend_for(port.device)
-    limit = timedelta(seconds=limit_s)
+def _made(view: View, net: SurvivingTransport) -> tuple[list[Any], str]:
+    """Makes this rank's end of a communicator, and its store; or says why all have none."""
+    limit_s, library = min(net.timeout_s, _CONNECT_WITHIN_S), net.library
+    own, host, number, why = None, "", 0, ""
+    if view.rank == 0:
+        try:
+            own = _store(net.mesh.connections.own()[0], 0, limit_s, serves=True)
+            host, number = own.host, own.port
+        except Exception as err:  # all go on without a communicator
+            why = f"has no store: {failed(err)}"
+    texts = everyones(view.sub("stores"), json.dumps([library, host, number, why]))
+    told = [json.loads(text) for text in texts]
+    libraries = [library for library, *_ in told]
+    if not all(libraries) or len({*libraries}) > 1:
+        each = zip(view.members, libraries, strict=True)
+        return [], ", ".join(f"rank {rank} has {name or 'no library'}" for rank, name in each)
+    _, host, number, why = told[0]
+    if why:
+        return [], f"rank {view.members[0]} {why}"
+    begun: list[Any] = []
+    try:
+        made, why = _connected(view, net, begun, lambda: own or _store(host, number, limit_s))
+        whys = everyones(view.sub("made"), why)
+    except BaseException:
+        abort(begun, net.mesh.port)
+        raise
+    failures = [f"rank {rank} {why}" for rank, why in zip(view.members, whys, strict=True) if why]
+    if failures:
+        abort(begun, net.mesh.port)
+    return made, ", ".join(failures)
+
+
+def _connected(
+    view: View, net: SurvivingTransport, begun: list[Any], store_of: Callable[[], Any]
+) -> tuple[list[Any], str]:
+    """Makes a communicator and has it connect; returns it and its store, or why that failed.
+
+    Args:
+        view: its members
+        net: the network of all ranks
+        begun: is given the communicator before that connects
+        store_of: makes the store
+    """
+    port, name = net.mesh.port, net.library
+    limit_s = min(net.timeout_s, _CONNECT_WITHIN_S)
+    later = timedelta(seconds=2 * net.timeout_s)  # our own limit ends waits before it
     made: list[Any] = []
     why_not: list[str] = []
-    listens = net.mesh.connections.own()[0]
-    own = _store(listens, 0, limit, serves=True) if view.rank == 0 else None
-    here = "" if own is None else f"{own.host} {own.port}"
-    host, number = everyones(view.sub("stores"), here)[0].split()
 
     def connect() -> None:
         try:
             port.enter()
-            store = own or _store(host, int(number), limit, serves=False)
-            kind, given = getattr(dist, _KINDS[name]), limit
+            store, kind = store_of(), getattr(dist, _KINDS[name])
+            given: Any = timedelta(seconds=limit_s)
             if name != "gloo":
                 given = kind.Options()
-                given._timeout = limit  # noqa: SLF001
+                given._timeout = later  # noqa: SLF001
             with environment(LEFT_TO_US):
-                made.extend([kind(store, view.rank, view.world_size, given), store])
+                group = kind(store, view.rank, view.world_size, given)
+            begun.append(group)
+            if name == "gloo":  # which has connected
+                group._set_default_timeout(later)  # noqa: SLF001
+            else:
+                group.eager_connect_single_device(port.device)
+            made.extend([group, store])
         except Exception as err:
             why_not.append(failed(err))
 
@@ -193,10 +248,11 @@ def _made(view: View, net: ProcessTransport, port: Port) -> tuple[Any, str]:
     until(lambda: not thread.is_alive(), limit_s, view.check)
     if made:
         return made, ""
-    return None, why_not[0] if why_not else f"has not connected within {limit_s:g} s"
+    return [], why_not[0] if why_not else f"has not connected within {limit_s:g} s"
 
 
-def _store(host: str, port: int, limit: timedelta, *, serves: bool) -> Any:
+def _store(host: str, port: int, limit_s: float, *, serves: bool = False) -> Any:
+    limit = timedelta(seconds=limit_s)
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, None, is_master=serves, timeout=limit, wait_for_workers=False
     )
@@ -229,17 +285,32 @@ class Sums(Native):
         y = x.clone() if is_on_host(x) else x
         return _Sum(net, self.begin(net, y, call, place), x)
 
-    def close(self) -> None:
-        """Ends the starter and the communicator."""
+    def close(self, *, view_follows: bool) -> None:  # type: ignore[override]
+        """Ends the starter and the communicator.
+
+        Args:
+            view_follows: whether others may have gone on, and so not answer any more
+        """
         with contextlib.suppress(Exception):  # of which all ranks know
-            self._tickets.stop(CLOSE_TIMEOUT_S)
-        is_idle = all(work.has_passed() for work in self._under_way)
-        if not is_idle:
+            try:
+                self._tickets.stop(CLOSE_TIMEOUT_S)
+            except Timeout:  # it may be inside the library, where no other thread may come
+                _left_behind.append(self._groups)
+                return
+
+        def has_passed() -> bool:
+            return all(work.has_passed() for work in self._under_way)
+
+        has_failed = self._net.mesh.mailboxes.failure is not None
+        if view_follows or has_failed or not has_passed():
             self.abandon()
-            _left_behind.append(self._groups)
-        if not self._is_aborted:
+        else:
             with contextlib.suppress(Exception):
                 self._groups[ALL].shutdown()
+        if not until(has_passed, _ABORTED_WITHIN_S, lambda: None):
+            _left_behind.append(self._groups)
+        # The starter's tickets know this object, and so it stays until Python looks for cycles.
+        self._groups, self._store, self._under_way = [], None, []
 
     # ---- the starter ----
 

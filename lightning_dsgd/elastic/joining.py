@@ -50,6 +50,7 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic import handover, taken_over
 from lightning_dsgd.elastic.changes import ChangingMembers
+from lightning_dsgd.elastic.communicators import sums_in_words
 from lightning_dsgd.elastic.entrance import make_group_of_one
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import Register
@@ -229,7 +230,8 @@ class TrainerMembers(ChangingMembers):
         Raises:
             ValueError: on a newcomer that has another model or other options
         """
-        mine = [self._options, self.replica.description()]
+        options = f"{self._options}, {sums_in_words(self.calls.net)}"
+        mine = [options, self.replica.description()]
         started_as, epochs = os.environ.get("RANK", ""), sorted(self._divides_for)
         own = _Told(self._is_new, mine, started_as, self._divided_for, epochs)
         told = [

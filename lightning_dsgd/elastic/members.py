@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic.calls import Calls
-from lightning_dsgd.elastic.communicators import SurvivingTransport, renew
+from lightning_dsgd.elastic.communicators import renew, sums_in_words
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.rows import ShardingInRows
@@ -124,6 +124,9 @@ class Members(Ranks, ABC):
         size = self.session.world_size
         check_survival(algorithm, size, self._min_ranks, device, num_shards=size // num_replicas)
 
+    def check_alike(self, text: str) -> None:
+        super().check_alike(f"{text}, {sums_in_words(self.calls.net)}")
+
     def check_start(self, method: str) -> None:
         if method != "popen":
             raise ValueError(
@@ -193,8 +196,7 @@ class Members(Ranks, ABC):
             register.say_survives(can_be_joined=can_be_joined)
 
     def _meet_to_begin(self) -> None:
-        if isinstance(self.calls.net, SurvivingTransport):
-            renew(self.calls.view, self.calls.net, self._device)
+        renew(self.calls.view, self.calls.net)
         self.session.meetings.barrier().wait()
 
     def check_peers(self) -> None:

@@ -28,7 +28,7 @@ class NewcomerTransport(SurvivingTransport):
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
         device: the device that this rank computes on
-        shares: whether ranks may share a device
+        makes_sums: whether the members of a view make a communicator, as all must want it
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class NewcomerTransport(SurvivingTransport):
         heartbeat_timeout_s: float,
         device: torch.device = CPU,
         *,
-        shares: bool = False,
+        makes_sums: bool = False,
     ) -> None:
         Endpoint.__init__(self, number, number + 1, timeout_s, Counters())
-        self._native, self.shares = None, shares
+        self._native, self.makes_sums = None, makes_sums
         self._begin(TCPWire(), heartbeat_timeout_s, device, is_newcomer=True)
 
     def listen(self) -> tuple[str, int]:

@@ -103,9 +103,10 @@ class Opening:
             self._announce(net.engines())
         return net
 
-    @property
-    def _goes_on_with_a_device_each(self) -> bool:
-        return self.chosen["on_loss"] == "continue" and not self.chosen["share_device"]
+    def makes_sums(self, device: torch.device) -> bool:
+        """Whether ranks that go on after a loss are to make communicators anew, for their sums."""
+        asks = self.chosen["transport"] == "process_group" and self.chosen["on_loss"] == "continue"
+        return asks and device.type in devices.COLLECTIVES and not self.chosen["share_device"]
 
     def _open_transport(self, world_size: int, device: torch.device) -> ProcessGroupTransport:
         transport = self.chosen["transport"]
@@ -115,7 +116,7 @@ class Opening:
         options: dict[str, Any] = {"native_devices": ()} if self._sends_all else {}
         if takes_mpi:
             kind = wings.load("mpi.wire", 'transport="mpi"').MPITransport
-        elif device.type in devices.COLLECTIVES and self._goes_on_with_a_device_each:
+        elif self.makes_sums(device):
             kind = wings.load("elastic.communicators", 'on_loss="continue"').SurvivingTransport
             options = {}
         is_known = not self._sends_all or world_size == 1

@@ -31,7 +31,8 @@ class Options(TypedDict, total=False):
             *("auto", "process_group", "mpi"),
             default="auto",
             doc='"process_group" (TCP), "mpi", or "auto", which takes MPI where mpiexec or srun '
-            "has started the ranks as one MPI world that mpi4py can join, else TCP",
+            "has started the ranks as one MPI world that mpi4py can join, else TCP. With "
+            'on_loss="continue" on GPUs, "process_group" also has NCCL make the sums',
         ),
     ]
     timeout_s: Annotated[
@@ -167,7 +168,7 @@ def _check_loss(chosen: Mapping[str, Any]) -> None:
     if on_loss == "continue" and chosen["transport"] == "mpi":
         raise ValueError(
             'MPI ends all ranks when one is lost, got on_loss="continue" with transport="mpi"; '
-            'use transport="process_group"'
+            'use transport="auto", which takes TCP then'
         )
 
 

@@ -231,21 +231,21 @@ class Native:
             self._net.mesh.lose(self._net.rank, failed(failure))
         if not self._is_aborted:
             self._is_aborted = True
-            _abort(self._own_groups(), self._port)
+            abort(self._own_groups(), self._port)
 
     def _own_groups(self) -> list[Any]:
         return [group for group in self._groups if group is not None]
 
 
-def _abort(groups: Sequence[Any], port: Port) -> None:
+def abort(groups: Sequence[Any], port: Port) -> None:
     """Aborts groups side by side, as the kernels of one may be queued behind another's."""
 
-    def abort(group: Any) -> None:
+    def end(group: Any) -> None:
         with contextlib.suppress(Exception):  # the job ends all the same
             port.enter()
             group.abort()
 
-    threads = [threading.Thread(target=abort, args=(group,), daemon=True) for group in groups]
+    threads = [threading.Thread(target=end, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:

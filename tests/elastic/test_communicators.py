@@ -52,7 +52,7 @@ def doomed(how: str, where: str) -> None:
 
 
 def sum_and_lose(num_ranks: int, folder: str, ends: dict[int, tuple[str, str]]) -> Any:
-    rank, cpu = int(os.environ["RANK"]), torch.device("cpu")
+    rank = int(os.environ["RANK"])
     store = dist.FileStore(str(Path(folder, "store")), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     if rank in ends:
@@ -63,7 +63,7 @@ def sum_and_lose(num_ranks: int, folder: str, ends: dict[int, tuple[str, str]]) 
         net.barrier().wait()
 
         def begin(view: Any) -> None:
-            communicators.renew(view, net, cpu)
+            communicators.renew(view, net)
             view.sub("begin").barrier().wait()
 
         calls = Calls(net, begin)
@@ -93,7 +93,7 @@ def fit(name: str, folder: str, plan: Plan) -> dict[str, Any]:
 
     Sums.begin_in_view = begins  # type: ignore[method-assign]
     with mock.patch.dict(devices.COLLECTIVES, {"cpu": "gloo"}):
-        options = SURVIVES | PERIODS.get(name, {})
+        options = SURVIVES | PERIODS.get(name, {}) | {"transport": "process_group"}
         train = trainer(STRATEGIES[name](**options), 3, max_epochs=3)
         model = Logging(folder, (plan,))
         train.fit(model, loader(96), loader(16))

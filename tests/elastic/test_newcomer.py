@@ -54,7 +54,7 @@ def sum_ones(calls: Calls, num_all: int, folder: Path, dies_at: int = -1) -> lis
 
 
 def begin(view: Any) -> None:
-    renew(view, view.below, torch.device("cpu"))
+    renew(view, view.below)
     view.sub("begin").barrier().wait()
 
 
@@ -66,7 +66,7 @@ def member(num_members: int, num_all: int, folder: str, dies: str) -> Any:
         return newcomer(rank, num_all, folder, dies)
     store = dist.FileStore(str(Path(folder, "store")), num_members)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_members)
-    net = SurvivingTransport(timeout_s=40.0, heartbeat_timeout_s=20.0)
+    net = SurvivingTransport(40.0, 20.0, makes_sums=dies == "before")
     net.views.survive(None)
     net.barrier().wait()
     write_whole(Path(folder, f"card_{rank}"), json.dumps(net.views.card()))
@@ -102,7 +102,7 @@ def lose_first_contact(net: Any, folder: Path) -> None:
 def newcomer(rank: int, num_all: int, folder: str, dies: str) -> Any:
     until(Path(folder, "begun").exists)
     cards, told = {}, []
-    net = NewcomerTransport(rank, timeout_s=40.0, heartbeat_timeout_s=20.0)
+    net = NewcomerTransport(rank, 40.0, 20.0, makes_sums=dies == "before")
     for file in sorted(Path(folder).glob("card_*"), reverse=True):
         host, port, secret = json.loads(file.read_text())
         cards[int(file.name.removeprefix("card_"))] = host, port

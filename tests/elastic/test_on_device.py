@@ -50,10 +50,11 @@ def fit(fake: FakeDevice, name: str, folder: str, plan: Plan) -> dict[str, Any]:
     }
 
 
-def open_where_a_rank_may_be_lost(port: int) -> list[str]:
+def open_where_a_rank_may_be_lost(port: int, transport: str) -> list[str]:
     fake, lines = fake_device.install(index=int(os.environ["RANK"])), list[str]()
     with mock.patch.dict(devices.COLLECTIVES, {"fake": "nccl"}):
-        opening = Opening(choose("a test", Options, {"on_loss": "continue"}), lines.append)
+        given: Any = {"on_loss": "continue", "transport": transport}
+        opening = Opening(choose("a test", Options, given), lines.append)
         at = ("127.0.0.1", port), "nccl", None, fake.device
         opening.join_process_group(fake.device.index, 2, *at)
         opening.open_network(2, fake.device).close()
@@ -61,10 +62,18 @@ def open_where_a_rank_may_be_lost(port: int) -> list[str]:
 
 
 @pytest.mark.skipif(bool(fake_device.WHY_NOT), reason=fake_device.WHY_NOT)
-def test_ranks_meet_over_gloo_where_one_may_be_lost():
-    for started, carries in StartWorld().run(2, open_where_a_rank_may_be_lost, free_port()):
+@pytest.mark.parametrize(
+    ("transport", "sums"),
+    [
+        ("auto", "sums are made of messages too, as ranks may share a device or be lost"),
+        ("process_group", "NCCL makes the sums of all ranks, by a communicator that is made anew"),
+    ],
+)
+def test_ranks_meet_over_gloo_where_one_may_be_lost(transport, sums):
+    args = free_port(), transport
+    for started, carries in StartWorld().run(2, open_where_a_rank_may_be_lost, *args):
         assert started == "All 2 ranks have started (process group: gloo)."
-        assert "; NCCL makes the sums of all ranks, by a communicator that is made anew" in carries
+        assert f"; {sums}" in carries
 
 
 @pytest.mark.parametrize(
