@@ -177,7 +177,7 @@ def renew(view: View, net: Endpoint) -> None:
 
 def _made(view: View, net: SurvivingTransport) -> tuple[list[Any], str]:
     """Makes this rank's end of a communicator, and its store; or says why all have none."""
-    limit_s, library = min(net.timeout_s, _CONNECT_WITHIN_S), net.library
+    limit_s, library = _limit_s(net), net.library
     own, host, number, why = None, "", 0, ""
     if view.rank == 0:
         try:
@@ -219,7 +219,7 @@ def _connected(
         store_of: makes the store
     """
     port, name = net.mesh.port, net.library
-    limit_s = min(net.timeout_s, _CONNECT_WITHIN_S)
+    limit_s = _limit_s(net)
     later = timedelta(seconds=2 * net.timeout_s)  # our own limit ends waits before it
     made: list[Any] = []
     why_not: list[str] = []
@@ -249,6 +249,11 @@ def _connected(
     if made:
         return made, ""
     return [], why_not[0] if why_not else f"has not connected within {limit_s:g} s"
+
+
+def _limit_s(net: SurvivingTransport) -> float:
+    """Returns how long to connect, while a rank that has failed waits to say so."""
+    return min(net.timeout_s / 2, _CONNECT_WITHIN_S)
 
 
 def _store(host: str, port: int, limit_s: float, *, serves: bool = False) -> Any:

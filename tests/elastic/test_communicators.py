@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,16 +53,57 @@ def doomed(how: str, where: str) -> None:
     communicators._store = connects
 
 
+def surviving(num_ranks: int, folder: str) -> SurvivingTransport:
+    store = dist.FileStore(str(Path(folder, "store")), num_ranks)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    net = SurvivingTransport(60.0, 4.0)
+    net.views.survive(None)
+    net.barrier().wait()
+    return net
+
+
+def sum_of_messages(num_ranks: int, folder: str, differs: int, library: str) -> Any:
+    """Has a rank have another library, or no store, and the sums of its view be messages."""
+    is_it, said = int(os.environ["RANK"]) == differs, list[str]()
+    name = library if is_it and library else "gloo"
+    store = mock.Mock(side_effect=OSError("no port")) if is_it else communicators._store
+    with (
+        mock.patch.dict(devices.COLLECTIVES, {"cpu": name}),
+        mock.patch.multiple(communicators, _store=store, say=said.append),
+    ):
+        net = surviving(num_ranks, folder)
+        calls = Calls(net, lambda _: None)
+        view = calls.view
+        communicators.renew(view, net)
+        total = view.all_reduce(torch.ones(1000)).wait()
+        sums = net.views.sums
+        calls.leave()
+        net.close()
+    return float(total[0]), sums, said
+
+
+@pytest.mark.parametrize(
+    ("differs", "library", "why"),
+    [
+        (0, "", "rank 0 has no store: failed: OSError: no port"),
+        (1, "xccl", "rank 0 has gloo, rank 1 has xccl, rank 2 has gloo"),
+    ],
+)
+def test_sums_are_messages_where_one_has_no_communicator(differs, library, why, tmp_path):
+    results = WORLD.run(3, sum_of_messages, 3, str(tmp_path), differs, library)
+    assert [(total, sums) for total, sums, _ in results] == [(3.0, None)] * 3
+    assert f"view 0: sums are made of messages, as {why}" in results[0][2][0]
+    assert [len(said) for *_, said in results] == [1, 0, 0]
+
+
 def sum_and_lose(num_ranks: int, folder: str, ends: dict[int, tuple[str, str]]) -> Any:
     rank = int(os.environ["RANK"])
-    store = dist.FileStore(str(Path(folder, "store")), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     if rank in ends:
         doomed(*ends[rank])
+    gc.disable()
     with mock.patch.dict(devices.COLLECTIVES, {"cpu": "gloo"}):
-        net = SurvivingTransport(60.0, 4.0)
-        net.views.survive(None)
-        net.barrier().wait()
+        net = surviving(num_ranks, folder)
 
         def begin(view: Any) -> None:
             communicators.renew(view, net)
@@ -75,10 +118,13 @@ def sum_and_lose(num_ranks: int, folder: str, ends: dict[int, tuple[str, str]]) 
             return [float(y[0]), float(y[-1]), float(z[4])]
 
         calls.together(lambda: begin(calls.view))
+        first = weakref.ref(net.views.sums._groups[0])
         sums = [calls.together(add) for _ in range(NUM_SUMS)]
         sent = net.counters.sent["gloo"].messages
         calls.leave()
         net.close()
+    is_left = first() is not None  # with its threads and files
+    assert is_left == bool(communicators._left_behind)
     return sums, calls.view.members, sent
 
 
