@@ -26,7 +26,7 @@ print(lightning_dsgd.__file__)
 """
 TESTS_OF_THE_CORE = (
     "tests/trainer/test_strategy.py::test_allreduce_equals_ddp",
-    "tests/transport/test_rendezvous.py",
+    "tests/transport/test_handshake.py",
 )
 IN_A_SIMULATED_WORLD = (
     "tests/session/test_faces.py::test_the_weights_are_the_same_to_the_bit_on_every_face",
