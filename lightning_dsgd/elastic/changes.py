@@ -28,7 +28,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.elastic.communicators import SurvivingTransport, renew
 from lightning_dsgd.elastic.members import Members
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.session.ending import say
@@ -80,8 +79,7 @@ class ChangingMembers(Members):
 
     def _change_replica(self, view: View, old: Transport | None = None, giver: int = -1) -> None:
         """Has the replica go on among a view's ranks; see `SurvivingReplica.change_view`."""
-        if isinstance(self.calls.net, SurvivingTransport):
-            renew(view, self.calls.net)
+        self._connect_anew(view)
         net = view.sub("replica")
         if self._at_first is None:
             self.replica.change_view(net, old, giver)

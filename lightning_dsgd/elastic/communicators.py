@@ -48,7 +48,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,7 +62,7 @@ from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.mesh import CLOSE_TIMEOUT_S
 from lightning_dsgd.transport.native import LEFT_TO_US, Native, abort, environment
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
-from lightning_dsgd.transport.processes import CPU, ProcessTransport
+from lightning_dsgd.transport.processes import ProcessTransport
 from lightning_dsgd.transport.tickets import ALL, Key, Tickets
 from lightning_dsgd.transport.view import View
 
@@ -75,28 +74,10 @@ _left_behind: Final[list[Any]] = []
 
 
 class SurvivingTransport(ProcessGroupTransport):
-    """A process's end of a network that goes on after a loss: sums by its view's communicator.
+    """A process's end of a network that goes on after a loss: sums by its view's communicator."""
 
-    Attributes:
-        makes_sums: whether the members of a view make a communicator
-
-    Args:
-        timeout_s: how long a wait may take
-        heartbeat_timeout_s: after how much silence a rank counts as lost
-        device: the device that this rank computes on
-        makes_sums: whether the members of a view make a communicator, as all must want it
-    """
-
-    def __init__(
-        self,
-        timeout_s: float,
-        heartbeat_timeout_s: float,
-        device: torch.device = CPU,
-        *,
-        makes_sums: bool = True,
-    ) -> None:
-        super().__init__(timeout_s, heartbeat_timeout_s, native_devices=(), device=device)
-        self.makes_sums = makes_sums
+    makes_sums: bool = True
+    """Whether the members of a view make a communicator; a newcomer may be told not to."""
 
     @property
     def library(self) -> str:
@@ -144,7 +125,7 @@ def sums_in_words(net: Endpoint) -> str:
     return f"sums by {library or 'messages'}"
 
 
-def renew(view: View, net: Endpoint) -> None:
+def renew(view: View, net: SurvivingTransport) -> None:
     """Has the members of a view make a communicator, in the place of that of the view before.
 
     All members call it.  Does nothing where they make none, or where this rank has one for this
@@ -158,8 +139,7 @@ def renew(view: View, net: Endpoint) -> None:
         PeerLost: if the members change meanwhile; then it is called for the next view
     """
     policy = net.views
-    if not (isinstance(net, SurvivingTransport) and isinstance(policy, Survival)):
-        return
+    assert isinstance(policy, Survival)
     old: Sums | None = policy.sums
     if not net.makes_sums or (old is not None and old.number == view.number):
         return

@@ -50,7 +50,6 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic import handover, taken_over
 from lightning_dsgd.elastic.changes import ChangingMembers
-from lightning_dsgd.elastic.communicators import sums_in_words
 from lightning_dsgd.elastic.entrance import make_group_of_one
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import Register
@@ -95,7 +94,6 @@ class TrainerMembers(ChangingMembers):
         super().__init__(opening, min_ranks)
         self._max_ranks = max_ranks
         self._trainer: Any = None
-        self._options = ""
         self._num_unread = 0
         self._versions: list[Any] = []
         self._told: list[_Told] = []
@@ -167,11 +165,6 @@ class TrainerMembers(ChangingMembers):
         self.session.rank = net.rank
         return net
 
-    def check_alike(self, text: str) -> None:
-        self._options = text
-        if self.session.takes_part:
-            super().check_alike(text)
-
     def join(self) -> dict[str, Any] | None:
         if self.session.takes_part:
             return None
@@ -230,8 +223,7 @@ class TrainerMembers(ChangingMembers):
         Raises:
             ValueError: on a newcomer that has another model or other options
         """
-        options = f"{self._options}, {sums_in_words(self.calls.net)}"
-        mine = [options, self.replica.description()]
+        mine = [self._options, self.replica.description()]
         started_as, epochs = os.environ.get("RANK", ""), sorted(self._divides_for)
         own = _Told(self._is_new, mine, started_as, self._divided_for, epochs)
         told = [

@@ -118,7 +118,6 @@ class Opening:
             kind = wings.load("mpi.wire", 'transport="mpi"').MPITransport
         elif self.makes_sums(device):
             kind = wings.load("elastic.communicators", 'on_loss="continue"').SurvivingTransport
-            options = {}
         is_known = not self._sends_all or world_size == 1
         if not is_known and "cpu:" not in (given := torch.distributed.get_backend_config()):
             why = "share_device=True" if self.chosen["share_device"] else 'on_loss="continue"'

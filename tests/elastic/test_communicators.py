@@ -57,7 +57,7 @@ def surviving(num_ranks: int, folder: str) -> SurvivingTransport:
     store = dist.FileStore(str(Path(folder, "store")), num_ranks)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    net = SurvivingTransport(60.0, 4.0)
+    net = SurvivingTransport(60.0, 4.0, native_devices=())
     net.views.survive(None)
     net.barrier().wait()
     return net

@@ -18,6 +18,7 @@ from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.communicators import SurvivingTransport, renew
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.transport import TransportError
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.doomed import write_whole
 from tests.support.launched import until
 from tests.support.worlds import StartWorld
@@ -54,7 +55,8 @@ def sum_ones(calls: Calls, num_all: int, folder: Path, dies_at: int = -1) -> lis
 
 
 def begin(view: Any) -> None:
-    renew(view, view.below)
+    if isinstance(view.below, SurvivingTransport):
+        renew(view, view.below)
     view.sub("begin").barrier().wait()
 
 
@@ -66,7 +68,8 @@ def member(num_members: int, num_all: int, folder: str, dies: str) -> Any:
         return newcomer(rank, num_all, folder, dies)
     store = dist.FileStore(str(Path(folder, "store")), num_members)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_members)
-    net = SurvivingTransport(40.0, 20.0, makes_sums=dies == "before")
+    kind = SurvivingTransport if dies == "before" else ProcessGroupTransport
+    net = kind(40.0, 20.0, native_devices=())
     net.views.survive(None)
     net.barrier().wait()
     write_whole(Path(folder, f"card_{rank}"), json.dumps(net.views.card()))
