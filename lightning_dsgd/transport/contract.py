@@ -140,7 +140,7 @@ class Work(Protocol[T_co]):
 
 
 class Receipt(Work[Tensor], Protocol):
-    """A receive under way."""
+    """What `recv` returns: the work of receiving one message, which tells who has sent it."""
 
     @property
     def source(self) -> int:

@@ -53,8 +53,7 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.lab.adaptive.decision import State, decide
-from lightning_dsgd.lab.adaptive.prediction import HOME, Seen
-from lightning_dsgd.lab.advise.candidates import BASELINE
+from lightning_dsgd.lab.adaptive.prediction import Seen, home_of
 from lightning_dsgd.primitives.quantised import LEAST_PIECE
 from lightning_dsgd.transport import Transport
 
@@ -158,7 +157,7 @@ class Adaptive(Algorithm):
             )
         self.x = x
         self.is_small = len(x) < AllReduce.num_buckets * LEAST_PIECE
-        self.state = State(HOME if self.overlap and not self.is_small else BASELINE)
+        self.state = State(home_of(overlaps=self.overlap, is_small=self.is_small))
         self.decisions: list[str] = []
         self.tell: Callable[[str], None] = _log.info
         self.figures = net.sub("figures")

@@ -35,6 +35,11 @@ _SHARE_OF_INT8: Final = 1 / 3.88
 _SLOW: Final = 1.3
 
 
+def home_of(*, overlaps: bool, is_small: bool) -> str:
+    """Returns the all-reduce that is begun with: in pieces, where these are worth it."""
+    return HOME if overlaps and not is_small else BASELINE
+
+
 @dataclass(frozen=True)
 class Seen:
     """Holds what all ranks have seen together, the same on each.
@@ -66,7 +71,7 @@ class Seen:
     @property
     def home(self) -> str:
         """The all-reduce that is begun with, and gone back to."""
-        return HOME if self.overlaps and not self.is_small else BASELINE
+        return home_of(overlaps=self.overlaps, is_small=self.is_small)
 
     @property
     def candidates(self) -> list[str]:

@@ -42,8 +42,10 @@ def flatten(result: Cell) -> dict[str, Any]:
     for epoch in zip(*curves, strict=True):
         row = {key: statistics.mean(rank[key] for rank in epoch) for key in epoch[0]}
         rows.append(row | {"seconds": max(rank["seconds"] for rank in epoch)})
-    said = {name: result["ranks"][0][name] for name in ("decisions",) if name in result["ranks"][0]}
-    return {"strategy": result["strategy"], "seed": result["seed"], "rows": rows} | said
+    found = {"strategy": result["strategy"], "seed": result["seed"], "rows": rows}
+    if "decisions" in result["ranks"][0]:
+        found["decisions"] = result["ranks"][0]["decisions"]
+    return found
 
 
 def summarize(
