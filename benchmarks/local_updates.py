@@ -4,11 +4,10 @@
 
 Four ranks of the simulated world train a causal language model of 1.1 million weights on the
 sources of Python's standard library for 1000 steps: a linear warm-up over 50, then a cosine to a
-tenth.  A step takes a second, and a sum of all weights ten.  The inner optimizer is AdamW;
-strategies that end in "@muon" have torch's Muon for the matrices of the layers, and AdamW for
-the rest.  Each strategy is tried with both learning rates and the first seed; the other seeds have
-the one with the lower loss.  The loss is the consensus's on 400 pieces that are not trained on; the
-bytes are those of the rank that sends the most.
+tenth.  A step takes a second, and a sum of all weights ten.  The inner optimizer is AdamW, or
+Muon where a strategy ends in "@muon".  Each strategy is tried with both learning rates and the
+first seed; the other seeds have the one with the lower loss.  The loss is the consensus's on 400
+pieces that are not trained on; the bytes are those of the rank that sends the most.
 
 A quarter of a run is saved once it is made, and nothing that is there is made again: the command
 can be interrupted, and given a part of the strategies, learning rates and seeds.
@@ -58,38 +57,6 @@ STRATEGIES = [
 LRS = [0.003, 0.006]
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for some matrices, AdamW for the rest, as one optimizer."""
-
-    def __init__(self, matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> None:
-        self.inner = [
-            torch.optim.AdamW(rest, weight_decay=0.1),
-            torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        ]
-        super().__init__([{"params": rest}, {"params": matrices}], {"lr": 1.0})
-
-    def step(self, closure: Any = None) -> None:
-        for each in self.inner:
-            each.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-            each.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": [each.state_dict() for each in self.inner]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for each, of_it in zip(self.inner, state["inner"], strict=True):
-            each.load_state_dict(of_it)
-
-
-def optimizer_of(model: nn.Module, is_muon: bool) -> torch.optim.Optimizer:
-    if not is_muon:
-        return torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in model.named_parameters():
-        kinds["layers" in name and parameter.dim() == 2].append(parameter)
-    return MuonAndAdamW(kinds[True], kinds[False])
-
-
 def share(step: int) -> float:
     """The learning rate, of the peak."""
     if step < WARMUP:
@@ -97,8 +64,8 @@ def share(step: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))
 
 
-def new_model() -> CausalLanguageModel:
-    return CausalLanguageModel(dim=208, depth=2, seq_len=SEQ_LEN)
+def new_model(inner: str = "adamw") -> CausalLanguageModel:
+    return CausalLanguageModel(dim=208, depth=2, seq_len=SEQ_LEN, optimizer=inner, weight_decay=0.1)
 
 
 def train(
@@ -108,9 +75,9 @@ def train(
     strategy, _, inner = key["strategy"].partition("@")
     with torch.random.fork_rng():
         torch.manual_seed(key["seed"])
-        model = new_model()
+        model = new_model(inner or "adamw")
     generator = torch.Generator().manual_seed(1000 * key["seed"] + net.rank)
-    optimizer, state = optimizer_of(model, inner == "muon"), saved[net.rank]
+    optimizer, state = model.configure_optimizers(), saved[net.rank]
     if state:
         model.load_state_dict(state["model"])
     replica = Replica(net, model, [optimizer], make_algorithm(strategy))

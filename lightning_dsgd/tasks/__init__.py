@@ -4,6 +4,7 @@ from lightning_dsgd.tasks.control import RecurrentPPO, Updates
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 from lightning_dsgd.tasks.images import CIFAR10Data, ImageClassifier, ImageFolderData
 from lightning_dsgd.tasks.language import CausalLanguageModel, MaskedLanguageModel, TextData
+from lightning_dsgd.tasks.muon import MuonWithAdamW
 from lightning_dsgd.tasks.regression import (
     GisetteData,
     LeastSquaresData,
@@ -26,6 +27,7 @@ __all__ = [
     "LinearRegression",
     "LogisticRegression",
     "MaskedLanguageModel",
+    "MuonWithAdamW",
     "RecurrentPPO",
     "SpeechData",
     "SpeechRecognizer",

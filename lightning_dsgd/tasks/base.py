@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_dsgd.tasks.muon import MuonWithAdamW
 from lightning_dsgd.tasks.partition import PopSGDSampler
 
 Batch = tuple[Tensor, Tensor] | list[Tensor]
@@ -26,7 +27,8 @@ class Task(LightningModule):
     The learning rate rises linearly over `warmup`, and is then `lr` times what `decay` says.
 
     Args:
-        optimizer: "sgd", "adam" or "adamw".
+        optimizer: "sgd", "adam" or "adamw"; "muon" has Muon for the matrices in `layers`, and AdamW
+            for the rest.
         lr: learning rate.
         momentum: the momentum of SGD.
         nesterov: whether the momentum is Nesterov's.
@@ -43,7 +45,7 @@ class Task(LightningModule):
 
     def __init__(
         self,
-        optimizer: Literal["sgd", "adam", "adamw"] = "sgd",
+        optimizer: Literal["sgd", "adam", "adamw", "muon"] = "sgd",
         lr: float = 0.1,
         momentum: float = 0.9,
         nesterov: bool = False,
@@ -84,6 +86,8 @@ class Task(LightningModule):
                 nesterov=self.nesterov,
                 weight_decay=self.weight_decay,
             )
+        elif self.optimizer == "muon":
+            optimizer = self._muon()
         else:
             cls = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
             optimizer = cls(
@@ -100,6 +104,17 @@ class Task(LightningModule):
         for module in self.modules():
             if isinstance(module, Metric):
                 module.reset()
+
+    def _muon(self) -> MuonWithAdamW:
+        kinds: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in self.named_parameters():
+            kinds["layers." in name and parameter.dim() == 2].append(parameter)
+        if not kinds[True]:
+            raise ValueError(
+                "optimizer='muon' needs matrices in a module named 'layers', as Transformers have "
+                f"them, and {type(self).__name__} has none; take 'adamw'"
+            )
+        return MuonWithAdamW(kinds[True], kinds[False], self.lr, self.betas, self.weight_decay)
 
     def _factor_of_step(self) -> Callable[[int], float]:
         """Returns what the learning rate is multiplied by at an optimizer step."""

@@ -203,7 +203,7 @@ class CausalLanguageModel(LanguageModel):
         depth: number of layers.
         num_heads: the number of attention heads.
         dropout: the dropout on embeddings and after each sublayer.
-        optimizer: "sgd", "adam" or "adamw".
+        optimizer: "sgd", "adam", "adamw" or "muon", see `Task`.
         lr: learning rate.
         **kwargs: options of `Task`.
     """
@@ -216,7 +216,7 @@ class CausalLanguageModel(LanguageModel):
         depth: int = 2,
         num_heads: int = 4,
         dropout: float = 0.0,
-        optimizer: Literal["sgd", "adam", "adamw"] = "adamw",
+        optimizer: Literal["sgd", "adam", "adamw", "muon"] = "adamw",
         lr: float = 1e-3,
         **kwargs: Any,
     ) -> None:
@@ -257,7 +257,7 @@ class MaskedLanguageModel(LanguageModel):
         depth: number of layers; BERT-base has 12.
         num_heads: the number of attention heads; BERT-base has 12.
         dropout: the dropout on embeddings and after each sublayer.
-        optimizer: "sgd", "adam" or "adamw".
+        optimizer: "sgd", "adam", "adamw" or "muon", see `Task`.
         lr: learning rate.
         **kwargs: options of `Task`.
     """
@@ -270,7 +270,7 @@ class MaskedLanguageModel(LanguageModel):
         depth: int = 2,
         num_heads: int = 4,
         dropout: float = 0.1,
-        optimizer: Literal["sgd", "adam", "adamw"] = "adamw",
+        optimizer: Literal["sgd", "adam", "adamw", "muon"] = "adamw",
         lr: float = 1e-3,
         **kwargs: Any,
     ) -> None:
