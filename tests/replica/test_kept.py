@@ -18,7 +18,6 @@ from lightning_dsgd.replica.kept import NUM_MEASURED
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import some_now
-from tests.support.worlds import ProcessWorld
 
 WIDTH = 48  # more weights than are measured
 SITUATIONS: dict[str, tuple[Callable[[random.Random, int], float], float]] = {
@@ -48,7 +47,6 @@ class Run:
         net: Any,
         spec: str,
         situation: str,
-        has_momentum: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.net, self.spec = net, spec
@@ -59,8 +57,6 @@ class Run:
             torch.manual_seed(0)
             self.model = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.02)
-        if has_momentum:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), 0.004, momentum=0.9)
         self.replica = self.new("begin")
         self.replica.synchronize()
         self.begin, self.updates = self.weights(), torch.zeros(WIDTH * WIDTH + WIDTH).double()
@@ -96,38 +92,19 @@ class Run:
         self.replica.show_own()
         return share
 
-    def resume(self, *, forget: bool = False, lengthen: bool = False) -> None:
-        """In a replica that knows only what was saved.
-
-        Args:
-            forget: what older checkpoints do not have
-            lengthen: what is known, as if other weights lay between
-        """
+    def resume(self) -> None:
+        """In a replica that knows only what was saved."""
         saved = copy.deepcopy(self.replica.state_dict())
         names, updates = self.replica.names(), self.replica.updates()
-        if lengthen:
-            updates = [state | {"len": state["len"] + 1} for state in updates]
-            longer = torch.zeros(NUM_MEASURED + 1)
-            saved = [
-                part | ({"gradients": longer} if "gradients" in part else {}) for part in saved
-            ]
-        if forget:
-            saved = [{k: v for k, v in part.items() if k != "gradients"} for part in saved]
         self.replica.stop()
         self.replica = self.new("resumed")
-        self.replica.load_state_dict(saved, names, None if forget else updates)
+        self.replica.load_state_dict(saved, names, updates)
 
 
 def train(
-    net: Any,
-    spec: str,
-    situation: str,
-    uneven: bool,
-    resumes: bool,
-    has_momentum: bool,
-    dtype: torch.dtype,
+    net: Any, spec: str, situation: str, uneven: bool, resumes: bool, dtype: torch.dtype
 ) -> list[float | None]:
-    run = Run(net, spec, situation, has_momentum, dtype)
+    run = Run(net, spec, situation, dtype)
     shares = []
     for phase in range(2):
         if resumes and phase:
@@ -138,39 +115,31 @@ def train(
 
 
 def shares_in(
-    situation: str, spec: str, dtype: torch.dtype = torch.float32, **options: bool
+    situation: str,
+    spec: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    uneven: bool = False,
+    resumes: bool = False,
 ) -> list[float]:
     world = SimulatedWorld(4, latency_s=0.01, bandwidth_bytes_s=SITUATIONS[situation][1])
-    flags = [options.get(name, False) for name in ("uneven", "resumes", "has_momentum")]
-    first, *others = world.run(train, spec, situation, *flags, dtype)
+    first, *others = world.run(train, spec, situation, uneven, resumes, dtype)
     if spec != "eager_sgd":  # each of whose ranks tells its own
         assert others == [first] * 3  # the same on all ranks
     return first
 
 
-@some_now("spec", PLAIN + MORE, now=["allreduce", "hpsgd", "popsgd", "wagma", *MORE[:1]])
+@some_now("spec", PLAIN + MORE, now=["allreduce", "popsgd", "wagma", *MORE[:1]])
 def test_what_loses_no_update_is_seen_to_keep_all(spec: str) -> None:
     for situation in SITUATIONS:
-        assert shares_in(situation, spec) == [pytest.approx(1.0, abs=1e-3)] * 2, situation
+        shares = shares_in(situation, spec, uneven=situation == "stragglers")
+        assert shares == [pytest.approx(1.0, abs=1e-3)] * 2, situation
     halves = shares_in("stragglers", spec, torch.bfloat16)
     near = 1e-3 if make_algorithm(spec).averages_weights else 0.01  # its mean is rounded once
     assert halves == [pytest.approx(1.0, abs=near)] * 2, "bfloat16"
 
 
-@some_now("spec", ["allreduce", "wagma", "hpsgd", MORE[4]], now=["wagma", MORE[4]])
-def test_all_are_kept_where_ranks_have_different_numbers_of_batches(spec: str) -> None:
-    for situation in SITUATIONS:
-        shares = shares_in(situation, spec, uneven=True)
-        assert shares == [pytest.approx(1.0, abs=1e-3)] * 2, situation
-
-
-RESUMED = [
-    *("wagma:rule=paper", "hpsgd:outer_momentum=0.5", "oktopk:local_steps=4"),
-    *("sgp:overlap=1", "oktopk", "oktopk:warmup_steps=5", "gtopk"),
-]
-
-
-@some_now("spec", RESUMED, now=RESUMED[:2])
+@pytest.mark.parametrize("spec", ["wagma:rule=paper", "hpsgd:outer_momentum=0.5", "oktopk"])
 def test_a_resume_goes_on_counting(spec: str) -> None:
     near = 0.05 if "paper" in spec else 1e-3  # who is late differs a little
     undisturbed, resumed = shares_in("slow rank", spec), shares_in("slow rank", spec, resumes=True)
@@ -199,47 +168,6 @@ def test_a_resume_has_what_was_rounded_off() -> None:
         assert x.equal(same_x)
         assert p.equal(same_p)
         assert (x[: len(p)] != p.double()).any()
-
-
-@pytest.mark.parametrize("spec", ["wagma", "oktopk", "oktopk:local_steps=4"])
-@pytest.mark.parametrize("is_old", [True, False], ids=["an old checkpoint", "another layout"])
-def test_counting_begins_anew_where_nothing_fits(spec: str, is_old: bool) -> None:
-    def resume(net: Any) -> float | None:
-        run = Run(net, spec, "slow rank")
-        run.steps(4)
-        run.resume(forget=is_old, lengthen=not is_old)
-        share = run.steps(4)
-        run.replica.stop()
-        return share
-
-    for share in SimulatedWorld(2).run(resume):
-        assert share is not None
-        assert share == pytest.approx(1, abs=1e-3) or spec != "wagma"
-
-
-def train_two(net: Any) -> tuple[list[float | None], float]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
-    replica = Replica(net, model, optimizers, make_algorithm("hpsgd:outer_momentum=0.5"))
-    for _ in range(6):
-        for part, optimizer in zip(model, optimizers, strict=True):
-            optimizer.zero_grad()
-            part(torch.ones(4)).sum().backward()
-            replica.before_update(optimizer)
-            optimizer.step()
-            replica.after_update(optimizer)
-    replica.show_consensus()
-    own = [part.kept.share for part in replica.parts]
-    replica.stop()
-    return own, replica.metrics()["updates_kept"]
-
-
-def test_each_optimizer_is_counted() -> None:
-    for own, metric in ProcessWorld(timeout_s=60.0).run(2, train_two):
-        assert None not in own
-        assert metric == pytest.approx(sum(own) / 2)
 
 
 def compare_with_all(net: Any, spec: str, situation: str) -> tuple[float | None, Tensor, Tensor]:
@@ -283,7 +211,7 @@ def hold_back(net: Any, spec: str) -> tuple[float | None, Tensor, Tensor]:
 
 @some_now("spec", ["oktopk:warmup_steps=5", *OF_GRADIENTS], now=("oktopk",))
 def test_gradients_that_are_held_back_are_not_counted_yet(spec: str) -> None:
-    for density in (0.01, 0.2, 1.0):
+    for density in (0.1, 1.0):
         ranks = SimulatedWorld(8).run(hold_back, f"{spec}:density={density}")
         shares, residuals, totals = zip(*ranks, strict=True)
         residual, total = torch.stack(residuals).mean(0), torch.stack(totals).mean(0)
@@ -294,13 +222,3 @@ def test_gradients_that_are_held_back_are_not_counted_yet(spec: str) -> None:
 
 def test_late_gradients_are_told() -> None:
     assert all(0.6 < share <= 1 for share in shares_in("stragglers", "eager_sgd"))
-
-
-def test_nothing_is_said_before_there_is_an_update() -> None:
-    def look(net: Any) -> float | None:
-        run = Run(net, "wagma", "slow rank")
-        share = run.steps(0)
-        run.replica.stop()
-        return share
-
-    assert SimulatedWorld(2).run(look) == [None, None]
