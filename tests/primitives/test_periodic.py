@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from lightning_dsgd.algorithms.diloco import DiLoCo
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.primitives.periodic import PeriodicAverage
-from lightning_dsgd.simulated import RankFailed, SimulatedWorld
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.rank import Rank
 
 N = 100
@@ -39,8 +38,7 @@ def descend(net: Any, algorithm: Callable[[], PeriodicAverage], num_steps: int) 
     return seen
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("num_fragments", [1, 2])
+@pytest.mark.parametrize(("nesterov", "num_fragments"), [(True, 2), (False, 1)])
 def test_the_outer_optimizer_is_torchs_sgd(nesterov: bool, num_fragments: int) -> None:
     period, lr, momentum = 4, 0.8, 0.5
 
@@ -84,15 +82,8 @@ def test_training_begins_with_what_the_weights_are_at_the_first_step() -> None:
         assert torch.equal(x, torch.full((N,), 5.0))
 
 
-def test_the_defaults_of_diloco_are_the_papers() -> None:
-    algorithm = DiLoCo()
-    assert (algorithm.sync_period, algorithm.outer_lr, algorithm.outer_momentum) == (500, 0.7, 0.9)
-    assert algorithm.outer_nesterov
-
-
 # ---- claimed batches ----
-@pytest.mark.parametrize("claims", [True, False])
-@pytest.mark.parametrize("num_fragments", [1, 2])
+@pytest.mark.parametrize(("claims", "num_fragments"), [(True, 1), (True, 2), (False, 1)])
 def test_a_slow_rank_that_claims_holds_up_for_a_step(claims: bool, num_fragments: int) -> None:
     """Of 4 ranks that share 56 batches the last is half as fast: 16 s if nobody ever waits."""
     left = list(range(56))
@@ -123,7 +114,7 @@ RATES = [0.0] * 2 + [1.0] * 6 + [0.25] * 16 + [0.0] * 80
 
 
 @pytest.mark.parametrize("resumed_at", [None, 13])
-@pytest.mark.parametrize("options", [{}, {"overlap_steps": 1}, {"num_fragments": 2}])
+@pytest.mark.parametrize("options", [{"overlap_steps": 1}, {"num_fragments": 2}])
 def test_a_period_grows_as_the_rate_falls(options: Any, resumed_at: int | None) -> None:
     """Meetings are 2 steps apart, then 8 at a quarter of the rate, and 64 at none."""
 
@@ -152,60 +143,23 @@ def test_a_period_grows_as_the_rate_falls(options: Any, resumed_at: int | None) 
         assert met == expected[1:]
 
 
-def test_ranks_with_other_rates_go_on_with_the_mean_of_their_periods() -> None:
-    left = list(range(60))
-
-    def train(net: Any) -> list[int]:
-        rates = SimpleNamespace(param_groups=[{"lr": 1.0}])
-        conditions = Conditions(claims_batches=True, optimizer=rates)  # type: ignore[arg-type]
-        rank, periods = Rank(net, LocalSGD(2, growing_period=True), torch.zeros(N), conditions), []
-        while left:
-            left.pop()
-            rates.param_groups[0]["lr"] = 0.25 if net.rank and len(left) < 40 else 1.0
-            rank.step(1.0, seconds=1.0 + net.rank)
-            periods.append(rank.algorithm.period)  # type: ignore[attr-defined]
-        rank.finish()
-        return list(dict.fromkeys(periods))
-
-    assert SimulatedWorld(2).run(train) == [[2, 5]] * 2
-    with pytest.raises(RankFailed, match="growing_period needs an optimizer"):
-        SimulatedWorld(1).run(lambda net: Rank(net, LocalSGD(growing_period=True), torch.zeros(N)))
-
-
 # ---- messages ----
-def watch(net: Any, algorithm: Callable[[], PeriodicAverage]) -> tuple[list[int], float, float]:
-    """The bytes of each of two later periods' steps, the seconds they took and were waited for."""
-    made = algorithm()
-    rank, period, sent = Rank(net, made, torch.zeros(960)), made.sync_period, []
-    for k in range(3 * period):
-        if k == period:
-            begin, waited = net.now(), net.counters.wait_s
-        net.compute(1.0)
-        sent.append(net.counters.bytes_sent)
-        rank.step(1.0)
-    net.compute(1.0)
-    sent.append(net.counters.bytes_sent)
-    figures = net.now() - begin - 1.0, net.counters.wait_s - waited
+def seconds_of_two_periods(net: Any, overlap_steps: int) -> float:
+    made = LocalSGD(sync_period=4, overlap_steps=overlap_steps)
+    rank = Rank(net, made, torch.zeros(960))
+    for k in range(12):
+        if k == 4:
+            begin: float = net.now()
+        rank.step(1.0, seconds=1.0)
+    took = net.now() - begin
     rank.finish()
-    return [later - earlier for earlier, later in pairwise(sent)][period:], *figures
-
-
-def test_a_fragment_is_sent_at_a_time() -> None:
-    whole, parts = (
-        SimulatedWorld(2).run(watch, lambda n=n: LocalSGD(sync_period=8, num_fragments=n))[1][0]
-        for n in (1, 4)
-    )
-    assert max(whole) == pytest.approx(960 * 4, abs=16)
-    assert max(parts) == pytest.approx(960, abs=16)
-    assert sum(parts) == pytest.approx(sum(whole), abs=100)
-    assert [bool(sent) for sent in parts] == [False, True] * 8
+    return took
 
 
 def test_nobody_waits_for_a_sum_that_comes_in_time() -> None:
     def seconds(overlap_steps: int) -> float:
         world = SimulatedWorld(2, latency_s=0.1, bandwidth_bytes_s=2e3)  # about two steps
-        make = lambda: LocalSGD(sync_period=4, overlap_steps=overlap_steps)  # noqa: E731
-        return max(took for _, took, _ in world.run(watch, make))
+        return max(world.run(seconds_of_two_periods, overlap_steps))
 
     assert seconds(3) == pytest.approx(8.0)
     assert seconds(0) > 11.0
@@ -228,29 +182,10 @@ def started(net: Any, algorithm: Algorithm) -> list[str]:
         (DiLoCo(sync_period=8, outer_momentum=0.5), []),
         (DiLoCo(outer_lr=1.5), ["outer_lr must be below 1.36 with this outer_momentum"]),
         (DiLoCo(outer_lr=1.5, outer_nesterov=False), []),
-        (LocalSGD(outer_lr=2.0), ["outer_lr must be below 2.00"]),
-        (HPSGD(outer_lr=1.5, outer_momentum=0.9), ["outer_lr must be below 1.36"]),
         (HPSGD(max_local_steps=2, outer_momentum=0.9), ["with max_local_steps=2: .* 10.0 times"]),
-        (HPSGD(outer_lr=0.7, outer_momentum=0.9), []),
     ],
 )
 def test_outer_rates_that_are_too_large_are_told(algorithm: Algorithm, expected: list[str]) -> None:
     [texts] = SimulatedWorld(1).run(started, algorithm)
     assert len(texts) == len(expected)
     assert all(re.search(e, text) for e, text in zip(expected, texts, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("lr", "momentum", "nesterov", "limit"), [(1.0, 0.9, True, 3.8 / 2.8), (1.0, 0.5, False, 3.0)]
-)
-def test_the_limit_is_a_quadratics(
-    lr: float, momentum: float, nesterov: bool, limit: float
-) -> None:
-    """Each period reaches the minimum, at 0, exactly."""
-    for rate, diverges in ((0.98 * limit, False), (1.02 * limit, True)):
-        weight = torch.ones(1).double().requires_grad_()
-        outer = torch.optim.SGD([weight], rate, momentum, nesterov=nesterov)
-        for _ in range(2000):
-            weight.grad = weight.detach().clone()
-            outer.step()
-        assert (weight.detach().abs() > 1.0).item() is diverges

@@ -20,24 +20,13 @@ def randn(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def plain_kth(x: Tensor, k: int) -> Tensor:
-    return x.abs().sort(descending=True).values[k - 1]
-
-
 def threshold(value: float) -> Tensor:
     return torch.tensor(value)
 
 
-@DTYPES
-@pytest.mark.parametrize("n", [1, 7, 70_000])
-def test_the_kth_magnitude_is_exact(n: int, dtype: torch.dtype) -> None:
-    x = randn(n, n, dtype)
-    for k in {1, 2, n // 100, n // 10, n // 2, n} - {0}:
-        if k <= n:
-            assert sparse.kth_magnitude(x, k) == plain_kth(x, k)
-
-
 SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "float64": lambda x: x.double(),
+    "few": lambda x: x[:7],
     "periodic": lambda x: x.index_fill(0, torch.arange(0, len(x), 61), 1e-6),
     "zeros": lambda x: x.where(torch.arange(len(x)) < 500, torch.zeros(())),
     "equal": lambda x: torch.full_like(x, -2.0),
@@ -48,14 +37,11 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_kth_magnitude_is_exact_where_a_sample_misleads(shape: str) -> None:
+def test_the_kth_magnitude_is_exact_also_where_a_sample_misleads(shape: str) -> None:
     x = SHAPES[shape](randn(150_000))
-    for k in (1, 10, 1500, 30_000):
-        assert sparse.kth_magnitude(x, k) == plain_kth(x, k)
-
-
-def test_there_is_no_kth_magnitude_beyond_the_last() -> None:
-    assert sparse.kth_magnitude(randn(5), 6) == 0
+    for k in (1, 7, 1500, 30_000):
+        plain = x.abs().sort(descending=True).values[min(k, len(x)) - 1] * (k <= len(x))
+        assert sparse.kth_magnitude(x, k) == plain
 
 
 @DTYPES
@@ -118,16 +104,6 @@ def test_the_largest_are_exactly_k_and_the_first_of_equal_ones() -> None:
     assert sparse.largest(torch.ones(10), 4).nonzero().squeeze(1).tolist() == [0, 1, 2, 3]
 
 
-def test_thresholds_follow_their_counts_gently() -> None:
-    th = threshold(1.0)
-    assert sparse.corrected(th, 100, 100) == 1.0
-    assert sparse.corrected(th, 0, 100) == 1.0
-    assert 1.0 < sparse.corrected(th, 125, 100) < 1.03
-    assert 0.95 < sparse.corrected(th, 67, 100) < 1.0
-    near = [count for count in range(200) if sparse.is_near(count, 60)]
-    assert near == list(range(45, 76))
-
-
 # ---- the wire ----
 def pack(values: Tensor, indices: Tensor, cuts: list[int], wire: str) -> tuple[list[int], Tensor]:
     """The bytes of each part, and all of them, which have come back as they were."""
@@ -177,33 +153,11 @@ INDICES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8", "int4", "2bit"])
 @pytest.mark.parametrize("indices", INDICES.values(), ids=INDICES)
-def test_messages_come_back_as_they_were(indices: list[int], wire: str, dtype: torch.dtype) -> None:
-    roundtrip(randn(len(indices)).to(dtype), torch.tensor(indices, dtype=torch.int64), wire)
-
-
-@pytest.mark.parametrize("density", [1.0, 0.2, 0.02, 1e-3, 1e-4, 1e-5])
-@pytest.mark.parametrize("shape", ["uniform", "clustered", "two ends"])
-def test_an_entry_takes_no_more_bytes_than_is_said(density: float, shape: str) -> None:
-    n = 1_000_000
-    count = max(2, round(n * density))
-    if shape == "uniform":
-        indices = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:count]
-        indices = indices.sort().values
-    elif shape == "clustered":
-        indices = torch.arange(count) + (n - count) // 2
-    else:
-        indices = torch.cat([torch.arange(count // 2), torch.arange(n - count // 2, n)])
-    message = roundtrip(randn(len(indices)), indices)
-    bound = min(w * (1 + 1 / ((2 ** (8 * w) - 1) * density)) for w in (1, 2, 4))
-    bound = min(bound, 1 / 8 / density)
-    assert len(message) <= 1 + (4 + bound) * len(indices)
-    if density >= 0.01:
-        assert len(message) <= 5.4 * len(indices)  # whatever lies where
-    if density >= 1e-4:
-        assert len(message) <= 6.5 * len(indices)
+def test_messages_come_back_as_they_were(indices: list[int], wire: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        roundtrip(randn(len(indices)).to(dtype), torch.tensor(indices, dtype=torch.int64), wire)
 
 
 def test_an_entry_takes_as_many_bytes_as_is_said_at_1_percent() -> None:
@@ -215,6 +169,10 @@ def test_an_entry_takes_as_many_bytes_as_is_said_at_1_percent() -> None:
     for wire, value in {"float32": 4, "bfloat16": 2, "int8": 33 / 32, "int4": 17 / 32}.items():
         mean = len(roundtrip(randn(len(indices)), indices, wire)) / len(indices)
         assert mean == pytest.approx(value + index, rel=0.002)
+    count = len(indices)
+    at_two_ends = torch.cat([torch.arange(count // 2), torch.arange(n - count // 2, n)])
+    for others in (torch.arange(count) + n // 2, at_two_ends):
+        assert len(roundtrip(randn(len(others)), others)) <= 5.4 * len(others)
 
 
 def test_marks_of_what_is_dense_are_the_same_on_a_device() -> None:

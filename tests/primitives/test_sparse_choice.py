@@ -63,37 +63,6 @@ def test_the_faster_form_is_measured_once_a_size(
         assert {n for _, n, _ in clock.called} == {len(other)}
 
 
-def test_a_size_that_was_not_measured_takes_the_form_of_the_nearest() -> None:
-    clock = Clock(torch=3, triton=2)
-    choice = Choice(clock)
-    choice.prepare(clock.forms, torch.zeros(100_000))
-    clock.forms["torch"], clock.forms["triton"] = clock.forms["triton"], clock.forms["torch"]
-    choice.prepare(clock.forms, torch.zeros(100))
-    clock.called.clear()
-    assert choice.among(clock.forms, torch.zeros(300)) is clock.forms["torch"]
-    assert choice.among(clock.forms, torch.zeros(30_000)) is clock.forms["triton"]
-    assert not clock.called
-
-
-def test_one_form_is_not_measured() -> None:
-    clock = Clock(torch=1)
-    assert Choice(clock).among(clock.forms, torch.zeros(10)) is clock.forms["torch"]
-    assert clock.called == []
-
-
-def test_what_was_measured_is_said_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock(torch=0.0035, triton=0.0012)
-    choice, x = Choice(clock), torch.zeros(1000)
-    with caplog.at_level(logging.INFO, "lightning_dsgd"):
-        for _ in range(2):
-            choice.prepare(clock.forms, x, is_told=True)
-            choice.prepare(clock.forms, torch.zeros(10))
-    assert caplog.messages == [
-        "Selection from 1,000 elements on cpu: torch 3.5 ms, triton 1.2 ms; triton is taken "
-        "(LIGHTNING_DSGD_SELECTION sets it)."
-    ]
-
-
 def test_a_variable_sets_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, x = Clock(torch=1, triton=2), torch.zeros(10)
     for name in ("triton", "torch"):
@@ -119,14 +88,6 @@ def test_kernels_that_cannot_run_are_left_out_with_a_warning() -> None:
     assert choice.among(forms, torch.zeros(10)) is forms["torch"]  # is not tried again
     with pytest.raises(RuntimeError, match="C compiler"):
         Choice().among({"torch": fail, "triton": fail}, torch.zeros(10))
-
-
-def test_on_a_cpu_there_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "nonsense")
-    monkeypatch.setattr(Choice, "among", None)
-    x = torch.tensor([1.0, -3.0, 0.0])
-    sparse.prepare(x, 2, is_told=True)
-    assert sparse.select(x, torch.tensor(2.0))[1].tolist() == [1]
 
 
 def select_either_way(net: Any, fake: FakeDevice) -> None:

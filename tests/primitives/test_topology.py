@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import pytest
@@ -25,26 +24,6 @@ def matrix(graph: str, step: int, world_size: int, num_peers: int = 1, seed: int
 
 
 # ---- neighbours ----
-
-
-@pytest.mark.parametrize("world_size", UP_TO_40)
-def test_news_to_exponential_neighbours_reach_all_in_log_p_hops(world_size: int) -> None:
-    sizes = world_size, world_size
-    tells = [topology.out_peers("exponential", 0, rank, *sizes) for rank in range(world_size)]
-    known = {0}
-    for _ in range(math.ceil(math.log2(world_size))):
-        known |= {p for rank in known for p in tells[rank]}
-    assert known == set(range(world_size))
-    for rank in range(world_size):
-        assert sum(peers.count(rank) for peers in tells) == len(tells[rank])
-
-
-@pytest.mark.parametrize(
-    ("world_size", "size"),
-    [(1, 1), (2, 2), (3, 2), (4, 2), (7, 2), (8, 4), (16, 4), (31, 4), (32, 8), (64, 8)],
-)
-def test_the_power_of_two_nearest_the_square_root(world_size: int, size: int) -> None:
-    assert topology.near_sqrt(world_size) == size
 
 
 # ---- groups ----
@@ -129,18 +108,6 @@ def test_news_reach_every_rank(graph: str) -> None:
         assert (w > 0).all(), world_size
 
 
-@pytest.mark.parametrize("world_size", UP_TO_40)
-def test_bipartite_pairs_are_mutual_and_leave_out_at_most_one(world_size: int) -> None:
-    for step in range(8):
-        peers = [
-            topology.out_peers("bipartite_exponential", step, rank, world_size)
-            for rank in range(world_size)
-        ]
-        assert sum(not peer for peer in peers) == world_size % 2
-        for rank, peer in enumerate(peers):
-            assert all((rank + p) % 2 and peers[p] == [rank] for p in peer)
-
-
 def second_singular_value(graph: str, num_steps: int, seed: int = 0) -> float:
     w = torch.eye(32).double()
     for step in range(num_steps):
@@ -199,15 +166,3 @@ def test_every_pair_is_as_likely_as_any_other(
     assert len(counts) == num_edges
     expected = pairs * rounds / num_edges
     assert sum((n - expected) ** 2 / expected for n in counts.values()) < 3 * num_edges
-
-
-@pytest.mark.parametrize(
-    ("world_size", "of_a_rank"),
-    [(1, 1), (2, 1), (4, 2), (6, 4), (8, 3), (32, 5), (128, 7), (1024, 2), (13, 0), (24, 0)],
-)
-def test_groups_that_come_again_are_few(world_size: int, of_a_rank: int) -> None:
-    size = topology.near_sqrt(world_size)
-    found = topology.recurring_groups(world_size, size, most=8)
-    assert sum(0 in group for group in found) == of_a_rank
-    for version in range(50 * (of_a_rank > 0)):
-        assert all(group in found for group in topology.groups(version, world_size, size))
