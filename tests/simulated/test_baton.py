@@ -50,38 +50,6 @@ def test_two_runs_are_equal_to_the_bit():
     assert len({rank[0] for rank in first}) == 1
 
 
-def test_ties_go_by_rank():
-    def fn(net):
-        for _ in range(3):
-            order.append(net.rank)
-            net.compute(1.0)
-
-    order: list[int] = []
-    SimulatedWorld(4).run(fn)
-    assert order == [0, 1, 2, 3] * 3
-
-
-def test_a_cycle_of_waits_is_reported_with_who_waits_for_what():
-    def fn(net):
-        net.compute(0.5 * net.rank)
-        net.recv(KB, (net.rank + 1) % 3, tag=net.rank).wait()
-
-    begin = time.monotonic()
-    outcomes = SimulatedWorld(3, timeout_s=1e6).outcomes(fn)
-    assert time.monotonic() - begin < 60.0
-    assert [type(error) for error in outcomes] == [Deadlock] * 3
-    assert (
-        str(outcomes[0])
-        == str(outcomes[2])
-        == (
-            "every rank waits for another:\n"
-            "  rank 0 waits since 0 s for a message with tag 0 from rank 1\n"
-            "  rank 1 waits since 0.5 s for a message with tag 1 from rank 2\n"
-            "  rank 2 waits since 1 s for a message with tag 2 from rank 0"
-        )
-    )
-
-
 def test_a_deadlock_report_names_lanes_joins_and_collectives():
     def lane(net):
         net.recv(KB, ANY, tag=7).wait()
@@ -117,27 +85,16 @@ def test_threads_end_also_when_the_run_is_interrupted():
         SimulatedWorld(4).run(fn)
 
 
-def gossip(net: SimulatedTransport, num_steps: int) -> tuple[torch.Tensor, float]:
-    """On the exponential graph: to 2^k ranks on, from 2^k ranks back."""
-    x = torch.full((16,), float(net.rank))
-    hops = [1 << k for k in range((net.world_size - 1).bit_length())]
-    for step in range(num_steps):
-        hop = hops[step % len(hops)]
-        net.compute(0.1)
-        net.send(x, (net.rank + hop) % net.world_size)
-        x += net.recv(x, (net.rank - hop) % net.world_size).wait()
-        x /= 2
-    return x, net.now()
-
-
 @pytest.mark.exhaustive
-def test_1024_ranks(capsys):
+def test_1024_ranks():
+    def fn(net):
+        x = torch.tensor([float(net.rank)])
+        for _ in range(4):
+            net.compute(0.1)
+            net.all_reduce(x).wait()
+            x /= net.world_size
+        return float(x)
+
     begin = time.process_time()
-    results = SimulatedWorld(1024, latency_s=1e-5, bandwidth_bytes_s=1e9).run(gossip, 100)
-    seconds = time.process_time() - begin
-    with capsys.disabled():
-        print(f" [1,024 ranks x 100 gossip steps: {seconds:.1f} s] ", end="")
-    assert seconds < 60.0
-    for x, now in results:
-        assert torch.equal(x, torch.full((16,), 511.5))
-        assert now == pytest.approx(100 * (0.1 + 1e-5 + 64e-9))
+    assert SimulatedWorld(1024, latency_s=1e-5, bandwidth_bytes_s=1e9).run(fn) == [511.5] * 1024
+    assert time.process_time() - begin < 60.0
