@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_dsgd import devices
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.primitives.sparse_choice import VARIABLE, Choice
-from tests.algorithms.test_on_device import train
-from tests.support.fake_device import FakeDevice
-from tests.support.worlds import FakeWorld
 
 
 class Clock:
@@ -88,26 +82,6 @@ def test_kernels_that_cannot_run_are_left_out_with_a_warning() -> None:
     assert choice.among(forms, torch.zeros(10)) is forms["torch"]  # is not tried again
     with pytest.raises(RuntimeError, match="C compiler"):
         Choice().among({"torch": fail, "triton": fail}, torch.zeros(10))
-
-
-def select_either_way(net: Any, fake: FakeDevice) -> None:
-    taken = []
-
-    def kernels(x: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        taken.append(len(x))
-        return sparse.select_plainly(x, *options)
-
-    stub: Any = SimpleNamespace(select=kernels)
-    sys.modules["lightning_dsgd.primitives.sparse_triton"] = stub
-    sys.modules["lightning_dsgd.primitives"].sparse_triton = stub  # type: ignore[attr-defined]
-    devices.runs_triton = lambda x: True
-    assert train(net, "oktopk", fake.device).equal(train(net, "oktopk", torch.device("cpu")))
-    assert taken
-
-
-@pytest.mark.exhaustive
-def test_forms_are_measured_on_a_device() -> None:
-    FakeWorld().run(2, select_either_way)
 
 
 @pytest.mark.gpu

@@ -69,19 +69,6 @@ def test_where_ranks_differ_by_noise_the_mean_is_as_large_as_one(world_size: int
     assert float(mean.pow(2).mean().sqrt()) == pytest.approx(1.0, rel=0.25)
 
 
-def test_ranks_that_go_opposite_ways_get_no_more_than_the_largest_factor() -> None:
-    def opposite(net: Any) -> Tensor:
-        x = torch.zeros(N)
-        scaling = StepScaling(net, x)
-        for _ in range(200):
-            step(net, scaling, x, 1.0 - 2.0 * net.rank)
-        scaling.settle()
-        return scaling.factors()
-
-    for factors in SimulatedWorld(2).run(opposite):
-        torch.testing.assert_close(factors, torch.full((21,), math.sqrt(2)))
-
-
 @pytest.mark.parametrize("bad", [0.0, torch.nan])
 def test_steps_of_no_size_or_none_that_is_finite_tell_nothing(bad: float) -> None:
     def go(net: Any) -> Tensor:
@@ -173,22 +160,3 @@ def test_a_weight_decay_beside_the_step_is_not_scaled(optimizer: str) -> None:
         assert torch.equal(model["unused"], torch.ones(32))
         decayed = torch.full((32,), (1 - 0.01 * 0.5) ** 40)
         torch.testing.assert_close(model["still"].detach(), decayed, rtol=0, atol=1e-5)
-
-
-def test_a_step_that_was_skipped_has_no_weight_decay() -> None:
-    def skip(net: Any) -> Tensor:
-        x = torch.ones(N)
-        scaling = StepScaling(net, x)
-        for is_skipped in [False] * 20 + [True]:
-            scaling.update_begins(x, [([slice(0, N)], torch.tensor([0.1]))])
-            before = x.clone()
-            if not is_skipped:
-                x += 0.01 * torch.randn(N, generator=torch.Generator().manual_seed(net.rank))
-            net.compute(0.1)
-            scaling.update_ends(x)
-        assert float(scaling.factors().mean()) > 1.01
-        scaling.settle()
-        return x - before
-
-    for moved in SimulatedWorld(4).run(skip):
-        assert not moved.any()

@@ -172,17 +172,6 @@ def test_x_is_the_parameters(model: str) -> None:
             assert torch.equal(p, torch.full_like(p, 3 + 3j if p.is_complex() else 3))
 
 
-def test_one_flat_tensor_per_dtype_in_order_of_appearance_and_tied_ones_once() -> None:
-    module = Mixed()
-    flats = flatten(module.named_parameters())
-    assert [flat.x.dtype for flat in flats] == [torch.float32, torch.bfloat16, torch.float64]
-    assert flats[0].names == ["phase", "single.weight", "single.bias"]
-    assert flats[1].parameters == [module.brain.weight, module.brain.bias]
-    (flat,) = flatten(Tied().named_parameters(remove_duplicate=False))
-    assert flat.names == ["encode.weight", "encode.bias", "decode.bias"]
-    assert flat.numel == 7 * 7 + 7 + 7
-
-
 def test_gradient_in_place_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     module = build(mlp)
     (flat,) = flatten(module.named_parameters())
@@ -194,23 +183,6 @@ def test_gradient_in_place_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "_foreach_copy_", None)
     backward(module, batches(1)[0])
     assert torch.equal(flat.gather(), 2 * once)
-
-
-def test_gradients_of_other_strides_and_graphs() -> None:
-    module = build(channels_last)
-    (flat,) = flatten(module.named_parameters())
-    for p in flat.parameters:
-        p.grad = torch.randn(p.shape).contiguous()
-    conv = module[0][1].weight
-    conv.grad = torch.ones(()).expand(conv.shape)
-    first = flat.parameters[1]
-    first.grad = torch.randn(first.shape, requires_grad=True) * 2
-    grads = [p.grad.clone() for p in flat.parameters]
-    assert not flat.gather().requires_grad
-    flat.scatter()
-    for p, grad in zip(flat.parameters, grads, strict=True):
-        assert p.grad.stride() == p.stride()
-        assert torch.equal(p.grad, grad)
 
 
 def test_no_gradient_here_but_elsewhere() -> None:

@@ -34,7 +34,6 @@ MORE = [
     "diloco:sync_period=4:outer_lr=1.0:outer_momentum=0.0",
 ]
 SPARSE = [name for name in ALGORITHMS if issubclass(ALGORITHMS[name], ErrorFeedback)]
-OF_GRADIENTS = [name for name in SPARSE if ALGORITHMS[name]().uses_gradient]
 OWN = [*SPARSE, "eager_sgd"]  # which say it of gradients
 PLAIN = [name for name in ALGORITHMS if name not in (*OWN, "diloco", "noloco")]
 
@@ -190,34 +189,6 @@ def test_it_is_what_all_entries_say(spec: str) -> None:
         exact = float(ways[0] @ mean / (mean @ mean))
         assert abs(exact - 1) > 0.05
         assert shares == (pytest.approx(exact, abs=0.05),) * 4
-
-
-def hold_back(net: Any, spec: str) -> tuple[float | None, Tensor, Tensor]:
-    run = Run(net, spec, "slow rank")
-    total = torch.zeros_like(run.replica.parts[0].x)
-    algorithm = run.algorithm
-    assert isinstance(algorithm, ErrorFeedback)
-    before = algorithm.before_update
-
-    def add(x: Tensor, g: Tensor) -> None:
-        total.add_(g)
-        before(x, g)
-
-    algorithm.before_update = add  # type: ignore[method-assign]
-    share = run.steps(10)
-    run.replica.stop()
-    return share, algorithm.residual, total
-
-
-@some_now("spec", ["oktopk:warmup_steps=5", *OF_GRADIENTS], now=("oktopk",))
-def test_gradients_that_are_held_back_are_not_counted_yet(spec: str) -> None:
-    for density in (0.1, 1.0):
-        ranks = SimulatedWorld(8).run(hold_back, f"{spec}:density={density}")
-        shares, residuals, totals = zip(*ranks, strict=True)
-        residual, total = torch.stack(residuals).mean(0), torch.stack(totals).mean(0)
-        exact = 1 - float(residual @ total / (total @ total))
-        assert shares == (pytest.approx(exact, abs=0.05),) * 8
-        assert (exact < 0.999) == (density < 1)
 
 
 def test_late_gradients_are_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -190,17 +191,23 @@ def test_gradients_that_have_left_must_not_change(what: str, message: str) -> No
         SimulatedWorld(2).run(change_early, what)
 
 
-def save_unfrozen(net: Any) -> tuple[list[dict[str, Any]], list[list[str]], list[Tensor]]:
+Saved = tuple[list[dict[str, Any]], list[list[str]], list[Tensor], list[Tensor]]
+
+
+def save_and_go_on(net: Any) -> Saved:
+    """What is saved, with its names and the weights, and what another step makes of these."""
     model, optimizer, replica = make(net, OkTopk)
     for number in range(4):
         step(net, number, optimizer, replica, model)
     replica.settle()
-    return replica.state_dict(), replica.names(), values(model)
+    saved = copy.deepcopy(replica.state_dict()), replica.names(), values(model)
+    step(net, 4, optimizer, replica, model)
+    return *saved, values(model)
 
 
-def resume(net: Any, saved: list[Any], *, unfreeze: bool) -> list[Tensor]:
+def resume(net: Any, saved: list[Saved], *, unfreeze: bool) -> list[Tensor]:
     """What was unfrozen when it was saved is frozen until the first step, as finetuning does."""
-    states, names, weights = saved[net.rank]
+    states, names, weights, _ = saved[net.rank]
     model, optimizer, replica = make(net, OkTopk)
     model[0].requires_grad_(False)
     replica = Replica(net.sub("resumed"), model, [optimizer], OkTopk())
@@ -214,26 +221,11 @@ def resume(net: Any, saved: list[Any], *, unfreeze: bool) -> list[Tensor]:
     return values(model)
 
 
-def go_on(net: Any) -> list[Tensor]:
-    model, optimizer, replica = make(net, OkTopk)
-    for number in range(5):
-        step(net, number, optimizer, replica, model)
-        if number == 3:
-            replica.settle()
-    return values(model)
-
-
-def test_a_resume_waits_until_what_was_trained_is_unfrozen() -> None:
-    world = SimulatedWorld(2)
-    saved = world.run(save_unfrozen)
+def test_a_resume_waits_until_what_was_trained_is_unfrozen_or_is_refused() -> None:
+    saved = SimulatedWorld(2).run(save_and_go_on)
     resumed = SimulatedWorld(2).run(lambda net: resume(net, saved, unfreeze=True))
-    uninterrupted = SimulatedWorld(2).run(go_on)
-    for ours, theirs in zip(resumed, uninterrupted, strict=True):
-        assert_same([ours, theirs])
-
-
-def test_a_resume_with_other_parameters_is_refused() -> None:
-    saved = SimulatedWorld(2).run(save_unfrozen)
+    for ours, (*_, uninterrupted) in zip(resumed, saved, strict=True):
+        assert_same([ours, uninterrupted])
     text = r"must be those of the checkpoint, got none not in it, and not 0\.bias, 0\.weight, "
     with pytest.raises(RankFailed, match=text):
         SimulatedWorld(2).run(lambda net: resume(net, saved, unfreeze=False))
