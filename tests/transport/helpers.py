@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from lightning_dsgd.algorithms import make_algorithm
-
 BIG = 1 << 21
 """Elements of a message of 8 MB, more than a connection takes at once."""
 
@@ -34,19 +32,6 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
 
 def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("dsgd")]
-
-
-def train_in_nodes(net: Any, x: torch.Tensor, spec: str, num_steps: int) -> None:
-    """What a strategy between nodes of two makes of the weights x, which attract to zero."""
-    algorithm = make_algorithm(f"{spec}:hierarchical=true:node_size=2")
-    algorithm.start(net, x)
-    for step in range(num_steps):
-        g = (x * 0.1).add_(net.rank + step)
-        algorithm.before_update(x, g)
-        x.sub_(g, alpha=0.1)
-        algorithm.after_update(x)
-    algorithm.settle(x)
-    algorithm.finish(x)
 
 
 def send_and_check(net: Any, sizes: list[int]) -> None:

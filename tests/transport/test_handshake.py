@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import socket
 import threading
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.transport import PeerLost, handshake
+from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.frames import HEADER, why_no_message
 from lightning_dsgd.transport.handshake import HELLO, NONCE_BYTES
-from tests.support.thorough import cases
 from tests.support.worlds import ProcessWorld
 from tests.transport.helpers import until
 
@@ -70,42 +68,7 @@ def test_strangers_do_no_harm() -> None:
     ProcessWorld().run(3, meet_strangers)
 
 
-def flood(net: Any, num_strangers: int, within_s: float) -> tuple[int, int]:
-    """Rank 1 opens many connections to rank 0, which has few descriptors, and says nothing.
-
-    Gives how many descriptors of rank 0 they took at most, and once their time was over.
-    """
-    handshake.HELLO_WITHIN_S = within_s  # type: ignore[misc]
-    connections, strangers, most = net.mesh.connections, [], 0
-    before = len(os.listdir("/proc/self/fd"))
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    limit = before + 150 if net.rank == 0 else num_strangers + 500
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    net.barrier().wait()
-    for part in range(10):
-        if net.rank == 1:
-            for _ in range(num_strangers // 10):
-                stranger = socket.socket()
-                stranger.setblocking(False)
-                stranger.connect_ex(connections._addresses[0])
-                strangers.append(stranger)
-        if net.rank == 2 and part == 5:
-            connections.kept_until_the_end = connections._connect(0)  # a rank comes through
-        assert net.all_reduce(torch.ones(1000)).wait().sum() == 1000 * net.world_size
-        most = max(most, len(os.listdir("/proc/self/fd")) - before)
-    assert until(lambda: not connections._strangers)
-    left = len(os.listdir("/proc/self/fd")) - before
-    net.barrier().wait()
-    return most, left
-
-
-def test_silent_strangers_take_few_descriptors_and_not_for_long() -> None:
-    most, left = ProcessWorld().run(3, flood, 500, 1.0)[0]
-    assert 0 < most < 80
-    assert left <= 1  # the rank that has come through
-
-
-def meet_an_impostor(net: Any, is_silent: bool) -> str:
+def meet_an_impostor(net: Any) -> str:
     """Somebody else listens where rank 2 should, and connects rank 1 to whoever it likes."""
     net.barrier().wait()
     if net.rank != 1:
@@ -122,8 +85,7 @@ def meet_an_impostor(net: Any, is_silent: bool) -> str:
         def listen() -> None:
             peer, _ = impostor.accept()
             with peer:
-                if not is_silent:
-                    peer.sendall(bytes(NONCE_BYTES + 32))
+                peer.sendall(bytes(NONCE_BYTES + 32))
                 all_of(peer)
 
         listener = threading.Thread(target=listen)
@@ -135,12 +97,9 @@ def meet_an_impostor(net: Any, is_silent: bool) -> str:
     return info.value.reason
 
 
-@cases("is_silent", now=[False], later=[True])
-def test_who_listens_must_prove_who_it_is(is_silent: bool) -> None:
-    world = ProcessWorld(heartbeat_timeout_s=12.0 if is_silent else 60.0)
-    reasons = world.run(3, meet_an_impostor, is_silent)
-    expected = "timed out" if is_silent else "whoever listens there is not rank 2 of this job"
-    assert [expected in reason for reason in reasons] == [True] * 3
+def test_who_listens_must_prove_who_it_is() -> None:
+    for reason in ProcessWorld(heartbeat_timeout_s=60.0).run(3, meet_an_impostor):
+        assert "whoever listens there is not rank 2 of this job" in reason
 
 
 # ---- what is no message is noticed ----

@@ -16,7 +16,6 @@ from lightning_dsgd.transport.view import View
 from tests.support.rank import Rank
 from tests.support.worlds import NativeWorld, ProcessWorld
 from tests.transport.helpers import died
-from tests.transport.test_lanes import Notes
 
 WORLD = NativeWorld(heartbeat_timeout_s=60.0)
 P, N = 4, 1040
@@ -57,6 +56,18 @@ def test_the_weights_are_those_of_messages_to_the_bit() -> None:
         mean = sum(rank[spec][2] for rank in by_gloo) / P
         for rank in by_gloo:
             torch.testing.assert_close(rank[spec][3], mean, msg=spec)
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.waits: list[tuple[int, bool]] = []
+
+    def waited(self, begin_s: float, end_s: float, src: int, *, in_lane: bool) -> None:
+        assert end_s > begin_s
+        self.waits.append((src, in_lane))
+
+    def exchanged(self, begin_s: float, end_s: float) -> None:
+        pass
 
 
 def wait_for_pairs(net: Any) -> list[str]:
@@ -115,26 +126,14 @@ def test_errors_name_the_pair_and_who_is_lost() -> None:
         assert errors[-1] == died_in + f"push number 0 of ranks {rank}, 3"
 
 
-# ---- gathers and exchanges of parts by torch's own collectives, over gloo ----
-def sent_by_gloo(net: Any) -> int:
-    return int(net.counters.sent["gloo"].bytes) if "gloo" in net.counters.sent else 0
-
-
-def exchange_parts(net: Any) -> list[list[float]]:
-    """Parts of 0, 1, 2, ... elements, and of none at all; gloo sends them."""
-    me, size = net.rank, net.world_size
-    from_each, to_each = [rank * me for rank in range(size)], [me * rank for rank in range(size)]
-    found, before = [], sent_by_gloo(net)
-    for is_empty in (False, True):
-        lengths = [[0] * size] * 2 if is_empty else [from_each, to_each]
-        x, into = torch.full((sum(lengths[1]),), float(me)), torch.empty(sum(lengths[0]))
-        work = net.all_to_all(into, x, *lengths)
-        gather = net.gather_into(torch.empty(size), torch.tensor([float(me)]), [1] * size)
+def exchange_parts(net: Any) -> None:
+    """What they make is in the contract; they are torch's own, and end with a lost rank."""
+    me = net.rank
+    gather = net.gather_into(torch.empty(3), torch.tensor([float(me)]), [1] * 3)
+    swap = net.all_to_all(torch.empty(3), torch.full((3,), float(me)), [1] * 3, [1] * 3)
+    for work in (swap, gather):
         assert isinstance(work, Parts)
-        assert isinstance(gather, Parts)
-        found.append([*work.wait().tolist(), *gather.wait().tolist()])
-    expected = sum(to_each) - me * me + 2 * (size - 1)
-    assert sent_by_gloo(net) - before == 4 * expected
+        assert work.wait().tolist() == [0.0, 1.0, 2.0]
     with pytest.raises(TransportError, match=r"has \d of torch.float32 to gather"):
         net.gather_into(torch.empty(3 + me % 2), torch.ones(1), [1, 1, 1 + me % 2]).wait()
     net.sub("end").barrier().wait()
@@ -142,11 +141,7 @@ def exchange_parts(net: Any) -> list[list[float]]:
         died(2)
     with pytest.raises(PeerLost, match="rank 2 died"):
         net.all_to_all(torch.empty(3), torch.empty(3), [1] * 3, [1] * 3).wait()
-    return found
 
 
-def test_parts_are_gathered_and_exchanged_and_a_lost_rank_ends_the_wait() -> None:
-    for rank, found in enumerate(WORLD.outcomes(3, exchange_parts)[:2]):
-        gathered = [0.0, 1.0, 2.0]
-        assert found.result == [[float(r) for r in range(3) for _ in range(r * rank)] + gathered,
-                                gathered], found.error  # fmt: skip
+def test_parts_travel_by_torch_and_a_lost_rank_ends_the_wait() -> None:
+    assert [outcome.error for outcome in WORLD.outcomes(3, exchange_parts)[:2]] == ["", ""]

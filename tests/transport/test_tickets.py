@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.simulated import SimulatedWorld
-from lightning_dsgd.transport import PeerLost, Timeout
+from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.tickets import (
     ALL,
     EXCHANGE,
@@ -24,23 +24,13 @@ from lightning_dsgd.transport.tickets import (
     Form,
     Key,
     Tickets,
-    children_of,
     pair_number,
-    parent_of,
 )
 from tests.support.thorough import tries
 
 BLOCK = 15
 """So many schedules."""
 BLOCKS = tries(4, fast=1)
-
-
-def test_the_ranks_form_a_tree() -> None:
-    for world_size in range(1, 70):
-        children = [children_of(rank, world_size) for rank in range(world_size)]
-        assert sorted(child for of in children for child in of) == list(range(1, world_size))
-        assert all(parent_of(c) == rank for rank, of in enumerate(children) for c in of)
-        assert max(map(len, children)) <= math.ceil(math.log2(world_size or 1))
 
 
 class InOrder:
@@ -209,48 +199,3 @@ def test_a_rank_killed_at_any_moment_is_named_by_all_others(block: int) -> None:
                 assert what == "through" or ended_s < at_s + 0.5, (seed, ended_s)
                 num_struck += what != "through"
     assert num_struck > BLOCK
-
-
-def sum_on_nodes(net: Any) -> tuple[int, list[Key]]:
-    backend = InOrder(net)
-    first = net.rank // 4 * 4
-    backend.form([range(first, first + 4) for first in range(0, net.world_size, 4)])
-    key, before = (1 + first // 4, first, 0), net.counters.messages_sent
-    assert backend.all_reduce(net.sub("node"), key, torch.ones(4)).wait().tolist() == [4.0] * 4
-    net.barrier().wait()
-    sent = net.counters.messages_sent - before
-    net.barrier().wait()
-    backend.tickets.stop()
-    return sent, backend.launched
-
-
-def test_the_tickets_of_a_node_stay_on_it() -> None:
-    """Of its four ranks the others ask the first, on their way, and are told on the same way."""
-    found = SimulatedWorld(12).run(sum_on_nodes)
-    for rank, (_, launched) in enumerate(found):
-        assert launched == [(1 + rank // 4, rank // 4 * 4, 0)]
-    for first in (0, 4, 8):
-        tickets = 2 * 3  # three asks, three tickets
-        sums = 4 * 2 * 2  # reduce-scatter and all-gather, in two exchanges each
-        barriers = 4 * 4  # log2 P, rounded up
-        assert sum(sent for sent, _ in found[first : first + 4]) == tickets + sums + barriers
-
-
-def call_what_rank_5_does_not(net: Any) -> list[int]:
-    backend = InOrder(net)
-    known = []
-    if net.rank != 5:
-        with pytest.raises(Timeout):
-            backend.all_reduce(net.sub("a"), (ALL, 1, 0), torch.ones(1)).wait(1.0)
-        known = backend.tickets.known_callers((ALL, 1, 0))
-    net.barrier().wait()
-    backend.tickets.stop()
-    return known
-
-
-def test_who_has_not_called_can_be_told_as_far_as_it_is_known() -> None:
-    known = SimulatedWorld(8, strict=False).run(call_what_rank_5_does_not)
-    assert known[0] == [0, 1, 2, 3]  # 4 has not passed it on
-    assert known[4] == [4, 6, 7]
-    assert known[6] == [6, 7]
-    assert known[7] == [7]

@@ -131,20 +131,3 @@ def a_rank_leaves(net: Transport, closes: bool) -> str:
 @pytest.mark.parametrize("closes", [False, True])
 def test_what_a_rank_sent_before_it_left_arrives_and_then_it_is_named(world, closes):
     assert world.run(2, a_rank_leaves, closes)[0].startswith("has left")
-
-
-def what_a_process_may_ask(net: Transport) -> bool:
-    """Also of the transports below, which are the same network's."""
-    for end in (net, net.sub("inner")):
-        assert isinstance(end, Transport)
-        assert not end.is_forks
-        end.check_process()
-        end.check()
-    with pytest.raises(ValueError, match="no such luck"), net.blaming("a sum"):
-        raise ValueError("no such luck")  # is no error of a network
-    return net.ends_with_peers
-
-
-def test_only_mpis_launcher_ends_a_rank_with_its_peers(world, request):
-    expected = "mpi" in request.node.callspec.id
-    assert world.run(2, what_a_process_may_ask) == [expected] * 2
