@@ -66,8 +66,8 @@ class Writing(Plain):
         self.log("val_loss", self.net(batch / 1000).mean(), sync_dist=True)
 
 
-def claimed(name: str = "popsgd", **options: Any) -> Any:
-    return STRATEGIES[name](timeout_s=60.0, data="claimed", **options)
+def claimed(name: str = "popsgd") -> Any:
+    return STRATEGIES[name](timeout_s=60.0, data="claimed")
 
 
 def fit(
@@ -77,12 +77,11 @@ def fit(
     model: Any = None,
     train: Any = None,
     ckpt_path: str | None = None,
-    name: str = "popsgd",
     **kwargs: Any,
 ) -> tuple[Writing, L.Trainer]:
     torch.set_num_threads(1)
     model = model or Writing()
-    fitted = trainer(claimed(name), int(os.environ["WORLD_SIZE"]), **kwargs)
+    fitted = trainer(claimed(), int(os.environ["WORLD_SIZE"]), **kwargs)
     if train is None:
         workers_live = {"num_workers": workers, "persistent_workers": workers > 0}
         train = DataLoader(Numbered(size), batch_size, shuffle=True, **workers_live)
@@ -99,23 +98,21 @@ def all_once(ranks: list[list[list[int]]], size: int) -> bool:
     return epochs == [Counter(range(size))] * len(epochs)
 
 
-def two_epochs(name: str, workers: int) -> Any:
-    model, fitted = fit(name=name, workers=workers, max_epochs=2)
+def two_epochs() -> Any:
+    model, fitted = fit(workers=1, max_epochs=2)
     return model.samples, fitted.num_training_batches, fitted.global_step, len(model.seen)
 
 
-@pytest.mark.parametrize(("name", "workers", "most"), [("popsgd", 2, 16), ("local_sgd", 0, 12)])
-def test_a_slow_rank_makes_its_share_of_an_epoch_and_no_more(
-    name: str, workers: int, most: int
-) -> None:
-    ranks = run(3, two_epochs, name, workers)
+def test_a_slow_rank_makes_its_share_of_an_epoch_and_no_more() -> None:
+    """Though its worker has loaded more: what it has not begun goes to ranks that have none."""
+    ranks = run(2, two_epochs)
     samples = [samples for samples, *_ in ranks]
     assert all_once(samples, 64)
     numbers = [sum(map(len, each)) // 2 for each in samples]
     assert numbers == [steps for _, _, steps, _ in ranks]
-    assert numbers[2] <= most, numbers  # of 64
-    assert [length for _, length, *_ in ranks] == [11] * 3
-    assert [validations for *_, validations in ranks] == [1 + 2] * 3  # one before training
+    assert numbers[1] <= 16, numbers  # of 64
+    assert [length for _, length, *_ in ranks] == [16] * 2
+    assert [validations for *_, validations in ranks] == [1 + 2] * 2  # one before training
 
 
 class OneCycle(Writing):
@@ -147,7 +144,7 @@ def combined(mode: str) -> Any:
     """Two loaders of different lengths, which are read together."""
     loaders = {
         "one": DataLoader(Numbered(24), 2, shuffle=True),
-        "other": DataLoader(Numbered(12), 3, shuffle=True, num_workers=1),
+        "other": DataLoader(Numbered(12), 3, shuffle=True),
     }
     train = CombinedLoader(loaders, mode)
 
@@ -194,10 +191,8 @@ def series() -> dict[str, Any]:
     return {
         "half epochs": scheduled(val_check_interval=0.5),
         "accumulated": scheduled(accumulate_grad_batches=5),
-        "limited": scheduled(limit_train_batches=5),
         "by steps": scheduled(max_steps=15),
         "max_size_cycle": combined("max_size_cycle"),
-        "max_size": combined("max_size"),
         "min_size": combined("min_size"),
         "samplers": with_own_samplers(),
     }
@@ -210,41 +205,25 @@ def made() -> dict[str, list[Any]]:
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
-@pytest.mark.parametrize(
-    ("name", "planned", "validations", "samples"),
-    [
-        ("half epochs", 24, 4, 48),
-        ("accumulated", 6, 2, 48),
-        ("limited", 10, 2, 20),
-        ("by steps", 15, 1, 48),
-    ],
-)
-def test_lengths_and_schedules_are_nominal_on_every_rank(
-    made: dict[str, list[Any]], name: str, planned: int, validations: int, samples: int
-) -> None:
-    ranks = made[name]
-    assert [(of, at) for _, of, at, *_ in ranks] == [(planned, planned)] * 2
-    assert [epochs for *_, epochs, _ in ranks] == [2] * 2
-    assert [len(seen) - 1 for *_, seen in ranks] == [validations] * 2
-    first = Counter(i for epochs, *_ in ranks for i in epochs[0])
-    assert len(first) == samples == sum(first.values())
-
-
-def test_each_optimizer_step_has_its_batches_accumulated(made: dict[str, list[Any]]) -> None:
+def test_lengths_and_schedules_are_nominal_on_every_rank(made: dict[str, list[Any]]) -> None:
+    rows = ("half epochs", 24, 4), ("accumulated", 6, 2), ("by steps", 15, 1)
+    for name, planned, validations in rows:
+        ranks = made[name]
+        assert [(of, at) for _, of, at, *_ in ranks] == [(planned, planned)] * 2, name
+        assert [epochs for *_, epochs, _ in ranks] == [2] * 2, name
+        assert [len(seen) - 1 for *_, seen in ranks] == [validations] * 2, name
+        assert Counter(i for epochs, *_ in ranks for i in epochs[0]) == Counter(range(48)), name
     for samples, *_ in made["accumulated"]:
         for epoch in samples:  # 24 batches in steps of 5, of which one has 4
             assert len(epoch) // 2 % 5 in (0, 4)
 
 
 def test_loaders_that_are_read_together_are_claimed_together(made: dict[str, list[Any]]) -> None:
-    for mode, one, others in (("max_size_cycle", 1, 3), ("max_size", 1, 1), ("min_size", None, 1)):
+    for mode, num_ones, times in (("max_size_cycle", 24, 3), ("min_size", 8, 1)):
         ones = Counter(i for samples, _ in made[mode] for i in samples[0])
         seconds = Counter(i for _, others in made[mode] for i in others)
-        assert seconds == Counter(dict.fromkeys(range(12), others)), mode
-        if one is None:
-            assert sum(ones.values()) == len(ones) == 8
-        else:
-            assert ones == Counter(range(24)), mode
+        assert seconds == Counter(dict.fromkeys(range(12), times)), mode
+        assert sum(ones.values()) == len(ones) == num_ones, mode
 
 
 def test_samplers_of_the_users_own_are_claimed_from(made: dict[str, list[Any]]) -> None:
