@@ -143,33 +143,24 @@ def test_a_checkpoint_goes_on_with_the_same_bits_and_from_other_numbers(tmp_path
         assert num_steps == 4 + 8
 
 
-# ---- what cannot work ----
-def uneven_within() -> None:
-    rank = dist.get_rank()
-    x = torch.randn(8 * (4 + rank % 2), 10)
-    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
-    own = trainer(strategy_of(dsgd.LocalSGD()), 4, use_distributed_sampler=False)
-    own.fit(Sharded(), data)
-
-
-def uneven_between() -> Tensor:
-    rank = dist.get_rank()
-    x = torch.randn(8 * (4 + 3 * (rank // 2)), 10)
+# ---- different numbers of batches ----
+def fit_uneven(numbers: tuple[int, ...], algorithm: Any) -> Tensor:
+    x = torch.randn(8 * numbers[dist.get_rank()], 10)
     data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 8)
     module = Sharded()
-    own = trainer(
-        strategy_of(dsgd.WAGMA(group_size=2)), 4, use_distributed_sampler=False, max_epochs=2
-    )
+    own = trainer(strategy_of(algorithm), 4, use_distributed_sampler=False, max_epochs=2)
     own.fit(module, data)
     return whole(module)
 
 
-def test_replicas_may_have_different_numbers_of_batches_but_not_their_ranks() -> None:
-    for error in errors(4, uneven_within):
-        assert "the ranks of a replica must have as many batches as each other" in error
-        assert "got 4 batches on ranks 0 and 2, 5 batches on ranks 1 and 3" in error
-    ranks = run(4, uneven_between)
+def test_replicas_may_have_different_numbers_of_batches() -> None:
+    ranks = run(4, fit_uneven, (4, 4, 7, 7), dsgd.WAGMA(group_size=2))
     assert all(torch.equal(x, ranks[0]) for x in ranks)
+
+
+# ---- what cannot work ----
+def uneven_within() -> None:
+    fit_uneven((4, 5, 4, 5), dsgd.LocalSGD())
 
 
 def wrong_sizes() -> None:
@@ -184,6 +175,7 @@ def wagma_with_tensor() -> None:
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
+        (uneven_within, "got 4 batches on ranks 0 and 2, 5 batches on ranks 1 and 3"),
         (wrong_sizes, "must be the number of ranks, got num_replicas=3, data_parallel_size=1"),
         (wagma_with_tensor, "must not depend on which rank comes first"),
     ],
@@ -210,19 +202,51 @@ def test_options_are_refused_when_it_is_made(algorithm: Any, options: Any, text:
         ShardedStrategy(algorithm, **{"num_replicas": 2, **options})
 
 
-def lose_one() -> None:
-    class Failing(Sharded):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if dist.get_rank() == 3 and batch_idx == 2:
-                os._exit(7)
-            return super().training_step(batch, batch_idx)
-
-    own = trainer(strategy_of(dsgd.WAGMA(group_size=2)), 4, max_epochs=50)
-    own.fit(Failing(), loader())
+# ---- a lost rank ----
+class Failing(Sharded):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if (dist.get_rank(), self.current_epoch, batch_idx) == (3, 1, 2):
+            os._exit(7)
+        return super().training_step(batch, batch_idx)
 
 
-def test_a_lost_rank_ends_the_job_and_is_named() -> None:
-    *others, last = FitWorld().outcomes(4, lose_one)
+def lose_one(folder: Path, **options: Any) -> dict[str, Any]:
+    saver = ModelCheckpoint(folder, "saved", save_last=True)
+    strategy = ShardedStrategy(dsgd.LocalSGD(3), num_replicas=2, timeout_s=60.0, **options)
+    own = trainer(strategy, 4, max_epochs=3, callbacks=[saver], enable_checkpointing=True)
+    module = Failing()
+    own.fit(module, loader(), loader(32))
+    return {
+        "weights": whole(module),
+        "members": strategy.session.ranks.members,
+        "is_first": own.is_global_zero,
+        "samples": sorted(module.ids[-own.num_training_batches :]),
+        "val_loss": float(own.callback_metrics["val_loss"]),
+    }
+
+
+def test_a_lost_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    *others, last = FitWorld().outcomes(4, lose_one, tmp_path)
     assert last.exitcode == 7
     for outcome in others:
         assert outcome.error.startswith("PeerLost: rank 3 died")
+
+
+def lose_one_and_go_on(folder: Path) -> dict[str, Any]:
+    return lose_one(folder, on_loss="continue", heartbeat_timeout_s=20.0)
+
+
+def test_the_other_replica_may_go_on_without_one_that_has_lost_a_rank(tmp_path: Path) -> None:
+    *left, partner, _ = FitWorld().outcomes(4, lose_one_and_go_on, tmp_path)
+    assert partner.error.startswith("PeerLost: rank 3 ")
+    assert "rank 2 cannot go on without rank 3" in partner.error
+    assert [outcome.error for outcome in left] == ["", ""]
+    first, second = (outcome.result for outcome in left)
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["members"] == second["members"] == (0, 1)
+    assert [first["is_first"], second["is_first"]] == [True, False]
+    assert first["val_loss"] == second["val_loss"]
+    # From the next epoch on the data are divided among those that are left.
+    assert len(first["samples"]) == len(second["samples"]) == 8
+    assert first["samples"] != second["samples"]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"] == 2
