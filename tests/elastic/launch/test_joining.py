@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,10 @@ import pytest
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.launch.reserve import IMPORTS
 from lightning_dsgd.session.checkpoint import replicas_folder
-from tests.support.fake_device import WHY_NOT
-from tests.support.launched import Launched, is_alive, until
+from tests.support.launched import Launched, until
 from tests.support.mpi import ROOT
 from tests.support.ports import free_port
-from tests.support.thorough import some, times
+from tests.support.thorough import some
 
 FEW = ("wagma", "popsgd:claimed", "local_sgd:sums")
 SCRIPT = (ROOT / "tests/support/scripts/joined.py").read_text()
@@ -80,12 +77,6 @@ def test_a_rank_is_killed_and_started_again_and_trains_with_the_others(tmp_path,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-def test_a_rank_joins_the_others_on_their_devices(tmp_path):
-    kill_and_let_join(tmp_path, "local_sgd:fake", 1, 3)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_a_third_rank_joins_two_and_they_go_on_from_their_checkpoint(tmp_path):
     """It trains, is saved, and all three are resumed."""
@@ -129,7 +120,6 @@ def test_a_third_rank_joins_two_and_they_go_on_from_their_checkpoint(tmp_path):
     [
         ("local_sgd", "got 11 parameters and buffers (checksum"),
         ("local_sgd:sums", "sums by messages here and"),
-        ("local_sgd:no_sums", "sums by gloo here and"),
     ],
 )
 def test_a_newcomer_with_another_model_or_option_ends_and_the_others_go_on(name, got, tmp_path):
@@ -167,60 +157,3 @@ def test_a_node_that_is_lost_and_started_again_joins(tmp_path):
             (tmp_path / "end").touch()
             assert [first.end(), second.end()] == [0, 0]
     check_end(tmp_path, [0, 1])
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_was_stopped_finds_itself_outside_and_joins_again(tmp_path):
-    others = (0, 2)
-    with job(tmp_path, "wagma", 3) as launched:
-        until(lambda: all(where(tmp_path, rank)["epoch"] >= 1 for rank in range(3)))
-        before = where(tmp_path, 1)
-        os.kill(before["pid"], signal.SIGSTOP)
-        try:
-            until(lambda: all(1 not in where(tmp_path, r)["members"] for r in others))
-        finally:
-            os.kill(before["pid"], signal.SIGCONT)
-        until(lambda: where(tmp_path, 1)["pid"] != before["pid"])
-        until(lambda: all(len(where(tmp_path, r)["members"]) == 3 for r in range(3)))
-        (tmp_path / "end").touch()
-        assert launched.end() == 0, launched.said("stderr")
-    check_end(tmp_path, [0, 1, 2])
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_starts_again_does_not_train_where_all_others_are_lost(tmp_path):
-    """Nobody lets it in before they are: they are stopped."""
-    with job(tmp_path, "local_sgd", 3, "--end-s", "1") as launched:
-        until(lambda: all(where(tmp_path, rank)["epoch"] >= 1 for rank in range(3)))
-        lost = [where(tmp_path, rank)["pid"] for rank in range(3)]
-        for rank, signum in ((0, "STOP"), (2, "STOP"), (1, "KILL")):
-            os.kill(lost[rank], signal.Signals[f"SIG{signum}"])
-        until(lambda: "rank 1 started again" in launched.said("stderr"))
-        for rank in (0, 2):
-            os.kill(lost[rank], signal.SIGKILL)
-        assert launched.end() == 1
-    assert "no rank is left that trains" in launched.said("stderr")
-    assert [where(tmp_path, rank)["pid"] for rank in range(3)] == lost
-    assert not list(tmp_path.glob("ended_*"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", times(1))
-def test_ranks_are_killed_at_any_time_also_while_one_joins(seed, tmp_path):
-    """Of five ranks and two kills a majority is left, also if nobody has noticed the first."""
-    chance, ranks, killed = random.Random(seed), 5, set[int]()
-    with job(tmp_path, "local_sgd", ranks) as launched:
-        until(lambda: all(where(tmp_path, rank)["epoch"] >= 1 for rank in range(ranks)))
-        for _ in range(2):
-            pid = where(tmp_path, chance.randrange(ranks))["pid"]
-            time.sleep(chance.uniform(0.0, 12.0))  # when it is killed is what is tried
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
-                killed.add(pid)
-        newest = lambda: [where(tmp_path, rank) for rank in range(ranks)]  # noqa: E731
-        until(lambda: killed.isdisjoint(each["pid"] for each in newest()))
-        until(lambda: all(len(each.get("members", ())) == ranks for each in newest()))
-        (tmp_path / "end").touch()
-        assert launched.end() == 0, launched.said("stderr")
-    check_end(tmp_path, list(range(ranks)))

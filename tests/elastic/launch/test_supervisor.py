@@ -81,50 +81,9 @@ def test_ranks_run_a_command_in_place_of_a_script(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        command.main(["--ranks", "1", "test", "--help"])
+        command.main(["--ranks", "1", "--imports", "", "test", "--help"])
     assert end.value.code == 0, capsys.readouterr().err
     assert "usage: lightning-dsgd test" in (tmp_path / "launch_logs/rank_0.0.log").read_text()
-
-
-PLAIN = """
-import os, pathlib, sys, torch
-import lightning_dsgd as dsgd
-torch.set_num_threads(1)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with dsgd.decentralized(model, optimizer, dsgd.WAGMA(), timeout_s=60.0) as replica:
-    for inputs in replica.batches([torch.randn(8, 4) for _ in range(10 + int(os.environ["RANK"]))]):
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-pathlib.Path(sys.argv[1], "ended_" + os.environ["RANK"]).write_text(str(model.weight.tolist()))
-"""
-
-
-SURVIVING = PLAIN.replace("timeout_s=60.0", 'timeout_s=60.0, on_loss="continue"')
-SURVIVING = SURVIVING.replace(
-    "    for", "    replica.barrier()  # from here on all survive a loss\n    for"
-)
-SURVIVING = SURVIVING.replace(
-    "        optimizer.step()\n",
-    """        optimizer.step()
-        pathlib.Path(sys.argv[1], "pid_" + os.environ["RANK"]).write_text(str(os.getpid()))
-        if replica.world_size == 3 and os.environ["RANK"] == "0":
-            os.kill(os.getpid(), 9)
-    replica.barrier()
-""",
-)
-
-
-@pytest.mark.exhaustive
-def test_a_rank_of_a_plain_loop_that_is_killed_is_not_replaced(tmp_path):
-    with Launched(tmp_path, SURVIVING, "--ranks", "3") as job:
-        assert job.end() == 0, job.said("stderr")
-    first, second = ((tmp_path / f"ended_{rank}").read_text() for rank in (1, 2))
-    assert first == second
-    assert job.said("stderr").count("rank 0 is not replaced: a rank can join a training of") == 1
-    assert not (tmp_path / "logs/rank_0.1.log").exists()
-    assert "view 1: rank 0 lost" in job.said("stdout")
 
 
 # What the ranks of a training tell the launcher, without the training.
@@ -250,10 +209,13 @@ def test_a_rank_whose_node_has_died_with_its_supervisor_does_not_train(
     )
 
 
-def late(address: tuple[str, int]) -> None:
-    """A process that is started by hand while the others train."""
-    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "3"})
-    os.environ.update({"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])})
+def test_a_process_that_is_started_by_hand_while_others_train_a_loop_is_told(monkeypatch):
+    keeper = Register("127.0.0.1", 0, 20.0, serves=True)
+    keeper.say_survives(can_be_joined=True)
+    given = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "3"}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(keeper.port)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with (
@@ -261,16 +223,6 @@ def late(address: tuple[str, int]) -> None:
         dsgd.decentralized(model, optimizer, dsgd.WAGMA(), on_loss="continue"),
     ):
         pass
-
-
-@pytest.mark.parametrize("can_be_joined", [False, True])
-def test_a_process_that_is_started_while_others_train_a_loop_is_told(can_be_joined, monkeypatch):
-    for name in ("TORCHELASTIC_USE_AGENT_STORE", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("MASTER_PORT", "")
-    keeper = Register("127.0.0.1", 0, 20.0, serves=True)
-    keeper.say_survives(can_be_joined=can_be_joined)
-    late(("127.0.0.1", keeper.port))
 
 
 def test_no_constructor_waits_for_a_launcher(monkeypatch):
@@ -288,8 +240,7 @@ def test_no_constructor_waits_for_a_launcher(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
-@pytest.mark.parametrize("told", ["SIGINT", "SIGTERM", "notice"])
+@pytest.mark.parametrize(("told", "nodes"), [("SIGTERM", "1"), ("SIGINT", "2"), ("notice", "2")])
 def test_ranks_leave_where_other_nodes_may_go_on_and_else_all_stop(tmp_path, told, nodes):
     """The second SIGTERM after notice is none: machines get both."""
     passed_on = signal.SIGTERM if nodes == "2" and told != "SIGINT" else signal.SIGINT
@@ -350,15 +301,10 @@ def test_ranks_end_with_their_supervisor(tmp_path):
         (["--ranks", "1", "--end-s", "-1"], "--end-s must be a number of seconds, got -1"),
         (["--ranks", "1", "--notice", "ftp://x/y"], "a URL of http, a file or a command, got 'ftp"),
         (["--ranks", "1", "--notice", str(ROOT / "README.md")], "README.md; remove it"),
+        (["--ranks", "1", "nowhere.py"], "the script must be a file, got nowhere.py"),
     ],
 )
 def test_what_cannot_be_started_is_refused(options, match, capsys):
     with pytest.raises(SystemExit):
         command.main([*options, str(ROOT / "tests/conftest.py")])
     assert match in capsys.readouterr().err
-
-
-def test_the_script_must_be_there(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--ranks", "1", "nowhere.py"])
-    assert "the script must be a file, got nowhere.py" in capsys.readouterr().err
