@@ -51,7 +51,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("seed", tries(20, 5))
+@pytest.mark.parametrize("seed", tries(20, 1))
 @pytest.mark.parametrize("home", [HOME, BASELINE])
 def test_each_situation_has_its_choice_which_stays(name: str, seed: int, home: str) -> None:
     for claims, choice in zip((False, True), CHOICES[name], strict=True):
@@ -67,16 +67,14 @@ def test_each_situation_has_its_choice_which_stays(name: str, seed: int, home: s
         assert sum(a != b for a, b in pairwise(chosen)) <= 1
 
 
-@pytest.mark.parametrize("seed", tries(20, 3))
+@pytest.mark.parametrize("seed", tries(20, 1))
 @pytest.mark.parametrize(
     ("before", "after", "claims", "choices"),
     [
         ("alike", "slow-rank", True, [HOME, WIDE]),
-        ("alike", "random", False, [HOME, WIDE]),
         ("alike", "slow-link", False, [HOME, ROUNDED]),
         ("slow-link", "alike", False, [ROUNDED, HOME]),
         ("random", "alike", False, [WIDE, HOME]),
-        ("slow-rank", "alike", True, [WIDE, HOME]),
     ],
 )
 def test_it_follows_a_change_once(
@@ -111,8 +109,9 @@ def test_it_changes_only_for_what_pays() -> None:
     assert decide(late, replace(once.state, choice="wagma:group_size=5")).state.choice == HOME
 
 
-@pytest.mark.parametrize("claims", [False, True])
-@pytest.mark.parametrize("name", ["random", "slow-rank", "heavy-tail", "slow-link"])
+@pytest.mark.parametrize(
+    ("name", "claims"), [("random", False), ("slow-rank", True), ("slow-link", False)]
+)
 def test_the_prediction_is_that_of_the_simulation(name: str, claims: bool) -> None:
     situation = SITUATIONS[name]
     what = replace(seen(situation, 0, claims=claims), epoch_steps=WINDOW)

@@ -40,24 +40,13 @@ def test_a_known_network_is_measured_as_it_is() -> None:
         sent_s = 2 * 3 / 4 * size / BANDWIDTH
         assert sent_s < seconds < sent_s + 5 * LATENCY_S
     assert all_reduce["all_reduce"][-1][0] == max(measure.ALL_REDUCED)
-
-
-def test_a_shared_link_shows_when_all_send() -> None:
-    world = SimulatedWorld(4, LATENCY_S, BANDWIDTH, shared_link=True)
-    pair, together, _ = world.run(of_the_network)[0]
+    shared = SimulatedWorld(4, LATENCY_S, BANDWIDTH, shared_link=True)
+    pair, together, _ = shared.run(of_the_network)[0]
     assert together["bytes_s"] == pytest.approx(pair["bandwidth_bytes_s"] / 4, rel=0.05)
 
 
 def spots(nodes: str, machine: str = "m") -> list[dict[str, Any]]:
     return [{"node": n, "machine": machine, "cores": 2, "device": "cpu"} for n in nodes]
-
-
-def test_pairs_are_taken_inside_nodes_and_between_them() -> None:
-    pairs = measure.pairs_of(spots("aaaabbbb"))
-    inside = [(a, b) for a, b in pairs if (a < 4) == (b < 4)]
-    assert (len(inside), len(pairs)) == (6, 12)
-    assert len({rank for pair in pairs for rank in pair}) >= 6
-    assert measure.pairs_of(spots("ab")) == [(0, 1)]
 
 
 def everything(nodes: str) -> list[dict[str, Any]]:
@@ -75,20 +64,6 @@ def everything(nodes: str) -> list[dict[str, Any]]:
     return [*found, {"all_reduce": [[4000, 1e-3]]}]
 
 
-def test_what_messages_take_is_no_part_of_a_strategys_own_code() -> None:
-    costs = dict.fromkeys(("send_s", "receive_s"), 1e-4)
-    costs |= dict.fromkeys(("send_s_per_byte", "receive_s_per_byte", "unpack_s_per_byte"), 1e-9)
-    costs["copy_s_per_byte"] = 1e-10
-    few, many = measure.SPARSE_ELEMENTS
-    own_s = {n: 3e-3 + n * 5e-9 for n in (few, many)}
-    steps = [
-        measure.Spent(own_s[n] + 20 * 2e-4 + n / 50 * 3e-9 + 4 * n * 1e-10, 20, n / 50)
-        for n in (few, many)
-    ]
-    assert measure.own_code_s(steps, costs) == pytest.approx((3e-3, 5e-9))
-    assert measure.own_code_s([measure.Spent(0.0, 20, 0), steps[1]], costs)[0] == 0.0
-
-
 def test_what_was_found_is_one_cluster_and_survives_a_file(tmp_path: Path) -> None:
     cluster = measure.cluster(everything("aabb"))
     assert (cluster.ranks, cluster.ranks_per_node, cluster.ranks_per_machine) == (4, 2, 4)
@@ -99,9 +74,7 @@ def test_what_was_found_is_one_cluster_and_survives_a_file(tmp_path: Path) -> No
     assert Cluster.read(path) == cluster
     of_popsgd_s = 3e-3 - 20e-9 - 2e-3  # messages, and their bytes
     assert cluster.processor.dense_s_per_byte == {"popsgd": pytest.approx(of_popsgd_s / 1e6)}
-    text = table(cluster)
-    assert "4, 2 on each of 2 nodes" in text
-    assert "25 MB/s for each rank, 0.25" in text
+    assert "4, 2 on each of 2 nodes" in table(cluster)
     alone = measure.cluster(everything("aa"))
     assert (alone.between, alone.link) == (None, alone.inside)
 
@@ -119,24 +92,17 @@ def test_a_file_that_is_no_cluster_is_refused(tmp_path: Path) -> None:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-@pytest.mark.parametrize(
-    ("world_size", "arguments", "message"),
-    [
+def test_what_does_not_suit_a_launcher_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for world_size, arguments, message in (
         ("4", ["--ranks", "2"], "must be left out under a launcher, which has started 4"),
         ("1", [], "needs at least 2 ranks, got 1 from the launcher"),
-    ],
-)
-def test_what_does_not_suit_a_launcher_is_refused(
-    world_size: str,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert message in capsys.readouterr().err
+    ):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
@@ -157,13 +123,11 @@ def test_ranks_probe_and_rank_0_writes(launcher: tuple[str, ...], tmp_path: Path
     assert cluster.inside is not None
     assert 0 < cluster.inside.latency_s < 0.1
     assert 1e7 < cluster.inside.bandwidth_bytes_s < 1e11
-    assert 0 < cluster.processor.send_s < 0.1
-    assert 0 < cluster.processor.add_s_per_byte < 1e-7
-    sparse, dense = cluster.processor.sparse_s, cluster.processor.dense_s_per_byte
-    assert sparse.keys() == {n for n, a in ALGORITHMS.items() if issubclass(a, ErrorFeedback)}
-    whole = [least + 1e6 * each for least, each in sparse.values()]
-    assert all(0 <= seconds < 10 for seconds in whole)
-    assert max(whole) > 1e-4
-    assert {"allreduce", "local_sgd", "popsgd", "wagma"} <= dense.keys()
-    assert all(0 <= seconds < 1e-6 for seconds in dense.values())
-    assert [each["pair"] for each in json.loads(output.read_text())["pairs"]] == [[0, 1]]
+    costs = cluster.processor
+    assert 0 < costs.send_s < 0.1
+    assert 0 < costs.add_s_per_byte < 1e-7
+    sparse = {n for n, a in ALGORITHMS.items() if issubclass(a, ErrorFeedback)}
+    assert costs.sparse_s.keys() == sparse
+    assert all(0 <= least + 1e6 * each < 10 for least, each in costs.sparse_s.values())
+    assert {"allreduce", "local_sgd", "popsgd", "wagma"} <= costs.dense_s_per_byte.keys()
+    assert all(0 <= seconds < 1e-6 for seconds in costs.dense_s_per_byte.values())

@@ -8,14 +8,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_dsgd import cli
 from lightning_dsgd.lab.callbacks import StragglerInjector
-from lightning_dsgd.lab.simulate.check import check
 from lightning_dsgd.lab.simulate.machines import MACHINES, Machine, probed
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.recorded import Recorded
@@ -38,14 +36,10 @@ def step_s(spec: str, world_size: int, machine: Machine, steps: int = 10) -> flo
     [
         ("no_sync", 0.0),
         ("allreduce", 2 * 7 / 8),
-        ("local_sgd:sync_period=1", 2 * 7 / 8),
-        ("local_sgd:sync_period=5", 2 * 7 / 8 / 5),
         # In the first of two periods the ranks agree on the model, unrounded.
         ("local_sgd:sync_period=5:wire_dtype=int8", 2 * 7 / 8 * (1 + 2 * 33 / 128) / 10),
-        ("sgp", 1.0),
         ("sgp:num_peers=2", 2.0),
         ("popsgd:blocking=true:wire_dtype=bfloat16", 0.5),
-        ("wagma:group_size=2:sync_period=100", 1.0),
         ("wagma:group_size=4:sync_period=5", (4 * 2 * 3 / 4 + 2 * 7 / 8) / 5),
     ],
 )
@@ -56,9 +50,12 @@ def test_a_step_takes_the_time_of_its_messages(spec: str, messages: float) -> No
     assert done.bytes_sent == pytest.approx(100e6 * messages, rel=1e-4)
 
 
-@pytest.mark.parametrize("spec", ["hpsgd", "adpsgd", "wagma:overlap=true:sync_period=100"])
-def test_who_waits_for_nobody_is_as_fast_as_without_messages(spec: str) -> None:
-    assert step_s(spec, 8, PLAIN) == pytest.approx(0.1, rel=1e-3)
+def test_messages_travel_beside_the_computation_where_the_strategy_lets_them() -> None:
+    for spec in ("hpsgd", "wagma:overlap=true:sync_period=100"):
+        assert step_s(spec, 8, PLAIN) == pytest.approx(0.1, rel=1e-3), spec
+    # A sum takes 0.175 s, and the first piece a little over a third of a step of 0.1 s.
+    assert step_s("allreduce:overlap=true", 8, PLAIN) == pytest.approx(0.1 / 3 + 0.175, rel=0.07)
+    assert step_s("allreduce:delay=1", 8, PLAIN) == pytest.approx(0.175, rel=0.07)
 
 
 def test_an_epoch_ends_with_its_slowest_rank_unless_batches_are_claimed() -> None:
@@ -82,20 +79,11 @@ def test_an_epoch_ends_with_its_slowest_rank_unless_batches_are_claimed() -> Non
         run("allreduce", 8, PLAIN, 12, epoch_steps=6, data="claimed")
 
 
-def test_pieces_of_the_gradient_travel_during_the_backward_pass() -> None:
-    """A sum takes 0.175 s, and the first piece a little over a third of a step of 0.1 s."""
-    assert step_s("allreduce:overlap=true", 8, PLAIN) == pytest.approx(0.1 / 3 + 0.175, rel=0.07)
-    assert step_s("allreduce:delay=1", 8, PLAIN) == pytest.approx(0.175, rel=0.07)
-
-
 def test_the_bytes_of_sparse_messages_follow_the_density_and_not_the_stand_in() -> None:
     """Ok-Topk sends about 14.2 bytes for each of k (P-1)/P entries; others hardly count."""
-    for density in (0.01, 0.02):
-        done = run(f"oktopk:density={density}", 8, PLAIN, 2)
-        expected = 7 / 8 * density * PLAIN.num_params * 14.2
-        assert done.bytes_sent == pytest.approx(expected, rel=0.25)
-        local = run(f"oktopk:density={density}:local_steps=2", 8, PLAIN, 2)
-        assert local.bytes_sent == pytest.approx(expected / 2, rel=0.25)
+    done = run("oktopk:density=0.02:local_steps=2", 8, PLAIN, 2)
+    expected = 7 / 8 * 0.02 * PLAIN.num_params * 14.2 / 2
+    assert done.bytes_sent == pytest.approx(expected, rel=0.25)
 
 
 def test_selection_costs_what_the_profile_says() -> None:
@@ -106,7 +94,6 @@ def test_selection_costs_what_the_profile_says() -> None:
         ("gaussian_topk", 0.05),
         ("oktopk:threshold_period=4", 0.025 + 0.1 / 4),
         ("gtopk", 0.1 + 0.1 * 2 * 0.01 * 2),
-        ("topk_allgather:local_steps=2", 0.1 / 2),
         ("allreduce", 0.0),
     ):
         assert step_s(spec, 4, slow, 2) - step_s(spec, 4, free, 2) == pytest.approx(more_s), spec
@@ -126,15 +113,7 @@ def test_two_runs_are_equal_to_the_bit_and_another_seed_gives_another() -> None:
     assert not torch.equal(runs[0].done_s, runs[2].done_s)
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_every_profile_runs(name: str) -> None:
-    done = run("allreduce", 4, MACHINES[name], 2)
-    assert 0 < done.steps_per_s <= done.ideal_steps_per_s
-
-
-# ---- machines ----
-
-
+# ---- machines, and step times of a real run ----
 def test_the_delayed_ranks_are_those_of_the_straggler_injector() -> None:
     machine = Machine(0.0, 1e9, compute_s=0.1, num_params=1, delay_s=0.2, delayed_ranks=2)
     times = machine.step_times(8, 5, seed=3)
@@ -144,20 +123,13 @@ def test_the_delayed_ranks_are_those_of_the_straggler_injector() -> None:
         assert late == sorted(injector.delayed_ranks(step, 8))
 
 
-# ---- step times of a real run, drawn again ----
-RECORD = Recorded(((1.0, 2.0, 3.0), (10.0, 20.0, 30.0)))
-
-
-def test_a_window_is_played_as_it_was() -> None:
-    for seed in range(8):
-        first, second = RECORD.step_times(2, 7, seed)
-        assert [10 * s for s in first] == second  # together
-        begin = RECORD.seconds[0].index(first[0])
-        assert first == [RECORD.seconds[0][(begin + i) % 3] for i in range(7)]  # in its order
-    assert {RECORD.step_times(1, 1, seed)[0][0] for seed in range(20)} == {1.0, 2.0, 3.0}
-
-
 def test_a_simulated_run_takes_the_recorded_times(tmp_path: Path) -> None:
+    record = Recorded(((1.0, 2.0, 3.0), (10.0, 20.0, 30.0)))
+    for seed in range(8):
+        first, second = record.step_times(2, 7, seed)
+        assert [10 * s for s in first] == second  # together
+        begin = record.seconds[0].index(first[0])
+        assert first == [record.seconds[0][(begin + i) % 3] for i in range(7)]  # in its order
     run("allreduce", 3, MACHINES["emulated-1gbit"], 12, trace=tmp_path)
     recorded = Recorded.read(tmp_path)
     assert (recorded.num_ranks, recorded.num_steps) == (3, 11)
@@ -216,53 +188,29 @@ def test_table_result_file_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtur
         f"--plot {tmp_path}/p.png".split()
     )
     lines = capsys.readouterr().out.splitlines()
-    assert "| steps/s (mean of ranks) |" in lines[0]
-    assert "| x allreduce (slowest rank) |" in lines[0]
     assert len([line for line in lines if line.startswith("|")]) == 2 + 4
     assert lines[2].startswith("| `allreduce` | 4 | 4.5")  # 0.1 + 0.12 s
     report = json.loads((tmp_path / "a" / "r.json").read_text())
     assert report["command"].startswith("lightning-dsgd simulate --strategies wagma,allreduce")
-    assert report["profile"]["num_params"] == 2_500_000
-    assert report["cores"] > 0
     for row in report["rows"]:
         assert row["ideal_steps_per_s"] == pytest.approx(10)
-        assert row["slowest_steps_per_s"] == pytest.approx(row["steps_per_s"], rel=0.05)
         assert row["of_ideal"] == pytest.approx(row["steps_per_s"] / 10)
-        if row["algorithm"] == "allreduce":
-            assert row["ratio"] == row["slowest_ratio"] == 1
-        else:
-            assert min(row["ratio"], row["slowest_ratio"]) > 1.05  # half of the bytes at 4 ranks
+        least = 1.0 if row["algorithm"] == "allreduce" else 1.05  # half of the bytes at 4 ranks
+        assert min(row["ratio"], row["slowest_ratio"]) >= least
     assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
 # ---- the check against measured runs ----
-def measured(**rates: float) -> dict[str, Any]:
-    """A result file of `bench throughput`."""
-    return {
-        "summary": [{"strategy": spec, "steps_per_s": rate} for spec, rate in rates.items()],
-        "cells": [{"round": 0}, {"round": 1}],
-        "settings": {
-            "ranks": 4,
-            "compute_s": 0.1,
-            "delay_s": 0.05,
-            "delayed_ranks": 4,
-            "params": "25e5",
-            "steps": 10,
-            "network": {"rate_bit_s": 8e8, "latency_s": 0.0, "emulated": True},
-        },
-    }
-
-
 def test_check_compares_with_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step of 150 ms, 10 MB at 100 MB/s: an all-reduce takes 150 ms more."""
-    report = measured(ddp=3.0, no_sync=6.0)
-    report["summary"].append({"strategy": "ddp_powersgd:rank=2", "steps_per_s": 4.0})
-    rows, overhead_s = check(report)
-    assert overhead_s == pytest.approx(1 / 6 - 0.15)
-    predicted = {row["strategy"]: row["predicted"] for row in rows}
-    assert predicted["no_sync"] == pytest.approx(6.0)
-    assert predicted["ddp"] == pytest.approx(1 / (1 / 6 + 0.15), rel=1e-3)
-    assert predicted["ddp_powersgd:rank=2"] is None
+    rates = {"ddp": 3.0, "no_sync": 6.0, "ddp_powersgd:rank=2": 4.0}
+    network = {"rate_bit_s": 8e8, "latency_s": 0.0, "emulated": True}
+    settings = {"ranks": 4, "compute_s": 0.1, "delay_s": 0.05, "delayed_ranks": 4, "steps": 10}
+    report = {  # as `bench throughput` writes it
+        "summary": [{"strategy": spec, "steps_per_s": rate} for spec, rate in rates.items()],
+        "cells": [{"round": 0}, {"round": 1}],
+        "settings": settings | {"params": "25e5", "network": network},
+    }
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(report))
     cli.main(["simulate", "--check", str(path)])
