@@ -31,8 +31,6 @@ def files(tmp_path: Path) -> list[str]:
     ("chosen", "epoch_steps", "said"),
     [
         ([], 6, "So many samples has an epoch of the trace: 12 steps of 4 ranks."),
-        (["--epoch-steps", "5"], 5, "Epochs of 5 steps, after which all ranks stand still"),
-        (["--epoch-steps", "50"], 50, "Simulated: 10 of the steps of an epoch (--steps)."),
         (["--epoch-steps", "endless"], None, "One endless epoch"),
     ],
 )
@@ -52,8 +50,6 @@ def test_the_advice_comes_with_what_to_paste(
     assert said in text
     assert "extrapolated: 8 ranks are more than the 4 that were probed" in text
     report = json.loads(output.read_text())
-    main([*files, "--params", "1e6", "--ranks", "8", *some, "--json"])
-    assert json.loads(capsys.readouterr().out)["rows"] == report["rows"]
     claimed = set() if epoch_steps is None else {"no_sync, claimed", "wagma, claimed"}
     assert {row["strategy"] for row in report["rows"]} == {
         "no_sync", "allreduce", "wagma", *claimed,
@@ -82,16 +78,3 @@ def test_the_advised_one_is_verified_with_the_bound_and_all_reduce() -> None:
     assert verify.specs_of(Ranking(rows, "random", {})) == [
         "no_sync", "allreduce", "sgp:data=claimed", "adpsgd", "hpsgd",
     ]  # fmt: skip
-
-
-@pytest.mark.exhaustive
-def test_the_first_are_run_here(
-    files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verify, "STEPS", 10)
-    some = ["--strategies", "popsgd", "--steps", "10", "--epoch-steps", "10"]
-    main([*files, "--params", "1e4", *some, "--verify", "--verify-ranks", "2"])
-    text = capsys.readouterr().out
-    assert "running the first three on 2 ranks of this machine" in text
-    assert "popsgd:data=claimed" in text
-    assert "steps/s of the job:" in text

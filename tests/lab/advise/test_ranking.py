@@ -16,7 +16,7 @@ from lightning_dsgd.lab.advise import accuracy, memory
 from lightning_dsgd.lab.advise.accuracy import Cost
 from lightning_dsgd.lab.advise.candidates import CANDIDATES, Candidate, with_claims
 from lightning_dsgd.lab.advise.ranking import Ranking, Row, rank
-from lightning_dsgd.lab.advise.words import advice, paste, setting, table, warnings
+from lightning_dsgd.lab.advise.words import advice, table, warnings
 from lightning_dsgd.lab.bench.situations import SITUATIONS
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.recorded import Recorded
@@ -44,34 +44,16 @@ def test_every_strategy_is_a_candidate_whose_settings_work() -> None:
 @pytest.mark.parametrize(
     ("spec", "copies"),
     [
-        ("no_sync", 0),
-        ("allreduce", 1),
         ("allreduce:wire_dtype=int8:overlap=true", 3),
-        ("allreduce:delay=1", 4),
-        ("local_sgd", 0),
-        ("local_sgd:wire_dtype=int8", 2),
         ("local_sgd:outer_lr=0.7:outer_momentum=0.9", 2),
         ("diloco:overlap_steps=2:num_fragments=4", 2.5),
-        ("sgp", 2),
-        ("sgp:overlap=1", 3),
         ("sgp, claimed", 3),
         ("popsgd", 5),  # during an exchange
         ("popsgd, on a device", 7),
-        ("popsgd:wire_dtype=int8", 6),
-        ("popsgd:blocking=true", 1),
-        ("adpsgd", 4),  # during an exchange
-        ("adpsgd, on a device", 6),
-        ("hpsgd", 2),
-        ("hpsgd:wire_dtype=float32", 2),
         ("hpsgd:wire_dtype=int8", 5),
-        ("hpsgd:wire_dtype=int8:outer_lr=0.7", 5),
-        ("eager_sgd", 4),
-        ("wagma", 2),
         ("wagma:wait_avoiding=false", 0),
-        ("wagma:overlap=true", 3),
         ("wagma:overlap=true, on a device", 6),
         ("wagma:overlap=true:sync_period=10:wire_dtype=int8", 7),  # during a sum
-        ("oktopk", 3.0),
         ("topk_dsa", 2.125),
     ],
 )
@@ -95,14 +77,7 @@ def test_all_strategies_are_ranked_below_the_bound() -> None:
     assert ranked.of("allreduce").end_share == 1
     assert ranked.of("allreduce").mb_sent == pytest.approx(2 * 3 / 4 * 4, rel=0.01)
     assert ranked.of("wagma").mb_memory == pytest.approx(8)
-    text = table(ranked)
-    assert "later ones whose accuracy was not measured" in text.splitlines()[-1]
-    assert len({len(line) for line in text.splitlines()[:-1]}) == 1
-
-
-def test_what_cannot_run_is_left_out_with_the_reason() -> None:
-    ranked = rank([*FEW, Candidate("wagma:group_size=16")], machine("random"), 8, 5)
-    assert "group_size" in ranked.refused["wagma:group_size=16"]
+    assert "later ones whose accuracy was not measured" in table(ranked).splitlines()[-1]
 
 
 def row(label: str, end: float, time: float | None, reached: int = 10, **other: Any) -> Row:
@@ -145,7 +120,9 @@ def test_of_what_ends_soonest_and_was_as_good_the_soonest_at_quality_is_advised(
 
 
 def test_a_slow_rank_claims_its_batches_and_training_ends_at_about_the_floor() -> None:
-    ranked = rank(FEW, machine("slow-rank"), 8, 20, epoch_steps=20)
+    too_wide = Candidate("wagma:group_size=16")
+    ranked = rank([*FEW, too_wide], machine("slow-rank"), 8, 20, epoch_steps=20)
+    assert "group_size" in ranked.refused[too_wide.label]
     floor = 8 / 15  # ranks share the steps by their speeds
     assert ranked.of("no_sync").end_share == pytest.approx(1, rel=0.01)
     assert ranked.of("popsgd").end_share == pytest.approx(1, rel=0.01)
@@ -160,17 +137,11 @@ def test_a_slow_rank_claims_its_batches_and_training_ends_at_about_the_floor() -
     text = advice(ranked)
     assert 'lightning_dsgd.PopSGDStrategy(data="claimed")' in text
     assert "rank 7 has 53% of the mean speed" in text
-    assert "batches by speed" in text
-
-
-def test_in_an_endless_epoch_nothing_is_claimed() -> None:
-    ranked = rank(FEW, machine("slow-rank"), 8, 20)
-    assert {row.label for row in ranked.rows} == {candidate.spec for candidate in FEW}
-    text = advice(ranked)
+    endless = rank(FEW, machine("slow-rank"), 8, 20)  # nothing can be claimed
+    assert {row.label for row in endless.rows} == {candidate.spec for candidate in FEW}
+    text = advice(endless)
     assert text.startswith("Advice: stay with all-reduce")
     assert "ranks can claim their batches instead: try --epoch-steps 500" in " ".join(text.split())
-    assert "Claimed batches gain nothing there" in setting(None, 20, None)
-    assert "always slower" not in advice(rank(FEW, machine("random"), 8, 20))
 
 
 @pytest.mark.parametrize(
@@ -188,12 +159,6 @@ def test_claims_are_named_where_a_rank_is_slow_though_they_are_not_advised(
     assert text.startswith("Advice: stay with all-reduce")
     assert said in " ".join(text.split())
     assert ('data="claimed"' in text) == ("claimed" in rows[0].label)
-
-
-def test_where_nothing_ends_sooner_all_reduce_stays() -> None:
-    ranking = Ranking([row("sgp", 0.98, 0.5), ALLREDUCE], "random", {})
-    assert advice(ranking).startswith("Advice: stay with all-reduce")
-    assert paste(ALLREDUCE.candidate).startswith('    L.Trainer(strategy="allreduce", ...)')
 
 
 def test_the_accuracy_is_that_of_the_results() -> None:

@@ -13,11 +13,8 @@ from tests.lab.diagnose import made
 
 NEXT = {
     "one rank slow": ("claimed", 'PopSGDStrategy(data="claimed")'),
-    "random": ("wagma", 'WAGMAStrategy(overlap=True, data="claimed")'),
     "a slow loader": ("workers", "num_workers="),
-    "a long validation": ("shared", "DistributedSampler"),
     "a slow network": ("int8", 'wire_dtype="int8"'),
-    "garbage collection": ("freeze", "gc.freeze()"),
     "none": (None, "stay with ddp"),
 }
 
@@ -61,12 +58,7 @@ def shared(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
 
 @pytest.mark.parametrize(
     ("cause", "name", "cured"),
-    [
-        ("a slow loader", "workers", made.none),
-        ("garbage collection", "freeze", made.none),
-        ("a long validation", "shared", shared),
-        ("one rank slow", "mended", made.none),
-    ],
+    [("garbage collection", "freeze", made.none), ("a long validation", "shared", shared)],
 )
 def test_the_gain_is_what_the_job_without_the_cause_shows(
     cause: str, name: str, cured: made.Cause, tmp_path: Path, capsys: pytest.CaptureFixture[str]
