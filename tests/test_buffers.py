@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from lightning_dsgd import buffers
-from lightning_dsgd.buffers import buffer, copy_of
+from lightning_dsgd.buffers import buffer
 
 LARGE = 3_000_000
 
@@ -24,21 +23,6 @@ def test_memory_is_used_again_once_no_tensor_uses_it() -> None:
     assert buffer(LARGE - 1000, torch.float32).data_ptr() == address
 
 
-def test_any_length_and_dtype() -> None:
-    for numel in (0, 1, 1_048_576, LARGE + 1):
-        for dtype in (torch.bool, torch.bfloat16, torch.float64):
-            x = buffer(numel, dtype)
-            assert x.shape == (numel,)
-            assert x.dtype == dtype
-            assert torch.equal(copy_of(x.fill_(1)), torch.ones(numel, dtype=dtype))
-
-
-def test_free_memory_of_another_size_goes() -> None:
-    buffer(LARGE, torch.float32)
-    larger = buffer(9 * LARGE, torch.float32)  # 108 MB
-    assert [len(piece) >> 20 for piece in buffers._pieces] == [larger.nbytes + (1 << 20) - 1 >> 20]
-
-
 def test_a_forked_process_has_memory_of_its_own() -> None:
     x = buffer(LARGE, torch.float32).fill_(1)
     child = os.fork()
@@ -48,13 +32,3 @@ def test_a_forked_process_has_memory_of_its_own() -> None:
         os._exit(0)
     assert os.waitpid(child, 0) == (child, 0)
     assert bool((x == 1).all())
-
-
-def test_threads_do_not_share_memory() -> None:
-    def fill(value: int) -> bool:
-        return all(
-            bool((buffer(LARGE, torch.int32).fill_(value) == value).all()) for _ in range(10)
-        )
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(fill, range(8)))

@@ -30,7 +30,7 @@ LEARNS = {
     "lora": ("loss", 0.1, []),
     "dqn": ("wrong_ways", 2.5, []),  # 6 before training
 }
-FAST = ("byol",)  # simclr runs below
+FAST = ("byol",)
 IN_ALL = [
     pytest.param(path, marks=() if path.stem in FAST else exhaustive, id=path.stem)
     for path in EXAMPLES
@@ -71,21 +71,10 @@ def test_an_example_learns_and_leaves_one_model_on_all_ranks(path: Path) -> None
 def test_an_example_runs_with_the_other_strategy_that_it_names(path: Path) -> None:
     found = re.search(rf"python examples/{path.stem}.py \[--strategy (\w+)\]", docstring(path))
     assert found is not None
-    run(path, ["--strategy", found[1], "--epochs", "1"])
-
-
-def test_negatives_come_from_all_ranks_where_these_step_together() -> None:
-    path = ROOT / "examples" / "simclr.py"
-    for metrics, *_ in run(path, ["--epochs", "1", "--strategy", "wagma"]):
-        assert metrics["candidates"] == 64
-    for metrics, *_ in run(path, ["--epochs", "1"]):
-        assert metrics["candidates"] == 128
-
-
-def test_the_lora_example_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(SystemExit, match=r"this example needs pip install '\.\[examples\]'"):
-        runpy.run_path(str(ROOT / "examples" / "lora.py"), run_name="__main__")
+    ranks = run(path, ["--strategy", found[1], "--epochs", "1"])
+    if path.stem == "simclr":  # negatives come from all ranks where these step together
+        apart = run(path, ["--strategy", "wagma", "--epochs", "1"])
+        assert [metrics["candidates"] for metrics, *_ in (*ranks, *apart)] == [128, 128, 64, 64]
 
 
 def test_the_page_has_every_example() -> None:
@@ -93,30 +82,3 @@ def test_the_page_has_every_example() -> None:
     page = (ROOT / "docs" / "examples.md").read_text()
     for path in EXAMPLES:
         assert f"](../examples/{path.name})" in page
-        assert len(path.read_text().splitlines()) < 100
-
-
-# ---- what the demo makes of the jobs that it has run ----
-DEMO = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "demo.py"), run_name="demo")
-
-
-def job(strategy: str, lr: float, seed: int, accuracies: list[float], pace_s: float) -> Any:
-    """One epoch in `pace_s` seconds."""
-    rows = [
-        {"seconds": pace_s * (epoch + 1), "accuracy": accuracy}
-        for epoch, accuracy in enumerate(accuracies)
-    ]
-    return {"strategy": strategy, "lr": lr, "seed": seed, "rows": rows, "bytes_sent": None}
-
-
-def test_the_table_has_medians_and_says_never(capsys: pytest.CaptureFixture[str]) -> None:
-    ddp = [job("ddp", 0.05, seed, [0.5, 0.95, 1.0], 2.0) for seed in range(3)]
-    soon = [job("wagma", 0.05, seed, [0.5, 0.99, 1.0], pace) for seed, pace in enumerate((1, 2, 4))]
-    targets = dict.fromkeys(range(3), 0.99)
-    assert [DEMO["seconds_to"](each, 0.99) for each in (*ddp, *soon)] == [6, 6, 6, 2, 4, 8]
-    DEMO["show"]({"ddp": ddp, "wagma": soon}, targets)
-    _, base, wagma = capsys.readouterr().out.splitlines()
-    assert base.split() == ["ddp", "0.05", "6.0", "100.0%", "6.0", "1.00", "not", "counted"]
-    assert wagma.split()[4:6] == ["4.0", "1.50"]
-    DEMO["show"]({"ddp": ddp, "wagma": [job("wagma", 0.05, 0, [0.9], 1.0)]}, targets)
-    assert "never" in capsys.readouterr().out

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,6 +14,7 @@ import tomllib
 import zipfile
 from email.parser import HeaderParser
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -202,57 +201,37 @@ def test_imports_point_one_way() -> None:
     assert [offence for module in modules() for offence in offences(module, known)] == []
 
 
-@pytest.mark.parametrize(
-    ("module", "statement"),
-    [
-        ("hyperparameters", "import torch"),
-        ("replica.flat", "from torch import distributed"),
-        ("session.session", "import lightning"),
-        ("session.session", "from lightning_dsgd.trainer import seams"),
-        ("algorithms.dpsgd", "import torch.distributed as dist"),
-        ("algorithms.dpsgd", "from lightning_dsgd.simulated import SimulatedWorld"),
-        ("algorithms.dpsgd", "from lightning_dsgd.algorithms.local_sgd import LocalSGD"),
-        ("simulated.links", "from torch.distributed import TCPStore"),
-        ("algorithms.dpsgd", "import torch\n\ntorch.distributed.barrier()"),
-        ("replica.replica", "from lightning_dsgd.transport.mesh import Mesh"),
-        ("trainer.strategy", "from lightning_dsgd.lab.bench import network"),
-        ("trainer.strategy", "self._survivors.share(first)"),
-        ("session.session", "from lightning_dsgd.elastic.members import Members"),
-        ("algorithm", "import lightning_dsgd"),
-        ("lab.simulate.model", "from lightning_dsgd.trainer import seams"),
-        ("lab.bench.report", "import lightning as L"),
-    ],
-)
-def test_a_wrong_import_is_noticed(
-    module: str, statement: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "tree_of", lambda _: ast.parse(statement))
-    known = {*modules(), "transport.process_group"}
-    assert len(offences(module, known)) == 1
+WRONG = {
+    "import torch": "hyperparameters",
+    "from torch import distributed": "replica.flat",
+    "from lightning_dsgd.trainer import seams": "session.session",
+    "from lightning_dsgd.algorithms.local_sgd import LocalSGD": "algorithms.dpsgd",
+    "import torch\n\ntorch.distributed.barrier()": "algorithms.dpsgd",
+    "from lightning_dsgd.transport.mesh import Mesh": "replica.replica",
+    "self._survivors.share(first)": "trainer.strategy",
+    "from lightning_dsgd.elastic.members import Members": "session.session",
+    "import lightning_dsgd": "algorithm",
+    "import lightning as L": "lab.bench.report",
+}
 
 
-def circle(start: str, graph: dict[str, set[str]]) -> list[str]:
-    """A way through imports from a module back to it; empty if there is none."""
-    ways = [[start]]
-    seen: set[str] = set()
-    for way in ways:
-        for name in sorted(graph[way[-1]] - seen):
-            if name == start:
-                return [*way, start]
-            seen.add(name)
-            ways.append([*way, name])
-    return []
+def test_a_wrong_import_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for statement, module in WRONG.items():
+        monkeypatch.setattr(sys.modules[__name__], "tree_of", lambda _, s=statement: ast.parse(s))
+        known = {*modules(), "transport.process_group"}
+        assert len(offences(module, known)) == 1, statement
 
 
 def test_no_module_imports_itself_through_others() -> None:
     """Imports inside functions count."""
     known = set(modules())
     graph = {
-        module: {name[1:] for name in imports(module, known) if name[1:] in known - {""}}
+        module: {name[1:] for name in imports(module, known) if name[1:] in known - {""}} - {module}
         for module in known
     }
-    assert [way for name in sorted(graph) if (way := circle(name, graph))] == []
-    assert circle("a", {"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    TopologicalSorter(graph).prepare()  # which names a circle in its error
+    with pytest.raises(CycleError):
+        TopologicalSorter({"a": {"b"}, "b": {"c"}, "c": {"a"}}).prepare()
 
 
 def test_the_package_names_the_wings_of_the_rule() -> None:
@@ -287,9 +266,7 @@ def test_the_import_loads_neither_torch_nor_lightning() -> None:
     now=["import lightning_dsgd, lightning as L"],
     later=[
         "import lightning as L, lightning_dsgd",
-        "import lightning_dsgd, pytorch_lightning as L",
         "import lightning_dsgd.trainer.named, lightning as L",
-        "from lightning_dsgd import DecentralizedStrategy; import lightning as L",
         "import pytorch_lightning as L, lightning_dsgd",
     ],
 )
@@ -310,26 +287,10 @@ def test_all_names_can_be_had() -> None:
     names: dict[str, Any] = {}
     exec("from lightning_dsgd import *", names)
     assert set(lightning_dsgd.__all__) <= set(names)
-    assert names["WAGMAStrategy"].__name__ == "WAGMAStrategy"
     with pytest.raises(AttributeError, match="has no attribute 'NoSuchName'"):
         _ = lightning_dsgd.NoSuchName
     for algorithm in ALGORITHMS.values():
         assert getattr(lightning_dsgd, algorithm.__name__) is algorithm
-
-
-@pytest.mark.exhaustive
-def test_registering_initialises_no_mpi_and_brings_no_extra_in() -> None:
-    """Beyond what Lightning brings in: its torchmetrics imports matplotlib where it finds it."""
-    code = """
-import sys
-import lightning.pytorch
-before = set(sys.modules)
-import lightning_dsgd
-for name in ("mpi4py", "sklearn", "matplotlib", "wandb", "jsonargparse", "pytorch_lightning"):
-    if name in set(sys.modules) - before:
-        print(name)
-"""
-    assert said_by(code) == ""
 
 
 @pytest.fixture(scope="module")
@@ -403,61 +364,27 @@ def test_sdist_is_small_and_has_all_but_the_results(dist: Path) -> None:
     assert {name for name in kept if ROOT.joinpath(name).is_file()} <= names
 
 
-def test_the_index_would_take_both(dist: Path) -> None:
-    if importlib.util.find_spec("twine") is None:
-        pytest.skip("twine is not installed: pip install '.[dev]'")
-    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, dist.iterdir())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.parametrize(
-    ("address", "link", "image"),
-    [
-        ("", "see metrics", "A curve"),
-        (
-            "https://index.example/x",
-            "see [metrics](https://index.example/x/blob/v1.0/docs/metrics.md#how)",
-            "![A curve](https://index.example/x/raw/v1.0/docs/a.svg)",
-        ),
-    ],
-)
-def test_links_on_the_indexs_page_lead_somewhere(address: str, link: str, image: str) -> None:
+@pytest.mark.parametrize("address", ["", "https://index.example/x"])
+def test_links_on_the_indexs_page_lead_somewhere(address: str) -> None:
     on_the_index = runpy.run_path(str(ROOT / "hatch_build.py"))["on_the_index"]
-    page = "see [metrics](docs/metrics.md#how), [there](https://x.example), [up](#up)\n"
-    got = on_the_index(f"{page}![A curve](docs/a.svg)", address, "v1.0")
-    assert got == f"{link}, [there](https://x.example), [up](#up)\n{image}"
     whole = on_the_index((ROOT / "README.md").read_text(), address, "v1.0")
     assert re.findall(r"\]\((?!https?:|#)", whole) == []
+    assert not address or f"]({address}/blob/v1.0/docs/metrics.md)" in whole
 
 
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     metadata = HeaderParser().parsestr(text_of(wheel, "METADATA"))
-    assert metadata["Name"] == "lightning-dsgd"
-    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", metadata["Version"])
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) == {
-        *("bench", "control", "demo", "dev", "docs", "examples", "images", "mpi", "text", "wandb")
-    }
-    assert metadata["Author"] == "the lightning_dsgd developers"
-    assert metadata["Description-Content-Type"] == "text/markdown"
     requirements = metadata.get_all("Requires-Dist", [])
     names = {r: re.split(r"[<>=!\[; ]", r)[0] for r in requirements}
     always = {name for r, name in names.items() if "extra ==" not in r}
     assert always == {"lightning", "torch", "torchmetrics", "numpy", "jsonargparse"}
-    for extra in ("demo", "dev"):  # with which the recipes and the tests run
-        assert f"wandb>=0.18; extra == '{extra}'" in requirements
     mpi = {name for r, name in names.items() if "extra == 'mpi'" in r}
     assert mpi == {"mpi4py", "mpich"}, "mpi4py must not come without an MPI library"
-
-
-def test_only_pythons_that_the_tests_ran_on_are_claimed(wheel: zipfile.ZipFile) -> None:
-    """docs/getting_started.md says on which."""
-    metadata = HeaderParser().parsestr(text_of(wheel, "METADATA"))
+    # docs/getting_started.md says on which Pythons the tests ran, and no others are claimed.
     classifiers = "\n".join(metadata.get_all("Classifier", []))
     claimed = re.findall(r"Programming Language :: Python :: (3\.\d+)", classifiers)
     page = (ROOT / "docs" / "getting_started.md").read_text()
-    assert claimed
     for version in claimed:
         row = rf"^\| {re.escape(version)}\.\d+ \|.*\| (all tests|`make test`) \|$"
         assert re.search(row, page, re.MULTILINE), version
@@ -486,13 +413,6 @@ def test_only_versions_that_the_smoke_ran_with_are_admitted() -> None:
         assert f"def {name}" in (ROOT / file).read_text(), test
 
 
-def test_the_changelog_has_what_is_unreleased_and_a_released_version() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert re.findall(r"^## .*", changelog, re.MULTILINE)[0] == "## [Unreleased]"
-    assert "dev" in version or f"## [{version}]" in changelog
-
-
 # ---- what tells of the package elsewhere ----
 def yaml_of(name: str) -> Any:
     return yaml.safe_load(ROOT.joinpath(name).read_text())
@@ -513,41 +433,3 @@ def test_what_tells_of_the_package_elsewhere_agrees_with_pyproject() -> None:
     address = hooks["custom"]["repository"]
     told = (citation.get("repository-code", ""), conda["about"].get("repository", ""))
     assert told == (address, address), "the repository's address stands in these too"
-
-
-def test_githubs_workflows_try_the_oldest_and_the_newest() -> None:
-    jobs = yaml_of(".github/workflows/ci.yml")["jobs"]
-    combinations = runpy.run_path(str(ROOT / "tests" / "versions.py"))["COMBINATIONS"]
-    ends = ["/".join(combinations[end]) for end in (0, -1)]
-    assert jobs["versions"]["strategy"]["matrix"]["versions"] == ends
-    classifiers = (ROOT / "pyproject.toml").read_text()
-    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', classifiers)
-    assert jobs["test"]["strategy"]["matrix"]["python"] == pythons
-    for form in on_disk(".github/ISSUE_TEMPLATE/*.yml", ".github/workflows/*.yml"):
-        assert yaml_of(form)
-
-
-# ---- what `make` installs ----
-def would_run(target: str, venv: Path) -> str:
-    """What `make` would do for a target."""
-    if shutil.which("make") is None:
-        pytest.skip("make is not installed: apt-get install make")
-    command = ["make", "--dry-run", target, f"VENV={venv}", f"PYTHON={sys.executable}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_make_installs_what_a_target_needs_and_once(tmp_path: Path) -> None:
-    demo, everything = "install -e '.[demo]'", "install -e '.[dev,demo,docs,mpi]'"
-    tmp_path.joinpath("bin").mkdir()
-    tmp_path.joinpath("bin", "python").touch()
-    assert demo in would_run("demo", tmp_path)
-    tmp_path.joinpath(".installed-demo").touch()
-    assert "-m pip" not in would_run("demo", tmp_path)
-    for_test = would_run("test", tmp_path)
-    assert everything in for_test
-    # Whoever has all needs nothing for the demo.
-    assert f"touch {tmp_path}/.installed {tmp_path}/.installed-demo" in for_test
-    tmp_path.joinpath(".installed").touch()
-    assert "-m pip" not in would_run("test", tmp_path)

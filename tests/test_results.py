@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_dsgd.lab.in_force import differences, in_force, measured_with
-from lightning_dsgd.lab.results import provenance, text, write_result
 
 ROOT = Path(__file__).parents[1]
 HEADLINES = {
@@ -23,30 +21,6 @@ HEADLINES = {
 WITHOUT_A_RECORD = 13
 """How many results at the heads of pages are older than the record of hyperparameters."""
 STORED = sorted(ROOT.joinpath("docs", "results").rglob("*.json"))
-
-
-def test_a_file_replaces_the_old_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "page" / "result.json"
-    for value in (1, 2):
-        write_result({"value": value}, path)
-    assert json.loads(path.read_text()) == {"value": 2}
-    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
-    assert f"written: {path}" in capsys.readouterr().out
-
-
-def test_provenance_names_the_command_the_machine_and_the_versions() -> None:
-    made = provenance("python some.py")
-    assert made["command"] == "python some.py"
-    assert made["cores"] > 0
-    assert made["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", made["commit"])
-    assert datetime.fromisoformat(made["made"]).tzinfo is not None
-    assert made["versions"].keys() == {"python", "torch", "lightning", "lightning_dsgd"}
-
-
-@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
-def test_every_stored_result_has_a_record_per_line(path: Path) -> None:
-    stored = path.read_text()
-    assert stored == text(json.loads(stored)) + "\n"
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
