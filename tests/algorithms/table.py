@@ -97,9 +97,9 @@ def wagma_bytes(world_size: int, size: int, period: int) -> float:
     return ((period - 1) * group_sums + reduce_bytes(world_size, size)) / period
 
 
-def push_bytes(world_size: int, size: int, num_peers: int) -> float:
-    """Shares of the weights, each with a push weight, to as many peers as there are."""
-    return min(num_peers, (world_size - 1).bit_length()) * (size + 8)
+def push_bytes(world_size: int, size: int) -> float:
+    """A share of the weights, with a push weight, to another rank."""
+    return (world_size > 1) * (size + 8)
 
 
 def pair_bytes(world_size: int, size: float) -> float:
@@ -138,13 +138,6 @@ def averaged(num_flags: int = 1) -> Callable[[int, int], float]:
     return lambda p, size: (reduce_bytes(p, size) + num_flags * flag_bytes(p)) / 4
 
 
-def averaged_rounded(bits: int, num_fragments: int = 1) -> Callable[[int, int], float]:
-    def formula(p: int, size: int) -> float:
-        return (rounded_bytes(p, size, bits, num_fragments) + num_fragments * flag_bytes(p)) / 4
-
-    return formula
-
-
 def wagma(options: str = "", base: str = EAGER_WAGMA, **promises: Any) -> Row:
     return Row(
         base + options,
@@ -161,18 +154,6 @@ TABLE = {
     "allreduce": Row(
         "allreduce", lambda p, size: reduce_bytes(p, size) + flag_bytes(p), **GRADIENTS
     ),
-    "allreduce_int8": Row(
-        "allreduce:wire_dtype=int8",
-        lambda p, size: rounded_bytes(p, size, 8) + flag_bytes(p),
-        **GRADIENTS,
-        is_rounded=True,
-        accuracy=0.01,
-    ),
-    "allreduce_overlap": Row(
-        "allreduce:overlap=true:num_buckets=3",
-        lambda p, size: reduce_bytes(p, size) + flag_bytes(p),
-        **GRADIENTS,
-    ),
     "allreduce_delay": Row(
         "allreduce:delay=1",
         lambda p, size: reduce_bytes(p, size) + flag_bytes(p),
@@ -188,32 +169,16 @@ TABLE = {
     ),
     "no_sync": Row("no_sync", lambda p, size: 0.0),
     "local_sgd": Row(f"local_sgd:{SYNC}", averaged(), period=4),
-    "local_sgd_fragments": Row(f"local_sgd:{SYNC}:num_fragments=3", averaged(3), period=4),
     "local_sgd_overlap": Row(
         f"local_sgd:{SYNC}:num_fragments=2:overlap_steps=2", averaged(2), period=4, accuracy=1.0
-    ),
-    "local_sgd_int8": Row(
-        f"local_sgd:{SYNC}:wire_dtype=int8",
-        averaged_rounded(8),
-        period=4,
-        is_rounded=True,
-        accuracy=0.01,
     ),
     "diloco": Row(
         f"diloco:{SYNC}:outer_momentum=0.5", averaged(), period=4, has_outer_optimizer=True
     ),
-    "diloco_streaming": Row(
-        f"diloco:{SYNC}:outer_momentum=0.5:num_fragments=2:overlap_steps=1:wire_dtype=int4",
-        averaged_rounded(4, 2),
-        period=4,
-        has_outer_optimizer=True,
-        is_rounded=True,
-        accuracy=0.2,
-    ),
     "diloco_mixing": Row(
         f"diloco:{SYNC}:outer_lr=1.0:outer_momentum=0.0:num_fragments=2:overlap_steps=2:mixing=0.5"
         ":wire_dtype=e3m0",
-        averaged_rounded(4, 2),
+        lambda p, size: (rounded_bytes(p, size, 4, 2) + 2 * flag_bytes(p)) / 4,
         period=4,
         has_outer_optimizer=True,
         is_rounded=True,
@@ -231,15 +196,11 @@ TABLE = {
     "wagma": wagma(copies=2),
     "wagma_overlap": wagma(":overlap=true", copies=3),
     "wagma_paper": wagma(base=f"wagma:{SYNC}:paper=true", copies=2, is_delayed=True),
-    "wagma_int8": Row(f"{EAGER_WAGMA}:wire_dtype=int8", is_rounded=True, **LATE),
     "wagma_overlap_int4": Row(
         f"{EAGER_WAGMA}:overlap=true:wire_dtype=int4", is_rounded=True, **LATE
     ),
     "wagma_synchronous": wagma(
         base=f"wagma:{SYNC}:wait_avoiding=false", copies=0, is_synchronous=True, accuracy=1e-6
-    ),
-    "wagma_synchronous_int8": Row(
-        f"wagma:{SYNC}:wait_avoiding=false:wire_dtype=int8", is_rounded=True, accuracy=0.01
     ),
     "wagma_group_period": Row(
         f"{EAGER_WAGMA}:group_period=2",
@@ -247,13 +208,6 @@ TABLE = {
         period=4,
         slack=0.05,
         **LATE,
-    ),
-    "wagma_group_period_synchronous": Row(
-        f"wagma:{SYNC}:group_period=2:wait_avoiding=false",
-        lambda p, size: wagma_bytes(p, size, 2) / 2,
-        period=4,
-        slack=0.05,
-        accuracy=0.1,
     ),
     "hpsgd": Row("hpsgd", hpsgd_bytes, copies=2, **LATE),
     "hpsgd_paper": Row("hpsgd:paper=true", hpsgd_bytes, copies=3, is_delayed=True, **LATE),
@@ -265,14 +219,6 @@ TABLE = {
         mixes_weights=False,  # if they differ from the start on
         has_outer_optimizer=True,
         **LATE,
-    ),
-    "hpsgd_int8": Row(
-        "hpsgd:max_local_steps=1:wire_dtype=int8",
-        lambda p, size: rounded_bytes(p, size, 8) + 3 * flag_bytes(p),
-        mixes_weights=False,  # if they differ from the start on
-        is_synchronous=False,
-        is_rounded=True,
-        accuracy=0.01,
     ),
     "hpsgd_int4": Row("hpsgd:wire_dtype=int4", is_rounded=True, **GRADIENTS, **LATE),
     "eager_solo": Row(
@@ -295,30 +241,22 @@ TABLE = {
 }
 # What gossip leaves between the ranks moves their mean as soon as messages are late.
 TABLE |= {
-    "sgp": Row("sgp", lambda p, size: push_bytes(p, size, 1)),
-    "sgp_two_peers": Row("sgp:num_peers=2", lambda p, size: push_bytes(p, size, 2)),
+    "sgp": Row("sgp", lambda p, size: push_bytes(p, size)),
     "sgp_overlap": Row(
-        "sgp:overlap=1", lambda p, size: push_bytes(p, size, 1), has_push_weights=True, **LATE
+        "sgp:overlap=1", lambda p, size: push_bytes(p, size), has_push_weights=True, **LATE
     ),
     "sgp_paper_overlap": Row(
         "sgp:paper=true:overlap=2",
-        lambda p, size: push_bytes(p, size, 1) / 2,
+        lambda p, size: push_bytes(p, size) / 2,
         period=2,
         has_push_weights=True,
         **LATE,
     ),
     "sgp_int8": Row(
         "sgp:wire_dtype=int8",
-        lambda p, size: push_bytes(p, block_bytes(size, 8), 1),
+        lambda p, size: push_bytes(p, block_bytes(size, 8)),
         is_rounded=True,
         accuracy=0.1,
-    ),
-    "sgp_overlap_bfloat16": Row(
-        "sgp:overlap=1:wire_dtype=bfloat16",
-        lambda p, size: push_bytes(p, size // 4, 1),
-        is_rounded=True,
-        has_push_weights=True,
-        **LATE,
     ),
     "popsgd_blocking": Row("popsgd:blocking=true", lambda p, size: pair_bytes(p, size + 16)),
     "popsgd_paper": Row("popsgd:paper=true", is_delayed=True, accuracy=1.0),
@@ -326,9 +264,6 @@ TABLE |= {
         "popsgd:blocking=true:local_steps=3:topology=cycle",
         lambda p, size: pair_bytes(p, size + 16) / 3,
         period=3,
-    ),
-    "popsgd_blocking_bfloat16": Row(
-        "popsgd:blocking=true:wire_dtype=bfloat16", lambda p, size: pair_bytes(p, size / 4 + 16)
     ),
     "popsgd_blocking_int8": Row(
         "popsgd:blocking=true:wire_dtype=int8",
@@ -377,12 +312,6 @@ TABLE |= {
         lambda p, size: oktopk_bytes(p, N) / 3,  # of changes that are hardly ever equal
         period=30,
         slack=0.1,
-        **SPARSE,
-    ),
-    "gtopk_local_steps": Row(
-        f"gtopk:{DENSITY}:local_steps=3",
-        lambda p, size: (2 * (p - 1) / p * entry_bytes(K, N) + flag_bytes(p)) / 3,
-        period=3,
         **SPARSE,
     ),
     "sparse_loco": Row(  # of 10 chunks, with a bit for each place

@@ -155,15 +155,6 @@ def test_no_update_is_lost(row: Row, world_size: int) -> None:
                 torch.testing.assert_close(end, mean, rtol=0, atol=row.rounding, msg=situation)
 
 
-@rows(lambda row: not row.make().keeps_updates)
-def test_a_rule_that_loses_updates_says_so(row: Row) -> None:
-    begin = torch.stack([start_at(rank, 1.0) for rank in range(4)]).mean(0)
-    for situation in ("stragglers", "slow link", "slow rank"):
-        mean, ends, _ = run_in(situation, row, 4)[-1]
-        moved, updates = ends[0] - begin, mean - begin
-        assert float(torch.dot(moved, updates) / torch.dot(updates, updates)) < 0.9
-
-
 def touch(net: Any, row: Row) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Somebody else writes the weights where all stand still: before and after some steps."""
     rank, written = start(net, row), []
@@ -192,12 +183,12 @@ def test_who_writes_weights_between_steps_leaves_all_alike(row: Row, world_size:
 
 
 @ROWS
-@cases("world_size", now=[4], later=[2, 3])
-def test_all_ranks_find_the_same_minimum_of_a_quadratic(row: Row, world_size: int) -> None:
-    optimum = torch.stack([target(rank) for rank in range(world_size)]).mean(0)
+def test_all_ranks_find_the_same_minimum_of_a_quadratic(row: Row) -> None:
+    optimum = torch.stack([target(rank) for rank in range(3)]).mean(0)
     spread = 1.0 if row.mixes_weights else 0.0
-    world = SimulatedWorld(world_size, latency_s=0.01)
-    xs = [x for x, _ in world.run(train, row, 200, spread, True)]
+    world = SimulatedWorld(3, latency_s=0.01)
+    num_steps = 80 if row.accuracy == 1.0 else 200
+    xs = [x for x, _ in world.run(train, row, num_steps, spread, True)]
     torch.testing.assert_close(xs[0], optimum, rtol=0, atol=row.accuracy)
     assert all(torch.equal(x, xs[0]) for x in xs)
 
@@ -217,8 +208,8 @@ def resume(net: Any, row: Row, stop_at: int, is_resumed: bool) -> list[Tensor]:
 
 
 # What PopSGD's lane does when depends on how long the start takes.
-@rows(lambda row: row.is_synchronous or not row.spec.startswith("popsgd"), rounded_later=False)
-@cases("stop_at", now=[6], later=[1, 8])
+@rows(lambda row: row.is_synchronous or not row.spec.startswith("popsgd"))
+@cases("stop_at", now=[6], later=[8])
 def test_save_and_resume_equals_straight_through(row: Row, stop_at: int) -> None:
     """Also where a sum is under way."""
     straight, resumed = (
@@ -266,7 +257,7 @@ def unevenly(net: Any, row: Row, counts: list[int]) -> Tensor:
 
 
 @ROWS
-@cases("counts", now=[[0, 5, 5]], later=[[9, 1, 1, 1, 4], [3, 11]])
+@cases("counts", now=[[0, 5, 5]], later=[[9, 1, 1, 1, 4]])
 def test_ranks_may_have_different_numbers_of_batches(row: Row, counts: list[int]) -> None:
     ends = SimulatedWorld(len(counts)).run(unevenly, row, counts)
     assert all(torch.equal(x, ends[0]) for x in ends)
@@ -303,14 +294,13 @@ def steps_in_time(net: Any, row: Row) -> tuple[int, float]:
     return num_steps, waited
 
 
-@pytest.mark.parametrize("name", ["hpsgd", "popsgd", "adpsgd", "no_sync"])
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_a_slow_rank_holds_up_nobody(name: str, world_size: int) -> None:
-    world = SimulatedWorld(world_size, latency_s=0.02, bandwidth_bytes_s=1e6)
+@pytest.mark.parametrize("name", ["hpsgd", "popsgd", "adpsgd"])
+def test_a_slow_rank_holds_up_nobody(name: str) -> None:
+    world = SimulatedWorld(3, latency_s=0.02, bandwidth_bytes_s=1e6)
     (slow, _), *others = world.run(steps_in_time, TABLE[name])
     assert slow == pytest.approx(20, abs=1)
     assert all(num == pytest.approx(200, abs=10) for num, _ in others)
-    assert name not in ("hpsgd", "no_sync") or all(waited == 0 for _, waited in others)
+    assert name != "hpsgd" or all(waited == 0 for _, waited in others)
 
 
 # ---- what only one of them promises ----
@@ -339,37 +329,22 @@ def test_dpsgd_is_the_matrix_recursion(world_size: int) -> None:
         torch.testing.assert_close(torch.stack([xs[k] for xs in ranks]), x, rtol=0, atol=1e-12)
 
 
-def reduce_in_pieces(net: Any, algorithm: AllReduce) -> tuple[list[Tensor], float]:
-    """The weights after each step; pieces of the gradient come during a step of 1 s."""
-    rank, goal = Rank(net, algorithm, start_at(0, 0.0)), target(net.rank)
+def delay_by_a_step(net: Any) -> list[Tensor]:
+    rank, goal = Rank(net, AllReduce(delay=1), start_at(0, 0.0)), target(net.rank)
     xs = [rank.x.clone()]
     for _ in range(6):
-        g = rank.x - goal
-        for begin in range(N, -1, -N // 8):
-            net.compute(1 / 9)
-            if algorithm.takes_pieces:
-                algorithm.gradient_made(g, begin)
-        rank.descend(g, LR)
+        rank.descend(rank.x - goal, LR)
         xs.append(rank.x.clone())
-    seconds = net.now()
     rank.finish()
-    return xs, seconds
+    return xs
 
 
-def test_a_gradient_that_travels_in_pieces_is_the_same_and_sooner_there() -> None:
-    def run(**options: Any) -> tuple[list[Tensor], float]:
-        world = SimulatedWorld(2, latency_s=1e-3, bandwidth_bytes_s=N * 8)
-        return world.run(lambda net: reduce_in_pieces(net, AllReduce(**options)))[0]
-
-    (xs, after), (ys, during), (zs, delayed) = run(), run(overlap=True), run(delay=1)
-    assert all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
-    assert after == pytest.approx(6 * 2, rel=0.02)  # a step, and a sum that takes as long
-    assert during == pytest.approx(6 * (1 + 1 / 4), rel=0.05)
-    assert delayed == pytest.approx(6, rel=0.05)
+def test_a_delayed_gradient_is_that_at_the_weights_of_the_step_before() -> None:
+    xs, _ = SimulatedWorld(2).run(delay_by_a_step)
     goal = torch.stack([target(rank) for rank in range(2)]).mean(0)
-    for k in range(1, 6):  # step k applies the gradient at the weights before step k - 1
-        expected = zs[k] - LR * (zs[k - 1] - goal)
-        torch.testing.assert_close(zs[k + 1], expected, rtol=0, atol=1e-12)
+    for k in range(1, 6):
+        expected = xs[k] - LR * (xs[k - 1] - goal)
+        torch.testing.assert_close(xs[k + 1], expected, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"need gradients that are never scaled, got overlap=True"):
         AllReduce(overlap=True).check(2, Conditions(skips_overflow=True))
 
@@ -380,7 +355,7 @@ def add_for_real(net: Any, name: str) -> Any:
 
 
 ASYNCHRONOUS = [name for name, row in TABLE.items() if keeps(row) and not row.is_synchronous]
-REAL_NOW = ("hpsgd", "adpsgd", "wagma_overlap")
+REAL_NOW = ("adpsgd", "wagma_overlap")
 
 
 @pytest.mark.parametrize(
@@ -397,20 +372,13 @@ def grow(net: Any, name: str, num_steps: int) -> float:
 
     The least of five sizes counts there, as something may be under way.
     """
-    algorithm = ALGORITHMS[name]()
-    x, g = torch.zeros(100_000), torch.ones(100_000)
-    counts = torch.ones(1, dtype=torch.int64) if algorithm.counts_gradients else None
-    rank = Rank(net.sub(name), algorithm, x, Conditions(gradient_counts=counts))
+    rank = Rank(net.sub(name), ALGORITHMS[name](), torch.zeros(100_000))
     early, late = range(num_steps // 5, num_steps // 5 + 5), range(num_steps - 5, num_steps)
     sizes: dict[int, float] = {}
     for k in range(num_steps):
-        if counts is not None:
-            counts.fill_(1)
-        algorithm.before_update(x, g.fill_(1.0) if algorithm.uses_gradient else x[:0])
-        x -= 1e-3
-        algorithm.after_update(x)
+        rank.descend(torch.ones(100_000), 1e-3)
         if k in early or k in late:
-            algorithm.settle(x)
+            rank.settle()
             ctypes.CDLL(None).malloc_trim(0)  # what is free counts as the process's until then
             pages = Path("/proc/self/statm").read_text().split()[1]
             sizes[k] = int(pages) * resource.getpagesize() / 1e6

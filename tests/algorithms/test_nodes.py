@@ -17,17 +17,14 @@ from tests.support.rank import Rank
 NODE = 4
 N = 103  # not divisible by the ranks of a node
 NODES = f":hierarchical=true:node_size={NODE}"
-SPECS = [
-    *("sgp", "sgp:overlap=1", "wagma", "wagma:overlap=true", "wagma:wait_avoiding=false"),
-    *("wagma:group_period=2:sync_period=4", "wagma:wire_dtype=int8:sync_period=5"),
-]
+SPECS = ["sgp", "sgp:overlap=1", "wagma:overlap=true", "wagma:wire_dtype=int8:sync_period=5"]
 
 
-def train(net: Any, spec: str, counts: list[int], seed: int = 0) -> list[Tensor]:
+def train(net: Any, spec: str, counts: list[int]) -> list[Tensor]:
     """Every update of node i adds i + 1 to each weight; gives the weights after each step."""
     x = torch.zeros(N, dtype=torch.float64 if "wire_dtype" not in spec else torch.float32)
     rank, xs = Rank(net, make_algorithm(spec + NODES), x), []
-    chance = torch.Generator().manual_seed(100 * seed + net.rank // NODE)
+    chance = torch.Generator().manual_seed(net.rank // NODE)
     for _ in range(counts[net.rank]):
         seconds = 0.1 + float(torch.rand(1, generator=chance))
         rank.descend(torch.full_like(x, -float(net.rank // NODE + 1)), seconds=seconds)
@@ -37,11 +34,10 @@ def train(net: Any, spec: str, counts: list[int], seed: int = 0) -> list[Tensor]
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("seed", range(2))
-def test_the_mean_is_the_start_and_all_updates_of_all_nodes(spec: str, seed: int) -> None:
+def test_the_mean_is_the_start_and_all_updates_of_all_nodes(spec: str) -> None:
     num_steps, num_nodes = 12, 3
     world = SimulatedWorld(num_nodes * NODE, latency_s=0.02)
-    ranks = world.run(train, spec, [num_steps] * num_nodes * NODE, seed)
+    ranks = world.run(train, spec, [num_steps] * num_nodes * NODE)
     mean = torch.full((N,), num_steps * sum(range(1, num_nodes + 1)) / num_nodes)
     for rank, xs in enumerate(ranks):
         node = ranks[rank // NODE * NODE]
@@ -50,8 +46,8 @@ def test_the_mean_is_the_start_and_all_updates_of_all_nodes(spec: str, seed: int
         assert torch.equal(xs[-1], ranks[0][-1])
 
 
-@pytest.mark.parametrize("spec", SPECS[:4])
-@pytest.mark.parametrize("counts", [[3, 5, 2, 2], [0, 4, 4, 1], [6, 0, 0, 0], [1, 1, 5, 9]])
+@pytest.mark.parametrize("spec", SPECS[:3])
+@pytest.mark.parametrize("counts", [[3, 5, 2, 2], [6, 0, 0, 0]])
 def test_a_node_goes_on_as_long_as_one_of_its_ranks(counts: list[int], spec: str) -> None:
     ranks = SimulatedWorld(2 * NODE, latency_s=0.05).run(train, spec, counts + [4] * NODE)
     mean = torch.full((N,), (max(counts) * 1 + 4 * 2) / 2, dtype=torch.float64)
@@ -89,28 +85,6 @@ def test_two_nodes_of_two_ranks_are_two_ranks_with_their_mean_gradients() -> Non
         z = half.mean(0).expand(2, 1)  # two nodes: both weights 1/2
         for rank, xs in enumerate(ranks):
             torch.testing.assert_close(xs[k], z[rank // 2].expand(N), rtol=0, atol=1e-13)
-
-
-def sent_by(net: Any, hierarchical: bool) -> int:
-    """Bytes of 8 steps, all in groups."""
-    options: dict[str, Any] = {"hierarchical": True, "node_size": NODE} if hierarchical else {}
-    rank = Rank(net, WAGMA(group_size=2, sync_period=100, **options), torch.zeros(4096))
-    net.barrier().wait()
-    before = net.counters.bytes_sent
-    for _ in range(8):
-        rank.descend(torch.zeros(4096), seconds=0.1)
-    sent: int = net.counters.bytes_sent - before
-    rank.finish()
-    return sent
-
-
-def test_a_node_sends_the_weights_once_to_others_and_not_once_for_each_rank() -> None:
-    world = SimulatedWorld(4 * NODE, latency_s=1e-4)
-    x_bytes, inside = 4096 * 4, 3 * (NODE - 1) / NODE  # the sum of g, and the shards of x
-    for sent in world.run(sent_by, True):
-        assert sent / 8 == pytest.approx(x_bytes * (inside + 1 / NODE), rel=0.1)
-    for sent in world.run(sent_by, False):
-        assert sent / 8 == pytest.approx(x_bytes, rel=0.1)
 
 
 def test_the_launch_tells_the_size_of_a_node() -> None:

@@ -25,8 +25,6 @@ Make = Callable[..., ErrorFeedback]
 OFTEN = partial(OkTopk, threshold_period=4, repartition_period=8)
 ALL: dict[str, Make] = {
     "oktopk": OFTEN,
-    "oktopk_balanced": partial(OFTEN, balance_ratio=1.0),
-    "oktopk_bfloat16": partial(OFTEN, wire_dtype="bfloat16"),
     "oktopk_int8": partial(OFTEN, wire_dtype="int8", rule="paper"),
     "oktopk_paper": partial(OFTEN, rule="paper"),
     "oktopk_int4_balanced": partial(OFTEN, wire_dtype="int4", balance_ratio=1.0),
@@ -35,18 +33,11 @@ ALL: dict[str, Make] = {
     "gtopk": GTopk,
     "gaussian_topk": GaussianTopk,
 }
-NOT_NOW = [f"oktopk_{how}" for how in ("balanced", "bfloat16", "int8", "paper")]
+NOW = ("oktopk", "oktopk_int4_balanced", "gtopk")
 EVERY = pytest.mark.parametrize(
     "make",
-    [
-        pytest.param(make, marks=LATER if name in NOT_NOW else (), id=name)
-        for name, make in ALL.items()
-    ],
+    [pytest.param(make, marks=() if name in NOW else LATER, id=name) for name, make in ALL.items()],
 )
-
-
-def rounds(make: Make) -> bool:
-    return isinstance(make, partial) and "wire_dtype" in make.keywords
 
 
 Gradient = Callable[[int, int, int, int], Tensor]
@@ -93,9 +84,7 @@ def drive(net: Any, make: Make, gradient: Gradient, n: int, num_steps: int) -> d
     algorithm = make()
     algorithm.start(net, torch.zeros(n))
     accumulated, applied = torch.zeros(2, n, dtype=torch.float64)
-    trace: dict[str, Any] = {"given": [], "bytes": [], "left": [], "selected": [], "balanced": []}
-    if isinstance(algorithm, OkTopk):
-        algorithm.balance = noted(algorithm.balance, trace["balanced"])  # type: ignore[method-assign]
+    trace: dict[str, Any] = {"given": [], "bytes": [], "left": [], "selected": []}
     for step in range(num_steps):
         g = gradient(net.rank, step, n, net.world_size)
         accumulated += g
@@ -107,11 +96,6 @@ def drive(net: Any, make: Make, gradient: Gradient, n: int, num_steps: int) -> d
         trace["left"].append(algorithm.residual.clone())
         trace["selected"].append(algorithm.num_applied)
     return {"accumulated": accumulated, "applied": applied, **trace}
-
-
-def noted(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    """The function, whose arguments are appended to a list at each call."""
-    return lambda *args: calls.append(args) or function(*args)
 
 
 def simulate(world_size: int, *args: Any) -> list[dict[str, Any]]:
@@ -136,33 +120,25 @@ def exchange_densely(residuals: list[Tensor], k: int, rule: str) -> Tensor:
     return u
 
 
-def dense(
-    world_size: int, n: int, k: int, num_steps: int, rule: str
-) -> list[tuple[Tensor, list[Tensor]]]:
-    """u / P and the residuals after each step."""
-    residuals = [torch.zeros(n) for _ in range(world_size)]
-    history = []
-    for step in range(num_steps):
-        for rank, residual in enumerate(residuals):
-            residual += coarse(rank, step, n, world_size)
-        u = exchange_densely(residuals, k, rule)
-        history.append((u / world_size, [residual.clone() for residual in residuals]))
-    return history
-
-
 RULES = pytest.mark.parametrize("rule", ["shared", "paper"])
 
 
 @SIZES
 @RULES
-@pytest.mark.parametrize("k", [1, 13, 300, 1000])
+@pytest.mark.parametrize("k", [1, 300])
 def test_with_exact_thresholds_a_step_is_the_dense_one(world_size: int, k: int, rule: str) -> None:
-    make = partial(OkTopk, density=k / 1000, threshold_period=1, repartition_period=2, rule=rule)
+    """Also where entries are spread evenly before they are sent to all."""
+    options: dict[str, Any] = {"repartition_period": 2, "balance_ratio": 1.0, "rule": rule}
+    make = partial(OkTopk, density=k / 1000, threshold_period=1, **options)
     ranks = simulate(world_size, make, coarse, 1000, 6)
-    for step, (u, residuals) in enumerate(dense(world_size, 1000, k, 6, rule)):
-        for rank, residual in zip(ranks, residuals, strict=True):
-            assert torch.equal(rank["given"][step], u)
-            assert torch.equal(rank["left"][step], residual)
+    residuals = [torch.zeros(1000) for _ in range(world_size)]
+    for step in range(6):
+        for rank, residual in enumerate(residuals):
+            residual += coarse(rank, step, 1000, world_size)
+        u = exchange_densely(residuals, k, rule)
+        for found, residual in zip(ranks, residuals, strict=True):
+            assert torch.equal(found["given"][step], u / world_size)
+            assert torch.equal(found["left"][step], residual)
 
 
 def thresholds(net: Any, *, paper: bool) -> list[tuple[float, float]]:
@@ -179,29 +155,6 @@ def test_as_printed_thresholds_stay_for_their_period(paper: bool) -> None:
     for found in SimulatedWorld(2).run(partial(thresholds, paper=paper)):
         assert found[0] != found[4]
         assert (found == [found[0]] * 4 + [found[4]] * 4) == paper
-
-
-@SIZES
-def test_reused_thresholds_serve_while_their_counts_allow(world_size: int) -> None:
-    make = partial(OkTopk, density=0.05, threshold_period=7)
-    ranks = simulate(world_size, make, normal, 4000, 30)
-    for rank in ranks:
-        assert all(map(torch.equal, rank["given"], ranks[0]["given"]))
-        assert all(133 <= count <= 250 for count in rank["selected"])
-        assert rank["selected"][::7] == [200] * 5
-
-
-@pytest.mark.parametrize("world_size", [3, 5])
-def test_spreading_entries_evenly_changes_only_where_they_travel(world_size: int) -> None:
-    plain, always, never = (
-        simulate(world_size, partial(OkTopk, balance_ratio=ratio), on_one_rank, 2000, 5)
-        for ratio in (4.0, 1.0, 1e9)
-    )
-    for a, b, c in zip(plain, always, never, strict=True):
-        assert all(map(torch.equal, a["given"], b["given"]))
-        assert all(map(torch.equal, a["given"], c["given"]))
-        assert bool(a["balanced"]) == (world_size > 4)
-        assert c["balanced"] == []
 
 
 @EVERY
@@ -237,55 +190,15 @@ def drive_unevenly(
 @EVERY
 def test_the_last_rank_makes_steps_of_the_usual_size(make: Make) -> None:
     """And a gradient counts as one of those that were made with it, whenever it is applied."""
-    counts = [32, *[30] * 7]
+    counts = [32, *[30] * 3]
     made, given, left = zip(
-        *SimulatedWorld(8).run(drive_unevenly, partial(make, density=0.01), counts), strict=True
+        *SimulatedWorld(4).run(drive_unevenly, partial(make, density=0.01), counts), strict=True
     )
     norms = torch.stack(given[0]).norm(dim=1)
     assert norms[30] < 2 * norms[20:30].mean()
     means = [torch.stack([g[step] for g in made if step < len(g)]).mean(0) for step in range(32)]
     rest = torch.stack(means).sum(0) - torch.stack(given[0]).sum(0) - torch.stack(left).mean(0)
     assert rest.abs().max() < 1e-4
-
-
-@EVERY
-@pytest.mark.parametrize("n", [1, 5])
-def test_there_may_be_fewer_entries_than_ranks(make: Make, n: int) -> None:
-    ranks = simulate(4, partial(make, density=0.01), normal, n, 9)
-    assert any(g.any() for g in ranks[0]["given"])
-
-
-def equal_ones(rank: int, step: int, n: int, world_size: int) -> Tensor:
-    return torch.full((n,), -2.0)
-
-
-@EVERY
-@SIZES
-def test_equal_entries_take_turns(make: Make, world_size: int) -> None:
-    ranks = simulate(world_size, partial(make, density=0.1), equal_ones, 100, 10)
-    given = torch.stack(ranks[0]["given"])
-    limit = 100 if make is GaussianTopk else 12
-    assert all(0 < int((g != 0).sum()) <= limit for g in given)
-    # -2 for each of 10 steps, but for what the residual still has
-    left = torch.stack([rank["left"][-1] for rank in ranks]).mean(0)
-    torch.testing.assert_close(given.sum(0) + left, torch.full((100,), -20.0))
-
-
-def zeros_between(rank: int, step: int, n: int, world_size: int) -> Tensor:
-    return normal(rank, step, n, world_size) if step in (3, 9) else torch.zeros(n)
-
-
-@EVERY
-@SIZES
-def test_zero_gradients_send_what_is_left(make: Make, world_size: int) -> None:
-    ranks = simulate(world_size, partial(make, density=0.5), zeros_between, 200, 20)
-    given = ranks[0]["given"]
-    assert not any(g.any() for g in given[:3])
-    assert given[3].any()
-    for rank in ranks:
-        if not rounds(make):
-            assert not given[-1].any()
-            assert not rank["left"][-1].any()
 
 
 def test_the_warm_up_reduces_the_whole_gradient() -> None:
@@ -306,13 +219,12 @@ def diverging(rank: int, step: int, n: int, world_size: int, bad: float = torch.
 
 
 @EVERY
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_and_inf_are_found_before_a_send(make: Make, bad: float) -> None:
-    gradient = partial(diverging, bad=bad)
-    with pytest.raises(RankFailed, match="NaN or inf on rank 2 at step 6"):
-        simulate(4, make, gradient, 1000, 9)
-    outcomes = SimulatedWorld(4).outcomes(drive, make, gradient, 1000, 9)
-    assert [o.rank for o in outcomes if isinstance(o, PeerLost)] == [2, 2, 2]
+def test_nan_and_inf_are_found_before_a_send(make: Make) -> None:
+    for bad in (torch.nan, torch.inf):
+        gradient = partial(diverging, bad=bad)
+        outcomes = SimulatedWorld(3).outcomes(drive, make, gradient, 1000, 9)
+        assert "NaN or inf on rank 2 at step 6" in str(outcomes[2])
+        assert [o.rank for o in outcomes if isinstance(o, PeerLost)] == [2, 2]
 
 
 def drive_overflowing(net: Any, make: Make) -> list[bool]:
@@ -330,73 +242,21 @@ def drive_overflowing(net: Any, make: Make) -> list[bool]:
 @EVERY
 def test_an_overflow_is_left_to_be_skipped_by_all(make: Make) -> None:
     expected = [step == 5 for step in range(9)]
-    assert SimulatedWorld(4).run(drive_overflowing, make) == [expected] * 4
+    assert SimulatedWorld(3).run(drive_overflowing, make) == [expected] * 3
 
 
 # ---- what goes over the wire ----
 NUM = 100_000
-WORDS = 4
-"""Bytes of a value, and of an index."""
-
-
-def bound(world_size: int, k: int) -> float:
-    """6k (P-1)/P words."""
-    return 6 * k * (world_size - 1) / world_size * WORDS
 
 
 @RULES
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 @cases("world_size", now=[3], later=[2, 8, 16])
 def test_no_step_sends_more_than_6k_words(world_size: int, gradient: Gradient, rule: str) -> None:
+    """6k (P-1)/P words of 4 bytes."""
     make = partial(OkTopk, threshold_period=4, rule=rule)
     for rank in simulate(world_size, make, gradient, NUM, 6):
-        assert max(rank["bytes"]) <= bound(world_size, NUM // 100)
-
-
-def entry_bytes(count: int, density: float = 0.01) -> float:
-    """Of a message with so many entries of 4 bytes, spread evenly."""
-    escapes = 1 / (torch.tensor(255 * density).exp().item() - 1)
-    return 24 + count * (4 + 1 + escapes)
-
-
-def log2(world_size: int) -> int:
-    return (world_size - 1).bit_length()
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_the_baselines_send_what_table_1_says(world_size: int) -> None:
-    """In entries, of 5.09 bytes instead of two words."""
-    k, p = NUM // 100, world_size
-    flags = 64 * p
-    sent = {
-        make: [r["bytes"][0] for r in simulate(p, make, normal, NUM, 1)]
-        for make in (TopkAllgather, TopkDSA, GTopk)
-    }
-    for count in sent[TopkAllgather]:
-        assert count == pytest.approx((p - 1) * entry_bytes(k), rel=0.01, abs=flags)
-        assert count <= 2 * k * (p - 1) * WORDS
-    # Up the tree each rank but the root sends once, and down it each but the root is sent to.
-    assert sum(sent[GTopk]) == pytest.approx(2 * (p - 1) * entry_bytes(k), rel=0.01, abs=p * flags)
-    assert sent[GTopk][0] == pytest.approx(log2(p) * entry_bytes(k), rel=0.01, abs=flags)
-    assert 2 * sent[GTopk][0] <= 4 * k * log2(p) * WORDS + flags  # what it receives is as much
-    union = 1 - 0.99**p
-    for count in sent[TopkDSA]:
-        expected = (p - 1) / p * (entry_bytes(k) + NUM * (4 * union + min(union, 1 / 8)))
-        assert count == pytest.approx(expected, rel=0.03, abs=60 * p)
-        assert count <= (2 * k + NUM) * (p - 1) / p * WORDS
-
-
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_a_gaussian_threshold_lets_through_more_than_3k_4(world_size: int) -> None:
-    def heavy(rank: int, step: int, n: int, world_size: int) -> Tensor:
-        return normal(rank, step, n, world_size).pow(5)
-
-    k = NUM // 100
-    for rank in simulate(world_size, GaussianTopk, normal, NUM, 1):
-        count = rank["bytes"][0] / (world_size - 1) / (entry_bytes(k) / k)
-        assert count == pytest.approx(k, rel=0.05)  # which a normal distribution has exactly
-    for rank in simulate(world_size, GaussianTopk, heavy, NUM, 1):
-        assert rank["bytes"][0] > 0.75 * 4.9 * k * (world_size - 1)
+        assert max(rank["bytes"]) <= 6 * (NUM // 100) * (world_size - 1) / world_size * 4
 
 
 ENTRIES = {"paper": (10.18, 6.18, 4.24, 3.24), "shared": (14.18, 8.18, 5.27, 3.77)}
@@ -423,23 +283,18 @@ def drive_locally(net: Any, make: Make, counts: list[int], num_epochs: int = 1) 
     """Moves the weights by known changes, and settles after as many steps as this rank has."""
     algorithm, x = make(), torch.full((1000,), 3.0)
     rank, changed = Rank(net, algorithm, x), torch.zeros(1000, dtype=torch.float64)
-    bytes_sent, owns, means = [], [], []
-    for _ in range(num_epochs):
-        for _ in range(counts[net.rank]):
-            change = change_of(net.rank, len(bytes_sent), 1000, net.world_size)
+    for epoch in range(num_epochs):
+        for step in range(counts[net.rank]):
+            change = change_of(net.rank, epoch * counts[net.rank] + step, 1000, net.world_size)
             changed += change
-            before = net.counters.bytes_sent
             rank.step(-change)
-            bytes_sent.append(net.counters.bytes_sent - before)
-        owns.append(rank.settle())
-        means.append(algorithm.consensus(x))
-    found = {"changed": changed, "bytes": bytes_sent, "own": owns, "mean": means}
-    found["left"] = algorithm.residual.clone()
+        own, mean = rank.settle(), algorithm.consensus(x)
+    found = {"changed": changed, "own": own, "mean": mean, "left": algorithm.residual.clone()}
     return {**found, "x": rank.finish(), "round": algorithm.round}
 
 
 @EVERY
-@pytest.mark.parametrize("counts", [[7], [8, 3, 6], [0, 5, 5, 11]], ids=str)
+@cases("counts", now=[[0, 5, 5, 11]], later=[[7]])
 def test_no_local_change_is_lost(make: Make, counts: list[int]) -> None:
     """The mean = the start - all changes + what the residuals have, which the end applies too."""
     local = partial(make, density=0.05, local_steps=4)
@@ -447,21 +302,10 @@ def test_no_local_change_is_lost(make: Make, counts: list[int]) -> None:
     changed = torch.stack([rank["changed"] for rank in ranks]).mean(0)
     left = torch.stack([rank["left"].double() for rank in ranks]).mean(0)
     for rank in ranks:
-        torch.testing.assert_close(rank["mean"][-1].double(), 3 - changed + left, rtol=0, atol=1e-5)
+        torch.testing.assert_close(rank["mean"].double(), 3 - changed + left, rtol=0, atol=1e-5)
         torch.testing.assert_close(rank["x"].double(), 3 - changed, rtol=0, atol=1e-5)
         assert torch.equal(rank["x"], ranks[0]["x"])
         assert rank["round"] == ranks[0]["round"] > 0
-
-
-@EVERY
-def test_nothing_is_sent_nor_changed_between_exchanges(make: Make) -> None:
-    local = partial(make, density=0.05, local_steps=4)
-    often = SimulatedWorld(3).run(drive_locally, local, [3] * 3, 6)
-    once = SimulatedWorld(3).run(drive_locally, local, [18] * 3, 1)
-    for one, other in zip(often, once, strict=True):
-        assert torch.equal(one["own"][-1], other["own"][-1])
-        assert torch.equal(one["x"], other["x"])
-        assert [num > 0 for num in other["bytes"]] == [step % 4 == 3 for step in range(18)]
 
 
 @RULES
@@ -479,16 +323,8 @@ def test_local_steps_with_exact_thresholds_equal_the_dense_computation(rule: str
             residual += x - mine
         x = x - exchange_densely(residuals, k, rule) / world_size
     for rank, residual in zip(ranks, residuals, strict=True):
-        assert torch.equal(rank["own"][-1], x)
+        assert torch.equal(rank["own"], x)
         assert torch.equal(rank["left"], residual)
-
-
-def test_the_warm_up_of_local_steps_exchanges_whole_changes() -> None:
-    """Its five steps end in the second period of four."""
-    make = partial(OkTopk, density=0.05, local_steps=4, warmup_steps=5)
-    for rank in SimulatedWorld(2).run(drive_locally, make, [16] * 2):
-        dense_ones = [num > 2000 for num in rank["bytes"]]
-        assert dense_ones == [step in (3, 7) for step in range(16)]
 
 
 def resume_with(net: Any, before: int, after: int) -> tuple[int, int]:
@@ -505,27 +341,9 @@ def resume_with(net: Any, before: int, after: int) -> tuple[int, int]:
     return then, resumed.steps_since
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [(4, 4, (1, 3)), (8, 4, (5, 1)), (4, 2, (1, 1)), (5, 1, (0, 0)), (1, 4, (0, 2))],
-)
-def test_a_resume_may_change_local_steps(
-    before: int, after: int, expected: tuple[int, int]
-) -> None:
-    assert SimulatedWorld(2).run(resume_with, before, after) == [expected] * 2
-
-
-def test_a_save_between_two_exchanges_does_not_resume_without_local_steps() -> None:
+def test_a_resume_may_change_local_steps() -> None:
+    """But not between two exchanges to a setting without local steps."""
+    assert SimulatedWorld(2).run(resume_with, 8, 4) == [(5, 1)] * 2
+    assert SimulatedWorld(2).run(resume_with, 4, 2) == [(1, 1)] * 2
     with pytest.raises(RankFailed, match="local_steps=1 and 1 steps since the last exchange"):
         SimulatedWorld(2).run(resume_with, 4, 1)
-
-
-def diverge_locally(net: Any) -> None:
-    rank = Rank(net, TopkAllgather(0.1, local_steps=2), torch.zeros(100))
-    for step in range(6):
-        rank.step(torch.nan if (net.rank, step) == (1, 2) else 1.0)
-
-
-def test_weights_that_diverged_in_local_steps_are_found_before_they_are_sent() -> None:
-    with pytest.raises(RankFailed, match="weights must be finite, got NaN or inf on rank 1 at"):
-        SimulatedWorld(2).run(diverge_locally)

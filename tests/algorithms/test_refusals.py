@@ -8,27 +8,19 @@ import pytest
 
 from lightning_dsgd.algorithms import make_algorithm
 
-WIRE = '"int8", "int4", "e3m0" or "2bit", got wire_dtype=\'int2\''
 REFUSED = {
     "sgp:num_peers=0": "num_peers must be a whole number of at least 1, got num_peers=0",
-    "sgp:overlap=-1": "overlap must be a whole number of at least 0, got overlap=-1",
     "sgp:topology=star": "got topology='star'",
     "sgp:hierarchical=true": "node_size must divide world_size, got node_size=None",
     "sgp:hierarchical=true:node_size=3": "got node_size=3 with world_size=4",
-    "popsgd:local_steps=0": "local_steps must be a whole number of at least 1, got",
     "popsgd:topology=star": 'must be "complete" or "cycle", got topology=\'star\'',
     "popsgd:wire_dtype=int4": "got wire_dtype='int4'",
     "hpsgd:max_local_steps=0": "max_local_steps must be None or a whole number of at least 1, ",
-    "hpsgd:max_local_steps=2.5": "got max_local_steps=2.5; try max_local_steps=None",
     "hpsgd:outer_lr=0.0": "outer_lr must be a number above 0, got outer_lr=0.0; try",
     "hpsgd:outer_momentum=1.0": "below 1, got outer_momentum=1.0; try outer_momentum=0.0",
     "oktopk:density=0.0": "density must be None or a number above 0 and at most 1, got density=0.0",
-    "oktopk:density=1.5": "got density=1.5; try density=None",
-    "oktopk:threshold_period=0": "threshold_period must be a whole number of at least 1",
-    "oktopk:repartition_period=2.5": "got repartition_period=2.5; try repartition_period=64",
-    "oktopk:warmup_steps=-1": "got warmup_steps=-1",
     "oktopk:balance_ratio=0.5": "balance_ratio must be a number of at least 1, got",
-    "oktopk:wire_dtype=int2": WIRE,
+    "oktopk:wire_dtype=int2": '"e3m0" or "2bit", got wire_dtype=\'int2\'',
     "oktopk:rule=mine": 'rule must be None, "shared" or "paper", got rule=\'mine\'',
     "oktopk:paper=true:rule=shared": "rule must be as in the paper, got rule='shared'; set rule=",
     "oktopk:paper=true:local_steps=2": "set local_steps=1 or paper=False",
@@ -51,10 +43,8 @@ REFUSED = {
     "local_sgd:num_fragments=9": "got num_fragments=9 with sync_period=8; try num_fragments=8",
     "local_sgd:overlap_steps=9": "overlap_steps must be at most sync_period / num_fragments",
     "local_sgd:overlap_steps=5:num_fragments=2": "one sum travels at a time",
-    "local_sgd:wire_dtype=int2": WIRE,
     "diloco:mixing=0.5": "with overlap_steps of at least 1, got mixing=0.5 with overlap_steps=0",
     "sparse_loco:local_steps=1": "got local_steps=1; set local_steps=30",
-    "local_sgd:outer_momentum=1.0": "outer_momentum must be a number of at least 0 and below 1",
 }
 
 
