@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from tests.support.models import weights
-from tests.support.mpi import ROOT, every_mpi, mpiexec
+from tests.support.mpi import ROOT, ended, every_mpi, mpiexec
 from tests.support.torchrun import run_forked_by_torchrun
 from tests.support.worlds import ParentWorld
-from tests.trainer.test_launchers import run as run_all
 
 PAGE = ROOT / "docs" / "plain_pytorch.md"
 RUN = """
@@ -61,14 +60,11 @@ def test_the_agent_of_torchrun(tmp_path: Path) -> None:
     check(tmp_path, 3)
 
 
-def run(folder: Path, *commands: list[str], variables: list[dict[str, str]]) -> None:
-    run_all(*commands, variables=variables, folder=folder)
-    assert not any(torch.load(file)["lightning"] for file in folder.glob("rank_*.pt"))
-
-
 @pytest.mark.exhaustive
 @every_mpi
 def test_mpiexec(python: str, tmp_path: Path) -> None:
-    command = [str(mpiexec(python)), "-n", "4", python, "-m", "mpi4py", script(tmp_path)]
-    run(tmp_path, command, variables=[{}])
+    command = [mpiexec(python), "-n", "4", python, "-m", "mpi4py", script(tmp_path)]
+    done = ended(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not any(torch.load(file)["lightning"] for file in tmp_path.glob("rank_*.pt"))
     check(tmp_path, 4)

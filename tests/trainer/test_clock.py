@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.utils.data import DataLoader, IterableDataset
@@ -232,23 +231,6 @@ def test_a_checkpoint_by_time_is_saved_after_the_same_batch_on_all_ranks(tmp_pat
     assert 5 < steps[0] <= 100 < steps[1] <= 200
 
 
-def fit_with_clocks(folder: str) -> int:
-    callbacks = [
-        Timer(duration=timedelta(hours=1)),
-        ModelCheckpoint(folder, train_time_interval=timedelta(hours=1)),
-    ]
-    fitter = trainer(
-        STRATEGIES["no_sync"](timeout_s=20), 2, callbacks=callbacks, enable_checkpointing=True
-    )
-    fitter.fit(Paced(folder, {2: 20}), loader(400))
-    return fitter.global_step
-
-
-def test_nobody_waits_for_the_clock_of_rank_0(tmp_path: Path) -> None:
-    """Which is in its third batch when the other begins its twentieth."""
-    assert FitWorld().run(2, fit_with_clocks, str(tmp_path)) == [25, 25]
-
-
 def save_a_stream(folder: str) -> tuple[int, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -262,25 +244,3 @@ def test_a_checkpoint_that_a_rank_is_too_short_for_is_left_out(tmp_path: Path) -
     assert FitWorld().run(2, save_a_stream, str(tmp_path)) == [(40, 1), (100, 0)]
     for file in tmp_path.glob("*.ckpt"):
         assert len(list(Path(f"{file}.replicas").iterdir())) == 2
-
-
-def fit_by_hand(folder: str) -> None:
-    class ByHand(Regression):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            self.manual_backward(self.loss(batch))
-            self.optimizers().step()
-
-    saver = SaveAt(folder, 0, [3])
-    fitter = trainer(
-        STRATEGIES["no_sync"](timeout_s=20), 1, callbacks=[saver], enable_checkpointing=True
-    )
-    with pytest.warns(UserWarning, match="saves nothing by train_time_interval where optimization"):
-        fitter.fit(ByHand(), loader(64))
-
-
-def test_manual_optimization_is_told_that_nothing_is_saved_by_time(tmp_path: Path) -> None:
-    FitWorld().run(1, fit_by_hand, str(tmp_path))

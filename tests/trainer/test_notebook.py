@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 import torch
-from jupyter_client import KernelManager
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 from nbclient import NotebookClient
 
@@ -46,19 +44,6 @@ for cause in (
     except (ValueError, NotImplementedError) as error:
         print("refused:", error)
 """
-ENDLESS = """
-class Endless(Regression):
-    def on_train_batch_end(self, *args):
-        if self.global_rank == 0 and self.global_step == 20:
-            print("twenty steps", flush=True)
-
-
-trainer = L.Trainer(
-    strategy="wagma", accelerator="cpu", devices=2, max_epochs=100_000, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False,
-)
-trainer.fit(Endless(), data)
-"""
 LEFT = "import multiprocessing; print('left:', multiprocessing.active_children())"
 
 
@@ -75,16 +60,6 @@ def texts(notebook: Any) -> list[str]:
         "".join(output.get("text", "") for output in cell.get("outputs", []))
         for cell in notebook.cells
     ]
-
-
-def test_the_example_shows_its_outputs_and_nothing_of_the_machine() -> None:
-    notebook = nbformat.read(EXAMPLE, 4)
-    nbformat.validate(notebook)
-    install, *code = (cell for cell in notebook.cells if cell.cell_type == "code")
-    assert "%pip install" in install.source
-    assert all(cell.outputs for cell in code)
-    assert "trained: " in texts(notebook)[4]
-    assert "site-packages" not in EXAMPLE.read_text()
 
 
 @pytest.mark.exhaustive
@@ -116,40 +91,6 @@ def test_the_example_runs_in_a_notebook(tmp_path: Path) -> None:
     assert "creating a new Trainer" in again
     assert "must be forked, got start_method='popen'; leave it out" in popened
     assert printed[-1] == "left: []\n"
-
-
-@pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[Any]:
-    manager = KernelManager()
-    manager.start_kernel(cwd=str(tmp_path))
-    client = manager.client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(timeout=LIMIT_S)
-        for cell in nbformat.read(EXAMPLE, 4).cells[:3]:
-            if cell.cell_type == "code":
-                client.execute_interactive(cell.source, timeout=LIMIT_S)
-        yield client
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-
-
-@pytest.mark.exhaustive
-def test_an_interrupted_cell_leaves_the_kernel_and_no_rank(kernel: Any) -> None:
-    heard: list[str] = []
-
-    def hear(message: Any) -> None:
-        text = message["content"].get("text", "")
-        heard.append(text)
-        if "twenty steps" in text:
-            kernel.parent.interrupt_kernel()
-
-    reply = kernel.execute_interactive(ENDLESS, timeout=LIMIT_S, output_hook=hear)
-    assert reply["content"]["status"] == "error"
-    assert reply["content"]["ename"] == "SystemExit"  # as Lightning ends after an interrupt
-    kernel.execute_interactive(LEFT, timeout=LIMIT_S, output_hook=hear)
-    assert "left: []\n" in heard
 
 
 # What is chosen, and what is refused

@@ -9,25 +9,15 @@ import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dsgd import (
-    ADPSGD,
-    HPSGD,
-    SGP,
-    WAGMA,
-    DecentralizedStrategy,
-    EagerSGD,
-    PopSGD,
-    StragglerInjector,
-)
-from lightning_dsgd.devices import PASSED, port_of
-from lightning_dsgd.transport import staging
+from lightning_dsgd import DecentralizedStrategy
+from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.devices import port_of
 from tests.session.test_faces import TIMELESS, batches_of
 from tests.support.faces import FACES, Loop
 from tests.support.fake_device import FakeDevice
@@ -37,17 +27,12 @@ from tests.support.ports import free_port
 from tests.support.worlds import FakeFitWorld, FakeStartWorld, FitWorld
 from tests.test_frozen import ALGORITHMS
 
-DEPEND_ON_TIME: dict[str, Any] = {
-    "adpsgd": ADPSGD,
-    "eager_sgd": EagerSGD,
-    "hpsgd": HPSGD,
-    "popsgd, not blocking": PopSGD,
-    "sgp, late": lambda: SGP(overlap=1),
-    "wagma": lambda: WAGMA(sync_period=4),
-    "wagma, overlap": lambda: WAGMA(sync_period=4, overlap=True),
-}
+DEPEND_ON_TIME = {"adpsgd", "eager_sgd", "hpsgd", "popsgd:blocking=false", "sgp:overlap=1"}
+DEPEND_ON_TIME |= {"wagma:sync_period=4", "wagma:sync_period=4:overlap=true"}
 CPU = torch.device("cpu")
-ALL = {name: ALGORITHMS[name] for name in TIMELESS} | DEPEND_ON_TIME
+ALL = {name: ALGORITHMS[name] for name in TIMELESS}
+ALL |= {spec: partial(make_algorithm, spec) for spec in sorted(DEPEND_ON_TIME)}
+WAGMA = "wagma:sync_period=4"
 
 
 class OnDevice(Seeded):
@@ -95,7 +80,7 @@ def check(names: list[str], world_size: int, num_steps: int, seed: int = 0) -> N
 
 
 def test_strategies_fit_on_a_device() -> None:
-    check(["allreduce", "wagma", "topk_dsa"], world_size=2, num_steps=4)
+    check(["allreduce", WAGMA, "topk_dsa"], world_size=2, num_steps=4)
 
 
 def train_on_accelerator(names: list[str]) -> list[tuple[Tensor, Tensor, set[str]]]:
@@ -112,7 +97,7 @@ def train_on_accelerator(names: list[str]) -> list[tuple[Tensor, Tensor, set[str
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_strategies_fit_on_an_accelerator() -> None:
     """All ranks share one device; what is rounded may be rounded the other way there."""
-    for rows in FitWorld().run(2, train_on_accelerator, ["allreduce", "sgp", "oktopk", "wagma"]):
+    for rows in FitWorld().run(2, train_on_accelerator, ["allreduce", "sgp", "oktopk", WAGMA]):
         for (trained, expected, where), is_same in zip(
             rows, (True, True, False, False), strict=True
         ):
@@ -126,35 +111,6 @@ def test_strategies_fit_on_an_accelerator() -> None:
 @pytest.mark.parametrize("part", range(3))
 def test_every_strategy_fits_on_a_device(part: int) -> None:
     check(list(ALL)[part::3], world_size=3, num_steps=8, seed=100 * part)
-
-
-def train_without_waiting(fake: FakeDevice) -> None:
-    """What is sent is copied to the host whether or not it has been computed."""
-    at_once = property(lambda job: PASSED, lambda job, mark: None)
-    with mock.patch.object(staging._Job, "mark", at_once, create=True):
-        train_on("local_sgd", fake.device, 4)
-
-
-def test_a_fit_that_sends_too_early_is_noticed() -> None:
-    for outcome in FakeFitWorld().outcomes(2, train_without_waiting):
-        assert "is not ordered with" in outcome.error
-
-
-def fit_with_slow_kernels(fake: FakeDevice) -> tuple[list[float], list[list[int]]]:
-    straggler, world_size = StragglerInjector(0.01, on="device"), int(os.environ["WORLD_SIZE"])
-    fit = trainer(
-        DecentralizedStrategy(WAGMA(), timeout_s=60.0),
-        world_size,
-        accelerator=accelerator_of(fake.device),
-        callbacks=[straggler],
-    )
-    fit.fit(OnDevice(), loader(4 * world_size * 4, 4))
-    return fake.spun, [straggler.delayed_ranks(step, world_size) for step in range(4)]
-
-
-def test_stragglers_on_the_device_are_kernels() -> None:
-    for rank, (spun, drawn) in enumerate(FakeFitWorld().run(2, fit_with_slow_kernels)):
-        assert spun == [0.0] + [0.01 for ranks in drawn if rank in ranks]
 
 
 # ---- the other faces ----
@@ -172,7 +128,7 @@ def share(fake: FakeDevice | None, ports: list[int], *, shares: bool) -> list[Te
     for face, port in zip(FACES.values(), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         device = CPU if fake is None else fake.device
-        found.append(train_by(face, "wagma", device, share_device=shares))
+        found.append(train_by(face, WAGMA, device, share_device=shares))
         dist.destroy_process_group()
     return found
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_dsgd.elastic import taken_over
-from lightning_dsgd.trainer import joint, names, seams
+from lightning_dsgd.trainer import joint, seams
 
 PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 pytestmark = pytest.mark.parametrize("package", PACKAGES)
@@ -82,49 +80,7 @@ def test_every_name_exists(package: str) -> None:
     names = names_in(seams) | names_in(joint) | names_in(taken_over)
     missing = {name for name in names if not any(hasattr(o, name) for o in found)}
     assert missing == set()
-
-
-def test_the_observer_has_its_name(package: str) -> None:
     assert observer(package).name == "child-process-observer"
-
-
-def test_the_names_of_the_trainers_refusal_exist(package: str) -> None:
-    module = importlib.import_module(f"{package}.trainer.connectors.accelerator_connector")
-    assert hasattr(module._AcceleratorConnector, "_check_config_and_set_final_flags")
-    for name in ("_strategy_flag", "_registered_strategies"):
-        assert name in inspect.getsource(module)
-    typehints = importlib.import_module("jsonargparse._typehints")
-    assert callable(typehints.resolve_class_path_by_name)
-    assert inspect.isfunction(names.hint)
-
-
-def test_what_is_taken_is_given_back(package: str) -> None:
-    pl: Any = importlib.import_module(package)
-    trainer = trainer_of(package)
-    loop, kind = trainer.fit_loop.epoch_loop, type(trainer.fit_loop)
-    taken = (trainer._signal_connector, loop, loop.val_loop, trainer.validate_loop)
-    before = [dict(vars(owner)) for owner in taken]
-
-    def handler(signum: int, frame: Any) -> None: ...
-
-    seams.take_signals(trainer, handler, handler)
-    seams.ask_nobody_for_sigterm(trainer)
-    joint.take_validation_data(trainer, list.clear)
-    joint.JointEpochs(SimpleNamespace(training=None), trainer, list)  # type: ignore[arg-type]
-    assert type(trainer.fit_loop) is not kind
-    assert trainer._signal_connector._sigterm_notifier_fn is handler
-    seams.give_back(trainer)
-    joint.give_back(trainer)
-    assert type(trainer.fit_loop) is kind
-    assert before == [dict(vars(owner)) for owner in taken]
-
-    assert seams.validates_by_time(trainer)
-    timer = pl.callbacks.Timer(duration=timedelta(seconds=5))
-    assert seams.is_timer(timer)
-    seams.take_timer(timer, lambda timer, trainer: None)
-    seams.give_back_callback(timer)
-    assert "_check_time_remaining" not in vars(timer)
-    assert seams.current_hook(nn.Module()) is None
 
 
 @pytest.mark.parametrize(("id_", "name"), [(None, "abc_view_1"), ("abc", None)])

@@ -16,12 +16,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_dsgd import STRATEGIES
-from lightning_dsgd.trainer import openmp
-from tests.session.test_ending import SOON_S, run_job
-from tests.support.doomed import Plan, num_batches
 from tests.support.fits import some_now
 from tests.support.models import Regression, loader, trainer, weights
-from tests.support.thorough import cases
 from tests.support.worlds import ParentWorld
 
 
@@ -79,10 +75,10 @@ def test_weights_of_forked_ranks_come_back_and_are_trained_on(method: str, tmp_p
     Regression.load_from_checkpoint(tmp_path / "by_hand.ckpt")
 
 
-def fit_after_a_failure(method: str, folder: str) -> list[str]:
+def fit_after_a_failure(folder: str) -> list[str]:
     errors = []
     model = Failing(folder)
-    fitter = trainer(STRATEGIES["local_sgd"](start_method=method), 2)
+    fitter = trainer(STRATEGIES["local_sgd"](start_method="fork"), 2)
     for _ in range(3):
         try:
             fitter.fit(model, loader())
@@ -106,11 +102,8 @@ class Failing(Regression):
         return super().training_step(batch, batch_idx)
 
 
-@some_now("method", ["fork", "spawn"], now=("fork",))
-def test_the_parent_raises_what_its_rank_has_raised_and_trains_again(
-    method: str, tmp_path: Path
-) -> None:
-    (errors,) = ParentWorld().run(1, fit_after_a_failure, method, str(tmp_path))
+def test_the_parent_raises_what_its_rank_has_raised_and_trains_again(tmp_path: Path) -> None:
+    (errors,) = ParentWorld().run(1, fit_after_a_failure, str(tmp_path))
     assert len(errors) == 2
     for error in errors:
         assert "Process 1 terminated with the following error" in error
@@ -118,10 +111,8 @@ def test_the_parent_raises_what_its_rank_has_raised_and_trains_again(
 
 
 # Threads
-def fit_after_computing(pauses: bool) -> list[int]:
+def fit_after_computing() -> list[int]:
     """As in a notebook, where a cell above has computed something."""
-    if not pauses:
-        openmp.end_threads = lambda: False
     torch.set_num_threads(2)
     os.environ["OMP_NUM_THREADS"] = "2"
     model = Multiplying()
@@ -145,65 +136,11 @@ class Multiplying(Regression):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(("pauses", "num_threads"), [(True, 2), (False, 1)])
-def test_ranks_may_be_forked_after_a_computation(pauses: bool, num_threads: int) -> None:
-    assert ParentWorld().run(1, fit_after_computing, pauses) == [[num_threads, 2]]
+def test_ranks_may_be_forked_after_a_computation() -> None:
+    assert ParentWorld().run(1, fit_after_computing) == [[2, 2]]
 
 
 # A rank that fails ends all
-def ended(folder: Path, *plans: Plan, method: str = "fork", **arguments: Any) -> str:
-    """What the script said, which has ended soon, not well, and left no process."""
-    options = {"start_method": method}
-    job = run_job(folder, *plans, name="local_sgd", devices=2, options=options, **arguments)
-    assert job.exitcode == 1
-    assert job.seconds < SOON_S
-    assert "AttributeError" not in job.stderr
-    return job.stderr
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("how", "parts"),
-    [
-        ("SIGKILL", ["ProcessExitedException: process 1 terminated with signal SIGKILL"]),
-        ("SIGTERM", ["ProcessExitedException: process", "rank 1 received SIGTERM; all ranks"]),
-    ],
-)
-def test_a_script_ends_with_its_forked_rank(how: str, parts: list[str], tmp_path: Path) -> None:
-    stderr = ended(tmp_path, Plan(1, how))
-    for part in parts:
-        assert part in stderr
-    assert how != "SIGTERM" or len(set(num_batches(tmp_path))) == 1
-
-
-@pytest.mark.exhaustive
-def test_a_script_of_spawned_ranks_that_is_interrupted_ends_them(tmp_path: Path) -> None:
-    """As by Ctrl-C: the signal goes to all processes of the group."""
-    ended(tmp_path, method="spawn", interrupt_at=20)
-    assert len(set(num_batches(tmp_path))) == 1
-
-
-def fit_and_end(how: type[BaseException]) -> None:
-    strategy = STRATEGIES["no_sync"](start_method="fork")
-    trainer(strategy, 2).fit(Ending(how), loader())
-
-
-class Ending(Regression):
-    """All of its ranks end as torch takes good ranks to end, which have left their results."""
-
-    def __init__(self, how: type[BaseException]) -> None:
-        super().__init__()
-        self.how = how
-
-    def on_train_epoch_end(self) -> None:
-        raise self.how
-
-
-@cases("how", now=[SystemExit], later=[KeyboardInterrupt])
-def test_forked_ranks_without_a_result_are_not_waited_for(how: type[BaseException]) -> None:
-    (found,) = ParentWorld().outcomes(1, fit_and_end, how)
-    assert "ProcessExitedException" in found.error
-    assert "terminated with exit code 1" in found.error
 
 
 def fit_until_the_parent_gets(folder: str, signum: int) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +34,11 @@ from torch.utils.data import IterableDataset
 from lightning_dsgd import STRATEGIES
 from tests.support.fits import Plain, Recorder
 from tests.support.models import Regression, loader, trainer, weights
+from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[2]
 HERE = "test_works_with.py"
-FAST = "wagma"
-EXHAUSTIVE = ("allreduce", "local_sgd", "hpsgd", "oktopk")
-NEEDS = {
-    "`DeviceStatsMonitor`": ("psutil", "pip install psutil"),
-    "`TensorBoardLogger`": ("tensorboardX", "pip install tensorboardX"),
-}
-"""What else a case needs, and how to get it."""
 
 
 # ---- one case a feature: what a rank does, and what it has at its end ----
@@ -69,12 +61,6 @@ def own_clipping(name: str, folder: Path) -> Any:
     fit(name, model)
     torch.testing.assert_close(weights(model), before)
     return model
-
-
-class Checkpointing(Regression):
-    def loss(self, batch: Any) -> Tensor:
-        hidden: Any = checkpoint(self.net[0], batch[0], use_reentrant=False)
-        return ((self.net[1:](hidden) - batch[1]) ** 2).mean()
 
 
 def mixed_precision(name: str, folder: Path) -> Any:
@@ -127,19 +113,41 @@ def schedulers(name: str, folder: Path) -> Any:
     return model
 
 
-class Configured(Regression):
+class Featured(Regression):
+    """With gradient checkpointing, a parametrized layer, and two loaders."""
+
     def __init__(self) -> None:
         L.LightningModule.__init__(self)
         self.lr, self.momentum = 0.05, 0.9
 
     def configure_model(self) -> None:
         self.net = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
+        weight_norm(self.net[0])
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden: Any = checkpoint(self.net[0], batch[0], use_reentrant=False)
+        return ((self.net[1:](hidden) - batch[1]) ** 2).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch["a"]) + self.loss(batch["b"])
 
 
-def parametrizations(name: str, folder: Path) -> Any:
-    model = Regression()
-    weight_norm(model.net[0])
-    return fit(name, model)[0]
+class Data(L.LightningDataModule):
+    num_made = 0
+
+    def train_dataloader(self) -> Any:
+        self.num_made += 1
+        return CombinedLoader({"a": loader(), "b": loader(64)}, "max_size_cycle")
+
+
+def model_and_data(name: str, folder: Path) -> Any:
+    model, data = Featured(), Data()
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
+    limits = {"max_epochs": 3, "limit_train_batches": 5}
+    run = trainer(STRATEGIES[name](), 2, detect_anomaly=True, **options, **limits)
+    run.fit(model, data)
+    assert (data.num_made, run.global_step) == (3, 3 * 5)
+    return model
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -152,35 +160,6 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 def iterable_dataset(name: str, folder: Path) -> Any:
     model, run = fit(name, data=torch.utils.data.DataLoader(Stream(), 8))
     assert run.global_step == 6 + 2 * int(os.environ["RANK"])
-    return model
-
-
-class TwoLoaders(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch["a"]) + self.loss(batch["b"])
-
-
-class Data(L.LightningDataModule):
-    num_made = 0
-
-    def train_dataloader(self) -> Any:
-        self.num_made += 1
-        return loader()
-
-
-def reload_dataloaders(name: str, folder: Path) -> Any:
-    model, data = Regression(), Data()
-    run = trainer(STRATEGIES[name](), 2, max_epochs=3, reload_dataloaders_every_n_epochs=1)
-    run.fit(model, data)
-    assert data.num_made == 3
-    return model
-
-
-def limits(name: str, folder: Path) -> Any:
-    model, run = fit(name, limit_train_batches=3, limit_val_batches=0)
-    assert run.global_step == 3
-    model, run = fit(name, overfit_batches=2)
-    assert run.global_step == 2
     return model
 
 
@@ -209,55 +188,42 @@ def skipped_epochs(name: str, folder: Path) -> Any:
 
 
 class Writer(BasePredictionWriter):
-    def __init__(self) -> None:
-        super().__init__("epoch")
-        self.num_written = 0
+    num_written = 0
 
     def write_on_epoch_end(self, *args: Any) -> None:
         self.num_written += 1
 
 
-def prediction_writer(name: str, folder: Path) -> Any:
-    writer = Writer()
-    model, run = fit(name, callbacks=[writer])
+def callbacks_and_loggers(name: str, folder: Path) -> Any:
+    seen: list[int] = []
+    writer, logger = Writer("epoch"), CSVLogger(str(folder), version="")
+    loggers = [logger, TensorBoardLogger(folder, name="board")]
+    callbacks = [
+        LearningRateMonitor("step"),
+        DeviceStatsMonitor(),
+        ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2),
+        TQDMProgressBar(),
+        ModelSummary(2),
+        LambdaCallback(on_train_batch_end=lambda *args: seen.append(args[-1])),
+        SpikeDetection(exclude_batches_path=str(folder / "spikes"), warmup=100),
+        writer,
+    ]
+    shown = {"enable_progress_bar": True, "enable_model_summary": True, "log_every_n_steps": 2}
+    model, run = fit(name, callbacks=callbacks, logger=loggers, profiler="advanced", **shown)
+    assert seen == list(range(8))
+    if run.is_global_zero:
+        figures = Path(logger.log_dir, "metrics.csv").read_text()
+        assert all(column in figures for column in ("lr-SGD", "cpu_percent", "samples_per_sec"))
+        assert list((folder / "board").rglob("events*"))
     run.predict(model, loader(32))
     assert writer.num_written == 1
-    return model
-
-
-def logged(name: str, folder: Path, callback: L.Callback, column: str, **kwargs: Any) -> Any:
-    logger = CSVLogger(str(folder), name=type(callback).__name__, version="")
-    kwargs = {"log_every_n_steps": 2, **kwargs}
-    model, run = fit(name, callbacks=[callback], logger=logger, **kwargs)
-    if run.is_global_zero:
-        assert column in Path(logger.log_dir, "metrics.csv").read_text()
-    return model
-
-
-def throughput(name: str, folder: Path) -> Any:
-    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
-    return logged(name, folder, monitor, "samples_per_sec")
-
-
-def lambda_callback(name: str, folder: Path) -> Any:
-    seen: list[int] = []
-    callback = LambdaCallback(on_train_batch_end=lambda *args: seen.append(args[-1]))
-    model, _ = fit(name, callbacks=[callback])
-    assert seen == list(range(8))
-    return model
-
-
-def tensorboard(name: str, folder: Path) -> Any:
-    model, run = fit(name, logger=TensorBoardLogger(folder, name="board"), log_every_n_steps=2)
-    if run.is_global_zero:
-        assert list((folder / "board").rglob("events*"))
     return model
 
 
 def barebones(name: str, folder: Path) -> Any:
     options = {"logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"}
     model = fit(name, barebones=True, **dict.fromkeys(options))[0]
-    fit(name, model, deterministic=True)
+    fit(name, model, deterministic=True, profiler="simple")
     return model
 
 
@@ -280,91 +246,57 @@ CASES: dict[str, Callable[[str, Path], Any]] = {
     ),
     "`configure_gradient_clipping`": own_clipping,
     "Learning rate schedulers, by step, epoch or metric": schedulers,
-    "`detect_anomaly=True`": fits(detect_anomaly=True),
-    "Gradient checkpointing (`torch.utils.checkpoint`)": fits(Checkpointing),
     "`bf16-mixed`": mixed_precision,
     "`bf16-true`, `64-true`": true_precision,
-    "`configure_model`": fits(Configured),
-    "Parametrizations (`weight_norm`)": parametrizations,
     "`IterableDataset`": iterable_dataset,
-    "Several loaders (`CombinedLoader`)": fits(
-        TwoLoaders, 8, data=CombinedLoader({"a": loader(), "b": loader(64)}, "max_size_cycle")
-    ),
-    "`LightningDataModule`, `reload_dataloaders_every_n_epochs`": reload_dataloaders,
-    "`limit_train_batches`, `limit_val_batches`, `overfit_batches`": limits,
     "`fast_dev_run`": fits(steps=2, fast_dev_run=2),
-    "`BasePredictionWriter`": prediction_writer,
-    "`LearningRateMonitor`": lambda name, folder: logged(
-        name, folder, LearningRateMonitor("step"), "lr-SGD"
-    ),
-    "`DeviceStatsMonitor`": lambda name, folder: logged(
-        name, folder, DeviceStatsMonitor(), "cpu_percent"
-    ),
-    "`ThroughputMonitor`": throughput,
-    "`TQDMProgressBar`": fits(callbacks=[TQDMProgressBar()], enable_progress_bar=True),
-    "`ModelSummary`": fits(callbacks=[ModelSummary(2)], enable_model_summary=True),
-    "`LambdaCallback`": lambda_callback,
-    "`SpikeDetection`": lambda name, folder: fit(
-        name, callbacks=[SpikeDetection(exclude_batches_path=str(folder / "spikes"), warmup=100)]
-    )[0],
     "`fit` called twice": fit_twice,
-    "`max_steps`": fits(steps=13, max_steps=13, max_epochs=-1),
+    "`max_steps`": fits(steps=13, max_steps=13, max_epochs=-1, overfit_batches=4),
     "`on_train_batch_start` that ends an epoch": skipped_epochs,
-    "Profilers (`simple`, `advanced`)": lambda name, folder: [
-        fit(name, profiler=p)[0] for p in ("simple", "advanced")
-    ][1],
-    "`TensorBoardLogger`": tensorboard,
     "`barebones=True`, `deterministic=True`": barebones,
+    **dict.fromkeys(
+        (
+            *("`detect_anomaly=True`", "Gradient checkpointing (`torch.utils.checkpoint`)"),
+            *("`configure_model`", "Parametrizations (`weight_norm`)"),
+            "Several loaders (`CombinedLoader`)",
+            "`LightningDataModule`, `reload_dataloaders_every_n_epochs`",
+            "`limit_train_batches`, `limit_val_batches`, `overfit_batches`",
+        ),
+        model_and_data,
+    ),
+    **dict.fromkeys(
+        (
+            *("`BasePredictionWriter`", "`LearningRateMonitor`", "`DeviceStatsMonitor`"),
+            *("`ThroughputMonitor`", "`TQDMProgressBar`", "`ModelSummary`", "`LambdaCallback`"),
+            *("`SpikeDetection`", "Profilers (`simple`, `advanced`)", "`TensorBoardLogger`"),
+        ),
+        callbacks_and_loggers,
+    ),
 }
-
-
-def missing(feature: str) -> str:
-    module, way_out = NEEDS.get(feature, ("", ""))
-    return f"{module} is not installed: {way_out}" if module and not find_spec(module) else ""
 
 
 def run_cases(name: str, folder: Path) -> dict[str, Tensor | str]:
     """The weights after each case, or what went wrong in it: one world for all."""
     results: dict[str, Tensor | str] = {}
     os.chdir(folder)
-    for feature, case in CASES.items():
-        if not missing(feature):
-            try:
-                results[feature] = weights(case(name, folder)).double()
-            except Exception as error:
-                results[feature] = f"{type(error).__name__}: {error}"
+    for case in dict.fromkeys(CASES.values()):
+        features = ", ".join(feature for feature, shown_by in CASES.items() if shown_by is case)
+        try:
+            results[features] = weights(case(name, folder)).double()
+        except Exception as error:
+            results[features] = f"{type(error).__name__}: {error}"
     return results
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    @cache
-    def of(name: str) -> Any:
-        outcomes = FitWorld().outcomes(2, run_cases, name, tmp_path_factory.mktemp("cases"))
-        assert [outcome.error for outcome in outcomes] == ["", ""]
-        return [outcome.result for outcome in outcomes]
-
-    return of
-
-
-def grouped(name: str) -> Any:
-    """All cases of a strategy in one process of the tests, as they share a world."""
-    marks = [pytest.mark.xdist_group(f"works with {name}")]
-    return pytest.param(name, marks=marks + [pytest.mark.exhaustive] * (name != FAST), id=name)
-
-
-@pytest.mark.parametrize("name", [grouped(name) for name in (FAST, *EXHAUSTIVE)])
-@pytest.mark.parametrize("feature", CASES)
-def test_a_feature_ends_in_one_model(
-    feature: str, name: str, results: Callable[[str], Any]
-) -> None:
-    if missing(feature):
-        pytest.skip(missing(feature))
-    ours, theirs = (rank[feature] for rank in results(name))
-    assert isinstance(ours, Tensor), ours
-    assert isinstance(theirs, Tensor), theirs
-    assert torch.equal(ours, theirs)
-    assert ours.isfinite().all()
+@cases("name", now=["wagma"], later=["allreduce", "local_sgd", "hpsgd", "oktopk"])
+def test_a_feature_ends_in_one_model(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("psutil")
+    pytest.importorskip("tensorboardX")
+    first, second = FitWorld().run(2, run_cases, name, tmp_path)
+    for features, ours in first.items():
+        assert isinstance(ours, Tensor), f"{features}: {ours}"
+        assert ours.isfinite().all(), features
+        assert torch.equal(ours, second[features]), features
 
 
 # ---- what ends a training ----
@@ -416,7 +348,7 @@ def rows() -> list[tuple[str, str]]:
 def test_every_row_without_another_test_has_a_case_and_none_is_listed_twice() -> None:
     features = [feature for feature, _ in rows()]
     assert len(features) == len(set(features)) > len(CASES)
-    assert [feature for feature, shown_by in rows() if shown_by == HERE] == list(CASES)
+    assert {feature for feature, shown_by in rows() if shown_by == HERE} == {*CASES}
 
 
 @pytest.mark.parametrize("test", sorted({test for _, test in rows() if test != HERE}))
