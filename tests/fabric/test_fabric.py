@@ -14,7 +14,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lightning_dsgd as dsgd
@@ -26,7 +25,6 @@ from tests.support.faces import FACES, Loop
 from tests.support.fits import Plain, errors, run, same
 from tests.support.models import weights
 from tests.support.mpi import ROOT, ended
-from tests.support.thorough import cases
 from tests.support.worlds import ParentWorld
 
 exhaustive = pytest.mark.exhaustive
@@ -66,16 +64,6 @@ def test_every_name_is_known_to_fabric(package: str) -> None:
     with pytest.raises(ValueError, match="group_size"):
         PACKAGES[package](dsgd.WAGMA(group_size=0))
     assert PACKAGES[package]("wagma:group_size=4").algorithm == dsgd.WAGMA(group_size=4)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_private_names_that_are_overridden_exist(package: str) -> None:
-    ddp = importlib.import_module(f"{package}.strategies").DDPStrategy
-    for name in ("_configure_launcher", "_setup_distributed", "_set_world_ranks"):
-        assert callable(getattr(ddp, name))
-    for name in ("_get_process_group_backend", "_convert_stateful_objects_in_state"):
-        assert callable(getattr(ddp, name))
-    assert {"_timeout", "_start_method", "_backward_sync_control"} <= vars(ddp()).keys()
 
 
 # ---- a loop ----
@@ -123,21 +111,6 @@ def test_ranks_with_uneven_batches_evaluate_the_consensus_and_end_with_it() -> N
         assert len(warned) == (1 if rank == 0 else 0)
 
 
-def launch_twice() -> list[float]:
-    strategy = FabricStrategy(dsgd.AllReduce(), timeout_s=20.0)
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
-
-    def total(fabric: Any) -> float:
-        with fabric.strategy:
-            return float(fabric.all_reduce(torch.ones(()), reduce_op="sum"))
-
-    return [fabric.launch(total) for _ in range(2)]
-
-
-def test_a_script_may_launch_again_once_it_has_finished() -> None:
-    assert run(2, launch_twice) == [[2.0, 2.0]] * 2
-
-
 def clip_what_is_held_back() -> list[float]:
     moved = []
     for face in ("Trainer", "Fabric"):
@@ -152,33 +125,6 @@ def clip_what_is_held_back() -> list[float]:
 def test_what_was_held_back_is_clipped_too() -> None:
     for moved in run(2, clip_what_is_held_back):
         assert max(moved) < 1e-6
-
-
-def train_apart_in_bf16() -> tuple[Tensor, set[torch.dtype], float, float]:
-    first, _ = make(Plain)
-    second, _ = make(Plain)
-    fabric = fabric_of(dsgd.DPSGD(), precision="bf16-mixed")
-    models = [fabric.setup_module(each.net) for each in (first, second)]
-    optimizers = fabric.setup_optimizers(
-        torch.optim.SGD(models[0].parameters(), 0.02),
-        torch.optim.Adam(models[1].parameters(), 0.02),
-    )
-    before = float(first.loss(mean_batch(0)).detach())
-    with fabric.strategy:
-        for model, optimizer in zip(models, optimizers, strict=True):
-            steps(fabric, model, optimizer, loader_of(fabric.global_rank))
-    after = float(first.loss(mean_batch(0)).detach())
-    x = torch.cat([weights(first), weights(second)])
-    return x, {p.dtype for p in first.parameters()}, before, after
-
-
-@exhaustive
-def test_several_models_set_up_apart_train_in_bf16() -> None:
-    ranks = run(2, train_apart_in_bf16)
-    assert same([x for x, *_ in ranks])
-    for _, dtypes, before, after in ranks:
-        assert dtypes == {torch.float32}
-        assert after < before
 
 
 # ---- checkpoints ----
@@ -214,29 +160,17 @@ def set_up_late() -> None:
         fabric.setup(*make(Plain))
 
 
-def consensus_of_nothing() -> None:
-    fabric = fabric_of(dsgd.LocalSGD(4))
-    with fabric.strategy, fabric.strategy.consensus():
-        pass
+def test_what_is_set_up_late_is_refused() -> None:
+    for error in errors(2, set_up_late):
+        assert "set up before the first step, got one more model" in error
 
 
-@cases(
-    "fn, text",
-    now=[(set_up_late, "set up before the first step, got one more model")],
-    later=[(consensus_of_nothing, "got no optimizer")],
-)
-def test_what_cannot_work_is_refused(fn: Any, text: str) -> None:
-    for error in errors(2, fn):
-        assert text in error
-
-
-def page_script(folder: Path, change: tuple[str, str] = ("", "")) -> Path:
+def page_script(folder: Path, printing: str = "fabric.print(") -> None:
+    """Puts the page's script into a folder, or one that does something else where it prints."""
     page = (ROOT / "docs" / "fabric.md").read_text()
     found = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (text,) = (block for block in found if block.startswith("# train.py"))
-    file = folder / "train.py"
-    file.write_text(text.replace(*change) if change[0] else text)
-    return file
+    (folder / "train.py").write_text(text.replace("fabric.print(", printing))
 
 
 def run_page(folder: str) -> tuple[float, Tensor]:
@@ -254,22 +188,12 @@ def test_the_script_of_the_page_learns_on_every_rank(tmp_path: Path) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("ends", ["badly", "by itself"])
-def test_the_script_starts_its_own_ranks(tmp_path: Path, ends: str) -> None:
-    change = {
-        "badly": ("fabric.print(", "1 / (1 - fabric.global_rank * epoch)\n        fabric.print("),
-        "by itself": ("with fabric.strategy:", "if fabric.strategy:"),
-    }[ends]
-    script = page_script(tmp_path, change)
-    done = ended([sys.executable, str(script)], tmp_path)
-    if ends == "badly":
-        assert done.returncode != 0
-        assert "ZeroDivisionError" in done.stderr
-        assert "rank 1 failed: ZeroDivisionError" in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
-        assert len(re.findall(r"^epoch \d: ", done.stdout, re.MULTILINE)) == 10
-        assert ("training ends with the script" in done.stderr) == (ends == "by itself")
+def test_the_script_starts_its_own_ranks(tmp_path: Path) -> None:
+    page_script(tmp_path, "1 / (1 - fabric.global_rank * epoch)\n        fabric.print(")
+    done = ended([sys.executable, "train.py"], tmp_path)
+    assert done.returncode != 0
+    assert "ZeroDivisionError" in done.stderr
+    assert "rank 1 failed: ZeroDivisionError" in done.stderr
 
 
 def launch_forks(folder: str) -> None:

@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dsgd as dsgd
@@ -111,11 +109,11 @@ def test_hugging_faces_trainer_learns_and_saves_the_consensus(name: str, tmp_pat
     assert losses[-1] < losses[0] / 2
 
 
-LATE_S, SHARDS = 0.1, "shards"
+LATE_S = 0.1
 
 
-def traced(folder: str, face: str) -> None:
-    """A rank that is late in reading its batches, in Hugging Face's own DDP, or in shards."""
+def traced(folder: str) -> None:
+    """A rank that is late in reading its batches, in Hugging Face's own DDP."""
     import transformers
 
     class Data:
@@ -143,29 +141,22 @@ def traced(folder: str, face: str) -> None:
         gradient_accumulation_steps=1, logging_steps=8, eval_strategy="steps", eval_steps=13,
         save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
-    if face == SHARDS:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     data: Any = Data(slow_rank=1)
     validation: Any = Data(slow_rank=-1)
     trace: Any = dsgd.LoopTrace(folder)
-    trainer = transformers.Trainer(
+    transformers.Trainer(
         model, args, train_dataset=data, eval_dataset=validation, callbacks=[trace]
-    )
-    if face == SHARDS:  # accelerate shards on devices alone, and would wrap this
-        trainer.accelerator.prepare_model = lambda given, *_, **__: given
-    trainer.train()
+    ).train()
 
 
-@pytest.mark.parametrize("face", ["ddp", SHARDS])
-def test_hugging_faces_trainer_is_recorded_and_judged(face: str, tmp_path: Any) -> None:
-    FitWorld().run(2, traced, str(tmp_path), face)
+def test_hugging_faces_trainer_is_recorded_and_judged(tmp_path: Any) -> None:
+    FitWorld().run(2, traced, str(tmp_path))
     for trace in read_folder(tmp_path):
-        assert trace.about["strategy"] == ("fully_shard" if face == SHARDS else "ddp")
+        assert trace.about["strategy"] == "ddp"
         assert [step.number for step in trace.steps] == list(range(1, 27))
         assert [step.number for step in trace.steps if step.evaluate] == [14]
         for step in trace.steps:
             assert len(step.sum) == len(step.forward) == len(step.optimizer) == 1
-            assert len(step.gather) == (1 if face == SHARDS else 0)
             assert step.items == (11 if step.number > 1 else 0)  # found in the first step
     found = judge(read(tmp_path))
     assert (found.cause, found.ranks) == ("loader", (1,))
