@@ -1,6 +1,6 @@
 """MLflow and TensorBoard with real servers on this machine: `make test-trackers`.
 
-W&B has no server that can be installed: of its charts, what would be sent is looked at.
+W&B has no server that can be installed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from lightning_dsgd import CheckpointArtifacts, CommunicationMonitor, StepTrace
 from lightning_dsgd.lab.trackers import takes_pages
 from tests.support.fits import Plain, run, strategy
 from tests.support.models import loader, trainer, weights
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 250
@@ -65,12 +65,6 @@ def server(url: str, health: str, *command: str) -> Iterator[str]:
         process.wait(LIMIT_S)
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
 def fit_epochs(
     folder: Path, kind: str, where: str, epochs: int, checkpoint: Path | None = None
 ) -> tuple[torch.Tensor, str]:
@@ -103,11 +97,7 @@ def test_mlflow(tmp_path: Path) -> None:
         (_, name), _ = run(2, fit_epochs, tmp_path / "part", "mlflow", url, 1)
         client = MlflowClient(url)
         found = client.get_run(name).data
-        expected = {"name": "local_sgd", "on_loss": "end", "transport": "process_group"}
-        assert (
-            expected.items()
-            <= {key.removeprefix("strategy/"): value for key, value in found.params.items()}.items()
-        )
+        assert found.params["strategy/name"] == "local_sgd"
         assert {"dsgd/max/wait_s", "dsgd/rank_00001/wait_s"} <= found.metrics.keys()
         assert [each.path for each in client.list_artifacts(name)] == [
             *("checkpoints", "timeline.html")
@@ -137,19 +127,6 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert pattern in patterns
         assert any(re.fullmatch(pattern, name) for name in scalars)
     assert "dsgd/strategy/text_summary" in next(iter(texts.values()))
-
-
-def test_the_pages_charts_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wandb_workspaces.workspaces import Workspace
-
-    page = ROOT / "docs" / "metrics.md"
-    (code,) = re.findall(r"```python\n(import wandb_workspaces.*?)```", page.read_text(), re.DOTALL)
-    sent: list[str] = []
-    monkeypatch.setattr(Workspace, "save", lambda view: sent.append(view._model.model_dump_json()))
-    exec(code, {})
-    (view,) = sent
-    for name in ("val_accuracy", "dsgd/bytes_sent_total", "dsgd/max/wait_s", "strategy"):
-        assert name in view
 
 
 @pytest.mark.parametrize(

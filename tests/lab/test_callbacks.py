@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_dsgd import CheckpointArtifacts, CommunicationMonitor, StragglerInjector
-from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.replica import flat
 from tests.support.fits import Plain, fit, run, strategy
 from tests.support.models import loader, trainer, weights
@@ -93,32 +91,6 @@ def test_figures_in_the_csv_log_are_those_of_the_formula(tmp_path: Path) -> None
     assert first["dsgd/rank_00001/bytes_sent"] == second["dsgd/rank_00001/bytes_sent"] > 0
 
 
-def fit_with_wandb(folder: str) -> str:
-    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
-    logger = WandbLogger(save_dir=folder, offline=True, project="tests")
-    monitor = CommunicationMonitor(per_rank=True)
-    fit("local_sgd", logger=logger, log_every_n_steps=2, callbacks=[monitor])
-    import wandb
-
-    directory = wandb.run.dir if wandb.run is not None else ""
-    wandb.finish()
-    return directory
-
-
-def test_figures_are_in_an_offline_wandb_run_with_their_step_axis(tmp_path: Path) -> None:
-    ranks = run(2, fit_with_wandb, str(tmp_path))
-    assert ranks[0]
-    assert not ranks[1]
-    (file,) = tmp_path.rglob("*.wandb")
-    records = file.read_bytes()
-    assert records.count(b"dsgd/bytes_sent") >= 4  # 8 steps, every second one logged
-    assert b"trainer/global_step" in records[records.index(b"dsgd/*") :][:64]  # the step axis
-    for entry in (b'"name":"local_sgd"', b'"num_ranks":2', b'"sync_period":4', b'"on_loss":"end"'):
-        assert entry in records
-    for name in ("mean", "max", "rank_00000", "rank_00001"):
-        assert f"dsgd/{name}/wait_s".encode() in records
-
-
 def fit_epochs(folder: Path, epochs: int, checkpoint: Path | None = None) -> Any:
     """The weights in the end; on rank 0 what the run got too."""
     logger, kept = wandb_logger(folder)
@@ -129,11 +101,11 @@ def fit_epochs(folder: Path, epochs: int, checkpoint: Path | None = None) -> Any
     fitted = trainer(strategy("local_sgd"), 2, callbacks=callbacks, **options)
     fitted.fit(model, loader(), ckpt_path=checkpoint)
     lines = [row[1] for row in kept.logged["dsgd/by_rank/wait_s"].table.data] if kept.logged else []
-    return weights(model), kept.rules, kept.aliases, lines
+    return weights(model), kept.rules, kept.aliases, lines, kept.config
 
 
 def test_from_a_wandb_artifact_training_resumes_exactly(tmp_path: Path) -> None:
-    """And the run has summary rules, and a chart with a line for each rank."""
+    """And the run has its config, summary rules, and a chart with a line for each rank."""
     whole = run(2, fit_epochs, tmp_path / "whole", 2)
     run(2, fit_epochs, tmp_path / "part", 1)
     artifact = tmp_path / "part" / "model-abc"
@@ -141,7 +113,10 @@ def test_from_a_wandb_artifact_training_resumes_exactly(tmp_path: Path) -> None:
     assert len(list(artifact.glob("model.ckpt.replicas/rank_*.pt"))) == 2
     for (straight, *_), (again, *_) in zip(whole, resumed, strict=True):
         assert torch.equal(straight, again)
-    _, rules, aliases, lines = whole[0]
+    _, rules, aliases, lines, config = whole[0]
+    said = {"name": "local_sgd", "num_ranks": 2, "sync_period": 4, "on_loss": "end"}
+    assert said.items() <= config["strategy"].items()
+    assert "dsgd/*" in rules
     assert rules["dsgd/wait_share"] == "mean"
     assert aliases == [["latest", "best"]]
     assert sorted(lines) == ["rank 0"] * 2 + ["rank 1"] * 2  # of two epochs
@@ -151,12 +126,3 @@ def test_checkpoints_are_given_to_no_other_logger(tmp_path: Path) -> None:
     fitted = trainer("auto", 1, logger=CSVLogger(tmp_path))
     with pytest.raises(ValueError, match="needs WandbLogger or MLFlowLogger, got CSVLogger"):
         CheckpointArtifacts().setup(fitted, None, "fit")
-
-
-# ---- the draw of the ranks that are delayed ----
-def test_a_draw_depends_on_the_seed_and_the_step_alone() -> None:
-    draws = [delayed_ranks(seed, step, 8, 2) for seed in (0, 1) for step in range(20)]
-    assert draws == [delayed_ranks(seed, step, 8, 2) for seed in (0, 1) for step in range(20)]
-    assert draws[:20] != draws[20:]
-    assert all(len(set(ranks)) == 2 for ranks in draws)
-    assert {rank for ranks in draws for rank in ranks} == set(range(8))

@@ -11,7 +11,7 @@ import pytest
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.lab import catalogue, decisions
 from lightning_dsgd.lab.advise import accuracy, memory, words
-from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND, Candidate, all_for
+from lightning_dsgd.lab.advise.candidates import BOUND, Candidate, all_for
 from lightning_dsgd.lab.advise.ranking import CLOSE, rank
 from lightning_dsgd.lab.decisions import OWN_RATE, SITUATIONS, Choice, Situation
 from lightning_dsgd.lab.diagnose import remedies
@@ -37,6 +37,8 @@ def test_a_choice_works_and_a_result_backs_it(situation: Situation, choice: Choi
     algorithm = make_algorithm(choice.strategy)
     algorithm.check(max(choice.least_ranks, 2))
     assert choice.data == EQUAL or not algorithm.lockstep
+    code = decisions.code(choice.strategy, choice.data)
+    assert f"strategy={code}, " in words.paste(Candidate(choice.strategy, choice.data))
     if situation is SITUATIONS["memory"]:
         assert memory.copies(choice.strategy, 8) == 0
     assert bool(choice.source) == bool(situation.measured)
@@ -72,7 +74,7 @@ def test_advise_gives_the_same_answer(name: str) -> None:
     chosen = [c for c in all_for(8) if c.spec in named | {BOUND, "hpsgd:max_local_steps=2"}]
     dense = [c for c in chosen if not c.is_sparse]
     bandwidth = 2e6 if name == "slow-link" else 1e9
-    ranked = rank(dense, machine(name, bandwidth), 8, 20, epoch_steps=10)
+    ranked = rank(dense, machine(name, bandwidth), 8, 8, epoch_steps=8)
     assert ranked.situation == name
     assert ranked.advised.label == here.first.label
     text = " ".join(words.advice(ranked).split())
@@ -93,22 +95,11 @@ def test_diagnose_gives_the_same_answer() -> None:
             paste = remedies.paste_of(name, ranks)
             assert decisions.code(choice.strategy, choice.data) in paste
             assert remedies.what_of(name, ranks).lower() == choice.why.lower().rstrip(".")
-    assert "group_size=8" in remedies.paste_of("claimed", 8)
-    assert remedies.paste_of("claimed", 4).endswith('PopSGDStrategy(data="claimed"), ...)')
 
 
 def test_what_a_strategy_is_for_follows() -> None:
     for name, algorithm in ALGORITHMS.items():
-        assert algorithm.profile is not None
-        assert not algorithm.profile.suits  # said in one place alone
         assert catalogue.row(algorithm)[-1] == decisions.use_for(name) != ""
     for situation, choice in ALL:
         if choice.case != OWN_RATE:
             assert situation.short in decisions.use_for(choice.name)
-
-
-def test_what_advise_says_to_paste_is_the_choice() -> None:
-    for _, choice in ALL:
-        code = decisions.code(choice.strategy, choice.data)
-        assert f"strategy={code}, " in words.paste(Candidate(choice.strategy, choice.data))
-    assert BASELINE in {choice.strategy for _, choice in ALL}

@@ -17,12 +17,10 @@ from lightning_dsgd import Adaptive
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.suits import check_survival
-from lightning_dsgd.lab.adaptive.decision import State
-from lightning_dsgd.lab.adaptive.prediction import HOME
+from lightning_dsgd.lab.adaptive.prediction import ROUNDED
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.epochs import Epochs
 from lightning_dsgd.lab.simulate.model import passes
-from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import Plain
 from tests.support.models import loader, trainer, weights
@@ -149,35 +147,10 @@ def resumed(net: Any, choice: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ends[0], ends[1]
 
 
-@pytest.mark.parametrize("choice", [HOME, "wagma:group_size=2"])
+@pytest.mark.parametrize("choice", [ROUNDED, "wagma:group_size=2"])
 def test_a_resume_goes_on_with_what_was_in_force(choice: str) -> None:
     for straight, again in SimulatedWorld(4, 1e-3, 1e9).run(resumed, choice):
         torch.testing.assert_close(again, straight, rtol=0, atol=1e-6)
-
-
-def learn_in_pieces(net: Any) -> list[int]:
-    """Few weights: it begins without pieces of the gradient, and comes to send them."""
-    model, begins = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    replica = Replica(net, model, [optimizer], Adaptive())
-    [part] = replica.parts
-    algorithm: Any = part.algorithm
-    assert not algorithm.takes_pieces
-    algorithm.state = State(HOME)
-    algorithm._change(part.x)
-    made = algorithm.inner.gradient_made
-    algorithm.inner.gradient_made = lambda g, begin: (begins.append(begin), made(g, begin))
-    model(torch.ones(4, 8)).sum().backward()
-    replica.before_update(optimizer)
-    optimizer.step()
-    replica.after_update(optimizer)
-    replica.settle()
-    replica.stop()
-    return begins
-
-
-def test_pieces_travel_once_it_has_chosen_them() -> None:
-    assert all(SimulatedWorld(2).run(learn_in_pieces))
 
 
 # ---- real ranks ----

@@ -11,13 +11,9 @@ import pytest
 
 from lightning_dsgd.lab.adaptive import own_rate
 from lightning_dsgd.lab.adaptive.decision import State, decide
-from lightning_dsgd.lab.adaptive.prediction import HOME, ROUNDED, Seen, predicted
+from lightning_dsgd.lab.adaptive.prediction import HOME, ROUNDED, Seen
 from lightning_dsgd.lab.advise.candidates import BASELINE
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
-from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
-from lightning_dsgd.lab.simulate.machines import Machine
-from lightning_dsgd.lab.simulate.model import run
-from lightning_dsgd.lab.simulate.recorded import Recorded
 from tests.support.thorough import tries
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -107,26 +103,3 @@ def test_it_changes_only_for_what_pays() -> None:
     assert once.state == State(WIDE, doubts=1)
     assert once.reason.endswith("looks once more")
     assert decide(late, replace(once.state, choice="wagma:group_size=5")).state.choice == HOME
-
-
-@pytest.mark.parametrize(
-    ("name", "claims"), [("random", False), ("slow-rank", True), ("slow-link", False)]
-)
-def test_the_prediction_is_that_of_the_simulation(name: str, claims: bool) -> None:
-    situation = SITUATIONS[name]
-    what = replace(seen(situation, 0, claims=claims), epoch_steps=WINDOW)
-    num_params = 100_000
-    bandwidth_bytes_s = 2 * 7 / 8 * 4 * num_params / situation.allreduce_s
-    machine = Machine(0.0, bandwidth_bytes_s, 0.0, num_params, recorded=Recorded(what.own_s))
-
-    def simulated(spec: str) -> float:
-        data = CLAIMED if claims and not spec.startswith("allreduce") else EQUAL
-        done = run(spec, 8, machine, WINDOW, epoch_steps=WINDOW, data=data)
-        return 1 / done.slowest_steps_per_s
-
-    found, shares = predicted(what)
-    assert found == name
-    home_s = simulated(HOME)
-    assert home_s == pytest.approx(what.home_s, rel=0.05)
-    for spec in (ROUNDED, WIDE) if name == "slow-link" else (WIDE, "wagma"):
-        assert simulated(spec) / home_s == pytest.approx(shares[spec], abs=0.06), spec

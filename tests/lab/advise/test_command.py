@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 
 from lightning_dsgd.lab.advise import verify
-from lightning_dsgd.lab.advise.accuracy import Cost
-from lightning_dsgd.lab.advise.candidates import Candidate
 from lightning_dsgd.lab.advise.command import main
-from lightning_dsgd.lab.advise.ranking import Ranking, Row
 from lightning_dsgd.lab.results import write_result
-from lightning_dsgd.lab.simulate.machines import MACHINES, Machine
+from lightning_dsgd.lab.simulate.machines import MACHINES
 from lightning_dsgd.lab.simulate.model import run
-from lightning_dsgd.lab.simulate.recorded import Recorded
 from tests.lab.probe.test_measure import everything, measure
 
 
@@ -60,21 +56,14 @@ def test_the_advice_comes_with_what_to_paste(
     assert ('WAGMAStrategy(data="claimed")' in text) == ("claimed" in report["advised"])
 
 
-def test_predictions_are_compared_with_what_no_sync_shows_besides() -> None:
-    machine = Machine(0.0, 1e12, 0.0, 1000, recorded=Recorded(((0.1,) * 9, (0.2,) * 9)))
-    rates = {"no_sync": [4.0] * 3, "allreduce": [3.9, 4.0, 4.1]}
-    for core_s in (0.0, 0.02):
-        rows = verify.compare(["no_sync", "allreduce"], machine, 2, rates, core_s)
-        assert [row["predicted"] for row in rows] == pytest.approx([4.0, 4.0])
-        assert rows[0]["besides_s"] == pytest.approx(0.05 - core_s)
-    assert "besides" not in verify.table(rows)
-    assert "20.0 ms of a core, and 30.0 ms" in verify.table(rows)
-
-
-def test_the_advised_one_is_verified_with_the_bound_and_all_reduce() -> None:
-    names = ["no_sync", "adpsgd", "hpsgd", "sgp", "wagma", "allreduce"]
-    rows = [Row(Candidate(n), 0.5 + i / 10, 1, 1, 1, None) for i, n in enumerate(names)]
-    rows[3] = Row(Candidate("sgp", "claimed"), 0.6, 1, 1, 1, Cost(-0.1, 10, 10, 0.9))
-    assert verify.specs_of(Ranking(rows, "random", {})) == [
-        "no_sync", "allreduce", "sgp:data=claimed", "adpsgd", "hpsgd",
-    ]  # fmt: skip
+@pytest.mark.exhaustive
+def test_the_first_are_run_here(
+    files: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "STEPS", 10)
+    some = ["--strategies", "popsgd", "--steps", "10", "--epoch-steps", "10"]
+    main([*files, "--params", "1e4", *some, "--verify", "--verify-ranks", "2"])
+    text = capsys.readouterr().out
+    assert "running the first three on 2 ranks of this machine" in text
+    assert "popsgd:data=claimed" in text
+    assert "steps/s of the job:" in text

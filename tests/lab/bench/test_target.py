@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_dsgd.lab.bench import report, target, target_cell, target_rows, target_tables
+from lightning_dsgd.lab.bench import report, target, target_cell, target_rows
 from lightning_dsgd.lab.bench.network import why_not
-from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS, Networks
-from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.bench import run_bench
 from tests.support.fits import some_now
-
-ROOT = Path(__file__).parents[3]
 
 
 def cell(spec: str, lr: float, seed: int, values: list[float], pace_s: float = 1.0) -> Any:
@@ -92,85 +87,6 @@ def test_a_target_must_hold_for_three_looks() -> None:
         assert target_rows.reached(cell("a", 0.1, 0, values), 0.8, higher_is_better=True) == place
 
 
-def test_a_strategy_may_train_for_more_steps_than_all_reduce_and_be_there_sooner() -> None:
-    longer = [
-        cell("allreduce", 0.1, seed, [0.5, 0.6, 0.7, 0.8, 0.81], 2.0) | {"stretch": 1.7}
-        for seed in (0, 1)
-    ] + [
-        cell("wagma", 0.1, seed, [0.5, 0.6, 0.7, last, last], 1.0) | {"stretch": 1.7}
-        for seed, last in ((0, 0.8), (1, 0.82))
-    ]
-    baseline, ours = target_rows.summarize(CELLS + longer, higher_is_better=True)
-    assert "stretch" not in baseline["to_target"]["1"]  # it is there later with more steps
-    assert "stretch" not in ours["to_target"]["0.99"]
-    assert ours["to_target"]["1"]["stretch"] == 1.7
-    text = target_tables.time_table({"summary": [baseline, ours], "higher_is_better": True}, "1")
-    assert "| `wagma` | 4 s (0.82 [0.67, 1.00]), 1.7x |" in text
-
-
-def test_the_tables_say_how_many_seeds_got_there() -> None:
-    summary = target_rows.summarize(CELLS, higher_is_better=True)
-    settings = {"baseline": "allreduce", "epoch_steps": 30}
-    result = {"summary": summary, "higher_is_better": True, "settings": settings}
-    text = target_tables.tables(result | {"floors": {"random": 4.5}})
-    assert "Training: epochs of 30 steps, with a validation after each." in text
-    assert "| floor: nobody waits | 4 s (0.75) |" in text
-    assert "| `wagma` | 2 s (0.41 [0.33, 0.50]) |" in text
-    assert "| `wagma` | 4 s (0.87 [0.50, 1.50]), 1 of 2 |" in text
-    assert "| `wagma` | never |" in text  # with all-reduce's rate
-    assert "| `allreduce` | 80.0%; 0.50; 0.1* |" in text
-    assert "one endless epoch" in target_tables.tables({**result, "settings": {}})
-    old = json.loads((ROOT / "docs/results/choosing/target_stretch.json").read_text())
-    assert "steps/s (mean of ranks); learning rate:" in target_tables.tables(old)
-    assert "| `hpsgd` | never (1 of 5) |" in target_tables.time_table(old, "1")
-
-
-CHECKED = {"task": "digits", "steps": 6, "epoch_steps": 3, "validation_s": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("data", "spec"),
-    [
-        ({}, "popsgd"),
-        ({"data": "claimed"}, "popsgd"),
-        ({"data": "claimed"}, "local_sgd:sync_period=2"),
-    ],
-)
-def test_an_epoch_counts_all_ranks(
-    data: dict[str, str], spec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks stand still after three steps; the slow one makes three, or half of the others'."""
-    one = {"situation": "slow-rank", "strategy": spec, "lr": 0.2, "seed": 0, **data}
-    steps: list[tuple[int, int]] = []
-    step_s = Situation.step_s
-
-    def noted(self: Situation, seed: int, step: int, rank: int) -> float:
-        steps.append((rank, step))
-        return step_s(self, seed, step, rank)
-
-    monkeypatch.setattr(Situation, "step_s", noted)
-    result = target_cell.run(one, CHECKED)
-    assert len(steps) == 2 * 3 * 8
-    assert len([rank for rank, _ in steps if rank == 7]) == (4 if data else 6)
-    # Two epochs of 3 steps of 2 s; claimed, of 4 steps of 1 s; and each with a validation of 1 s.
-    assert result["seconds"][-1] == pytest.approx(10 if data else 14, rel=0.04)
-    assert result["job_steps_per_s"] == 6 / result["seconds"][-1]
-    floor_s = SITUATIONS["slow-rank"].floor_s(0, 6)
-    assert floor_s == pytest.approx(6 * 8 / 7.5, rel=0.02)
-
-
-def test_what_is_held_back_is_applied_at_the_end() -> None:
-    """After one step and the end, every gradient has had its effect, whoever sends it when."""
-    ends = {}
-    for spec in ("allreduce", "allreduce:wire_dtype=int8:delay=1", "topk_allgather", "oktopk"):
-        one = {"situation": "random", "strategy": spec, "lr": 0.2, "seed": 0}
-        training = target_cell.Training(TASKS["digits"], SITUATIONS["random"], one, {"steps": 1})
-        SimulatedWorld(8).run(training.run)
-        ends[spec] = training.x
-    for x in ends.values():
-        torch.testing.assert_close(x, ends["allreduce"])
-
-
 def test_interrupted_run_continues_with_the_cells_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +108,6 @@ def test_interrupted_run_continues_with_the_cells_that_are_missing(
         run_bench(target, tmp_path / "t.json", options)
     result = run_bench(target, tmp_path / "t.json", options)
     assert seen == ["allreduce", "adpsgd", "adpsgd"]
-    assert [row["strategy"] for row in result["summary"]] == ["allreduce", "adpsgd"]
     synchronous, asynchronous = result["summary"]
     assert synchronous["steps_per_s"] == pytest.approx(0.5, rel=0.05)  # the slow rank's rate
     assert asynchronous["steps_per_s"] == pytest.approx(7.5 / 8, rel=0.05)
@@ -201,20 +116,6 @@ def test_interrupted_run_continues_with_the_cells_that_are_missing(
     report.main([str(tmp_path / "t.json"), "--output", str(tmp_path / "report")])
     assert "| `adpsgd` | " in (tmp_path / "report" / "report.md").read_text()
     assert (tmp_path / "report" / "t.png").stat().st_size > 10_000
-
-
-@pytest.mark.exhaustive
-def test_several_jobs_give_the_same_result(tmp_path: Path) -> None:
-    options = (
-        "--strategies allreduce,popsgd --situations random --lrs 0.2,0.4 --seeds 1 --steps 4 "
-        "--tuning-seeds 1 --epoch-steps 2 --data equal,claimed"
-    )
-    one = run_bench(target, tmp_path / "one.json", options)
-    two = run_bench(target, tmp_path / "two.json", f"{options} --jobs 2")
-    for key in ("summary", "others", "curves", "floors"):
-        assert one[key] == two[key]
-    assert [row["strategy"] for row in one["summary"]] == ["allreduce", "popsgd", "popsgd, claimed"]
-    assert one["hyperparameters"]["popsgd"]["blocking"] is False
 
 
 @some_now("task", TASKS, now=("digits", "translation"))
@@ -230,14 +131,6 @@ def test_gradients_of_several_ranks_are_those_of_each_alone(task: str) -> None:
         loss = TASKS[task].loss(networks.module(batches[0][rank]), batches[1][rank])
         alone = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
         torch.testing.assert_close(together[rank], alone, rtol=1e-3, atol=1e-5)
-
-
-def test_ranks_wait_at_the_end_for_one_an_hour_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is longer than the time-out of a job."""
-    monkeypatch.setitem(SITUATIONS, "slow-rank", Situation("one rank is far behind", slow=600.0))
-    one = {"situation": "slow-rank", "strategy": "popsgd", "lr": 0.1, "seed": 0}
-    result = target_cell.run(one, {"task": "digits", "steps": 6})
-    assert result["seconds"][-1] > 3500
 
 
 @pytest.mark.exhaustive

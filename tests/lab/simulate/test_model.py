@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_dsgd import cli
-from lightning_dsgd.lab.callbacks import StragglerInjector
 from lightning_dsgd.lab.simulate.machines import MACHINES, Machine, probed
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.recorded import Recorded
@@ -79,23 +77,14 @@ def test_an_epoch_ends_with_its_slowest_rank_unless_batches_are_claimed() -> Non
         run("allreduce", 8, PLAIN, 12, epoch_steps=6, data="claimed")
 
 
-def test_the_bytes_of_sparse_messages_follow_the_density_and_not_the_stand_in() -> None:
+def test_sparse_messages_follow_the_density_and_selection_costs_what_the_profile_says() -> None:
     """Ok-Topk sends about 14.2 bytes for each of k (P-1)/P entries; others hardly count."""
     done = run("oktopk:density=0.02:local_steps=2", 8, PLAIN, 2)
     expected = 7 / 8 * 0.02 * PLAIN.num_params * 14.2 / 2
     assert done.bytes_sent == pytest.approx(expected, rel=0.25)
-
-
-def test_selection_costs_what_the_profile_says() -> None:
     free = replace(PLAIN, bandwidth_bytes_s=math.inf)
     slow = replace(free, exact_topk_s=4e-9, threshold_s=1e-9)  # 0.1 s and 0.025 s of all
-    for spec, more_s in (
-        ("topk_allgather", 0.1),
-        ("gaussian_topk", 0.05),
-        ("oktopk:threshold_period=4", 0.025 + 0.1 / 4),
-        ("gtopk", 0.1 + 0.1 * 2 * 0.01 * 2),
-        ("allreduce", 0.0),
-    ):
+    for spec, more_s in (("oktopk:threshold_period=4", 0.025 + 0.1 / 4), ("allreduce", 0.0)):
         assert step_s(spec, 4, slow, 2) - step_s(spec, 4, free, 2) == pytest.approx(more_s), spec
 
 
@@ -106,23 +95,7 @@ def test_wait_avoidance_pays_with_stragglers_and_costs_nothing_without() -> None
     assert step_s("wagma", 16, calm) == pytest.approx(0.1)
 
 
-def test_two_runs_are_equal_to_the_bit_and_another_seed_gives_another() -> None:
-    runs = [run("wagma", 8, STRAGGLERS, 12, seed) for seed in (0, 0, 1)]
-    assert torch.equal(runs[0].done_s, runs[1].done_s)
-    assert runs[0].bytes_sent == runs[1].bytes_sent
-    assert not torch.equal(runs[0].done_s, runs[2].done_s)
-
-
 # ---- machines, and step times of a real run ----
-def test_the_delayed_ranks_are_those_of_the_straggler_injector() -> None:
-    machine = Machine(0.0, 1e9, compute_s=0.1, num_params=1, delay_s=0.2, delayed_ranks=2)
-    times = machine.step_times(8, 5, seed=3)
-    injector = StragglerInjector(0.2, 2, seed=3)
-    for step in range(5):
-        late = [rank for rank in range(8) if times[rank][step] > 0.15]
-        assert late == sorted(injector.delayed_ranks(step, 8))
-
-
 def test_a_simulated_run_takes_the_recorded_times(tmp_path: Path) -> None:
     record = Recorded(((1.0, 2.0, 3.0), (10.0, 20.0, 30.0)))
     for seed in range(8):
@@ -147,10 +120,6 @@ def test_a_trace_that_says_too_little_is_refused(tmp_path: Path) -> None:
         Recorded.read(tmp_path)
     record(tmp_path, [[[]] * 3] * 2)
     with pytest.raises(ValueError, match="must have 5 steps of every rank, got 3"):
-        Recorded.read(tmp_path)
-    record(tmp_path, [[[]] * 9] * 2)
-    next(tmp_path.glob("*1.jsonl")).unlink()
-    with pytest.raises(ValueError, match="got none of ranks 1"):
         Recorded.read(tmp_path)
 
 

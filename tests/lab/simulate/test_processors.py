@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
-from lightning_dsgd.lab.simulate.machines import EMULATED
-from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.simulate.nodes import NodeLinks, Nodes
 from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors
-from lightning_dsgd.simulated import SimulatedWorld
 from tests.simulated.test_stories import MB_S, PAIRS, Row, check
 
 
@@ -32,9 +27,6 @@ STORIES: dict[str, Row] = {
     "numbers that arrive are added": (
         *(ADDS, ["send 1 1000000 float32", "recv 0 float32"], [[], [2.0]]),
     ),
-    "bytes that arrive are unpacked": (
-        *(ADDS, ["send 1 1000000 uint8", "recv 0 uint8"], [[], [3.0]]),
-    ),
     "two cores": ({"processors": shared(2, 4)}, ["work 1"] * 4, [[1], [1], [2], [2]]),
     "two machines": ({"processors": shared(1, 2)}, ["work 1"] * 4, [[1], [2], [1], [2]]),
     "a rank that waits for a core sends later": (
@@ -46,29 +38,9 @@ STORIES: dict[str, Row] = {
         ["send 2 1000000", "send 3 1000000", "recv 0", "recv 1"],
         [[], [], [1.0], [2.0]],
     ),
-    "messages within a node do not take its uplink": (
-        *(MB_S | {"links": partial(NodeLinks, Nodes(2, uplink_bytes_s=1e6, **INSIDE))}, PAIRS),
-        [[0.0], [0.01], [0.0], [0.01]],
-    ),
 }
 
 
 @pytest.mark.parametrize("story", STORIES)
 def test_what_takes_how_long(story: str) -> None:
     check(*STORIES[story])
-
-
-def test_ranks_of_a_node_share_no_other_link() -> None:
-    machine = replace(EMULATED, shared_link=True, node_size=2)
-    with pytest.raises(ValueError, match="shared_link=True must be left out with nodes"):
-        run("allreduce", 4, machine, 1)
-
-
-def test_what_is_received_into_its_place_is_worked_on_too() -> None:
-    def to_all(net: Any) -> float:
-        net.broadcast(torch.zeros(250_000), 0).wait()
-        return float(net.now())
-
-    for placed_s_per_byte, expected in ((0.0, 1.0), (1e-6, 2.0)):
-        costs = shared(1, 1, add_s_per_byte=3e-6, placed_s_per_byte=placed_s_per_byte)
-        assert SimulatedWorld(2, **MB_S, processors=costs).run(to_all)[1] == pytest.approx(expected)
