@@ -73,6 +73,7 @@ class OkTopk(ErrorFeedback):
         "rule": "paper",
         "wire_dtype": "float32",
         "local_steps": 1,
+        "exchanges": "gradients",
         "warmup_steps": 0,
     }
 

@@ -45,6 +45,7 @@ class SparseLoCo(ErrorFeedback):
         memory="2 |x|",
     )
     keeps_updates: ClassVar[bool] = False
+    exchanges: ClassVar[str | None] = "changes"  # type: ignore[misc]
 
     density: float | None = with_default(ErrorFeedback, "density", 1 / 32)
     local_steps: int = with_default(ErrorFeedback, "local_steps", 30)

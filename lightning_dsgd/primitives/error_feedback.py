@@ -19,8 +19,8 @@ those that went on once all have stopped.
 At the end of training the optimizer applies the mean of the residuals.  A checkpoint keeps them.
 If it is resumed with another number of ranks, these divide them: their mean stays what it was.
 
-With `local_steps` H above 1, what H steps have changed takes the place of the gradient (SparseLoCo,
-Sarfi et al. 2025, https://arxiv.org/abs/2508.15706):
+With `local_steps` H above 1, or `exchanges="changes"`, what H steps have changed takes the place of
+the gradient (SparseLoCo, Sarfi et al. 2025, https://arxiv.org/abs/2508.15706):
 
     x_i <- x after H steps of this rank's optimizer
     e_i <- e_i + (x - x_i);   u, I_i <- sparse_allreduce(e);   e_i <- e_i - e_i[I_i]
@@ -53,7 +53,7 @@ from lightning_dsgd.agreement import (
     zeroed,
 )
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
-from lightning_dsgd.hyperparameters import above, at_least
+from lightning_dsgd.hyperparameters import above, at_least, one_of
 from lightning_dsgd.primitives import sparse, sparse_wire, step_scaling
 from lightning_dsgd.primitives.sparse_wire import Part
 from lightning_dsgd.transport import Diverged, Transport
@@ -85,7 +85,23 @@ class ErrorFeedback(Algorithm):
         doc="number of steps from one exchange to the next; with more than 1, what these steps "
         "have changed in the weights takes the place of the gradient",
     )
+    exchanges: str | None = one_of(
+        "gradients",
+        "changes",
+        default=None,
+        doc="what is accumulated: gradients, or what steps have changed in the weights; None means "
+        '"gradients" with one local step, and "changes" with more',
+    )
     scale_steps: bool = step_scaling.scale_steps()
+
+    def check_hyperparameters(self) -> None:
+        super().check_hyperparameters()
+        if self.exchanges == "gradients" and self.local_steps > 1:
+            raise ValueError(
+                "several steps with weights of their own have changes to exchange, got "
+                f'exchanges="gradients" with local_steps={self.local_steps}; leave exchanges out, '
+                "or set local_steps=1"
+            )
 
     @property
     def exchange_period(self) -> int:
@@ -103,12 +119,12 @@ class ErrorFeedback(Algorithm):
 
     @property
     def uses_gradient(self) -> bool:  # type: ignore[override]
-        """Whether the optimizer gets the exchanged gradient: not with several local steps."""
-        return self.local_steps == 1
+        """Whether gradients are exchanged, for the optimizer, and not what it has changed."""
+        return self.local_steps == 1 and self.exchanges != "changes"
 
     @property
     def lockstep(self) -> bool:  # type: ignore[override]
-        """Whether ranks wait for each other in every step: not with several local steps."""
+        """Whether ranks wait for each other before every step."""
         return self.uses_gradient
 
     @property
@@ -127,7 +143,7 @@ class ErrorFeedback(Algorithm):
         self.num_own = 0  # steps that this rank has made itself
         self.num_applied = 0
         self.steps_since, self.samples = 0, self.no_samples()  # the last exchange
-        self.base = x.clone() if self.local_steps > 1 else x[:0]  # x where local steps began
+        self.base = x.clone() if not self.uses_gradient else x[:0]  # x where local steps began
         self.every = max(1, len(x) // NUM_MEASURED)
         self.gradients = self.some_of(self.residual)  # all of this rank's, of some entries
         self.share_applied: float | None = None  # of all ranks' gradients, at the last consensus
@@ -140,7 +156,7 @@ class ErrorFeedback(Algorithm):
         raise NotImplementedError
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        if self.local_steps > 1:
+        if not self.uses_gradient:
             self.step += 1
             self.begin_local_steps(x)
             return
@@ -151,7 +167,7 @@ class ErrorFeedback(Algorithm):
         self.num_own += 1
 
     def after_update(self, x: Tensor) -> None:
-        if self.local_steps == 1:
+        if self.uses_gradient:
             return
         self.steps_since += 1
         self.samples += self.weight
@@ -159,7 +175,7 @@ class ErrorFeedback(Algorithm):
             self.exchange_changes(x, active=True)
 
     def settle(self, x: Tensor) -> None:
-        if self.local_steps > 1:
+        if not self.uses_gradient:
             while self.exchange_changes(x, active=False):
                 pass
             return
@@ -206,7 +222,7 @@ class ErrorFeedback(Algorithm):
         self.num_applied = len(values)
 
     def consensus(self, x: Tensor) -> Tensor:
-        if self.local_steps > 1:
+        if not self.uses_gradient:
             mean = x.clone()
             weigh_pieces(self.net, mean, self.samples, (0, len(x)))
             average(self.net, mean)
@@ -215,14 +231,14 @@ class ErrorFeedback(Algorithm):
         return self.net.broadcast(x.clone(), src=0).wait()
 
     def held_back(self) -> Tensor | None:
-        if self.local_steps > 1:
+        if not self.uses_gradient:
             return None  # `finish` applies it
         mean = self.residual.clone()
         average(self.net, mean)
         return mean if mean.any() else None
 
     def finish(self, x: Tensor) -> None:
-        if self.local_steps > 1:
+        if not self.uses_gradient:
             weigh_pieces(self.net, x, self.samples, (0, len(x)))
             x -= self.residual.to(x.dtype)
             average(self.net, x)
@@ -246,7 +262,7 @@ class ErrorFeedback(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         steps_since = state.get("steps_since", 0)
-        if steps_since and self.local_steps == 1:
+        if steps_since and self.uses_gradient:
             raise ValueError(
                 "a checkpoint that was saved between two exchanges must be resumed with local "
                 f"steps, got local_steps=1 and {steps_since} steps since the last exchange; set "
@@ -269,7 +285,7 @@ class ErrorFeedback(Algorithm):
         self.steps_before = state.get("steps_before", 0) + state["step"]
         # Where a loss broke off an exchange after local steps, the residual may have taken in their
         # changes.  The weights have them too, so with that residual they would count twice.
-        if self.local_steps == 1 or state.get("steps_since", 0) < self.local_steps:
+        if self.uses_gradient or state.get("steps_since", 0) < self.local_steps:
             share = self.net.world_size / num_ranks
             self.residual.add_(state["residual"].to(self.residual), alpha=share)
             self.gradients = self.some_of(self.residual)

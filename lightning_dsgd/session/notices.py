@@ -111,8 +111,8 @@ def _adam_with_sparse_gradients(facts: Facts) -> str:
     return (
         f'got {type(adam).__name__} with strategy="{algorithm.name}": an entry collects many '
         "gradients and is applied in one step, which Adam's first moment spreads over later ones; "
-        f"set its first beta to {LOW_BETA:g}, or local_steps=2 with density=0.4 and "
-        'scale_steps=True (page "oktopk", "Accuracy")'
+        f'set its first beta to {LOW_BETA:g}; better, exchanges="changes" with a first beta of '
+        '0.3, or local_steps=2 with density=0.4 and scale_steps=True (page "oktopk", "Accuracy")'
     )
 
 
@@ -135,9 +135,9 @@ def _few_entries(facts: Facts) -> str:
 def _momentum_with_long_delay(facts: Facts) -> str:
     algorithm = facts.algorithm
     momentum = max(_of_groups(facts.optimizers, "momentum", 0.0))
-    if not momentum or not isinstance(algorithm, ErrorFeedback) or algorithm.local_steps > 1:
+    if not momentum or not isinstance(algorithm, ErrorFeedback):
         return ""
-    if algorithm.share >= LOW_DENSITY:
+    if algorithm.share >= LOW_DENSITY or not algorithm.uses_gradient:
         return ""
     return (
         f'got momentum={momentum:g} with density={algorithm.share:g} and strategy="'

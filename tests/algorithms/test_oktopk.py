@@ -309,10 +309,12 @@ def test_no_local_change_is_lost(make: Make, counts: list[int]) -> None:
 
 
 @RULES
-def test_local_steps_with_exact_thresholds_equal_the_dense_computation(rule: str) -> None:
+@pytest.mark.parametrize("period", [1, 3])
+def test_changes_with_exact_thresholds_equal_the_dense_computation(rule: str, period: int) -> None:
     """SparseLoCo on Topk(sum_i Topk(e_i)), to the bit."""
-    world_size, period, num_steps, k = 4, 3, 12, 40
-    make = partial(OkTopk, density=k / 1000, local_steps=period, threshold_period=1, rule=rule)
+    world_size, num_steps, k = 4, 12, 40
+    options = {"local_steps": period, "exchanges": "changes", "threshold_period": 1, "rule": rule}
+    make = partial(OkTopk, density=k / 1000, **options)
     ranks = SimulatedWorld(world_size).run(drive_locally, make, [num_steps] * world_size)
     x, residuals = torch.full((1000,), 3.0), [torch.zeros(1000) for _ in range(world_size)]
     for begin in range(0, num_steps, period):

@@ -23,6 +23,7 @@ REFUSED = {
     "oktopk:wire_dtype=int2": '"e3m0" or "2bit", got wire_dtype=\'int2\'',
     "oktopk:rule=mine": 'rule must be None, "shared" or "paper", got rule=\'mine\'',
     "oktopk:paper=true:rule=shared": "rule must be as in the paper, got rule='shared'; set rule=",
+    "oktopk:exchanges=gradients:local_steps=2": "leave exchanges out, or set local_steps=1",
     "oktopk:paper=true:local_steps=2": "set local_steps=1 or paper=False",
     "wagma:paper=true:rule=conserving": "rule must be as in the paper, got rule='conserving'; set",
     "wagma:paper=true:grace_s=0.1": "set grace_s=0 or paper=False",

@@ -19,7 +19,7 @@ from tests.support.fits import Plain, run
 from tests.support.thorough import cases
 
 MODEL = nn.Linear(10, 1)
-SPARSE_ADAM = "first beta to 0.5, or local_steps=2 with density=0.4 and scale_steps=True"
+SPARSE_ADAM = 'first beta to 0.5; better, exchanges="changes" with a first beta of 0.3'
 
 
 def stepped_by(kind: str) -> torch.optim.Optimizer:
