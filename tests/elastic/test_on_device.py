@@ -21,10 +21,8 @@ from tests.support.fake_device import FakeDevice
 from tests.support.fits import accelerator_of
 from tests.support.models import loader, trainer, weights
 from tests.support.ports import free_port
+from tests.support.thorough import cases
 from tests.support.worlds import FakeFitWorld, StartWorld
-
-ALL = [name for name in STRATEGIES if name not in ("adaptive", "no_sync")]
-FEW = ("allreduce", "wagma")
 
 
 class OnDevice(Logging):
@@ -50,10 +48,10 @@ def fit(fake: FakeDevice, name: str, folder: str, plan: Plan) -> dict[str, Any]:
     }
 
 
-def open_where_a_rank_may_be_lost(port: int, transport: str) -> list[str]:
+def open_where_a_rank_may_be_lost(port: int) -> list[str]:
     fake, lines = fake_device.install(index=int(os.environ["RANK"])), list[str]()
     with mock.patch.dict(devices.COLLECTIVES, {"fake": "nccl"}):
-        given: Any = {"on_loss": "continue", "transport": transport}
+        given: Any = {"on_loss": "continue", "transport": "process_group"}
         opening = Opening(choose("a test", Options, given), lines.append)
         at = ("127.0.0.1", port), "nccl", None, fake.device
         opening.join_process_group(fake.device.index, 2, *at)
@@ -62,23 +60,13 @@ def open_where_a_rank_may_be_lost(port: int, transport: str) -> list[str]:
 
 
 @pytest.mark.skipif(bool(fake_device.WHY_NOT), reason=fake_device.WHY_NOT)
-@pytest.mark.parametrize(
-    ("transport", "sums"),
-    [
-        ("auto", "sums are made of messages too, as ranks may share a device or be lost"),
-        ("process_group", "NCCL makes the sums of all ranks, by a communicator that is made anew"),
-    ],
-)
-def test_ranks_meet_over_gloo_where_one_may_be_lost(transport, sums):
-    args = free_port(), transport
-    for started, carries in StartWorld().run(2, open_where_a_rank_may_be_lost, *args):
+def test_ranks_meet_over_gloo_where_one_may_be_lost():
+    for started, carries in StartWorld().run(2, open_where_a_rank_may_be_lost, free_port()):
         assert started == "All 2 ranks have started (process group: gloo)."
-        assert f"; {sums}" in carries
+        assert "; NCCL makes the sums of all ranks, by a communicator that is made anew" in carries
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FEW else pytest.mark.exhaustive) for n in ALL]
-)
+@cases("name", now=["wagma"], later=["allreduce", "oktopk", "hpsgd"])
 def test_a_rank_is_killed_and_the_others_train_on_their_devices(name, tmp_path):
     plan = Plan(1, "SIGKILL", at=6)
     outcomes = FakeFitWorld(timeout_s=60.0).outcomes(3, fit, name, str(tmp_path), plan)
