@@ -194,51 +194,18 @@ def test_ranks_learn_what_one_process_learns_from_all_their_batches_on_every_fac
             assert (found - goal).abs().max() < atol, case
 
 
-class Shared(Plain):
-    """Deals 47 samples to ranks with batches of 3 and 7; a batch says nothing of its size."""
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        x = draw(0, 47, 10).float()
-        data = TensorDataset(x, x.sum(1, keepdim=True))
-        size = (3, 7)[self.global_rank]
-        sampler = BatchSizesSampler(data, (3, 7), self.global_rank, shuffle=False)
-        return DataLoader(data, size, sampler=sampler, collate_fn=lambda items: iter([items]))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        [items] = batch
-        self.trainer.strategy.count(len(items))
-        x, y = map(torch.stack, zip(*items, strict=True))
-        return self.loss((x, y))
-
-
-def fit_shared() -> Tensor:
-    fit = trainer(make_strategy("allreduce", weigh_by="samples"), 2, max_epochs=2)
-    fit.fit(model := Shared(momentum=0.0))
-    return weights(model)
-
-
-def test_a_loader_of_each_rank_makes_the_batches_of_one_process() -> None:
-    model = Plain(momentum=0.0)
-    optimizer = model.configure_optimizers()
-    for batch in draw(0, 47, 10).float().split(10) * 2:
-        optimizer.zero_grad()
-        model.loss((batch, batch.sum(1, keepdim=True))).backward()
-        optimizer.step()
-    for x in FitWorld().run(2, fit_shared):
-        torch.testing.assert_close(x, weights(model), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_sampler_deals_every_sample_once_by_batch_sizes(drop_last: bool) -> None:
+def test_a_sampler_deals_every_sample_once_by_batch_sizes() -> None:
     sizes, numbers = (5, 1, 3), range(100)
-    ranks = [BatchSizesSampler(numbers, sizes, rank, drop_last=drop_last) for rank in range(3)]
+    ranks = [BatchSizesSampler(numbers, sizes, rank, drop_last=True) for rank in range(3)]
     for epoch in range(2):
         for sampler in ranks:
             sampler.set_epoch(epoch)
         dealt = [[*sampler] for sampler in ranks]
-        assert [*map(len, dealt)] == [*map(len, ranks)] == [55, 11, 34 - drop_last]
-        assert len({*chain(*dealt)}) == 100 - drop_last
-    assert dealt != [[*BatchSizesSampler(numbers, sizes, rank)] for rank in range(3)]
+        assert [*map(len, dealt)] == [*map(len, ranks)] == [55, 11, 33]
+        assert len({*chain(*dealt)}) == 99
+    whole = [[*BatchSizesSampler(numbers, sizes, rank)] for rank in range(3)]
+    assert dealt != whole
+    assert sorted(chain(*whole)) == [*numbers]
     with pytest.raises(ValueError, match=r"batch size of at least 1 for each rank, got sizes=\[5"):
         BatchSizesSampler(numbers, sizes, 3)
 
@@ -263,26 +230,31 @@ def test_a_step_must_have_a_known_number_of_samples() -> None:
         samples.count(0)
 
 
-@pytest.mark.parametrize("name", ["adpsgd", "dpsgd", "no_sync", "popsgd", "sgp", "wagma"])
-def test_where_ranks_never_average_at_one_point_the_option_is_refused(name: str) -> None:
-    for face in (make_strategy, lambda name, **o: FabricStrategy(make_algorithm(name), **o)):
-        with pytest.raises(ValueError, match=f'weigh_by="samples" with strategy="{name}"; use'):
-            face(name, weigh_by="samples")
+def test_where_ranks_never_average_at_one_point_the_option_is_refused() -> None:
+    for name in ("adpsgd", "dpsgd", "no_sync", "popsgd", "sgp", "wagma"):
+        for face in (make_strategy, lambda name, **o: FabricStrategy(make_algorithm(name), **o)):
+            with pytest.raises(ValueError, match=f'weigh_by="samples" with strategy="{name}"; use'):
+                face(name, weigh_by="samples")
 
 
 # ---- where ranks come and go ----
+SAMPLES = draw(0, 70, 10).float()
+"""Of an epoch: a step of all ranks has 10 of them."""
+
+
 class Constant(Plain):
-    """A step of all ranks has 12 samples; rank 1 dies in its second step of epoch 1."""
+    """A batch says nothing of its size; rank 1 dies in its second step of epoch 1."""
 
     def __init__(self) -> None:
         super().__init__(momentum=0.0)
         self.read: list[list[int]] = []
+        self.after_an_epoch = torch.zeros(0)
 
     def train_dataloader(self) -> DataLoader[Any]:
         share = self.trainer.strategy.distributed_sampler_kwargs  # among the ranks that are there
-        data = TensorDataset(torch.arange(72), draw(0, 72, 10).float())
-        sampler = BatchSizesSampler.of_step(data, 12, share["num_replicas"], share["rank"])
-        return DataLoader(data, sampler.batch_size, sampler=sampler)
+        data = TensorDataset(torch.arange(70), SAMPLES)
+        sampler = BatchSizesSampler.of_step(data, 10, share["num_replicas"], share["rank"])
+        return DataLoader(data, sampler.batch_size, sampler=sampler, collate_fn=iter)
 
     def on_train_epoch_start(self) -> None:
         self.read.append([])
@@ -290,20 +262,43 @@ class Constant(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if (self.global_rank, self.current_epoch, batch_idx) == (1, 1, 1):
             os.kill(os.getpid(), signal.SIGKILL)
-        self.read[-1] += batch[0].tolist()
-        return self.loss((batch[1], batch[1].sum(1, keepdim=True)))
+        numbers, x = map(torch.stack, zip(*batch, strict=True))
+        self.trainer.strategy.count(len(x))
+        self.read[-1] += numbers.tolist()
+        return self.loss((x, x.sum(1, keepdim=True)))
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.after_an_epoch = weights(self)
 
 
-def fit_constant() -> list[list[int]]:
+def fit_constant() -> tuple[list[list[int]], Tensor]:
     survives = {"weigh_by": "samples", "on_loss": "continue", "heartbeat_timeout_s": 20.0}
     fit = trainer(make_strategy("allreduce", **survives), 3, max_epochs=4)
     fit.fit(model := Constant())
-    assert fit.global_step == 6 * 4  # as many as before
-    return model.read
+    assert fit.global_step == 7 * 4  # as many as before
+    return model.read, model.after_an_epoch
 
 
-def test_a_step_has_as_many_samples_after_a_loss() -> None:
+def on_steps_of_all_ranks() -> Tensor:
+    """An epoch of one process: in each step 3 samples of rank 0, 3 of rank 1 and 4 of rank 2."""
+    dealt = [[*BatchSizesSampler.of_step(range(70), 10, 3, rank)] for rank in range(3)]
+    model = Plain(momentum=0.0)
+    optimizer = model.configure_optimizers()
+    for step in range(7):
+        numbers = [n for own in dealt for n in own[step * len(own) // 7 :][: len(own) // 7]]
+        x = SAMPLES[numbers]
+        optimizer.zero_grad()
+        model.loss((x, x.sum(1, keepdim=True))).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def test_a_step_of_all_ranks_is_one_of_one_process_and_as_large_after_a_loss() -> None:
     first, _, last = (outcome.result for outcome in FitWorld().outcomes(3, fit_constant))
-    assert [*map(len, first)] == [*map(len, last)] == [24, 24, 36, 36]
-    for mine, theirs in zip(first[2:], last[2:], strict=True):
-        assert sorted(mine + theirs) == [*range(72)]
+    assert [*map(len, first[0])] == [21, 21, 35, 35]
+    assert [*map(len, last[0])] == [28, 28, 35, 35]
+    for mine, theirs in zip(first[0][2:], last[0][2:], strict=True):
+        assert sorted(mine + theirs) == [*range(70)]
+    for _, x in (first, last):
+        torch.testing.assert_close(x, on_steps_of_all_ranks(), rtol=0, atol=1e-5)
