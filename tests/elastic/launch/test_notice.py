@@ -99,7 +99,6 @@ def look(source: str) -> tuple[str, list[str]]:
         (EVENT, "MIGRATE_ON_HOST_MAINTENANCE", ""),
         (EVENT, "TERMINATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"),
         (AZURE, events("Preempt", "vm_2"), ""),
-        (AZURE, events("Freeze", "vm_1"), ""),
         (AZURE, events("Preempt", "vm_1"), '{"EventId": "A1", "EventType": "Preempt", '),
         ("/mine", None, ""),
         ("/mine", "at noon\n", "at noon"),

@@ -123,9 +123,7 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
         ("import os\nos.environ['OMP_NUM_THREADS'] = '4'\nimport torch", True),
         ("import os\nif 1:\n    os.environ.setdefault('MKL_NUM_THREADS', '4')", True),
         ("import sys\nsys.path.insert(0, 'mine')\nimport torch", True),
-        ("import os\nos.environ |= {'OMP_NUM_THREADS': '4'}\nimport torch", True),
         ("import os\nimport torch\nos.environ['OMP_NUM_THREADS'] = '4'", False),
-        ("import os\nrank = os.environ['RANK']\nfrom torch import nn", False),
         ("no Python", False),
     ],
 )

@@ -20,6 +20,7 @@ from lightning_dsgd.elastic import register
 from lightning_dsgd.elastic.launch import command, supervisor
 from lightning_dsgd.elastic.launch.place import Place
 from lightning_dsgd.elastic.register import Register
+from lightning_dsgd.transport import TransportError
 from tests.support.launched import Launched, await_files, is_alive, until
 from tests.support.mpi import ROOT
 from tests.support.ports import free_port
@@ -308,3 +309,32 @@ def test_what_cannot_be_started_is_refused(options, match, capsys):
     with pytest.raises(SystemExit):
         command.main([*options, str(ROOT / "tests/conftest.py")])
     assert match in capsys.readouterr().err
+
+
+# ---- what is written where the ranks meet ----
+def two_registers() -> tuple[Register, Register]:
+    keeper = Register("127.0.0.1", 0, 10.0, serves=True)
+    return keeper, Register("127.0.0.1", keeper.port, 10.0)
+
+
+def test_ranks_that_start_again_from_a_checkpoint_find_no_training_of_before(monkeypatch) -> None:
+    keeper, other = two_registers()
+    keeper.say_survives(can_be_joined=True)
+    assert keeper.survives()  # once it is asked again, the store has taken it
+    assert other.survives()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not Register("127.0.0.1", keeper.port, 10.0).survives()
+    keeper.say_stopped()
+    assert not keeper.survives()
+    assert not other.survives()
+
+
+def test_a_store_that_nobody_has_written_to_or_that_has_ended_is_an_error() -> None:
+    keeper, other = two_registers()
+    with pytest.raises(TransportError, match="must have been started by `lightning-dsgd launch`"):
+        other.size()
+    keeper.say_survives(can_be_joined=True)
+    assert keeper.survives()
+    del keeper
+    with pytest.raises(TransportError, match="the store where the ranks meet has ended"):
+        other.survives()
