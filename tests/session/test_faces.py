@@ -21,7 +21,6 @@ from tests.support.thorough import cases
 from tests.support.worlds import FitWorld
 from tests.test_frozen import ALGORITHMS
 
-exhaustive = pytest.mark.exhaustive
 TIMELESS = [name for name in ALGORITHMS if not name.startswith("hpsgd")]
 FAST = ("allreduce", "local_sgd")
 
@@ -53,13 +52,7 @@ def train_on_each(names: list[str]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FAST, id="fast"),
-        pytest.param([n for n in TIMELESS if n not in FAST], id="others", marks=exhaustive),
-    ],
-)
+@cases("names", now=[FAST], later=[[name for name in TIMELESS if name not in FAST]])
 def test_the_weights_are_the_same_to_the_bit_on_every_face(names: list[str]) -> None:
     ranks = FitWorld().run(3, train_on_each, names)
     for name in names:
@@ -144,15 +137,7 @@ def go_on(names: list[str], folder: str, resumes: bool) -> dict[Any, tuple[Tenso
     return found
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(["diloco"], id="fast"),
-        pytest.param(
-            ["local_sgd", "sgp", "oktopk", "wagma, synchronous"], id="others", marks=exhaustive
-        ),
-    ],
-)
+@cases("names", now=[["diloco"]], later=[["local_sgd", "sgp", "oktopk", "wagma, synchronous"]])
 def test_a_resumed_training_ends_with_the_same_bits(names: list[str], tmp_path: Path) -> None:
     straight, resumed = (FitWorld().run(3, go_on, names, str(tmp_path), r) for r in (False, True))
     for name in names:
@@ -199,13 +184,12 @@ def train_until_it_ends(face: str, how: str) -> tuple[str, int, bool]:
     raise AssertionError("nothing has ended it")
 
 
-@cases(
-    "face, how, reason",
-    now=[
+@pytest.mark.parametrize(
+    ("face", "how", "reason"),
+    [
         ("plain", "SIGKILL", "died"),
         ("Fabric", "raise", "failed: ArithmeticError: no such luck"),
     ],
-    later=[("plain", "raise", "failed: ArithmeticError: no such luck")],
 )
 def test_a_lost_rank_ends_all_others_which_name_it(face: str, how: str, reason: str) -> None:
     """Under the Trainer: tests/session/test_ending.py."""
@@ -271,25 +255,29 @@ class Known(L.LightningModule):
         return torch.optim.SGD(self.parameters(), LR)
 
 
-def train(face: str, path: str, options: dict[str, Any], first: bool) -> Tensor:
-    model, where = Known(), {"saves" if first else "resumes": path}
-    loop = Loop(model, dsgd.OkTopk(**options), gradients_of(dist.get_rank()), **where)
-    loop.epochs = 1 if first else 2
-    FACES[face](loop)
-    return model.w.detach()
+def train(folder: str, local_steps: int, first: bool) -> dict[str, Tensor]:
+    found = {}
+    for face, fit in FACES.items():
+        model, where = Known(), {"saves" if first else "resumes": f"{folder}/{face}"}
+        algorithm = dsgd.OkTopk(density=0.02, local_steps=local_steps)
+        loop = Loop(model, algorithm, gradients_of(dist.get_rank()), **where)
+        loop.epochs = 1 if first else 2
+        fit(loop)
+        found[face] = model.w.detach()
+    return found
 
 
 @cases("local_steps", now=[1], later=[4])
-@cases("face", now=["Trainer", "plain"], later=["Fabric"])
-def test_every_gradient_is_applied_at_last(face: str, local_steps: int, tmp_path: Path) -> None:
+def test_every_gradient_is_applied_at_last(local_steps: int, tmp_path: Path) -> None:
     """Three ranks with different numbers of batches, two of which go on from a checkpoint."""
-    path = tmp_path / "first"
-    options, goal = {"density": 0.02, "local_steps": local_steps}, torch.zeros(400)
+    goal = torch.zeros(400)
     for world_size in (3, 2):
-        first = world_size == 3
         goal += way(world_size, local_steps)
-        for end in FitWorld().run(world_size, train, face, str(path), options, first):
-            torch.testing.assert_close(end, goal, rtol=0, atol=1e-4)
-    where = "model" if face == "Fabric" else "state_dict"
-    saved = torch.load(path, weights_only=True)[where]["w"]
-    assert (saved - way(3, local_steps)).norm() > 0.2 * saved.norm()  # what was held back
+        for ends in FitWorld().run(world_size, train, str(tmp_path), local_steps, world_size == 3):
+            for end in ends.values():
+                torch.testing.assert_close(end, goal, rtol=0, atol=1e-4)
+    for face in FACES:
+        where = "model" if face == "Fabric" else "state_dict"
+        saved = torch.load(tmp_path / face, weights_only=True)[where]["w"]
+        # What was held back is more than noise.
+        assert (saved - way(3, local_steps)).norm() > 0.2 * saved.norm()

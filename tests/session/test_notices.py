@@ -37,39 +37,27 @@ def stepped_by(kind: str) -> torch.optim.Optimizer:
         ("wagma", "SGD", 400, math.inf, []),
         ("wagma", "AdamW", 400, math.inf, ["2.0 times smaller than with DDP", "set scale_steps"]),
         ("wagma", "NAdam", 400, math.inf, ['got NAdam with strategy="wagma"']),
-        ("wagma:scale_steps=true", "AdamW", 400, math.inf, []),
         ("wagma:hierarchical=true", "AdamW", 400, math.inf, []),
-        ("allreduce", "AdamW", 400, math.inf, []),
-        ("eager_sgd:sync_period=100", "AdamW", 400, 10, []),
         ("dpsgd", "Adam", 400, math.inf, ['use strategy="sgp" with scale_steps=True']),
-        ("local_sgd", "Adam", 400, math.inf, ["got Adam with", "set scale_steps"]),
         ("diloco", "AdamW", 400, math.inf, []),  # the outer momentum enlarges averages
         ("oktopk:local_steps=2:density=0.4", "AdamW", 40_000, 1e4, ["set scale_steps=True"]),
         # sparse gradients
-        ("oktopk", "SGD", 38_000, math.inf, []),
         ("oktopk", "AdamW", 38_000, math.inf, [SPARSE_ADAM]),
         ("oktopk", "AdamW low", 38_000, math.inf, []),
         ("gtopk", "SGD", 380, math.inf, ["density=0.01 of 380 weights", "4 entries", "=0.264 or"]),
         ("gtopk:density=0.5", "SGD", 50, math.inf, ["25 entries are", "set density=1 or more"]),
-        ("gtopk", "SGD", 60, math.inf, ["1 entry is selected", 'strategy="allreduce"']),
         ("gtopk:density=1", "SGD", 60, math.inf, []),
-        ("oktopk", "SGD momentum", 38_000, math.inf, []),
-        ("oktopk:density=0.001", "SGD", 400_000, math.inf, []),
         (
             *("oktopk:density=0.001", "SGD momentum", 400_000, math.inf),
             ["momentum=0.9 with density=0.001", "1,000 steps or more", "set density=0.01"],
         ),
-        ("oktopk:density=0.001:local_steps=4", "SGD momentum", 400_000, math.inf, []),
         # periods
-        ("diloco", "SGD", 400, 500, []),
         ("diloco", "SGD", 400, 120, ["got sync_period=500", "120 steps", "try sync_period=12"]),
         ("popsgd:local_steps=8", "SGD", 400, 7, ["local_steps=8", "try local_steps=1"]),
         ("wagma:sync_period=100", "SGD", 400, 10, []),  # groups average in every step
         ("wagma:group_period=20:sync_period=100", "SGD", 400, 10, ["got group_period=20"]),
-        ("no_sync", "AdamW", 400, 10, []),
         # pieces of a gradient
         ("allreduce:overlap=true", "SGD", 40_000, 10, ["got num_buckets=8", "set num_buckets=1,"]),
-        ("allreduce:overlap=true", "SGD", 10**6, 10, []),
         ("allreduce:overlap=true:num_buckets=1", "SGD", 400, 10, []),
     ],
 )
@@ -101,7 +89,7 @@ def train_with_adam(face: str, path: str) -> list[str]:
     return [str(w.message) for w in caught if str(w.message).startswith("got ")]
 
 
-@cases("face", now=["Trainer", "plain"], later=["Fabric"])
+@cases("face", now=["Trainer"], later=["plain", "Fabric"])
 def test_the_lines_stand_once_and_on_rank_0_alone(face: str, tmp_path: Path) -> None:
     first, second = run(2, train_with_adam, face, str(tmp_path / "saved.pt"))
     assert second == []

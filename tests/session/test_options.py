@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 
 import lightning_dsgd as dsgd
-from lightning_dsgd import keywords
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.suits import check_survival
-from lightning_dsgd.session.options import Options, choose
-from lightning_dsgd.sharded.strategy import ShardedOptions
-from lightning_dsgd.trainer.arguments import FabricOptions, TrainerOptions
+from lightning_dsgd.session.options import choose
+from lightning_dsgd.trainer.arguments import TrainerOptions
 
 
 @pytest.mark.parametrize(
@@ -33,25 +30,6 @@ def test_options_about_lost_ranks_must_suit_each_other(changed: dict[str, Any], 
     assert choose("It", TrainerOptions, given)["transport"] == "auto"
     with pytest.raises(ValueError, match=match):
         choose("It", TrainerOptions, given | changed)
-
-
-@pytest.mark.parametrize(
-    ("face", "table"),
-    [
-        (dsgd.DecentralizedStrategy, TrainerOptions),
-        (dsgd.FabricStrategy, FabricOptions),
-        (dsgd.ShardedStrategy, ShardedOptions),
-        (dsgd.decentralized, Options),
-    ],
-)
-def test_a_face_lists_its_options(face: type, table: type) -> None:
-    signature, text = inspect.signature(face).parameters, str(face.__doc__)
-    assert "given" not in signature
-    assert {*keywords.names(Options)} <= {*keywords.names(table)}
-    for each in keywords.parameters(table, face):
-        assert signature[each.name] == each
-    assert keywords.texts(table) in text
-    assert "given" not in text
 
 
 def test_a_loop_refuses_an_option_that_it_does_not_have() -> None:
