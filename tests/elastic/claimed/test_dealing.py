@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_dsgd.elastic.calls import Calls
-from lightning_dsgd.elastic.claimed.claims import Epoch
+from lightning_dsgd.elastic.claimed.claims import NONE, Claims, Epoch
 from lightning_dsgd.elastic.claimed.dealing import Dealing
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.simulated import Killed, RankFailed, SimulatedWorld
@@ -74,6 +74,9 @@ def run(seed: int) -> None:
         strict=False,
     )
     killed = chance.sample(range(size), (size - 1) // 2 - chance.randrange(2) * (size > 4))
+    if seed % 2 and killed:
+        killed[0] = 0  # who deals
+        killed[1:] = [rank for rank in killed[1:] if rank > 1]  # not who knows what it dealt
     for rank in killed:
         world.kill(rank, chance.choice([0.1, 0.35, 0.8, chance.uniform(0.0, 3.0)]))
     made: dict[int, list[int]] = {}
@@ -87,6 +90,8 @@ def run(seed: int) -> None:
     by_lost = {unit for rank in lost for unit in made.get(rank, [])}
     assert set(count) | by_lost == set(range(2 * NUM_UNITS)), seed
     assert not count or max(count.values()) == 1, seed
+    if lost == [0]:  # it has told of all but the newest
+        assert len(by_lost & set(count)) <= 1, seed
 
 
 def test_every_unit_is_trained_on_once_by_those_that_are_left() -> None:
@@ -118,3 +123,35 @@ def test_a_wait_for_a_dealer_that_does_not_deal_ends() -> None:
         SimulatedWorld(2, timeout_s=5.0, strict=False).run(lonely)
     assert isinstance(caught.value.__cause__, Timeout)
     assert "waited 5 s for the first member to deal it a batch" in str(caught.value)
+
+
+# ---- message by message ----
+def exchange(*ranks: Claims) -> None:
+    """Lets all messages arrive."""
+    while any(rank.outbox for rank in ranks):
+        for place, rank in enumerate(ranks):
+            outbox, rank.outbox = rank.outbox, []
+            for dst, words in outbox:
+                ranks[dst].hear(place, words)
+
+
+def test_a_rank_without_units_gets_one_that_another_has_not_begun() -> None:
+    slow, fast = ranks = Claims(0, 2), Claims(1, 2)
+    for rank in ranks:
+        rank.begin_epoch(Epoch(0, 3))
+    for _ in range(3):
+        slow.ask(is_urgent=False)
+        exchange(*ranks)
+    assert slow.order == [0, 1, 2]
+    assert slow.begin(0)
+    fast.ask(is_urgent=False)
+    exchange(*ranks)
+    assert (fast.order, fast.is_dry) == ([], True)
+    for expected in ([2], [2, 1], [2, 1]):
+        fast.ask(is_urgent=True)
+        exchange(*ranks)
+        assert fast.order == expected
+    assert fast.is_dry
+    assert slow.order == [0, NONE, NONE]
+    assert not slow.begin(1)
+    assert not slow.begin(2)
