@@ -12,8 +12,6 @@ import pytest
 from lightning_dsgd.cli import main
 from lightning_dsgd.elastic import membership
 from lightning_dsgd.elastic.ballots import PREPARE
-from lightning_dsgd.elastic.chaos import schedule, simulated
-from lightning_dsgd.elastic.chaos.schedule import draw
 from lightning_dsgd.elastic.claimed.claims import Claims
 from lightning_dsgd.elastic.membership import Membership
 from lightning_dsgd.elastic.quorum import Terms
@@ -28,22 +26,16 @@ def chaos(output: Path, *options: str) -> int:
     return int(str(end.value.code))
 
 
-def test_the_same_seed_writes_the_same_file(tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("first.json", "second.json", "other.json")]
-    assert [chaos(f, *SMALL, "--seed", s) for f, s in zip(files, "223", strict=True)] == [0, 0, 0]
-    first, second, other = (file.read_text() for file in files)
-    assert first == second != other
-    said = json.loads(first)
-    assert len(said["held"]) == 5
-    assert said["events"]
-    assert max(view["number"] for view in said["views"]) > 0
-
-
 @pytest.mark.parametrize("seed", tries(60, 3))
 def test_all_holds_in_storms(seed: int, tmp_path: Path) -> None:
     strategy = ("popsgd", "hpsgd", "local_sgd", "wagma")[seed % 4]
     options = ("--seed", str(seed), "--strategy", strategy, "--ranks", str(5 + seed % 4))
-    assert chaos(tmp_path / "chaos.json", *SMALL, *options) == 0
+    output = tmp_path / "chaos.json"
+    assert chaos(output, *SMALL, *options) == 0
+    said = json.loads(output.read_text())
+    assert len(said["held"]) == 5
+    assert said["events"]
+    assert max(view["number"] for view in said["views"]) > 0
 
 
 def without_majority(patch: pytest.MonkeyPatch) -> None:
@@ -89,23 +81,6 @@ def test_a_planted_bug_is_found_and_replayed(
         assert chaos(second, *shlex.split(replay)[2:]) == 1
         assert first.read_text() == second.read_text()
     assert chaos(second, *shlex.split(replay)[2:]) == 0
-
-
-def test_newcomers_come_in_soon_though_the_first_member_has_missed_its_meeting() -> None:
-    terms = schedule.Terms(ranks=7, seconds=60.0, every_s=6.0, heartbeat_s=10.0, calm_s=25.0)
-    record = simulated.play(1022, terms, draw(1022, terms), "local_sgd")
-    came = [record.processes[rank] for rank in (7, 8, 9)]
-    assert all(process.views[0][0] - process.begin_s < 10 for process in came)
-
-
-def test_more_than_half_of_the_ranks_are_left_alone_at_any_time() -> None:
-    terms = schedule.Terms(ranks=7, seconds=600.0, every_s=5.0, heartbeat_s=10.0, calm_s=30.0)
-    for seed in range(50):
-        events = [e for e in draw(seed, terms) if not 0 < e.seconds < terms.heartbeat_s / 4]
-        assert events
-        for last in events:
-            away = [e for e in events if e.at_s <= last.at_s < e.at_s + e.seconds + terms.calm_s]
-            assert sum(e.num_away for e in away) <= 3
 
 
 @pytest.mark.parametrize(

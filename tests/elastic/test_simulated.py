@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
 from lightning_dsgd.elastic.simulated import SurvivingWorld
-from lightning_dsgd.simulated import RankFailed
 from lightning_dsgd.transport import Diverged, PeerLost, failed
 from lightning_dsgd.transport.view import View
 
@@ -24,25 +26,51 @@ def test_ranks_join_a_world_that_goes_on():
     assert world.run(fn) == [(0, False, 0.0), (1, False, 0.0), (2, True, 5.0), (3, True, 1.0)]
 
 
-def test_a_newcomer_finds_nobody_where_all_have_ended():
-    world = SurvivingWorld(2)
-    world.join(1.0)
+def go_on(net: Any) -> tuple[int, ...]:
+    members = tuple(range(net.world_size))
+    while net.now() < 60.0:
+        net.compute(0.5)
+        try:
+            net.check()
+        except PeerLost as lost:
+            _, members = net.views.next_view(lost)
+    return members
 
-    def fn(net):
-        if net.is_newcomer:
-            net.join(within_s=10.0)
 
-    with pytest.raises(RankFailed, match="a newcomer must reach a rank that trains, but none"):
-        world.run(fn)
+PAIRS = [(0, 1), (2, 3), (4, 5)]
+KILL_0, CUT = (5.0, "kill", 0), (1.0, "cut", {0}, 1000.0)
 
 
-def test_groups_are_those_of_the_world():
-    def fn(net):
-        net.views.survive(None, [[0, 1], [2, 3]])
-        with pytest.raises(ValueError, match=r"groups must be those of the world"):
-            net.views.survive(None, [[0, 2], [1, 3]])
-
-    SurvivingWorld(4, groups=[(0, 1), (2, 3)]).run(fn)
+@pytest.mark.parametrize(
+    ("size", "options", "events", "left", "ended"),
+    [
+        (2, {}, [KILL_0], [], {1: "must go on with more than half"}),
+        (2, {"min_ranks": 1}, [KILL_0], [1], {}),
+        (2, {"min_ranks": 1}, [CUT], [], {}),
+        (
+            *(4, {"min_ranks": 1, "groups": PAIRS[:2]}, [(1.0, "kill", 3), KILL_0], []),
+            {1: "replicas that have lost none of their ranks, got none"},
+        ),
+        (
+            *(6, {"min_ranks": 4, "groups": PAIRS}, [(1.0, "kill", 5), KILL_0], []),
+            {2: "min_ranks=4, in replicas that have lost none"},
+        ),
+        (
+            *(4, {"groups": PAIRS[:2]}, [(1.0, "doubt", 1, 3)], [0, 1]),
+            {2: "cannot go on without rank 3, which held shards", 3: "rank 3 is not in view 1"},
+        ),
+    ],
+)
+def test_who_goes_on_and_why_others_have_ended(size, options, events, left, ended):
+    """The stories tell of more."""
+    world = SurvivingWorld(size, **options, latency_s=0.01, heartbeat_timeout_s=2.0, strict=False)
+    for at_s, what, *args in events:
+        world.script(at_s, partial(lambda w, a, faults: getattr(faults, w)(*a), what, args))
+    outcomes = world.outcomes(go_on)
+    assert [rank for rank, end in enumerate(outcomes) if end == tuple(left)] == left
+    assert not any(isinstance(outcomes[rank], tuple) for rank in {*range(size)} - {*left})
+    for rank, why in ended.items():
+        assert why in str(outcomes[rank]), outcomes[rank]
 
 
 def test_one_rank_has_all_begin_another_view():
@@ -60,29 +88,11 @@ def test_one_rank_has_all_begin_another_view():
     assert SurvivingWorld(3, latency_s=0.01).run(fn) == [(1, (0, 1, 2))] * 3
 
 
-def test_a_rank_that_doubts_another_has_the_others_leave_it_or_its_group_out():
-    def fn(net):
-        net.compute(1.025)  # all have heard of it, and nothing is agreed on
-        with pytest.raises(PeerLost, match="rank 3 "):
-            net.check()
-        is_outside = net.views.is_outside
-        _, members = net.views.next_view(PeerLost(3, "is lost"))
-        return is_outside, members
-
-    world = SurvivingWorld(4, latency_s=0.01, groups=[(0, 1), (2, 3)])
-    world.doubt(1, 3, 1.0)
-    outcomes = world.outcomes(fn)
-    assert outcomes[:2] == [(False, (0, 1))] * 2
-    assert "cannot go on without rank 3" in str(outcomes[2])
-    assert "rank 3 is not in view 1" in str(outcomes[3])
-
-
 class Blown(Diverged):
     """A divergence that a user's own code finds."""
 
 
-@pytest.mark.parametrize("detect_s", [0.0, 0.5])
-def test_all_end_with_a_rank_whose_training_is_not_finite_whoever_was_lost_before(detect_s):
+def test_all_end_with_a_rank_whose_training_is_not_finite_whoever_was_lost_before():
     def fn(net):
         net.compute(1.0 + 0.1 * net.rank)  # rank 0 is killed meanwhile
         if net.rank == 2:
@@ -92,7 +102,7 @@ def test_all_end_with_a_rank_whose_training_is_not_finite_whoever_was_lost_befor
                 net.recv(torch.zeros(1), 2).wait()
             net.views.next_view(caught.value)
 
-    world = SurvivingWorld(5, latency_s=0.01, detect_s=detect_s)
+    world = SurvivingWorld(5, latency_s=0.01, detect_s=0.5)
     world.kill(0, 0.9)
     outcomes = world.outcomes(fn)
     assert isinstance(outcomes[2], FloatingPointError)  # as users may catch it
@@ -102,23 +112,18 @@ def test_all_end_with_a_rank_whose_training_is_not_finite_whoever_was_lost_befor
         assert PeerLost(rank, failed(outcomes[rank])).ends_all  # it tells the others in its turn
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        FloatingPointError("divide by zero encountered"),
-        type("Diverged", (FloatingPointError,), {})("of another library"),
-        ValueError("ends all ranks: Diverged: failed: FloatingPointError"),
-        PeerLost(3, "failed: Diverged: "),
-    ],
-    ids=repr,
-)
-def test_the_others_go_on_whatever_else_a_rank_raises(error):
-    def fn(net):
+def test_the_others_go_on_whatever_else_a_rank_raises():
+    def fn(net, error):
         if net.rank == 2:
             raise error
         with pytest.raises(PeerLost, match="rank 2 failed: ") as caught:
             net.recv(torch.zeros(1), 2).wait()
         return net.views.next_view(caught.value)[1]
 
-    outcomes = SurvivingWorld(3, latency_s=0.01).outcomes(fn)
-    assert outcomes == [(0, 1), (0, 1), error]
+    for error in (
+        type("Diverged", (FloatingPointError,), {})("of another library"),
+        ValueError("ends all ranks: Diverged: failed: FloatingPointError"),
+        PeerLost(3, "failed: Diverged: "),
+    ):
+        outcomes = SurvivingWorld(3, latency_s=0.01).outcomes(fn, error)
+        assert outcomes == [(0, 1), (0, 1), error]
