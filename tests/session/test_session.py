@@ -17,10 +17,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     EarlyStopping,
-    EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -34,7 +32,6 @@ from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.native import Native
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.fits import (
-    NAMES,
     Adversaries,
     Plain,
     Recorder,
@@ -54,27 +51,11 @@ from tests.support.worlds import ask_gloo
 
 
 # ---- ranks with different numbers of batches ----
-def fit_uneven(
-    name: str, num_batches: tuple[int, ...], make: Callable[..., Any], kwargs: dict[str, Any]
-) -> tuple[Tensor, int, float]:
-    samples = {"num_samples": 8 * num_batches[int(os.environ["RANK"])]}, {"num_samples": 32}
-    options = {"max_epochs": 2, "use_distributed_sampler": False, **kwargs}
-    model, run = fit(name, make, *samples, **options)
+def fit_uneven(name: str, make: Callable[..., Any]) -> tuple[Tensor, float]:
+    samples = {"num_samples": 8 * (3, 11)[int(os.environ["RANK"])]}, {"num_samples": 32}
+    model, run = fit(name, make, *samples, max_epochs=2, use_distributed_sampler=False)
     everything = torch.cat([weights(model).double(), buffers(model)])
-    return everything, run.global_step, float(run.callback_metrics["val_loss"])
-
-
-@cases(
-    "name, num_batches",
-    now=[*((name, (3, 11)) for name in ("allreduce", "dpsgd")), ("local_sgd", (5, 6, 4))],
-    later=[*((name, (11, 3)) for name in ("no_sync", "allreduce"))],
-)
-def test_ranks_with_uneven_batches_end_together(name: str, num_batches: tuple[int, ...]) -> None:
-    ranks = run(len(num_batches), fit_uneven, name, num_batches, Seeded, {})
-    assert [steps for _, steps, _ in ranks] == [2 * n for n in num_batches]
-    assert same([x for x, _, _ in ranks])
-    assert len({val_loss for _, _, val_loss in ranks}) == 1
-    assert ranks[0][0].isfinite().all()
+    return everything, float(run.callback_metrics["val_loss"])
 
 
 class TwoDtypes(Seeded):
@@ -104,64 +85,19 @@ def fit_uneven_natively(name: str, make: Callable[..., Any]) -> tuple[Tensor, in
     ask_gloo()
     Native.begin = count  # type: ignore[method-assign]
     ProcessGroupTransport.__init__ = partialmethod(init, native_devices=("cpu",))  # type: ignore[assignment]
-    state, *_ = fit_uneven(name, (3, 11), make, {})
+    state, _ = fit_uneven(name, make)
     return state, num_sums
 
 
-@cases(
-    "name, make",
-    now=[("allreduce", TwoDtypes), ("local_sgd", Pair)],
-    later=[("allreduce", Pair), *((name, TwoDtypes) for name in NAMES[1:])],
-)
+@pytest.mark.parametrize(("name", "make"), [("allreduce", TwoDtypes), ("local_sgd", Pair)])
 def test_several_parts_sum_by_torch_as_by_messages(name: str, make: Callable[..., Any]) -> None:
     """Over gloo as over NCCL: the parts of a rank that is out of batches sum in any order."""
-    ranks = run(2, fit_uneven_natively, name, make)
-    assert same([state for state, _ in ranks])
-    if name in ("allreduce", "local_sgd"):
-        assert all(num_sums > 10 for _, num_sums in ranks)
-        by_messages = run(2, fit_uneven, name, (3, 11), make, {})
-        assert same([ranks[0][0], *(state for state, *_ in by_messages)])
-
-
-class Metrics(Plain):
-    """Metrics of torchmetrics, which ask all ranks at the end of the epoch without the strategy.
-
-    Rank 1 has nothing to tell one of them.  A buffer is of a dtype that is no plain number's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged, self.computed, self.seldom = MeanMetric(), SumMetric(), SumMetric()
-        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.logged(float(self.global_rank))
-        self.computed(1.0)
-        if self.global_rank == 0:
-            self.seldom.update(1.0)
-        self.log("logged", self.logged, on_step=False, on_epoch=True)
-        self.log("seldom", self.seldom, on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("computed", self.computed.compute())
-        self.computed.reset()
-
-
-def fit_metrics(name: str, num_batches: tuple[int, ...]) -> tuple[list[float], Tensor]:
-    train = {"num_samples": 8 * num_batches[int(os.environ["RANK"])]}
-    model, run = fit(name, Metrics, train, max_epochs=2, use_distributed_sampler=False)
-    found = [float(run.callback_metrics[key]) for key in ("logged", "computed", "seldom")]
-    return found, model.turns
-
-
-@every_strategy
-def test_a_torchmetrics_object_counts_over_ranks_with_different_numbers_of_batches(
-    name: str,
-) -> None:
-    for found, turns in run(2, fit_metrics, name, (11, 3)):
-        assert found == [pytest.approx(3 / 14), 14.0, 11.0]
-        assert torch.equal(turns, torch.polar(torch.ones(3), torch.arange(3.0)))
+    by_torch = run(2, fit_uneven_natively, name, make)
+    assert all(num_sums > 10 for _, num_sums in by_torch)
+    by_messages = run(2, fit_uneven, name, make)
+    assert same([state for state, _ in (*by_torch, *by_messages)])
+    assert by_messages[0][0].isfinite().all()
+    assert len({val_loss for _, val_loss in by_messages}) == 1
 
 
 class Stream(IterableDataset[Any]):
@@ -173,10 +109,16 @@ class Stream(IterableDataset[Any]):
 
 
 class Apart(Seeded):
-    def __init__(self, *, has_metric: bool) -> None:
+    """With metrics of torchmetrics, which ask all ranks without the strategy.
+
+    Rank 2 alone has something to tell one of them.  A buffer's dtype is no plain number's.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
         self.num_validated = self.num_cleared = 0
-        self.mean = MeanMetric() if has_metric else None
+        self.mean, self.computed, self.seldom = MeanMetric(), SumMetric(), SumMetric()
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
         self.net[3].requires_grad_(requires_grad=False)
 
     def on_train_epoch_start(self) -> None:
@@ -184,12 +126,19 @@ class Apart(Seeded):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rank = torch.tensor(float(self.global_rank), dtype=torch.float64)
-        if self.mean is not None:
-            self.mean(rank)
-            self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.mean(rank)
+        self.computed(1.0)
+        if self.global_rank == 2:
+            self.seldom.update(1.0)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("seldom", self.seldom, on_step=False, on_epoch=True)
         for key in ("rank", "late")[: 1 + (self.current_epoch >= 3)]:
             self.log(key, rank, on_step=False, on_epoch=True, sync_dist=True, batch_size=8)
         return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("computed", self.computed.compute())
+        self.computed.reset()
 
     def on_validation_model_zero_grad(self) -> None:
         super().on_validation_model_zero_grad()
@@ -201,17 +150,12 @@ class Apart(Seeded):
 
 EPOCHS: dict[str, dict[str, Any]] = {
     "saves": {},
-    "saves by step": {"filename": "{step}", "save_top_k": 1},
-    "accumulates": {"accumulate_grad_batches": 4, "max_steps": 3},
     "streams": {"is_stream": True},
-    "survives": {"options": {"on_loss": "continue"}},
-    "validates": {"num_val": 2},
     "validates within": {"num_val": 2, "val_check_interval": 2},
     "accumulates between": {
         **{"num_val": 2, "val_check_interval": 0.5, "accumulate_grad_batches": 4},
         **{"max_steps": -1, "max_epochs": 2},
     },
-    "looks at the time": {"max_time": {"hours": 1}},
     "stops early": {"num_val": 2, "min_steps": 7, "stops": True},
     "resumes": {"ckpt": "epoch=1-step=8.ckpt"},
 }
@@ -221,20 +165,17 @@ EPOCHS: dict[str, dict[str, Any]] = {
 def fit_apart(
     name: str, case: str, folder: str
 ) -> tuple[int, int, int, list[float], list[str], Tensor]:
-    given = {"max_steps": 8, "max_epochs": -1, "num_val": 0, "save_top_k": -1, **EPOCHS[case]}
+    given = {"max_steps": 8, "max_epochs": -1, "num_val": 0, **EPOCHS[case]}
     num_batches = (6, 4, 2)[int(os.environ["RANK"])]
-    saver = ModelCheckpoint(
-        folder, filename=given.pop("filename", None), save_top_k=given.pop("save_top_k")
-    )
+    saver = ModelCheckpoint(folder, save_top_k=-1)
     callbacks: list[L.Callback] = [saver, CommunicationMonitor(per_rank=True)]
     if given.pop("stops", False):
         callbacks.append(EarlyStopping("val_loss", patience=0, min_delta=1e9))
     is_stream, num_val = given.pop("is_stream", False), given.pop("num_val")
     ckpt = Path(folder, given.pop("ckpt")) if "ckpt" in given else None
-    chosen = strategy(name, timeout_s=20.0, **given.pop("options", {}))
-    model = Apart(has_metric=case != "survives")
+    model = Apart()
     run = trainer(
-        *(chosen, 3),
+        *(strategy(name, timeout_s=20.0), 3),
         callbacks=callbacks,
         enable_checkpointing=True,
         use_distributed_sampler=False,
@@ -247,7 +188,9 @@ def fit_apart(
     run.fit(model, train, loader(8 * num_val) if num_val else None, ckpt_path=ckpt)
     assert model.num_cleared == model.num_validated or run.accumulate_grad_batches > 1
     files = sorted(path.name for path in Path(folder).glob("*.ckpt"))
-    logged = [float(run.callback_metrics.get(key, 2.0)) for key in ("rank", "mean", "late")]
+    assert torch.equal(model.turns, torch.polar(torch.ones(3), torch.arange(3.0)))
+    keys = "rank", "mean", "late", "computed", "seldom"
+    logged = [float(run.callback_metrics.get(key, 2.0)) for key in keys]
     return run.global_step, run.current_epoch, model.num_validated, logged, files, weights(model)
 
 
@@ -255,18 +198,11 @@ def fit_apart(
     "name, case, steps, epochs, num_validated",
     now=[
         ("local_sgd", "streams", [8, 8, 8], 4, 0),
-        ("wagma", "survives", [8, 8, 8], 4, 0),
         ("wagma", "validates within", [8, 8, 8], 4, 3 + 2 + 1 + 1),
         ("local_sgd", "stops early", [8, 8, 7], 4, 4),
         ("wagma", "resumes", [8, 8, 8], 4, 0),
     ],
-    later=[
-        ("wagma", "accumulates between", [4, 2, 2], 2, 4),
-        ("allreduce", "saves by step", [8, 8, 8], 4, 0),
-        ("wagma", "accumulates", [3, 3, 3], 3, 0),
-        ("allreduce", "validates", [8, 8, 8], 4, 4),
-        ("no_sync", "looks at the time", [8, 8, 8], 4, 0),
-    ],
+    later=[("wagma", "accumulates between", [4, 2, 2], 2, 4)],
 )
 def test_ranks_with_different_numbers_of_batches_go_through_the_same_epochs(
     *, name: str, case: str, steps: list[int], epochs: int, num_validated: int, tmp_path: Path
@@ -278,12 +214,15 @@ def test_ranks_with_different_numbers_of_batches_go_through_the_same_epochs(
     assert [rank[1:3] for rank in ranks] == [(epochs, num_validated)] * 3
     assert ranks[0][3] == ranks[1][3] == ranks[2][3]
     if epochs == 4:
-        assert ranks[0][3] == pytest.approx([2.0] * 3)  # rank 2 alone has batches in the last epoch
+        # Rank 2 alone has batches in the last epoch.
+        assert ranks[0][3][:3] == pytest.approx([2.0] * 3)
+    if case in ("streams", "validates within", "stops early"):
+        assert ranks[0][3][3:] == [steps[2] - 6.0] * 2
     assert same([rank[5] for rank in ranks])
     with (tmp_path / "metrics.csv").open() as file:
         sent = [row.get("dsgd/rank_00000/bytes_sent") for row in csv.DictReader(file)]
     assert min(float(each) for each in sent if each) >= 0.0
-    num_saved = {"saves by step": 1, "validates within": 6, "accumulates between": 4, "resumes": 6}
+    num_saved = {"validates within": 6, "accumulates between": 4, "resumes": 6}
     assert len(ranks[0][4]) == num_saved.get(case, epochs)
 
 
@@ -392,13 +331,23 @@ def test_what_makes_uneven_ranks_wait_for_each_other_is_refused(case: str, tmp_p
 
 
 # ---- callbacks that decide ----
-def fit_monitored(name: str, folder: str) -> tuple[str, float, float]:
+class Stopping(Seeded):
+    """A metric that goes on falling on rank 0 and does not on rank 1."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("own", -float(self.current_epoch) if self.global_rank == 0 else 0.0)
+
+
+def fit_monitored(name: str, folder: str) -> tuple[str, float, float, int]:
     best = ModelCheckpoint(folder, monitor="val_loss")  # the name holds the number of steps
     samples = {"num_samples": 8 * (5, 3)[int(os.environ["RANK"])]}, {"num_samples": 32}
-    options = {"callbacks": [best], "enable_checkpointing": True, "use_distributed_sampler": False}
-    model, run = fit(name, Seeded, *samples, max_epochs=2, **options)
+    options = {"callbacks": [best, EarlyStopping("own", patience=2)], "num_sanity_val_steps": 0}
+    options |= {"enable_checkpointing": True, "use_distributed_sampler": False}
+    model, run = fit(name, Stopping, *samples, max_epochs=8, **options)
+    num_epochs = run.current_epoch
     (metrics,) = run.validate(model, loader(32), ckpt_path="best", verbose=False)
-    return best.best_model_path, float(best.best_model_score or 0), metrics["val_loss"]
+    return best.best_model_path, float(best.best_model_score or 0), metrics["val_loss"], num_epochs
 
 
 def loss_of(checkpoint: str, num_samples: int = 32) -> float:
@@ -411,39 +360,20 @@ def loss_of(checkpoint: str, num_samples: int = 32) -> float:
 
 
 @every_strategy
-def test_a_monitored_checkpoint_scores_and_holds_the_consensus(name: str, tmp_path: Path) -> None:
-    """One checkpoint, also of ranks that have made different numbers of steps."""
+def test_callbacks_that_monitor_a_metric_decide_alike_on_all_ranks(
+    name: str, tmp_path: Path
+) -> None:
+    """One checkpoint of the consensus, also of ranks that have made different numbers of steps."""
     ranks = run(2, fit_monitored, name, str(tmp_path))
-    path, score, _ = ranks[0]
-    for own, its_score, validated in ranks:
-        assert (own, its_score) == (path, score)
+    path, score, *_ = ranks[0]
+    for own, its_score, validated, num_epochs in ranks:
+        assert (own, its_score, num_epochs) == (path, score, 3)
         assert validated == pytest.approx(score, rel=1e-5)
     assert score == pytest.approx(loss_of(path), rel=1e-5)
     assert [str(file) for file in tmp_path.glob("*.ckpt")] == [path]
     assert [str(folder) for folder in tmp_path.glob("*.replicas")] == [f"{path}.replicas"]
     files = [file.name for file in Path(f"{path}.replicas").iterdir()]
     assert sorted(files) == ["rank_00000.pt", "rank_00001.pt"]
-
-
-class Stopping(Plain):
-    """A metric that goes on falling on rank 0 and does not on rank 1."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        falling = -float(self.current_epoch) if self.global_rank == 0 else 0.0
-        self.log("own", falling)
-
-
-def fit_early_stopping(name: str) -> tuple[int, int]:
-    samples = {"num_samples": 32}, {"num_samples": 16}
-    options = {"callbacks": [EarlyStopping("own", patience=2)], "num_sanity_val_steps": 0}
-    _, run = fit(name, Stopping, *samples, max_epochs=8, **options)
-    return run.current_epoch, run.global_step
-
-
-@every_strategy
-def test_early_stopping_stops_all_ranks_after_the_same_epoch(name: str) -> None:
-    ranks = run(2, fit_early_stopping, name)
-    assert ranks == [(3, 6), (3, 6)]
 
 
 def fit_swa(name: str) -> tuple[Tensor, Tensor]:
@@ -457,20 +387,6 @@ def test_stochastic_weight_averaging_ends_with_one_model(name: str) -> None:
     ranks = run(2, fit_swa, name)
     assert same([x for x, _ in ranks])
     assert same([b for _, b in ranks])
-    if name == "allreduce":
-        assert_close(ranks[0][0], run(2, fit_swa, "ddp")[0][0], 1e-5)
-
-
-def fit_moving_average(name: str) -> Tensor:
-    ema = EMAWeightAveraging(decay=0.9)
-    model, _ = fit(name, Seeded, val={"num_samples": 16}, max_epochs=2, callbacks=[ema])
-    return torch.cat([weights(model).double(), buffers(model)])
-
-
-@some_now("name", ["hpsgd", "wagma", "allreduce"], now=())
-def test_a_moving_average_of_the_weights_ends_with_one_model(name: str) -> None:
-    """The callback writes its average into the model when training ends, on each rank its own."""
-    assert same(run(2, fit_moving_average, name))
 
 
 # ---- parameters that no optimizer trains, and the step changes ----
@@ -506,9 +422,9 @@ def fit_taught(name: str, folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weights(model.teacher), model.shown[-1], teacher, weights(model.frozen)
 
 
-@some_now("name", ["local_sgd", "wagma", "hpsgd", "allreduce"], now=("local_sgd",))
-def test_a_teacher_is_averaged_where_its_student_is(name: str, tmp_path: Path) -> None:
-    ends, shown, owns, frozen = zip(*run(2, fit_taught, name, str(tmp_path)), strict=True)
+def test_a_teacher_is_averaged_where_its_student_is(tmp_path: Path) -> None:
+    ranks = run(2, fit_taught, "local_sgd", str(tmp_path))
+    ends, shown, owns, frozen = zip(*ranks, strict=True)
     assert same(ends)
     assert same(shown)
     assert same([*frozen, weights(Taught().frozen)])  # to the bit
@@ -516,8 +432,7 @@ def test_a_teacher_is_averaged_where_its_student_is(name: str, tmp_path: Path) -
     names = [name for name, _ in Taught().teacher.named_parameters()]
     teacher = torch.cat([saved[f"teacher.{name}"].reshape(-1) for name in names])
     assert_close(teacher, torch.stack(owns).mean(0))
-    if name not in ("allreduce", "wagma"):  # of two ranks in time, wagma averages all weights
-        assert not same(owns)  # each rank goes on with its own
+    assert not same(owns)  # each rank goes on with its own
 
 
 # ---- validation ----
@@ -530,7 +445,10 @@ class Watching(Seeded):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.during, self.after = [], [], []
+        self.before, self.during, self.after, self.statistics = [], [], [], []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.statistics.append(buffers(self))
 
     def everything(self) -> Tensor:
         return torch.cat([weights(self).double(), buffers(self)])
@@ -551,13 +469,22 @@ def fit_watching(name: str, options: dict[str, Any]) -> tuple[list[Tensor], ...]
     model, _ = fit(name, Watching, val={"num_samples": 16}, options=options, **limits)
     assert isinstance(model, Watching)
     assert len(model.before) == 5  # the sanity check, and two an epoch
-    return model.before, model.during, model.after
+    statistics = [*model.statistics, buffers(model)]
+    return model.before, model.during, model.after, statistics
+
+
+def check_statistics(ranks: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """They are local in training and one at the end; gives the last local ones, and the end."""
+    (*ours, our_end), (*theirs, their_end) = (statistics for *_, statistics in ranks)
+    assert not any(map(torch.equal, ours, theirs))
+    assert torch.equal(our_end, their_end)
+    return ours[-1], theirs[-1], our_end
 
 
 @every_strategy
 def test_validation_shows_the_consensus_and_gives_back_the_weights_to_the_bit(name: str) -> None:
     ranks = run(2, fit_watching, name, {})
-    for before, _, after in ranks:
+    for before, _, after, _ in ranks:
         assert all(map(torch.equal, before, after))
     for index in range(1, 5):
         before, during, _ = ([rank[i][index] for rank in ranks] for i in range(3))
@@ -565,14 +492,18 @@ def test_validation_shows_the_consensus_and_gives_back_the_weights_to_the_bit(na
         # Ranks differ at least in their BatchNorm statistics.
         assert not same(before)
         assert_close(during[0], (before[0] + before[1]) / 2, 1e-5)
+    ours, theirs, end = check_statistics(ranks)
+    assert_close(end, (ours + theirs) / 2)
 
 
 def test_local_evaluation_shows_each_rank_its_own_weights() -> None:
-    ranks = run(2, fit_watching, "no_sync", {"evaluate": "local"})
-    for before, during, after in ranks:
+    ranks = run(2, fit_watching, "no_sync", {"evaluate": "local", "average_buffers": False})
+    for before, during, after, _ in ranks:
         assert all(map(torch.equal, before, during))
         assert all(map(torch.equal, before, after))
     assert not same([rank[1][-1] for rank in ranks])
+    ours, _, end = check_statistics(ranks)
+    assert torch.equal(end, ours)  # those of rank 0
 
 
 def fit_and_evaluate(name: str) -> dict[str, Any]:
@@ -604,65 +535,3 @@ def test_validate_test_and_predict_work_alone_and_after_fit(name: str) -> None:
     # The ranks predict different samples, with the same model.
     assert not torch.equal(ranks[0]["predict after fit"], ranks[1]["predict after fit"])
     assert len(ranks[0]["predict after fit"]) == 16
-
-
-# ---- buffers ----
-class Statistics(L.Callback):
-    def __init__(self) -> None:
-        self.values: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        self.values.append(buffers(pl_module))
-
-
-def fit_statistics(name: str, average_buffers: bool) -> tuple[list[Tensor], Tensor]:
-    statistics = Statistics()
-    options = {"average_buffers": average_buffers}
-    model, _ = fit(name, Seeded, callbacks=[statistics], options=options)
-    return statistics.values, buffers(model)
-
-
-@some_now("name", NAMES, now=("local_sgd",))
-@pytest.mark.parametrize("average_buffers", [True, False])
-def test_statistics_are_local_in_training_and_averaged_at_the_end(
-    name: str, average_buffers: bool
-) -> None:
-    """Or, where they are not averaged, those of rank 0 are left."""
-    ours, theirs = run(2, fit_statistics, name, average_buffers)
-    assert len(ours[0]) == 8
-    assert not any(map(torch.equal, ours[0], theirs[0]))
-    assert torch.equal(ours[1], theirs[1])
-    mean = (ours[0][-1] + theirs[0][-1]) / 2
-    assert_close(ours[1], mean if average_buffers else ours[0][-1], 1e-6 * average_buffers)
-
-
-# ---- nobody waits for everybody ----
-class Slow(Plain):
-    """One rank is not done with its first batch before all others are done with their last one."""
-
-    patience_s = 40.0  # less than gloo's, after which Lightning goes on as if nothing had been
-
-    def __init__(self, slow_rank: int, folder: str) -> None:
-        super().__init__()
-        self.slow_rank = slow_rank
-        self.news = dist.FileStore(f"{folder}/news", dist.get_world_size())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if (self.global_rank, batch_idx) == (self.slow_rank, 0):
-            fast = [f"rank {r}" for r in range(self.trainer.world_size) if r != self.slow_rank]
-            self.news.wait(fast, timedelta(seconds=self.patience_s))
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == self.trainer.num_training_batches:
-            self.news.set(f"rank {self.global_rank}", "done")
-
-
-def fit_slow(name: str, slow_rank: int, folder: str) -> int:
-    return fit(name, lambda: Slow(slow_rank, folder), {"num_samples": 3 * 8 * 20})[1].global_step
-
-
-@some_now("slow_rank", [0, 1, 2], now=(0,))
-def test_fast_ranks_train_at_their_own_speed(slow_rank: int, tmp_path: Path) -> None:
-    """Lightning's broadcast before every batch would make them wait for rank 0."""
-    assert run(3, fit_slow, "no_sync", slow_rank, str(tmp_path)) == [20, 20, 20]
