@@ -38,7 +38,8 @@ def go_on(net: Any) -> tuple[int, ...]:
 
 
 PAIRS = [(0, 1), (2, 3), (4, 5)]
-KILL_0, CUT = (5.0, "kill", 0), (1.0, "cut", {0}, 1000.0)
+KILL_0 = 5.0, "kill", 0
+CUT, HALVES = (1.0, "cut", {0}, 1000.0), (1.0, "cut", {0, 2}, 1000.0)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ KILL_0, CUT = (5.0, "kill", 0), (1.0, "cut", {0}, 1000.0)
         (2, {}, [KILL_0], [], {1: "must go on with more than half"}),
         (2, {"min_ranks": 1}, [KILL_0], [1], {}),
         (2, {"min_ranks": 1}, [CUT], [], {}),
+        (4, {"min_ranks": 1}, [HALVES], [], {1: "must go on with more than half"}),
         (
             *(4, {"min_ranks": 1, "groups": PAIRS[:2]}, [(1.0, "kill", 3), KILL_0], []),
             {1: "replicas that have lost none of their ranks, got none"},
