@@ -36,7 +36,6 @@ EQUAL: dict[str, Steps] = {
     "equal": lambda rank, n: (30, 0.2),
     "a tenth slower": lambda rank, n: (30, 0.22 if rank == 1 else 0.2),
     "one prepares": lambda rank, n: (30, 0.2) if n % 2 else (0, 20.0 if rank == 0 else 0.0),
-    "late in turn": lambda rank, n: (1, 1.0 if n % 3 == rank else 0.2),
     "too short to tell": lambda rank, n: (1, 0.4 if rank == 1 and n < 10 else 0.01),
 }
 LATE: dict[str, tuple[Steps, list[str]]] = {
