@@ -147,7 +147,10 @@ def resumed(net: Any, choice: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ends[0], ends[1]
 
 
-@pytest.mark.parametrize("choice", [ROUNDED, "wagma:group_size=2"])
+WITH_STATE = "hpsgd:max_local_steps=2:outer_lr=0.5:outer_momentum=0.5"
+
+
+@pytest.mark.parametrize("choice", [ROUNDED, WITH_STATE])
 def test_a_resume_goes_on_with_what_was_in_force(choice: str) -> None:
     for straight, again in SimulatedWorld(4, 1e-3, 1e9).run(resumed, choice):
         torch.testing.assert_close(again, straight, rtol=0, atol=1e-6)

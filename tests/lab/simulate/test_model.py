@@ -97,12 +97,14 @@ def test_wait_avoidance_pays_with_stragglers_and_costs_nothing_without() -> None
 
 # ---- machines, and step times of a real run ----
 def test_a_simulated_run_takes_the_recorded_times(tmp_path: Path) -> None:
-    record = Recorded(((1.0, 2.0, 3.0), (10.0, 20.0, 30.0)))
+    record, begins = Recorded(((1.0, 2.0, 3.0), (10.0, 20.0, 30.0))), set()
     for seed in range(8):
         first, second = record.step_times(2, 7, seed)
         assert [10 * s for s in first] == second  # together
         begin = record.seconds[0].index(first[0])
+        begins.add(begin)
         assert first == [record.seconds[0][(begin + i) % 3] for i in range(7)]  # in its order
+    assert begins == {0, 1, 2}
     run("allreduce", 3, MACHINES["emulated-1gbit"], 12, trace=tmp_path)
     recorded = Recorded.read(tmp_path)
     assert (recorded.num_ranks, recorded.num_steps) == (3, 11)
