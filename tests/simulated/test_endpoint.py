@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -66,7 +68,20 @@ def test_a_killed_rank_is_named_in_a_wait_and_as_the_cause_of_a_failed_run():
         world.run(steps)
 
 
-# ---- the order of simulated messages, the bytes that they count for, and what is left over ----
+# ---- the order of simulated messages, and what is left over ----
+def test_no_message_overtakes_another_on_a_shared_link():
+    lengths = [random.Random(i).randrange(1, 1000) for i in range(200)]
+
+    def fn(net):
+        if net.rank == 0:
+            for length in lengths:
+                net.send(KB[:length], 1)
+                net.send(KB[:0], 1)
+            return []
+        return [len(net.recv(KB, 0).wait()) for _ in range(400)]
+
+    world = SimulatedWorld(2, 0.1, 1000.0 / 3, shared_link=True)
+    assert world.run(fn)[1] == [length for pair in lengths for length in (pair, 0)]
 
 
 def test_undelivered_messages_are_reported():
