@@ -104,6 +104,11 @@ def test_the_largest_are_exactly_k_and_the_first_of_equal_ones() -> None:
     assert sparse.largest(torch.ones(10), 4).nonzero().squeeze(1).tolist() == [0, 1, 2, 3]
 
 
+def test_a_threshold_is_moved_gently_towards_its_count() -> None:
+    assert 1.0 < sparse.corrected(threshold(1.0), 125, 100) < 1.03
+    assert 0.95 < sparse.corrected(threshold(1.0), 67, 100) < 1.0
+
+
 # ---- the wire ----
 def pack(values: Tensor, indices: Tensor, cuts: list[int], wire: str) -> tuple[list[int], Tensor]:
     """The bytes of each part, and all of them, which have come back as they were."""

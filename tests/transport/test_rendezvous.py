@@ -48,10 +48,7 @@ def fit(who: int, where: str, startup_timeout_s: float) -> tuple[float, str]:
 
 
 def outcomes(who: int, where: str, startup_timeout_s: float = 60.0) -> list[Outcome]:
-    found = StartWorld(port=free_port()).outcomes(3, fit, who, where, startup_timeout_s)
-    for rank, outcome in enumerate(found):
-        print(rank, outcome)
-    return found
+    return StartWorld(port=free_port()).outcomes(3, fit, who, where, startup_timeout_s)
 
 
 def survivors(found: list[Outcome], who: int) -> list[Any]:
