@@ -1,4 +1,7 @@
-"""A user's training script: local SGD with four ranks; each writes what it has to a folder."""
+"""A user's training script: local SGD; each rank writes what it has to a folder.
+
+python fit.py FOLDER [DEVICES NODES]
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ import lightning_dsgd  # noqa: F401 - registers the strategies
 from tests.support.models import Regression, loader, weights
 
 torch.set_num_threads(1)
+devices, num_nodes = map(int, sys.argv[2:] or (4, 1))
 L.seed_everything(0)
 trainer = L.Trainer(
     strategy="local_sgd",
     accelerator="cpu",
-    devices=4,
+    devices=devices,
+    num_nodes=num_nodes,
     max_epochs=1,
     logger=False,
     enable_checkpointing=False,
