@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from lightning_dsgd import CheckpointArtifacts, CommunicationMonitor, StragglerInjector
 from lightning_dsgd.replica import flat
@@ -89,6 +90,32 @@ def test_figures_in_the_csv_log_are_those_of_the_formula(tmp_path: Path) -> None
             assert row[f"dsgd/max/{name}"] == max(each)
             assert row[f"dsgd/mean/{name}"] == pytest.approx(sum(each) / 2)
     assert first["dsgd/rank_00001/bytes_sent"] == second["dsgd/rank_00001/bytes_sent"] > 0
+
+
+def fit_with_wandb(folder: str) -> str:
+    os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true")
+    logger = WandbLogger(save_dir=folder, offline=True, project="tests")
+    monitor = CommunicationMonitor(per_rank=True)
+    fit("local_sgd", logger=logger, log_every_n_steps=2, callbacks=[monitor])
+    import wandb
+
+    directory = wandb.run.dir if wandb.run is not None else ""
+    wandb.finish()
+    return directory
+
+
+def test_figures_are_in_an_offline_wandb_run_with_their_step_axis(tmp_path: Path) -> None:
+    ranks = run(2, fit_with_wandb, str(tmp_path))
+    assert ranks[0]
+    assert not ranks[1]
+    (file,) = tmp_path.rglob("*.wandb")
+    records = file.read_bytes()
+    assert records.count(b"dsgd/bytes_sent") >= 4  # 8 steps, every second one logged
+    assert b"trainer/global_step" in records[records.index(b"dsgd/*") :][:64]  # the step axis
+    for entry in (b'"name":"local_sgd"', b'"num_ranks":2', b'"sync_period":4', b'"on_loss":"end"'):
+        assert entry in records
+    for name in ("mean", "max", "rank_00000", "rank_00001"):
+        assert f"dsgd/{name}/wait_s".encode() in records
 
 
 def fit_epochs(folder: Path, epochs: int, checkpoint: Path | None = None) -> Any:

@@ -1,7 +1,7 @@
 """When training would end with each candidate, from what all ranks have seen.
 
 It is what the simulation of `lightning-dsgd advise` comes to, without the simulation, which would
-hold up a training for seconds: a test compares the two.
+hold up a training for seconds.
 
     all-reduce     every step waits for the slowest rank, and for what of the sum is not hidden
     every step     a rank waits for its group's sum, if it does not travel meanwhile
