@@ -1,11 +1,11 @@
-"""Loss against bytes where Ok-Topk exchanges what Adam's steps have changed, and not gradients.
+"""What helps Ok-Topk within the bytes of 1%: more entries of fewer bits, and changes for gradients.
 
     python benchmarks/oktopk_changes.py --output docs/results/oktopk/oktopk_changes.json
 
-8 ranks of the simulated world train the language model of `bench target`, with its batches and its
-schedule.  "@0.3" after a strategy is Adam's first beta, if it is not 0.9.  A row has the strategy's
-better learning rate of those of the first seed.  The bytes are those of a rank, in a step; the
-paper's bound is 6k (P-1)/P numbers of 4 bytes, with k of 1% of the weights.
+8 ranks of the simulated world train the language model or the digits of `bench target`, with its
+batches and its schedule.  "@0.3" after a strategy is Adam's first beta, if it is not 0.9.  A row
+has the strategy's best learning rate with the first seed.  The bytes are those of a rank, in a
+step; the paper's bound is 6k (P-1)/P numbers of 4 bytes, with k of 1% of the weights.
 
 Each cell is printed and written at once; a cell that is in the file is not computed again.
 """
@@ -33,26 +33,34 @@ from lightning_dsgd.simulated import SimulatedWorld
 RANKS = 8
 WAY = Situation("a step takes 0.97 to 1.03 s")
 CHANGES = "exchanges=changes"
-STRATEGIES = [
-    "allreduce",
-    *("oktopk@0.5", "oktopk:density=0.02@0.5", "oktopk:density=0.03:wire_dtype=int8@0.5"),
-    *(f"oktopk:{CHANGES}", f"oktopk:{CHANGES}@0.0"),
-    f"oktopk:{CHANGES}:density=0.02@0.0",
-    f"oktopk:{CHANGES}:density=0.02:wire_dtype=int8@0.0",
-    f"oktopk:{CHANGES}:density=0.03:wire_dtype=int8@0.3",
-    f"oktopk:{CHANGES}:density=0.05:wire_dtype=int4@0.3",
-    f"topk_allgather:{CHANGES}@0.0",
-]
-LRS = [0.01, 0.02]
+STRATEGIES = {
+    "language": [
+        "allreduce",
+        *("oktopk@0.5", "oktopk:density=0.02@0.5", "oktopk:density=0.03:wire_dtype=int8@0.5"),
+        "oktopk:density=0.05:wire_dtype=int4@0.5",
+        *(f"oktopk:{CHANGES}", f"oktopk:{CHANGES}@0.0"),
+        f"oktopk:{CHANGES}:density=0.02@0.0",
+        f"oktopk:{CHANGES}:density=0.02:wire_dtype=int8@0.0",
+        f"oktopk:{CHANGES}:density=0.03:wire_dtype=int8@0.3",
+        f"oktopk:{CHANGES}:density=0.05:wire_dtype=int4@0.3",
+        f"topk_allgather:{CHANGES}@0.0",
+    ],
+    "digits": [
+        *("allreduce", "oktopk", "oktopk:density=0.03:wire_dtype=int8"),
+        *("oktopk:density=0.05:wire_dtype=int4", f"oktopk:{CHANGES}:density=0.05:wire_dtype=int4"),
+    ],
+}
+LRS = {"language": [0.01, 0.02], "digits": [0.1, 0.2, 0.4, 0.8]}
+STEPS = {"language": 200, "digits": 120}
 
 
-def train(strategy: str, lr: float, seed: int, steps: int) -> dict[str, float]:
+def train(name: str, strategy: str, lr: float, seed: int, steps: int) -> dict[str, float]:
     spec, _, beta = strategy.partition("@")
-    task = TASKS["language"]
+    task = TASKS[name]
     if beta:
 
         def optimizer(weights: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
-            made = TASKS["language"].optimizer(weights, lr)
+            made = TASKS[name].optimizer(weights, lr)
             for group in made.param_groups:
                 group["betas"] = (float(beta), 0.999)
             return made
@@ -66,31 +74,29 @@ def train(strategy: str, lr: float, seed: int, steps: int) -> dict[str, float]:
         world.run(training.run)
     weights = training.x.shape[1]
     return {
-        "loss": round(training.curve["value"][-1], 4),
+        "value": round(training.curve["value"][-1], 4),
         "kb_per_step": round(max(training.bytes_sent) / steps / 1e3, 3),
         "bound_kb": round(6 * round(0.01 * weights) * (RANKS - 1) / RANKS * 4 / 1e3, 3),
     }
 
 
-def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows: the mean loss of each strategy at its better learning rate, beside all-reduce's."""
+def summary(cells: list[dict[str, Any]], *, up: bool) -> list[dict[str, Any]]:
+    """The rows: the quality of each strategy at its best learning rate, beside all-reduce's."""
     rows: list[dict[str, Any]] = []
     for strategy in dict.fromkeys(cell["strategy"] for cell in cells):
         own = [cell for cell in cells if cell["strategy"] == strategy]
-        lr = min((cell for cell in own if cell["seed"] == 0), key=lambda cell: float(cell["loss"]))[
-            "lr"
-        ]
-        taken = {cell["seed"]: cell for cell in own if cell["lr"] == lr}
-        losses = {seed: cell["loss"] for seed, cell in taken.items()}
-        base = rows[0]["losses"] if rows else losses
-        above = [100 * (losses[seed] / base[seed] - 1) for seed in losses if seed in base]
+        first = sorted((c for c in own if not c["seed"]), key=lambda c: float(c["value"]))
+        best = first[-1 if up else 0]
+        values = {cell["seed"]: cell["value"] for cell in own if cell["lr"] == best["lr"]}
+        base = rows[0]["values"] if rows else values
+        to_base = [100 * (values[s] - base[s]) / (1 if up else base[s]) for s in values]
         rows.append(
             {
                 "strategy": strategy,
-                "lr": lr,
-                "losses": losses,
-                "percent_above": round(statistics.mean(above), 1),
-                "kb_per_step": taken[0]["kb_per_step"],
+                "lr": best["lr"],
+                "values": values,
+                "points" if up else "percent": round(statistics.mean(to_base), 1),
+                "kb_per_step": best["kb_per_step"],
             }
         )
     return rows
@@ -98,27 +104,29 @@ def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
-    parser.add_argument("--lrs", type=float, nargs="+", default=LRS)
+    parser.add_argument("--task", choices=STRATEGIES, default="language")
+    parser.add_argument("--strategies", nargs="+", help="all-reduce first; by default all")
+    parser.add_argument("--lrs", type=float, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, help="by default those of `bench target`")
     parser.add_argument("--output", type=Path, default=Path("oktopk_changes.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
+    up, steps = TASKS[args.task].higher_is_better, args.steps or STEPS[args.task]
     cells = json.loads(args.output.read_text())["cells"] if args.output.exists() else []
     for seed in range(args.seeds):
-        for strategy in args.strategies:
-            known = [row for row in summary(cells) if row["strategy"] == strategy]
-            for lr in [known[0]["lr"]] if seed else args.lrs:
+        for strategy in args.strategies or STRATEGIES[args.task]:
+            known = [row for row in summary(cells, up=up) if row["strategy"] == strategy]
+            for lr in [known[0]["lr"]] if seed else args.lrs or LRS[args.task]:
                 key = {"strategy": strategy, "lr": lr, "seed": seed}
                 if any(key.items() <= cell.items() for cell in cells):
                     continue
-                cells.append(key | train(strategy, lr, seed, args.steps))
+                cells.append(key | train(args.task, strategy, lr, seed, steps))
                 print(cells[-1], flush=True)
-                rows = summary(cells)
+                rows = summary(cells, up=up)
                 specs = [row["strategy"].partition("@")[0] for row in rows]
                 made = provenance() | {"hyperparameters": in_force(specs, [RANKS])}
-                made |= {"steps": args.steps, "summary": rows, "cells": cells}
+                made |= {"steps": steps, "summary": rows, "cells": cells}
                 write_result(made, args.output)
 
 
