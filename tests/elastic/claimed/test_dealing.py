@@ -99,15 +99,20 @@ def test_every_unit_is_trained_on_once_by_those_that_are_left() -> None:
         run(seed)
 
 
-def misled(net: Any) -> None:
+def misled(net: Any, late: int) -> None:
     dealing = Dealing(net.sub("claims"))
+    if net.rank == late:
+        net.compute(1.0)
     dealing.begin_epoch(Epoch(0, 5, net.rank))
     dealing.secure(0, is_urgent=True)
 
 
-def test_a_rank_with_other_batches_ends_with_both_named() -> None:
-    with pytest.raises(RankFailed, match="the checksum 1 on rank 1 and epoch 0 of 5 with the chec"):
-        SimulatedWorld(2, timeout_s=5.0).run(misled)
+@pytest.mark.parametrize(("late", "refused"), [(1, 1), (0, 0)], ids=["member", "dealer"])
+def test_a_rank_with_other_batches_ends_with_both_named(late: int, refused: int) -> None:
+    """The dealer too, where another has begun the epoch before it."""
+    both = f"the checksum {refused} on rank {refused} and epoch 0 of 5 with the checksum "
+    with pytest.raises(RankFailed, match=f"{both}{1 - refused} "):
+        SimulatedWorld(2, timeout_s=5.0).run(misled, late)
 
 
 def lonely(net: Any) -> None:
