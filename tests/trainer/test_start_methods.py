@@ -141,6 +141,21 @@ def test_ranks_may_be_forked_after_a_computation() -> None:
 
 
 # A rank that fails ends all
+class Leaving(Regression):
+    """All of its ranks end as torch takes good ranks to end, which have left their results."""
+
+    def on_train_epoch_end(self) -> None:
+        raise SystemExit
+
+
+def fit_and_leave() -> None:
+    trainer(STRATEGIES["no_sync"](start_method="fork"), 2).fit(Leaving(), loader())
+
+
+def test_forked_ranks_without_a_result_are_not_waited_for() -> None:
+    (found,) = ParentWorld().outcomes(1, fit_and_leave)
+    assert "ProcessExitedException" in found.error
+    assert "terminated with exit code 1" in found.error
 
 
 def fit_until_the_parent_gets(folder: str, signum: int) -> None:
