@@ -335,8 +335,8 @@ def test_a_job_ends_with_its_rank(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_job_that_is_interrupted_stops_after_the_same_batch(tmp_path: Path) -> None:
-    """As by Ctrl-C: the signal goes to all processes of the group."""
-    job = run_job(tmp_path, name="allreduce", devices=2, interrupt_at=20)
+    """As by Ctrl-C: the signal goes to all processes of the group, workers of loaders included."""
+    job = run_job(tmp_path, name="allreduce", devices=2, num_workers=1, interrupt_at=20)
     assert job.exitcode == 1
     assert job.seconds < SOON_S
     assert len(set(num_batches(tmp_path))) == 1

@@ -128,6 +128,7 @@ def fit(
     epochs: int = 1000,
     saves: bool = False,
     num_samples: tuple[int, ...] = (384,),
+    num_workers: int = 0,
     options: dict[str, Any] | None = None,
 ) -> L.Trainer:
     """Trains as planned; validates only if something is to happen there.
@@ -140,6 +141,7 @@ def fit(
         epochs: how many
         saves: whether a checkpoint is saved when training fails
         num_samples: one number for all ranks together, or one for each rank's own
+        num_workers: of each rank's loader, forked from the rank
         options: of the strategy
     """
     torch.set_num_threads(1)
@@ -157,6 +159,8 @@ def fit(
     )
     model = Doomed(folder, plans)
     mine = num_samples[train.global_rank % len(num_samples)]
-    train.fit(model, loader(mine), loader(48))
+    context = "fork" if num_workers else None
+    own = loader(mine, num_workers=num_workers, multiprocessing_context=context)
+    train.fit(model, own, loader(48))
     model.act("after_fit")
     return train
