@@ -150,21 +150,32 @@ def test_a_rank_is_killed_and_the_other_replica_trains_to_the_end(
     assert why in outcomes[partner].error
 
 
-def train_beside_one_that_stops(folder: str, stopped: int) -> Any:
-    class Stops(Places):
+def train_until_rank_1_gets(signum: int, folder: str) -> Any:
+    class Signalled(Places):
         def at(self, place: str) -> None:
             super().at(place)
-            if place == "batch" and self._counts["batch"] == 10 and dist.get_rank() == stopped:
-                os.kill(os.getpid(), signal.SIGSTOP)
+            if place == "batch" and self._counts["batch"] == 10 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signum)
 
-    return train_in("local_sgd", folder, Stops(""), 0)
+    return train_in("local_sgd", folder, Signalled(""), 0)
 
 
 @exhaustive
 def test_a_rank_whose_partner_hangs_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
-    args = str(tmp_path), 1
-    outcomes = WORLD.outcomes(4, train_beside_one_that_stops, *args, stopped=[1])
+    args = signal.SIGSTOP, str(tmp_path)
+    outcomes = WORLD.outcomes(4, train_until_rank_1_gets, *args, stopped=[1])
     assert outcomes[0].error == "died"  # in a collective of gloo's, which waits for the other
     assert outcomes[0].exitcode == 1
     assert [outcomes[rank].error for rank in (2, 3)] == ["", ""]
     assert [outcomes[rank].result["members"] for rank in (2, 3)] == [(2, 3)] * 2
+
+
+@exhaustive
+def test_sigterm_to_one_rank_stops_all_after_the_same_batch(tmp_path: Path) -> None:
+    """The other replica too, which could go on without this one."""
+    args = signal.SIGTERM, str(tmp_path)
+    ends = [outcome.error for outcome in WORLD.outcomes(4, train_until_rank_1_gets, *args)]
+    num_batches = ends[0].split()[-2]
+    for rank, end in enumerate(ends):
+        stopped = f"all ranks stopped, rank {rank} after {num_batches} batches"
+        assert end == f"SystemExit: rank 1 received SIGTERM; {stopped}"
