@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.transport import PeerLost
+from lightning_dsgd.transport import PeerLost, handshake
 from lightning_dsgd.transport.frames import HEADER, why_no_message
 from lightning_dsgd.transport.handshake import HELLO, NONCE_BYTES
 from tests.support.worlds import ProcessWorld
@@ -66,6 +67,36 @@ def all_of(stranger: socket.socket) -> int:
 
 def test_strangers_do_no_harm() -> None:
     ProcessWorld().run(3, meet_strangers)
+
+
+def flood(net: Any) -> int:
+    """Rank 1 opens many connections to rank 0, which has few descriptors, and says nothing.
+
+    Gives how many descriptors of rank 0 they took at most.
+    """
+    assert (handshake.HELLO_WITHIN_S, handshake.MOST_STRANGERS) == (5.0, 64)  # docs/cluster.md
+    handshake.HELLO_WITHIN_S = 1.0  # type: ignore[misc]
+    connections, opened, most = net.mesh.connections, [], 0
+    before, hard = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if net.rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 150, hard))
+    net.barrier().wait()
+    for part in range(10):
+        for _ in range(30 * net.rank):
+            opened.append(socket.socket())
+            opened[-1].setblocking(False)
+            opened[-1].connect_ex(connections._addresses[0])
+        if net.rank == 1 and part == 5:
+            connections.kept_until_the_end = connections._connect(0)  # a rank comes through
+        assert net.all_reduce(torch.ones(1000)).wait().sum() == 1000 * net.world_size
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+    assert until(lambda: not connections._strangers)
+    net.barrier().wait()
+    return most
+
+
+def test_silent_strangers_take_few_descriptors_and_not_for_long() -> None:
+    assert 60 < ProcessWorld().run(2, flood)[0] < 80
 
 
 def meet_an_impostor(net: Any) -> str:
