@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lightning_dsgd as dsgd
@@ -31,11 +32,9 @@ exhaustive = pytest.mark.exhaustive
 PACKAGES = {"lightning.fabric": FabricStrategy, "lightning_fabric": twin.FabricStrategy}
 
 
-def fabric_of(algorithm: Any, package: str = "lightning.fabric", **options: Any) -> Any:
-    strategy = PACKAGES[package](algorithm, timeout_s=20.0)
-    fabric = importlib.import_module(package).Fabric(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options
-    )
+def fabric_of(algorithm: Any) -> Any:
+    strategy = FabricStrategy(algorithm, timeout_s=20.0)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     return fabric
 

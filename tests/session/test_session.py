@@ -350,12 +350,12 @@ def fit_monitored(name: str, folder: str) -> tuple[str, float, float, int]:
     return best.best_model_path, float(best.best_model_score or 0), metrics["val_loss"], num_epochs
 
 
-def loss_of(checkpoint: str, num_samples: int = 32) -> float:
+def loss_of(checkpoint: str) -> float:
     model = Seeded()
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["state_dict"])
     model.eval()
     with torch.no_grad():
-        (batch,) = loader(num_samples, num_samples)
+        (batch,) = loader(32, 32)
         return float(model.loss(batch))
 
 

@@ -199,8 +199,6 @@ class FakeDevice:
         self.failures: list[BaseException] = []
         self.syncs: list[tuple[str, str, str]] = []
         """Name of the thread, where it was, and what it waited for."""
-        self.pinned_by: list[str] = []
-        """Names of the threads that have made pinned memory."""
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.gone: deque[tuple[Any, FakeStream, set[FakeStream], set[int]]] = deque()
         """What `Block` had, of blocks that no tensor refers to."""
@@ -265,7 +263,6 @@ class FakeDevice:
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.require_entered()
-        self.pinned_by.append(threading.current_thread().name)
         made = torch.empty(numel, dtype=dtype)
         self._pinned.add(made.untyped_storage())
         return made

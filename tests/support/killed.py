@@ -17,12 +17,10 @@ from tests.support.worlds import FitWorld, Outcome
 NUM_RANKS = 4
 
 
-def kill_after(seconds: float, begun: Callable[[], bool] = lambda: True) -> None:
-    """Has this process killed so long after it has begun, whatever it does then."""
+def kill_after(seconds: float) -> None:
+    """Has this process killed so long after now, whatever it does then."""
 
     def kill() -> None:
-        while not begun():
-            time.sleep(0.001)  # between two looks
         time.sleep(seconds)  # when it is killed is what is tried
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -48,7 +48,7 @@ def test_the_command_trains_on_a_device_that_ranks_share(monkeypatch: pytest.Mon
     found: dict[str, Any] = {}
     gpu_command().measure_together(found, lambda: None, "fake", small=True)
     assert found["fits"][0]["loss"] < 10  # the variance of the target
-    assert found["throughput"][1]["late_share"] >= 0
+    assert 0 < found["throughput"][1]["steps_per_s"] < 50  # each computes for 0.02 s
     assert found["slow_kernel"][0]["median_s"] > 0
 
 

@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[3]
 FEW = [c for c in CANDIDATES if c.spec in ("no_sync", "allreduce", "wagma", "popsgd")]
 
 
-def recorded(situation: str, ranks: int = 8, steps: int = 40) -> Recorded:
+def recorded(situation: str) -> Recorded:
     play = SITUATIONS[situation]
-    return Recorded(tuple(tuple(play.step_s(0, s, r) for s in range(steps)) for r in range(ranks)))
+    return Recorded(tuple(tuple(play.step_s(0, s, r) for s in range(40)) for r in range(8)))
 
 
 def machine(situation: str, bandwidth_bytes_s: float = 1e9) -> Machine:
@@ -38,7 +38,8 @@ def test_every_strategy_is_a_candidate_whose_settings_work() -> None:
     assert {candidate.name for candidate in CANDIDATES} == set(ALGORITHMS)
     for candidate in CANDIDATES:
         make_algorithm(candidate.spec).check(8)
-        assert memory.copies(candidate.spec, 8) >= 0
+        if candidate.name not in ("no_sync", "local_sgd"):
+            assert memory.copies(candidate.spec, 8) >= 1
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_a_known_network_is_measured_as_it_is() -> None:
     assert together["bytes_s"] == pytest.approx(pair["bandwidth_bytes_s"] / 4, rel=0.05)
 
 
-def spots(nodes: str, machine: str = "m") -> list[dict[str, Any]]:
-    return [{"node": n, "machine": machine, "cores": 2, "device": "cpu"} for n in nodes]
+def spots(nodes: str) -> list[dict[str, Any]]:
+    return [{"node": n, "machine": "m", "cores": 2, "device": "cpu"} for n in nodes]
 
 
 def everything(nodes: str) -> list[dict[str, Any]]:
