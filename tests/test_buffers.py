@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -32,3 +33,13 @@ def test_a_forked_process_has_memory_of_its_own() -> None:
         os._exit(0)
     assert os.waitpid(child, 0) == (child, 0)
     assert bool((x == 1).all())
+
+
+def test_threads_do_not_share_memory() -> None:
+    def fill(value: int) -> bool:
+        return all(
+            bool((buffer(LARGE, torch.int32).fill_(value) == value).all()) for _ in range(10)
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(fill, range(8)))

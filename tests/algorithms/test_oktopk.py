@@ -227,6 +227,18 @@ def test_nan_and_inf_are_found_before_a_send(make: Make) -> None:
         assert [o.rank for o in outcomes if isinstance(o, PeerLost)] == [2, 2]
 
 
+def diverge_locally(net: Any, make: Make) -> None:
+    rank = Rank(net, make(local_steps=2), torch.zeros(100))
+    for step in range(6):
+        rank.step(torch.nan if (net.rank, step) == (1, 2) else 1.0)
+
+
+@EVERY
+def test_weights_that_diverged_in_local_steps_are_found_before_a_send(make: Make) -> None:
+    with pytest.raises(RankFailed, match="weights must be finite, got NaN or inf on rank 1 at"):
+        SimulatedWorld(2).run(diverge_locally, make)
+
+
 def drive_overflowing(net: Any, make: Make) -> list[bool]:
     algorithm = make()
     algorithm.start(net, torch.zeros(1000), Conditions(skips_overflow=True))

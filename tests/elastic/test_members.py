@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from lightning_dsgd import STRATEGIES, FabricStrategy
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.elastic import changes
 from lightning_dsgd.elastic.changes import ChangingMembers
 from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.elastic.register import Register
@@ -168,6 +170,28 @@ def test_all_are_given_the_same_around_a_loss(face):
         assert lost == 2 or set(told) == {2}
     assert tellers == {2, 0}
     assert num_taken_over > 5
+
+
+# ---- a signal meanwhile ----
+def test_a_signal_that_comes_while_the_view_changes_is_not_lost(monkeypatch):
+    def in_view(old, net, *, has_stopped):
+        made = SimpleNamespace(leaves=old.leaves, requested=old.requested, request=asked.append)
+        old.leaves, old.requested = True, signal.SIGINT  # as a handler does
+        return made
+
+    def change(net: Any) -> bool:
+        ranks = ChangingMembers(Opening(CHOSEN, print), None)
+        session = entered(net, Session(ranks)).session
+        agreed = SimpleNamespace(leaves=False, requested=0)
+        session.training = SimpleNamespace(agreed=agreed, claimed=None)
+        monkeypatch.setattr(ranks, "_change_replica", lambda view: None)
+        ranks._enter_view(ranks.calls.view)
+        return bool(session.training.agreed.leaves)
+
+    asked: list[int] = []
+    monkeypatch.setattr(changes, "_in_view", in_view)
+    assert SurvivingWorld(1).run(change) == [True]
+    assert asked == [signal.SIGINT]
 
 
 # ---- after this rank has left ----
