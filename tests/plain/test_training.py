@@ -6,6 +6,7 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dsgd as dsgd
 from lightning_dsgd import decentralized
 from lightning_dsgd.plain import launch
+from lightning_dsgd.transport.mesh import Mesh
 from tests.support.fits import Plain, Seeded, errors, run, same
 from tests.support.models import Regression, weights
 
@@ -46,7 +48,14 @@ def steps(model: Regression, optimizer: torch.optim.Optimizer, batches: Any) -> 
 # ---- batches, evaluation, figures ----
 def train_unevenly() -> tuple[Tensor, Tensor, float, dict[str, float], int]:
     model, optimizer = make()
-    with replica_of(model, optimizer, dsgd.WAGMA(group_size=2)) as replica:
+    noted = mock.patch.object(
+        Mesh, "expect_at_most", autospec=True, side_effect=Mesh.expect_at_most
+    )
+    with noted as expect, replica_of(model, optimizer, dsgd.WAGMA(group_size=2)) as replica:
+        # At first, and once there is a model, whose longest message has 6 times its bytes.
+        first, then = (limit for (_, limit), _ in expect.call_args_list)
+        assert first == 0
+        assert then > 6 * weights(model).nbytes
         loader = loader_of(replica.rank, 6 + 5 * replica.rank)
         batches = replica.batches(loader)
         for _ in range(2):

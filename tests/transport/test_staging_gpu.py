@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.support import fake_device
-from tests.support.fake_device import OnDevice
-from tests.support.worlds import AcceleratorWorld
+from tests.support.fake_device import FakeDevice, OnDevice
+from tests.support.worlds import AcceleratorWorld, FakeWorld
 from tests.transport.contract.test_in_order import run_in_order
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +39,23 @@ def gpu_command() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def measure(net: Any, fake: FakeDevice) -> tuple[dict[str, Any], int]:
+    found: dict[str, Any] = {}
+    written: list[None] = []
+    gpu_command().measure(found, lambda: written.append(None), fake.device, small=True)
+    return found, len(written)
+
+
+def test_the_command_for_a_gpu_measures() -> None:
+    [(found, num_written)] = FakeWorld(finds_races=False).run(1, measure)
+    assert found["selection"][0]["elements"] == 10_000
+    assert found["selection"][0]["torch_gb_s"] > 0
+    assert [row["bytes"] for row in found["staging"]] == [4096, 20 * 4096]
+    assert all(rate > 0 for row in found["staging"] for rate in row.values())
+    assert found["stream"][0]["moves_per_step"] > 0
+    assert num_written == 4
 
 
 @pytest.mark.exhaustive

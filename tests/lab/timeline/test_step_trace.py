@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,21 +86,40 @@ def test_a_wait_is_recorded_with_the_rank_it_was_for(tmp_path: Path) -> None:
         assert min(late) > DELAY_S > median(others)
 
 
-def fit_ddp(folder: Path | None) -> torch.Tensor:
+class Hooked(DDPStrategy):
+    """With its user's own comm hook, registered when the model is wrapped."""
+
+    num_calls = 0
+
+    def hook(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations
+        assert state == "mine"
+        self.num_calls += 1
+        return default_hooks.allreduce_hook(None, bucket)
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self.model.register_comm_hook("mine", self.hook)
+
+
+def fit_ddp(folder: Path | None, *, hooked: bool = False) -> torch.Tensor:
     torch.manual_seed(0)
-    model = Regression()
+    model, strategy = Regression(), Hooked() if hooked else "ddp"
     callbacks: list[L.Callback] = [] if folder is None else [StepTrace(folder)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer("ddp", 3, callbacks=callbacks).fit(
+        trainer(strategy, 3, callbacks=callbacks).fit(
             model, loader(num_samples=96), loader(num_samples=24)
         )
     assert torch.distributed.broadcast.__code__.co_name != "timed"
+    assert not isinstance(strategy, Hooked) or strategy.num_calls == 4
     return weights(model)
 
 
-def test_the_sums_of_ddp_are_seen_and_no_weight_changes(tmp_path: Path) -> None:
-    plain, traced = (FitWorld().run(3, fit_ddp, where) for where in (None, tmp_path))
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_sums_of_ddp_are_seen_and_no_weight_changes(hooked: bool, tmp_path: Path) -> None:
+    """A hook of the user's own, which averages as DDP does, goes on as before."""
+    plain = FitWorld().run(3, fit_ddp, None)
+    traced = FitWorld().run(3, partial(fit_ddp, hooked=hooked), tmp_path)
     assert all(torch.equal(theirs, ours) for theirs, ours in zip(plain, traced, strict=True))
     waits_s = []
     for trace in read_folder(tmp_path):
