@@ -241,10 +241,8 @@ TABLE = {
 }
 # What gossip leaves between the ranks moves their mean as soon as messages are late.
 TABLE |= {
-    "sgp": Row("sgp", lambda p, size: push_bytes(p, size)),
-    "sgp_overlap": Row(
-        "sgp:overlap=1", lambda p, size: push_bytes(p, size), has_push_weights=True, **LATE
-    ),
+    "sgp": Row("sgp", push_bytes),
+    "sgp_overlap": Row("sgp:overlap=1", push_bytes, has_push_weights=True, **LATE),
     "sgp_paper_overlap": Row(
         "sgp:paper=true:overlap=2",
         lambda p, size: push_bytes(p, size) / 2,
