@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,12 @@ from typing import Any
 
 import torch
 
+from lightning_dsgd.lab.bench import target_cell
 from lightning_dsgd.lab.bench.situations import Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS
-from lightning_dsgd.lab.bench.target_cell import LATENCY_S, Training, bandwidth_bytes_s
+from lightning_dsgd.lab.bench.target_cell import Training
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.lab.simulate.processors import on_one_core
-from lightning_dsgd.simulated import SimulatedWorld
 
 RANKS = 8
 WAY = Situation("a step takes 0.97 to 1.03 s")
@@ -68,10 +66,7 @@ def train(name: str, strategy: str, lr: float, seed: int, steps: int) -> dict[st
         task = replace(task, optimizer=optimizer)
     cell = {"strategy": spec, "lr": lr, "seed": seed}
     training = Training(task, WAY, cell, {"steps": steps})
-    bandwidth = bandwidth_bytes_s(training.x[0], WAY)
-    world = SimulatedWorld(RANKS, LATENCY_S, bandwidth, timeout_s=math.inf)
-    with on_one_core():
-        world.run(training.run)
+    target_cell.train(training)
     weights = training.x.shape[1]
     return {
         "value": round(training.curve["value"][-1], 4),

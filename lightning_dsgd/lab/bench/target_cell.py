@@ -41,12 +41,18 @@ def run(cell: Cell, settings: dict[str, Any]) -> Cell:
     """Trains, and returns the quality over virtual seconds, steps of a rank and MB sent by it."""
     task, situation = TASKS[settings["task"]], SITUATIONS[cell["situation"]]
     training = Training(task, situation, cell, settings)
+    return training.curve | figures(training, train(training))
+
+
+def train(training: Training) -> list[float]:
+    """Trains all ranks of a run; returns the steps per second of each."""
+    situation = training.situation
     bandwidth = bandwidth_bytes_s(training.x[0], situation)
     # The fastest ranks wait at the end for as long as the slowest one is behind.
     world = SimulatedWorld(situation.ranks, LATENCY_S, bandwidth, timeout_s=math.inf)
     with on_one_core():
-        rates = world.run(training.run)
-    return training.curve | figures(training, rates)
+        rates: list[float] = world.run(training.run)
+    return rates
 
 
 def figures(training: Training, rates: Sequence[float]) -> dict[str, float]:
