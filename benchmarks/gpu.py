@@ -1,6 +1,7 @@
 """All that is to be tested and measured on a GPU, in one command of at most 8 minutes.
 
     python benchmarks/gpu.py
+    python benchmarks/gpu.py --parts staging tests --limit-s 120 --output build/again.json
     python benchmarks/gpu.py --rehearse
 
 It runs from a checkout, which need not be installed; torch, Lightning and pytest are all it needs.
@@ -16,7 +17,9 @@ It runs from a checkout, which need not be installed; torch, Lightning and pytes
     step_time   a step of a plain loop, and of the same loop in `decentralized`, with one rank
     fits        `Trainer.fit` with every strategy, on ranks that share the device: do all ranks end
                 with the same finite model, and what is its loss?
-    slow_kernel what the other ranks' steps take while one rank's kernel is slow
+    launched    `Trainer(accelerator="gpu")` as a user starts it: alone, by torchrun, by mpiexec
+    slow_kernel what the other ranks' steps take while one rank's kernel is slow, with messages, and
+                with an NCCL that takes each rank for one on a node of its own
     throughput  steps a second where a random rank's kernel is slow, as in `bench throughput`
 
 Writes docs/results/gpus/NAME.json, NAME that of the device, anew after each figure and each test:
@@ -36,10 +39,12 @@ import contextlib
 import math
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -71,8 +76,9 @@ from lightning_dsgd.transport.pinned import Pinned
 from lightning_dsgd.transport.staging import Landing, Staging
 from lightning_dsgd.transport.works import Done
 from tests.support import fake_device
-from tests.support.worlds import AcceleratorWorld, FakeWorld
+from tests.support.worlds import AcceleratorWorld, FakeWorld, NCCLWorld, ProcessWorld
 
+Parts = dict[str, Iterator[dict[str, Any]]]
 LIMIT_S = 480.0
 PART_S = 75.0
 """After how long the next part begins."""
@@ -96,7 +102,28 @@ TESTS = (
     "tests/transport/test_native_device.py",
     "tests/algorithms/test_on_device.py",
     "tests/trainer/test_on_device.py",
+    "tests/elastic/test_communicators.py",
 )
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TRAIN = """
+import lightning as L, lightning_dsgd as dsgd
+from tests.support.fits import Seeded
+from tests.support.models import loader, weights
+world_size = {world_size}
+strategy = dsgd.STRATEGIES["wagma"](share_device=world_size > 1, timeout_s=60.0)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = L.Trainer(accelerator="gpu", devices=world_size, strategy=strategy, max_epochs=2, **quiet)
+model = Seeded()
+trainer.fit(model, loader(16 * world_size), loader(32))
+print("rank", trainer.global_rank, "of", trainer.world_size, "on", trainer.strategy.root_device,
+      "ends with", float(trainer.callback_metrics["val_loss"]), weights(model).sum().item())
+"""
+LAUNCHERS = {
+    "python": (1, [sys.executable]),
+    "torchrun": (2, [*TORCHRUN, "--nproc-per-node", "2"]),
+    "mpiexec": (2, ["mpiexec", "-n", "2", sys.executable]),
+}
+"""For each, how many ranks it starts, and what stands before the script."""
 
 
 def why_not() -> str:
@@ -384,78 +411,93 @@ def rows_of(job: Job, cells: Sequence[Cell]) -> Iterator[Cell]:
         cells = cells[num_done:]
 
 
-def slow_kernels(specs: Sequence[str], run_s: float, *, on_gpu: bool) -> Iterator[dict[str, Any]]:
-    """The steps of the ranks beside the one whose kernels are slow."""
-    for spec in specs:
-        world = AcceleratorWorld() if on_gpu else FakeWorld(finds_races=False)
+def launched(folder: Path) -> Iterator[dict[str, Any]]:
+    """What a job prints at its end, however it is started."""
+    for launcher, (world_size, command) in LAUNCHERS.items():
+        row: dict[str, Any] = {"launcher": launcher, "ranks": world_size}
+        if shutil.which(command[0]) is None:
+            yield row | {"skipped": f"there is no {command[0]}"}
+            continue
+        script = folder / f"{launcher}.py"
+        script.write_text(TRAIN.format(world_size=world_size))
+        given: Any = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
         try:
-            yield slow_kernel.measure(world, spec, 0, run_s)
-        except AssertionError as error:  # a rank's
-            yield {"strategy": spec, "error": str(error)}
+            ran = subprocess.run([*command, str(script)], check=False, **given)
+        except subprocess.TimeoutExpired as error:
+            yield row | {"error": str(error)}
+            continue
+        said = sorted(line for line in ran.stdout.splitlines() if line.startswith("rank "))
+        if ran.returncode or len(said) < world_size:
+            row["error"] = f"exit status {ran.returncode}: {ran.stderr[-2000:]}"
+        yield row | {"said": said}
 
 
-def measure_together(
-    found: dict[str, Any], write: Callable[[], None], kind: str, *, small: bool = False
-) -> None:
-    """Adds what several ranks do that share a device.
+def slow_kernels(
+    specs: Sequence[str], run_s: float, worlds: dict[str, ProcessWorld]
+) -> Iterator[dict[str, Any]]:
+    """The steps of the ranks beside the one whose kernels are slow."""
+    for name, world in worlds.items():
+        for spec in specs:
+            try:
+                row = slow_kernel.measure(world, spec, 0, run_s)
+            except AssertionError as error:  # a rank's
+                row = {"strategy": spec, "error": str(error)}
+            yield {"sums_and_pairs_by": name, **row}
+
+
+def parts_of(device: torch.device, kind: str, folder: Path, *, small: bool) -> Parts:
+    """All that is measured, part by part, first what one process does; none has begun.
 
     Args:
-        found: where to add it
-        write: is called after each figure
-        kind: the type of device; "fake": the emulated one
-        small: whether to see only that it runs
+        device: of this process
+        kind: the type of device of several ranks; "fake": the emulated one
+        folder: for what parts write
+        small: whether to see only that all runs
     """
-    every = (*ALGORITHMS, *VARIANTS)
-    parts = {
-        "fits": fits(kind, every[:1] if small else every, 1 if small else 4),
-        "throughput": throughput(
-            "cpu" if small else kind, LATE[2:3] if small else LATE, 10**4 if small else 10**7, 5
-        ),
-    }
-    if kind != "cpu":
-        specs, run_s = (SLOW_KERNELS[3:4], 2.0) if small else (SLOW_KERNELS, 4.0)
-        parts["slow_kernel"] = slow_kernels(specs, run_s, on_gpu=kind != "fake")
-    add(found, write, parts, math.inf if small else PART_S)
-
-
-def measure(
-    found: dict[str, Any], write: Callable[[], None], device: torch.device, *, small: bool = False
-) -> None:
-    """Adds all that is measured, figure by figure; small: to see that it runs."""
     mb = 1 << (12 if small else 20)
     counts = (1, 20) if small else (1, 16, 100, 400)
-    parts = {
+    every = (*ALGORITHMS, *VARIANTS)
+    parts: Parts = {
         "selection": selection(device, (10_000,) if small else (10**6, 10**7, 10**8)),
         "staging": staging(device, tuple(count * mb for count in counts)),
         "stream": stream(device, 100 * mb, 64 if small else 4096, 5 if small else 50),
     }
     if device.type != "fake":  # a parameter there is no leaf
         parts["step_time"] = step_time(device, 64 if small else 2048, 3 if small else 20)
-    add(found, write, parts, math.inf if small else PART_S)
+    parts["fits"] = fits(kind, every[:1] if small else every, 1 if small else 4)
+    parts["throughput"] = throughput(
+        "cpu" if small else kind, LATE[2:3] if small else LATE, 10**4 if small else 10**7, 5
+    )
+    worlds: dict[str, ProcessWorld] = {"messages": FakeWorld(finds_races=False)}
+    if not small:
+        worlds = {"messages": AcceleratorWorld(), "NCCL": NCCLWorld()}
+        parts["launched"] = launched(folder)
+    if kind != "cpu":
+        specs, run_s = (SLOW_KERNELS[3:4], 2.0) if small else (SLOW_KERNELS, 3.0)
+        parts["slow_kernel"] = slow_kernels(specs, run_s, worlds)
+    return parts
 
 
 def add(
-    found: dict[str, Any],
-    write: Callable[[], None],
-    parts: dict[str, Iterator[dict[str, Any]]],
-    part_s: float,
+    found: dict[str, Any], write: Callable[[], None], parts: Parts, part_s: float = math.inf
 ) -> None:
     """Adds all figures of some parts, one after another, each for about so many seconds."""
     for name, rows in parts.items():
         found[name] = []
+        begin = time.monotonic()
         try:
-            ends_at = time.monotonic() + part_s
             for row in rows:
                 found[name].append(row)
                 write()
                 print(f"{name}: {row}", flush=True)
-                if time.monotonic() > ends_at:
+                if time.monotonic() - begin > part_s:
                     found[name].append({"stopped_after_s": part_s})
                     break
         except Exception as error:  # the other parts follow
             traceback.print_exc()
             found[name].append({"error": f"{type(error).__name__}: {error}"})
             write()
+        print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
 
 
 def chosen_device() -> torch.device:
@@ -470,6 +512,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--parts", nargs="*", default=None, help="some only, by their names")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="when tests end")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small sizes")
     args = parser.parse_args()
     reason = "" if args.rehearse else why_not()
@@ -479,7 +523,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so tests end as well
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     os.environ["PYTHONPATH"] = path  # for the ranks, and for pytest
-    began, limit_s = time.monotonic(), 1800.0 if args.rehearse else LIMIT_S
+    began, limit_s = time.monotonic(), 1800.0 if args.rehearse else args.limit_s
     device = torch.device("cpu") if args.rehearse else chosen_device()
     kind = "fake" if args.rehearse and not fake_device.WHY_NOT else device.type
     name = accelerators.name_of(device)
@@ -495,17 +539,25 @@ def main() -> None:
     made = {**provenance(), "device": name, **accelerators.seen()}
     write()
     print(f"writing: {output}", flush=True)
-    measure(found["measured"], write, device, small=args.rehearse)
-    measure_together(found["measured"], write, kind, small=args.rehearse)  # tests take the rest
-    parts = {"tests": {}, "sanitizer": {"TORCH_CUDA_SANITIZER": "1"}}
-    for part in ["tests"] if args.rehearse else parts:
-        left = limit_s - (time.monotonic() - began)
+    tests = {"tests": {}, "sanitizer": {"TORCH_CUDA_SANITIZER": "1"}}
+    with tempfile.TemporaryDirectory() as scripts:
+        parts = parts_of(device, kind, Path(scripts), small=args.rehearse)
+        chosen = set(args.parts or {*parts, *tests})
+        if unknown := chosen - {*parts, *tests}:
+            parser.error(f"parts must be some of {', '.join([*parts, *tests])}, got {unknown}")
+        parts = {part: rows for part, rows in parts.items() if part in chosen}
+        add(found["measured"], write, parts, math.inf if args.rehearse else PART_S)
+    tests = {part: given for part, given in tests.items() if part in chosen}
+    if args.rehearse:
+        tests.pop("sanitizer", None)
+    for num_left, (part, given) in zip(range(len(tests), 0, -1), tests.items(), strict=True):
+        left = limit_s - (time.monotonic() - began)  # tests take the rest
         found[part] = {"passed": False, "said": ["out of time"]}
         if left > 20:
-            run_tests(found[part], write, left / 2 if part == "tests" else left, **parts[part])
+            run_tests(found[part], write, left / num_left, **given)
     write(is_whole=True)
     print(f"written: {output}")
-    failed = [part for part in parts if not found.get(part, {"passed": True})["passed"]]
+    failed = [part for part in tests if not found[part]["passed"]]
     measured = found["measured"].items()
     failed += [part for part, rows in measured if any("error" in row for row in rows)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)

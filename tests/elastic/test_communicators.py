@@ -18,7 +18,8 @@ from lightning_dsgd import devices
 from lightning_dsgd.elastic import communicators
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.communicators import Sums, SurvivingTransport
-from tests.support.worlds import StartWorld
+from lightning_dsgd.transport import processes
+from tests.support.worlds import StartWorld, share_a_gpu
 
 WORLD = StartWorld()
 NUM_SUMS = 120
@@ -49,11 +50,13 @@ def doomed(how: str, where: str) -> None:
     communicators._store = connects
 
 
-def surviving(num_ranks: int, folder: str) -> SurvivingTransport:
+def surviving(
+    num_ranks: int, folder: str, device: torch.device = processes.CPU
+) -> SurvivingTransport:
     store = dist.FileStore(str(Path(folder, "store")), num_ranks)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    net = SurvivingTransport(60.0, 4.0, native_devices=())
+    net = SurvivingTransport(60.0, 4.0, native_devices=(), device=device)
     net.views.survive(None)
     net.barrier().wait()
     return net
@@ -86,13 +89,16 @@ def test_sums_are_messages_where_one_has_no_communicator(tmp_path):
     assert [len(said) for *_, said in results] == [1, 0, 0]
 
 
-def sum_and_lose(num_ranks: int, folder: str, ends: dict[int, tuple[str, str]]) -> Any:
-    rank = int(os.environ["RANK"])
+def sum_and_lose(num_ranks: int, folder: str, ends: dict[int, tuple[str, str]], kind: str) -> Any:
+    rank, device = int(os.environ["RANK"]), torch.device(kind)
+    if kind != "cpu":
+        share_a_gpu(rank)
+        devices.port_of(device).enter()
     if rank in ends:
         doomed(*ends[rank])
     gc.disable()
     with mock.patch.dict(devices.COLLECTIVES, {"cpu": "gloo"}):
-        net = surviving(num_ranks, folder)
+        net = surviving(num_ranks, folder, device)
 
         def begin(view: Any) -> None:
             communicators.renew(view, net)
@@ -101,15 +107,15 @@ def sum_and_lose(num_ranks: int, folder: str, ends: dict[int, tuple[str, str]]) 
         calls = Calls(net, begin)
 
         def add() -> list[float]:
-            x = torch.arange(200_000.0) + rank
+            x = torch.arange(200_000.0, device=device) + rank
             y = calls.view.all_reduce(x).wait()
-            z = calls.view.broadcast(torch.full((5,), float(rank)), 1).wait()
+            z = calls.view.broadcast(torch.full((5,), float(rank), device=device), 1).wait()
             return [float(y[0]), float(y[-1]), float(z[4])]
 
         calls.together(lambda: begin(calls.view))
         first = weakref.ref(net.views.sums._groups[0])
         sums = [calls.together(add) for _ in range(NUM_SUMS)]
-        sent = net.counters.sent["gloo"].messages
+        sent = net.counters.sent[devices.library_for(device)].messages
         calls.leave()
         net.close()
     is_left = first() is not None  # with its threads and files
@@ -122,18 +128,23 @@ def expected(members: tuple[int, ...]) -> list[float]:
     return [first, first + len(members) * 199_999, float(members[1])]
 
 
+KILLED = {0: ("SIGKILL", "sum"), 3: ("SIGKILL", "connecting")}
+STOPPED = {4: ("SIGSTOP", "sum"), 0: ("SIGSTOP", "connecting")}
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
 @pytest.mark.parametrize(
-    "ends",
+    ("ends", "kind"),
     [
-        {0: ("SIGKILL", "sum"), 3: ("SIGKILL", "connecting")},
-        pytest.param(
-            {4: ("SIGSTOP", "sum"), 0: ("SIGSTOP", "connecting")}, marks=pytest.mark.exhaustive
-        ),
+        (KILLED, "cpu"),
+        pytest.param(STOPPED, "cpu", marks=pytest.mark.exhaustive),
+        pytest.param(KILLED, "cuda:0", marks=(pytest.mark.gpu, on_gpu)),
+        pytest.param(STOPPED, "cuda:0", marks=(pytest.mark.gpu, on_gpu)),
     ],
 )
-def test_the_others_go_on_with_sums_by_the_library(ends, tmp_path):
+def test_the_others_go_on_with_sums_by_the_library(ends, kind, tmp_path):
     stopped = [rank for rank, (how, _) in ends.items() if how == "SIGSTOP"]
-    outcomes = WORLD.outcomes(5, sum_and_lose, 5, str(tmp_path), ends, stopped=stopped)
+    outcomes = WORLD.outcomes(5, sum_and_lose, 5, str(tmp_path), ends, kind, stopped=stopped)
     left = tuple(rank for rank in range(5) if rank not in ends)
     for rank in left:
         assert outcomes[rank].error == ""

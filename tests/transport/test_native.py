@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning_dsgd.devices import until
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.native import NativeCollective
+from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.view import View
 from tests.support.mpi import MPIJob, MPIWorld, every_mpi
 from tests.support.thorough import cases
@@ -50,36 +51,40 @@ def test_torch_sums_under_mpiexec_too(python: str, mpi_jobs: Callable[[str], MPI
     assert world.run(3, sum_by_torch) == [line] * 3
 
 
-def in_groups(net: Any) -> list[float]:
+def in_groups(net: Any, device: torch.device = CPU) -> list[float]:
     halves, pairs, me = [[0, 1], [2, 3]], [[0, 2], [1, 3]], net.rank
     net.fix_groups(halves)
     net.fix_groups([*halves, *pairs])
     half, across = halves[me // 2], View.one_of(net.sub("across"), pairs)
-    x, y, z = (torch.tensor([10.0 * me] * 2) for _ in range(3))
+    x, y, z = (torch.tensor([10.0 * me] * 2, device=device) for _ in range(3))
     works = [
         net.all_reduce(x, half),
         across.all_reduce(y),
         net.broadcast(z, half[1], half),
-        net.broadcast(torch.ones(3, dtype=torch.bfloat16), 2),
-        across.broadcast(torch.ones(0), 1),
+        net.broadcast(torch.ones(3, dtype=torch.bfloat16, device=device), 2),
+        across.broadcast(torch.ones(0, device=device), 1),
     ]
     assert all(isinstance(work, NativeCollective) for work in works)
     for work in works if me % 2 else reversed(works):
         work.wait()
     found = [float(tensor[1]) for tensor in (x, y, z)]
-    assert not isinstance(net.all_reduce(torch.ones(1), [me]), NativeCollective)
+    assert not isinstance(net.all_reduce(torch.ones(1, device=device), [me]), NativeCollective)
     with pytest.raises(TransportError, match=rf"sum, or take .* of ranks {half[0]}, {half[1]}"):
-        net.broadcast(torch.ones(2), half[me % 2], half).wait()
+        net.broadcast(torch.ones(2, device=device), half[me % 2], half).wait()
     with pytest.raises(TransportError, match=r"has 2 of torch.float32 from"):
         (net.broadcast(x, half[0], half) if me % 2 else net.all_reduce(x, half)).wait()
     net.sub("end").barrier().wait()
     return found
 
 
-def test_groups_that_are_fixed_sum_and_broadcast() -> None:
-    for rank, found in enumerate(WORLD.run(4, in_groups)):
+def check_groups(ranks: list[list[float]]) -> None:
+    for rank, found in enumerate(ranks):
         a, b = (0, 1) if rank < 2 else (2, 3)
         assert found == [10.0 * (a + b), 10.0 * (2 * (rank % 2) + 2), 10.0 * b]
+
+
+def test_groups_that_are_fixed_sum_and_broadcast() -> None:
+    check_groups(WORLD.run(4, in_groups))
 
 
 # ---- what ends a wait ----

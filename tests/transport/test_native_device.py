@@ -28,7 +28,8 @@ from tests.algorithms.test_on_device import NAMES, check
 from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
 from tests.support.thorough import cases
-from tests.support.worlds import AcceleratorWorld, FakeWorld, ProcessWorld
+from tests.support.worlds import AcceleratorWorld, FakeWorld, NCCLWorld
+from tests.transport import test_native, test_pairs, test_staging_gpu
 from tests.transport.contract.test_in_order import run_in_order
 from tests.transport.test_staging import hung
 
@@ -202,6 +203,9 @@ def test_a_hung_device_ends_in_a_timeout_and_holds_up_no_lanes_end() -> None:
 
 
 # ---- NCCL itself ----
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
 def on_one_gpu(net: Any, device: torch.device) -> list[float]:
     dist.destroy_process_group()
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -220,23 +224,10 @@ def on_one_gpu(net: Any, device: torch.device) -> list[float]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_gpu
 def test_nccl_sums_one_ranks_tensors() -> None:
     [found] = AcceleratorWorld().run(1, on_one_gpu)
     assert found == [1.0] * len(native.TAKEN)
-
-
-@dataclass
-class NCCLWorld(ProcessWorld):
-    backend: str | None = "nccl"
-
-    def _join(self, rank: int, world_size: int, store: str) -> None:
-        self._device = torch.device("cuda", rank)
-        torch.cuda.set_device(self._device)
-        met = dist.FileStore(store, world_size)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            self.backend, store=met, rank=rank, world_size=world_size, device_id=self._device
-        )
 
 
 def sum_for_ever(net: Any, x: Tensor) -> None:
@@ -244,9 +235,13 @@ def sum_for_ever(net: Any, x: Tensor) -> None:
         net.all_reduce(x).wait()
 
 
-def sum_on_gpus(net: Any, kills: bool) -> str:
-    device = net.mesh.port.device
-    assert net._native is not None
+def exchange_for_ever(net: Any, x: Tensor) -> None:
+    while net.rank < 2:
+        net.exchange(x, 1 - net.rank).wait()
+    net.recv(x, 1).wait()
+
+
+def sum_on_gpus(net: Any, device: torch.device, ends: Callable[..., None] | None) -> None:
     x = torch.full((LARGE,), net.rank + 1.0, device=device)
 
     def serve(end: Any) -> None:
@@ -258,21 +253,53 @@ def sum_on_gpus(net: Any, kills: bool) -> str:
         y = net.all_reduce(x.clone()).wait()
         assert float(y[-1]) == sum(range(1, net.world_size + 1))
     lane.join()
-    if kills:
+    if ends is not None:
         if net.rank == 1:
             threading.Timer(0.5, os.kill, [os.getpid(), 9]).start()
         with pytest.raises(PeerLost, match="rank 1"):
-            sum_for_ever(net, x)
-    return "through"
+            ends(net, x)
+
+
+def ranks() -> int:
+    """How many there are in a world: several share a GPU, if there are fewer."""
+    return max(4, torch.cuda.device_count())
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(
-    ("kills", "backend"),
-    [(False, "nccl"), (False, None), (False, "cpu:gloo,cuda:nccl"), (True, "nccl")],
-)
-def test_nccl_sums_in_one_order_and_ends_with_a_rank(kills: bool, backend: str | None) -> None:
-    outcomes = NCCLWorld(backend=backend).outcomes(torch.cuda.device_count(), sum_on_gpus, kills)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error == ("died" if kills and rank == 1 else ""), rank
+@on_gpu
+@pytest.mark.parametrize("backend", ["nccl", None, "cpu:gloo,cuda:nccl"])
+def test_nccl_sums_in_one_order(backend: str | None) -> None:
+    NCCLWorld(backend=backend).run(ranks(), sum_on_gpus, None)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("ends", [sum_for_ever, exchange_for_ever])
+def test_a_lost_rank_ends_what_nccl_does(ends: Any) -> None:
+    world = NCCLWorld(heartbeat_timeout_s=60.0)
+    for rank, outcome in enumerate(world.outcomes(ranks(), sum_on_gpus, ends, limit_s=60.0)):
+        assert outcome.error == ("died" if rank == 1 else ""), rank
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_nccl_keeps_the_contract() -> None:
+    NCCLWorld().run(3, test_staging_gpu.contract)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_groups_sum_by_nccl() -> None:
+    test_native.check_groups(NCCLWorld().run(4, test_native.in_groups))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_nccl_makes_of_pairs_what_messages_make() -> None:
+    test_pairs.check(*(w.run(4, test_pairs.train) for w in (AcceleratorWorld(), NCCLWorld())))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_every_algorithm_trains_by_nccl() -> None:
+    check(NCCLWorld(), NAMES, 4, to_the_bit=False)

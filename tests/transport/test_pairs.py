@@ -13,6 +13,7 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.transport import PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.pairs import Pair
 from lightning_dsgd.transport.parts import Parts
+from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.view import View
 from tests.support.rank import Rank
 from tests.support.worlds import NativeWorld, ProcessWorld
@@ -29,34 +30,41 @@ IN_TIME = ["sgp", "sgp:overlap=2", "sgp:overlap=1:topology=random:num_peers=2", 
 """What they make follows time, and whether a neighbour has stopped yet; no update is lost."""
 
 
-def train(net: Any) -> dict[str, tuple[Tensor, int, Tensor, Tensor]]:
+Found = dict[str, tuple[Tensor, int, Tensor, Tensor]]
+
+
+def train(net: Any, device: torch.device = CPU) -> Found:
     """A rank's own weights, its bytes, its updates, and the consensus; ranks stop one by one."""
     found = {}
     for spec in SPECS + IN_TIME:
-        x = torch.randn(N, generator=torch.Generator().manual_seed(net.rank)).double()
+        x = torch.randn(N, generator=torch.Generator().manual_seed(net.rank)).double().to(device)
         made, before = x.clone(), net.counters.bytes_sent
         rank = Rank(net.sub(spec), make_algorithm(spec), x)
         for phase in range(2):
             more = (net.rank + phase) % 3 if spec in IN_TIME or not spec.startswith("sgp") else 0
             for step in range(3 + more):
-                update = torch.full((N,), 0.1 * (step + net.rank)).double()
+                update = torch.full_like(x, 0.1 * (step + net.rank))
                 made += update
                 rank.descend(-update)
             own, sent = rank.settle(), net.counters.bytes_sent - before
-        found[spec] = own, sent, made, rank.finish()
+        found[spec] = own.cpu(), sent, made.cpu(), rank.finish().cpu()
     return found
 
 
-def test_the_weights_are_those_of_messages_to_the_bit() -> None:
-    by_messages, by_gloo = (w.run(P, train) for w in (ProcessWorld(), WORLD))
-    for mine, theirs in zip(by_messages, by_gloo, strict=True):
+def check(by_messages: list[Found], by_torch: list[Found]) -> None:
+    """The weights are those of messages to the bit, or no update is lost."""
+    for mine, theirs in zip(by_messages, by_torch, strict=True):
         for spec in SPECS:
             assert mine[spec][0].equal(theirs[spec][0]), spec
             assert mine[spec][1] == theirs[spec][1], spec
     for spec in IN_TIME:
-        mean = sum(rank[spec][2] for rank in by_gloo) / P
-        for rank in by_gloo:
+        mean = sum(rank[spec][2] for rank in by_torch) / P
+        for rank in by_torch:
             torch.testing.assert_close(rank[spec][3], mean, msg=spec)
+
+
+def test_the_weights_are_those_of_messages_to_the_bit() -> None:
+    check(*(world.run(P, train) for world in (ProcessWorld(), WORLD)))
 
 
 def wait_for_pairs(net: Any) -> list[str]:

@@ -44,7 +44,9 @@ def gpu_command() -> Any:
 def measure(net: Any, fake: FakeDevice) -> tuple[dict[str, Any], int]:
     found: dict[str, Any] = {}
     written: list[None] = []
-    gpu_command().measure(found, lambda: written.append(None), fake.device, small=True)
+    command, alone = gpu_command(), ("selection", "staging", "stream")
+    parts = command.parts_of(fake.device, "fake", Path(), small=True)
+    command.add(found, lambda: written.append(None), {name: parts[name] for name in alone})
     return found, len(written)
 
 
@@ -63,7 +65,9 @@ def test_the_command_for_a_gpu_measures() -> None:
 def test_the_command_trains_on_a_device_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     found: dict[str, Any] = {}
-    gpu_command().measure_together(found, lambda: None, "fake", small=True)
+    command, together = gpu_command(), ("fits", "throughput", "slow_kernel")
+    parts = command.parts_of(torch.device("cpu"), "fake", Path(), small=True)
+    command.add(found, lambda: None, {name: parts[name] for name in together})
     assert found["fits"][0]["loss"] < 10  # the variance of the target
     assert 0 < found["throughput"][1]["steps_per_s"] < 50  # each computes for 0.02 s
     assert found["slow_kernel"][0]["median_s"] > 0
