@@ -70,6 +70,7 @@ from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.throughput import flatten
 from lightning_dsgd.lab.results import provenance, save
 from lightning_dsgd.primitives import sparse
+from lightning_dsgd.transport.flow import Window
 from lightning_dsgd.transport.frames import HEADER
 from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.pinned import Pinned
@@ -131,6 +132,8 @@ def why_not() -> str:
     if not torch.accelerator.is_available():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no accelerator"
         return f"needs a GPU, got none: torch {torch.__version__} is built for {built}"
+    if "torch.cuda._sanitizer" in sys.modules:  # 6 ms for each wait for the device
+        return "needs Python without CUDA's sanitizer; unset TORCH_CUDA_SANITIZER"
     return ""
 
 
@@ -148,8 +151,10 @@ def run_tests(
         text=True,
         start_new_session=True,  # the ranks of a test end with it
     )
-    late = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
-    late.start()
+    late = threading.Timer(limit_s, os.kill, (process.pid, signal.SIGINT))  # it tells what failed
+    too_late = threading.Timer(limit_s + 10, os.killpg, (process.pid, signal.SIGKILL))
+    late.start(), too_late.start()
+    begin = time.monotonic()
     found |= {"passed": False, "outcomes": [], "said": []}
     lines = []
     assert process.stdout is not None
@@ -158,19 +163,17 @@ def run_tests(
             print(line, end="", flush=True)
             lines.append(line.rstrip())
             if outcome := re.match(r"(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", line):
-                found["outcomes"].append(
-                    dict(zip(("test", "outcome"), outcome.groups(), strict=True))
-                )
+                row = dict(zip(("test", "outcome"), outcome.groups(), strict=True))
+                found["outcomes"].append({**row, "at_s": round(time.monotonic() - begin, 1)})
                 write()
         found["passed"] = process.wait() == 0
     finally:
-        late.cancel()
+        late.cancel(), too_late.cancel()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == -signal.SIGKILL:
-        found["said"] = [
-            f"out of time after {limit_s:.0f} s, in: {lines[-1] if lines else 'imports'}"
-        ]
+        last = lines[-1] if lines else "imports"
+        found["said"] = [f"out of time after {limit_s:.0f} s, in: {last}"]
     elif found["passed"]:
         found["said"] = lines[-1:]
     else:
@@ -205,18 +208,23 @@ def selection(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[str
 
 
 class Sink:
-    """Takes chunks at once, as an infinitely fast network would."""
+    """Takes chunks at once, as an infinitely fast network and a receiver would."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
 
     def begin(self, header: bytes) -> None:
         """Forgets it."""
 
     def add(self, chunk: Tensor, *, is_last: bool) -> Done[None]:
-        """It has left."""
+        """It has left, and was taken."""
+        self._window.hear_taken(0, len(chunk))
         return Done(None)
 
 
 def stager() -> Staging:
-    return Staging(Mesh(0, 1, 60.0, 20.0), lambda dst: Sink())
+    mesh = Mesh(0, 1, 60.0, 20.0)
+    return Staging(mesh, lambda dst: Sink(mesh.window))
 
 
 def land(port: Port, payload: Tensor, pinned: Pinned) -> Tensor:
@@ -421,6 +429,8 @@ def launched(folder: Path) -> Iterator[dict[str, Any]]:
         script = folder / f"{launcher}.py"
         script.write_text(TRAIN.format(world_size=world_size))
         given: Any = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 60}
+        given["env"] = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")}
+        given["env"] |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         try:
             ran = subprocess.run([*command, str(script)], check=False, **given)
         except subprocess.TimeoutExpired as error:

@@ -140,9 +140,14 @@ class Accelerator(Port):
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self._of_thread = threading.local()
+        self._first: torch.Stream | None = None
 
     def enter(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
+        # With the first stream torch makes all that a device has, and tells CUDA's sanitizer, which
+        # needs the GIL.  So it is made before there are threads that would make it side by side.
+        if self._first is None:
+            self._first = self.new()
 
     def current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)

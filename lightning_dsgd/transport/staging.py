@@ -69,7 +69,7 @@ class Outlet(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     """A message on its way, and how far it has come."""
 
