@@ -140,14 +140,17 @@ class Accelerator(Port):
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device = torch.device(device.type, index)
         self._of_thread = threading.local()
+        self._lock = threading.Lock()
         self._first: torch.Stream | None = None
 
     def enter(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
-        # With the first stream torch makes all that a device has, and tells CUDA's sanitizer, which
-        # needs the GIL.  So it is made before there are threads that would make it side by side.
+        # With the first stream torch makes all that a device has, and tells CUDA's sanitizer of
+        # each, in Python: a thread that makes it waits for the GIL, and another may hold that and
+        # wait for the first.  So one thread makes it, and the others wait here.
         if self._first is None:
-            self._first = self.new()
+            with self._lock:
+                self._first = self._first or self.new()
 
     def current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)

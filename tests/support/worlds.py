@@ -221,6 +221,7 @@ class AcceleratorWorld(ProcessWorld):
     def _call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         found = torch.accelerator.current_accelerator()
         assert found is not None
+        port_of(found).enter()
         self._device = port_of(found).device
 
         def run(net: ProcessGroupTransport) -> Any:

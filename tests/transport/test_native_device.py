@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.transport import PeerLost, Timeout, native, process_group
-from lightning_dsgd.transport.native import Native, make_group
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.algorithms import test_slow_kernels
 from tests.algorithms.test_on_device import NAMES, check
@@ -206,30 +205,6 @@ def test_a_hung_device_ends_in_a_timeout_and_holds_up_no_lanes_end() -> None:
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def on_one_gpu(net: Any, device: torch.device) -> list[float]:
-    dist.destroy_process_group()
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
-    sums = Native(net, make_group(device, 60.0))
-    found = []
-    for dtype in sorted(native.TAKEN, key=str):
-        x = torch.ones(LARGE, dtype=dtype, device=device)
-        for _ in range(20):
-            x.add_(1)
-        x.sub_(20)
-        found.append(float(sums.begin(net, x, net._call(None, "all_reduce")).wait()[-1]))
-    sums.abandon()
-    sums.close()
-    return found
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_nccl_sums_one_ranks_tensors() -> None:
-    [found] = AcceleratorWorld().run(1, on_one_gpu)
-    assert found == [1.0] * len(native.TAKEN)
-
-
 def sum_for_ever(net: Any, x: Tensor) -> None:
     while True:
         net.all_reduce(x).wait()
@@ -253,6 +228,9 @@ def sum_on_gpus(net: Any, device: torch.device, ends: Callable[..., None] | None
         y = net.all_reduce(x.clone()).wait()
         assert float(y[-1]) == sum(range(1, net.world_size + 1))
     lane.join()
+    for dtype in sorted(native.TAKEN, key=str):
+        total = net.all_reduce(torch.ones(LARGE, dtype=dtype, device=device)).wait()
+        assert float(total[-1]) == net.world_size, dtype
     if ends is not None:
         if net.rank == 1:
             threading.Timer(0.5, os.kill, [os.getpid(), 9]).start()
