@@ -15,7 +15,7 @@ follows=distance  once the ranks' root mean square distance from their mean is m
                 times the norm of a step
 wide=true       in `wagma`, nobody waits in such an average: it is a group of all ranks
 
-In `wagma_called` nothing is known for nothing: `local_sgd` makes these averages, by its own calls.
+With `wagma`'s `growing_period` nothing is known for nothing: it is what the package has of these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from lightning_dsgd.agreement import average, num_active
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.hpsgd import HPSGD
-from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.hyperparameters import one_of, setting
@@ -219,39 +218,7 @@ class ClockedHPSGD(Calling, HPSGD):
     name: ClassVar[str] = "hpsgd_clocked"
 
 
-@dataclass
-class CalledWAGMA(WAGMA):
-    """WAGMA-SGD beside such averages by the rate, to which the first rank calls the others."""
-
-    name: ClassVar[str] = "wagma_called"
-    every: int = setting(default=4, doc="steps from one such average to the next, at first")
-
-    def start(self, net: Any, x: Tensor, *conditions: Any) -> None:
-        super().start(net, x, *conditions)
-        self.together = LocalSGD(sync_period=self.every, growing_period=True)
-        self.together.start(net.sub("together"), x, *conditions)
-
-    def before_update(self, x: Tensor, g: Tensor) -> None:
-        super().before_update(x, g)
-        self.together.before_update(x, g)
-
-    def after_update(self, x: Tensor) -> None:
-        super().after_update(x)
-        self.together.after_update(x)
-
-    def settle(self, x: Tensor) -> None:
-        self.together.settle(x)
-        super().settle(x)
-
-    def finish(self, x: Tensor) -> None:
-        super().finish(x)
-        self.together.stop()
-
-    def is_global(self, version: int) -> bool:
-        return False
-
-
-TRIED: Final = {c.name: c for c in (ClockedWAGMA, ClockedPopSGD, ClockedHPSGD, CalledWAGMA)}
+TRIED: Final = {c.name: c for c in (ClockedWAGMA, ClockedPopSGD, ClockedHPSGD)}
 """What the package does not have."""
 ALGORITHMS.update(TRIED)
 

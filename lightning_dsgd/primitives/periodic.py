@@ -26,18 +26,11 @@ there", makes a run repeat to the bit.  With DiLoCo's mixing = a the rule is the
 which drops 1 - a of what a rank has learned in the meantime.
 
 **Claimed batches.**  Ranks that claim their batches make different numbers of steps.  Then the
-first rank that has made sync_period steps since the last average calls all others, and each takes
-part after the step in hand.  So a slow rank holds up the others for a step, and not for a period.
-With overlap_steps each rank counts its own steps.
+first rank that is due calls the others (`called.py`).  With overlap_steps each rank counts its own
+steps.
 
-**A growing period.**  With LocalSGD's growing_period=True the steps to the next average become
-
-    H <- max(sync_period, sync_period (lr_max / (2 lr))^2), at most 32 sync_period
-
-the quadratic synchronisation rule (Gu et al., 2023, https://arxiv.org/abs/2310.14423).  Legend: lr
-the largest rate of the optimizer at the average, lr_max the highest so far.  Rates differ where
-ranks claim their batches.  So each rank that steps sends its H, and all go on with the mean of
-these, the same number on every rank.
+**A growing period.**  With LocalSGD's growing_period=True the steps to the next average grow as the
+learning rate falls (`called.py`).
 
 **Rounded sums.**  With a wire_dtype the ranks send D's parts rounded, and send what is rounded off
 the next time (`quantised.py`).
@@ -58,7 +51,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,12 +62,12 @@ from lightning_dsgd.agreement import num_active
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.hyperparameters import above, at_least, setting
 from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
+from lightning_dsgd.primitives.called import CalledRounds, Period
 from lightning_dsgd.primitives.error_feedback import evenly
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
 from lightning_dsgd.transport import Receipt, Transport
 
 _WORDS = torch.empty(0, dtype=torch.int64)
-_MOST: Final = 32  # how many times sync_period a growing period is
 
 Weight = tuple[Tensor, Tensor]
 """A rank's samples in a mean, and what becomes those of all; of no element if none are counted."""
@@ -162,12 +156,8 @@ class PeriodicAverage(Algorithm):
                 'fragments="layers" needs to be told where layers lie, as a `Replica` does, got '
                 'nothing of them; set fragments="equal"'
             )
-        if self.growing_period and conditions.optimizer is None:
-            raise ValueError(
-                "growing_period needs an optimizer, whose rate it follows, got none; leave it out"
-            )
         self.round = 0
-        self.period, self.highest_lr = self.sync_period, 0.0
+        self.period = Period(self.sync_period, conditions, grows=self.growing_period)
         self.steps_since_sync = 0  # since the last round
         self.pending: tuple[int, Tensor] | None = None  # where, and what a finished sum adds to x
         self.bounds = conditions.fragments or evenly(len(x), self.num_fragments)
@@ -181,7 +171,7 @@ class PeriodicAverage(Algorithm):
         self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
         self.background = _Background(net, self._change) if self.overlap_steps else None
         has_calls = conditions.claims_batches and self.background is None
-        self.calls = _Calls(net.sub("calls")) if has_calls else None
+        self.calls = CalledRounds(net.sub("calls")) if has_calls else None
         outer_optimizer.warn_of_rates(net, self, "sync_period", nesterov=self.outer_nesterov)
 
     # ---- the training thread ----
@@ -199,7 +189,7 @@ class PeriodicAverage(Algorithm):
             self.background.check()
         if self.steps_since_sync >= self.overlap_steps:
             self._merge(x)
-        share = self._share_of(evenly(self.period, self.num_fragments))
+        share = self._share_of(evenly(self.period.steps, self.num_fragments))
         is_due = self.steps_since_sync >= share.stop - share.start  # more, if a resume shortened it
         if is_due or (self.calls is not None and self.calls.is_called()):
             self._take_part(x, active=True)
@@ -220,12 +210,12 @@ class PeriodicAverage(Algorithm):
         """Takes part in the next round; returns whether there is one: not if all stand still."""
         span, fragment = self._share_of(self.bounds), self.round % self.num_fragments
         mine = self.samples[fragment : fragment + 1]
-        weight = mine.clone(), torch.cat([mine, self._wish() * active])
+        weight = mine.clone(), torch.cat([mine, self.period.wish() * active])
         if self.background is None:
-            count = num_active if self.calls is None else self.calls.num_active
-            if not count(self.net, active=active, counts=weight[1]):
+            count = partial(num_active, self.net) if self.calls is None else self.calls.num_active
+            if not count(active=active, counts=weight[1]):
                 return False
-            self._take_period(weight[1])
+            self.period.take(weight[1])
             self._merge(x)  # what a resume has brought
             self._average(self.net, x[span], span, weight)
         else:
@@ -235,30 +225,13 @@ class PeriodicAverage(Algorithm):
                 correction = self.background.wait()
                 if correction is None:
                     return False
-                self._take_period(weight[1])
+                self.period.take(weight[1])
                 self._merge(x)
                 self.pending = span.start, correction
         self.round += 1
         self.steps_since_sync = 0
         mine.zero_()
         return True
-
-    def _wish(self) -> Tensor:
-        """Returns this rank's period by its learning rate, and 1; nothing if periods are equal."""
-        if not self.growing_period:
-            return _WORDS
-        assert self.conditions.optimizer is not None, "checked in start"
-        lr = max(float(group["lr"]) for group in self.conditions.optimizer.param_groups)
-        self.highest_lr = max(self.highest_lr, lr)
-        growth = _MOST if self.highest_lr else 1.0  # a warm-up may begin at 0
-        if lr > 0:
-            growth = (0.5 * self.highest_lr / lr) ** 2
-        return torch.tensor([int(self.sync_period * min(max(1.0, growth), _MOST)), 1])
-
-    def _take_period(self, sums: Tensor) -> None:
-        """Goes on with the mean of the periods that the stepping ranks wish."""
-        if self.growing_period and sums[-1]:
-            self.period = int(sums[-2] // sums[-1])
 
     def _with_pending(self, x: Tensor, span: slice) -> Tensor:
         """Returns a copy of a fragment plus the correction that is still pending."""
@@ -277,7 +250,7 @@ class PeriodicAverage(Algorithm):
         if self.background is not None and self.background.in_flight is not None:
             correction = self.background.wait()
             assert correction is not None, "this rank was active in that round"
-            self._take_period(self.background.weight[1])
+            self.period.take(self.background.weight[1])
             self.pending = self.background.span.start, correction
 
     def _merge(self, x: Tensor) -> None:
@@ -312,7 +285,7 @@ class PeriodicAverage(Algorithm):
             self.background.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"steps_since_sync": self.steps_since_sync}
+        state = {"steps_since_sync": self.steps_since_sync, **self.period.state_dict()}
         if len(self.samples):
             state["samples"] = self.samples.clone()
         if self.num_fragments > 1 or self.outer is not None:
@@ -321,8 +294,6 @@ class PeriodicAverage(Algorithm):
             state |= {"num_unshared": self.num_unshared, **self.outer.state_dict()}
         if self.kept is not None:
             state["kept"] = self.kept.clone()
-        if self.growing_period:
-            state |= {"period": self.period, "highest_lr": self.highest_lr}
         if self.pending is not None:
             state["pending_at"], correction = self.pending
             state["pending"] = correction.clone()
@@ -334,8 +305,7 @@ class PeriodicAverage(Algorithm):
         if len(state.get("samples", ())) == len(self.samples) > 0:
             self.samples.copy_(state["samples"])
         self.round = state.get("round", 0)
-        self.period = state.get("period", self.period) if self.growing_period else self.sync_period
-        self.carry_over(state, self.net.world_size)
+        self.period.load_state_dict(state)
         if "pending" in state and state.get("mixes", False) != (self.mixing is not None):
             raise ValueError(
                 "mixing must be a number, or None, as when the checkpoint was saved: a sum was "
@@ -351,10 +321,10 @@ class PeriodicAverage(Algorithm):
             self.kept.copy_(state["kept"])
 
     def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
-        self.highest_lr = state.get("highest_lr", self.highest_lr)
+        self.period.carry_over(state)
 
     def metrics(self) -> dict[str, float]:
-        return {"sync_period": float(self.period)} if self.growing_period else {}
+        return self.period.metrics()
 
     # ---- the lane, with `overlap_steps`, and else the training thread ----
 
@@ -384,35 +354,6 @@ class PeriodicAverage(Algorithm):
         self._average(net, piece, span, weight)
         if handed_over is not None:
             piece -= handed_over
-
-
-class _Calls:
-    """Counts the ranks that are still stepping; the first to come to a round calls the others.
-
-    Each rank tells each other one, in each round, whether it is stepping.
-    """
-
-    def __init__(self, net: Transport) -> None:
-        self._net = net
-        self._others = [rank for rank in range(net.world_size) if rank != net.rank]
-        self._listen()
-
-    def _listen(self) -> None:
-        self._told = [self._net.recv(_WORDS, peer) for peer in self._others]
-
-    def is_called(self) -> bool:
-        """Returns whether a rank that is stepping has come to the next round."""
-        return any(each.done() and bool(each.wait()[0]) for each in self._told)
-
-    def num_active(self, net: Transport, *, active: bool, counts: Tensor) -> int:
-        """Returns how many ranks are still stepping; see `agreement.num_active`."""
-        mine = torch.tensor([int(active), *counts.tolist()])
-        for peer in self._others:
-            self._net.send(mine, peer)
-        flags = torch.stack([mine, *(each.wait() for each in self._told)]).sum(0)
-        counts.copy_(flags[1:])
-        self._listen()
-        return int(flags[0])
 
 
 class _Background:

@@ -37,6 +37,13 @@ REFUSED = {
     "wagma:group_period=4:sync_period=10": "a multiple of group_period, got sync_period=10 with "
     "group_period=4; try sync_period=8",
     "wagma:group_period=300": "got sync_period=100 with group_period=300; try sync_period=300",
+    "wagma:growing_period=true": "growing_period needs overlap=True, got overlap=False; set over",
+    "wagma:growing_period=true:overlap=true:wait_avoiding=false": "growing_period needs "
+    "wait_avoiding=True",
+    "wagma:growing_period=true:overlap=true:wire_dtype=int8": "set wire_dtype='float32', or leave "
+    "growing_period out",
+    "wagma:growing_period=true:overlap=true:grace_s=Infinity": "leave grace_s out",
+    "wagma:paper=true:growing_period=true": "set growing_period=False or paper=False",
     "wagma:hierarchical=true": "node_size must divide world_size, got node_size=None",
     "wagma:hierarchical=true:node_size=3": "node_size must divide world_size, got node_size=3",
     "wagma:hierarchical=true:node_size=2:group_size=8": "no larger than the number of nodes, got "

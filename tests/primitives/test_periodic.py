@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithm import Algorithm, Conditions
+from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.diloco import DiLoCo
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.simulated import SimulatedWorld
-from tests.support.rank import Rank
+from tests.support.rank import STEPPED, Rank
 
 N = 100
 
@@ -83,14 +85,22 @@ def test_training_begins_with_what_the_weights_are_at_the_first_step() -> None:
 
 
 # ---- claimed batches ----
-@pytest.mark.parametrize(("claims", "num_fragments"), [(True, 1), (True, 2), (False, 1)])
-def test_a_slow_rank_that_claims_holds_up_for_a_step(claims: bool, num_fragments: int) -> None:
+@pytest.mark.parametrize(
+    ("spec", "is_called"),
+    [
+        ("local_sgd:sync_period=4", True),
+        ("local_sgd:sync_period=4:num_fragments=2", True),
+        ("local_sgd:sync_period=4", False),
+        ("wagma:overlap=true:growing_period=true", True),
+    ],
+)
+def test_a_slow_rank_that_claims_holds_up_for_a_step(spec: str, is_called: bool) -> None:
     """Of 4 ranks that share 56 batches the last is half as fast: 16 s if nobody ever waits."""
     left = list(range(56))
 
     def train(net: Any) -> tuple[Tensor, float, int]:
-        algorithm = LocalSGD(sync_period=4, num_fragments=num_fragments)
-        rank = Rank(net, algorithm, torch.zeros(N), Conditions(claims_batches=claims))
+        conditions = replace(STEPPED, claims_batches=is_called)
+        rank = Rank(net, make_algorithm(spec), torch.zeros(N), conditions)
         num_own = 0
         while left:
             left.pop()
@@ -105,8 +115,8 @@ def test_a_slow_rank_that_claims_holds_up_for_a_step(claims: bool, num_fragments
     for x in ends:
         torch.testing.assert_close(x, torch.full((N,), 56 / 4))  # each update once
     assert sum(num_own) == 56
-    assert (max(seconds) < 24) == claims
-    assert (num_own[3] < 12) == claims
+    assert (max(seconds) < 24) == is_called
+    assert (num_own[3] < 12) == is_called
 
 
 # ---- a growing period ----

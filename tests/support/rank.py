@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
+from lightning_dsgd.algorithm import Algorithm, Conditions
+
+STEPPED = Conditions(optimizer=torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0))
+"""Where nothing is said of the optimizer but its rate, which stays."""
 
 
 class Rank:
     """Starts an algorithm with the weights x; `step` and `descend` are what an optimizer does."""
 
     def __init__(
-        self, net: Any, algorithm: Algorithm, x: Tensor, conditions: Conditions = ORDINARY
+        self, net: Any, algorithm: Algorithm, x: Tensor, conditions: Conditions = STEPPED
     ) -> None:
         self.net, self.algorithm, self.x = net, algorithm, x
         algorithm.start(net, x, conditions)

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
+from lightning_dsgd import CommunicationMonitor
 from tests.support.fits import (
     NAMES,
     Adversaries,
@@ -141,6 +142,20 @@ def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
     (synchronous, averaging), (theirs, _) = run(2, fit_adaptive, optimizer)
     assert torch.equal(synchronous, theirs)
     assert_close(synchronous, averaging)
+
+
+def fit_growing() -> tuple[Tensor, float]:
+    options = {"overlap": True, "growing_period": True, "sync_period": 2}
+    kwargs: dict[str, Any] = {"max_steps": 16, "max_epochs": -1, "log_every_n_steps": 1}
+    kwargs |= {"options": options, "callbacks": [CommunicationMonitor()]}
+    model, fitted = fit("wagma", lambda: Adaptive("adam"), **kwargs)
+    return weights(model), float(fitted.callback_metrics["dsgd/sync_period"])
+
+
+def test_wagma_calls_less_often_as_the_rate_falls() -> None:
+    (ours, my_period), (theirs, their_period) = run(2, fit_growing)
+    assert torch.equal(ours, theirs)
+    assert min(my_period, their_period) >= 4
 
 
 needs_compiler = pytest.mark.skipif(
