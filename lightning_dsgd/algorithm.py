@@ -62,6 +62,7 @@ class Conditions:
         optimizer: what steps x, if that is known
         fragments: where each fragment of whole layers begins in x, and where the last one ends;
             only for an algorithm that has `num_layer_fragments`
+        is_whole: whether x is all that the replica trains, and not one of its parts or a shard
     """
 
     ranks_per_node: int | None = None
@@ -71,6 +72,7 @@ class Conditions:
     samples: Tensor | None = None
     optimizer: Optimizer | None = None
     fragments: tuple[int, ...] = ()
+    is_whole: bool = True
 
 
 ORDINARY: Final = Conditions()

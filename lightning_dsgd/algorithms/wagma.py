@@ -38,7 +38,8 @@ a period's steps calls all to an average, and each takes part after the step in 
 - Lanes do not fall behind for ever: in its first step after an average a rank waits for the sum of
   its first step after the average before.
 - Nobody waits for ever: a lane waits for no training thread longer than its grace, so all sums end,
-  also while ranks wait for an average, stand still, or are alone in a group.
+  also while ranks wait for an average, stand still, or are alone in a group.  Averages of several
+  tensors are refused, as ranks could wait crosswise; so are steps that several ranks make together.
 
 Also not in the paper: `group_period`.  The sums are those of steps g, 2g, 3g, ...; the tau / g-th
 of them is the global one.  In the steps between, a rank neither sends nor waits.
@@ -277,6 +278,12 @@ class WAGMA(Algorithm):
         self.called: CalledAverages | None = None
         self.has_met = False  # in a called average, since the last arrival
         if self.growing_period:
+            if not conditions.is_whole:
+                raise ValueError(
+                    "growing_period needs one optimizer, weights of one dtype and whole replicas, "
+                    "as one rank could wait in an average of this tensor and another in one of "
+                    "that, got several tensors; leave it out"
+                )
             period = Period(self.period, conditions, grows=True)
             self.called = CalledAverages(net.sub("called"), period)
         self._fix_groups(net)

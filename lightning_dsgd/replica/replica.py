@@ -124,6 +124,10 @@ class Replica:
             self._fragments |= flat.fragments_of([*names.values()], num)
             names = dict(sorted(names.items(), key=lambda item: self._fragments[item[1]]))
         flats = self._layout.flatten((name, p) for p, name in names.items())
+        is_alone = len(self._optimizers) == len(flats) == 1
+        self._conditions = replace(
+            self._conditions, is_whole=is_alone and type(self._layout) is flat.Whole
+        )
         self._parts[id(optimizer)] = [
             Part(
                 weights,

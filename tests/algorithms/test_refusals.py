@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+from torch import nn
+from torch.optim import SGD
 
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.replica.replica import Replica
+from lightning_dsgd.simulated import SimulatedWorld
 
 REFUSED = {
     "sgp:num_peers=0": "num_peers must be a whole number of at least 1, got num_peers=0",
@@ -60,3 +65,17 @@ REFUSED = {
 def test_what_cannot_work_is_refused_with_what_to_try(spec: str) -> None:
     with pytest.raises(ValueError, match=re.escape(REFUSED[spec])):
         make_algorithm(spec).check(4)
+
+
+def call_averages_of_two_tensors(net: Any) -> None:
+    """Ranks could wait for each other, one in the average of this tensor, one in that of that."""
+    modules = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizers = [SGD(module.parameters(), 1.0) for module in modules]
+    Replica(net, modules, optimizers, make_algorithm("wagma:overlap=true:growing_period=true"))
+
+
+def test_called_averages_are_of_one_tensor() -> None:
+    with pytest.raises(
+        RuntimeError, match="growing_period needs one optimizer, weights of one dtype"
+    ):
+        SimulatedWorld(1).run(call_averages_of_two_tensors)
