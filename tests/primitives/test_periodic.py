@@ -85,15 +85,11 @@ def test_training_begins_with_what_the_weights_are_at_the_first_step() -> None:
 
 
 # ---- claimed batches ----
-@pytest.mark.parametrize(
-    ("spec", "is_called"),
-    [
-        ("local_sgd:sync_period=4", True),
-        ("local_sgd:sync_period=4:num_fragments=2", True),
-        ("local_sgd:sync_period=4", False),
-        ("wagma:overlap=true:growing_period=true", True),
-    ],
-)
+PERIODIC = "local_sgd:sync_period=4"
+CALLED = (PERIODIC, f"{PERIODIC}:num_fragments=2", "wagma:overlap=true:growing_period=true")
+
+
+@pytest.mark.parametrize(("spec", "is_called"), [(PERIODIC, False), *((s, True) for s in CALLED)])
 def test_a_slow_rank_that_claims_holds_up_for_a_step(spec: str, is_called: bool) -> None:
     """Of 4 ranks that share 56 batches the last is half as fast: 16 s if nobody ever waits."""
     left = list(range(56))

@@ -146,9 +146,8 @@ def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
 
 def fit_growing() -> tuple[Tensor, float]:
     options = {"overlap": True, "growing_period": True, "sync_period": 2}
-    kwargs: dict[str, Any] = {"max_steps": 16, "max_epochs": -1, "log_every_n_steps": 1}
-    kwargs |= {"options": options, "callbacks": [CommunicationMonitor()]}
-    model, fitted = fit("wagma", lambda: Adaptive("adam"), **kwargs)
+    given = {"options": options, "callbacks": [CommunicationMonitor()], "log_every_n_steps": 1}
+    model, fitted = fit("wagma", lambda: Adaptive("adam"), max_steps=16, max_epochs=-1, **given)
     return weights(model), float(fitted.callback_metrics["dsgd/sync_period"])
 
 
