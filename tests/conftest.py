@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
+import torch
 
 from tests.support.mpi import MPIJob
 
@@ -27,6 +28,11 @@ def pytest_configure(config: pytest.Config) -> None:
     for plugin, mark in PLUGINS.items():
         if not config.pluginmanager.has_plugin(plugin):
             config.addinivalue_line("markers", f"{mark}: nothing, as its plugin is not installed")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
+        pytest.skip("needs an accelerator")
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,6 @@ def test_algorithms_train_on_a_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_every_algorithm_trains_on_an_accelerator() -> None:
     """All ranks share one device; what is rounded may be rounded the other way there."""
     check(AcceleratorWorld(), NAMES, 3, to_the_bit=False)

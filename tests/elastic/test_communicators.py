@@ -130,7 +130,6 @@ def expected(members: tuple[int, ...]) -> list[float]:
 
 KILLED = {0: ("SIGKILL", "sum"), 3: ("SIGKILL", "connecting")}
 STOPPED = {4: ("SIGSTOP", "sum"), 0: ("SIGSTOP", "connecting")}
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize(
@@ -138,8 +137,8 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     [
         (KILLED, "cpu"),
         pytest.param(STOPPED, "cpu", marks=pytest.mark.exhaustive),
-        pytest.param(KILLED, "cuda:0", marks=(pytest.mark.gpu, on_gpu)),
-        pytest.param(STOPPED, "cuda:0", marks=(pytest.mark.gpu, on_gpu)),
+        pytest.param(KILLED, "cuda:0", marks=pytest.mark.gpu),
+        pytest.param(STOPPED, "cuda:0", marks=pytest.mark.gpu),
     ],
 )
 def test_the_others_go_on_with_sums_by_the_library(ends, kind, tmp_path):

@@ -85,7 +85,6 @@ def test_kernels_that_cannot_run_are_left_out_with_a_warning() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_form_is_measured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.zeros(1_000_000, device="cuda")
     choice, forms = Choice(), sparse.forms(x)

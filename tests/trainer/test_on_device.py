@@ -94,7 +94,6 @@ def train_on_accelerator(names: list[str]) -> list[tuple[Tensor, Tensor, set[str
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 def test_strategies_fit_on_an_accelerator() -> None:
     """All ranks share one device; what is rounded may be rounded the other way there."""
     for rows in FitWorld().run(2, train_on_accelerator, ["allreduce", "sgp", "oktopk", WAGMA]):

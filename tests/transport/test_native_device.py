@@ -202,9 +202,6 @@ def test_a_hung_device_ends_in_a_timeout_and_holds_up_no_lanes_end() -> None:
 
 
 # ---- NCCL itself ----
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
 def sum_for_ever(net: Any, x: Tensor) -> None:
     while True:
         net.all_reduce(x).wait()
@@ -244,14 +241,12 @@ def ranks() -> int:
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("backend", ["nccl", None, "cpu:gloo,cuda:nccl"])
 def test_nccl_sums_in_one_order(backend: str | None) -> None:
     NCCLWorld(backend=backend).run(ranks(), sum_on_gpus, None)
 
 
 @pytest.mark.gpu
-@on_gpu
 @pytest.mark.parametrize("ends", [sum_for_ever, exchange_for_ever])
 def test_a_lost_rank_ends_what_nccl_does(ends: Any) -> None:
     world = NCCLWorld(heartbeat_timeout_s=60.0)
@@ -260,24 +255,20 @@ def test_a_lost_rank_ends_what_nccl_does(ends: Any) -> None:
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_nccl_keeps_the_contract() -> None:
     NCCLWorld().run(3, test_staging_gpu.contract)
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_groups_sum_by_nccl() -> None:
     test_native.check_groups(NCCLWorld().run(4, test_native.in_groups))
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_nccl_makes_of_pairs_what_messages_make() -> None:
     test_pairs.check(*(w.run(4, test_pairs.train) for w in (AcceleratorWorld(), NCCLWorld())))
 
 
 @pytest.mark.gpu
-@on_gpu
 def test_every_algorithm_trains_by_nccl() -> None:
     check(NCCLWorld(), NAMES, 4, to_the_bit=False)

@@ -26,7 +26,6 @@ def contract(net: Any, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_contract_holds_on_an_accelerator(world_size: int) -> None:
     AcceleratorWorld().run(world_size, contract)
