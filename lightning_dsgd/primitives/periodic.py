@@ -26,8 +26,8 @@ there", makes a run repeat to the bit.  With DiLoCo's mixing = a the rule is the
 which drops 1 - a of what a rank has learned in the meantime.
 
 **Claimed batches.**  Ranks that claim their batches make different numbers of steps.  Then the
-first rank that is due calls the others (`called.py`).  With overlap_steps each rank counts its own
-steps.
+first rank that is due calls the others (`called.py`).  With overlap_steps, and in a replica of
+several parts, each rank counts its own steps: one could call in this part and another in that.
 
 **A growing period.**  With LocalSGD's growing_period=True the steps to the next average grow as the
 learning rate falls (`called.py`).
@@ -170,7 +170,7 @@ class PeriodicAverage(Algorithm):
             self.outer = OuterOptimizer(*rates, nesterov=self.outer_nesterov)
         self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
         self.background = _Background(net, self._change) if self.overlap_steps else None
-        has_calls = conditions.claims_batches and self.background is None
+        has_calls = conditions.claims_batches and conditions.is_whole and self.background is None
         self.calls = CalledRounds(net.sub("calls")) if has_calls else None
         outer_optimizer.warn_of_rates(net, self, "sync_period", nesterov=self.outer_nesterov)
 

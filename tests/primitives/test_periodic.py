@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import warnings
 from collections.abc import Callable
@@ -113,6 +114,21 @@ def test_a_slow_rank_that_claims_holds_up_for_a_step(spec: str, is_called: bool)
     assert sum(num_own) == 56
     assert (max(seconds) < 24) == is_called
     assert (num_own[3] < 12) == is_called
+
+
+def step_two_parts(net: Any, seed: int) -> None:
+    chance = random.Random(f"{seed}/{net.rank}")
+    conditions = replace(STEPPED, claims_batches=True, is_whole=False)
+    parts = [Rank(net.sub(p), LocalSGD(sync_period=4), torch.zeros(3), conditions) for p in "ab"]
+    for step in range(48):
+        parts[0].step(seconds=chance.uniform(0.5, 2.0))
+        if step % 3 == 0:
+            parts[1].step()
+
+
+def test_nobody_waits_in_a_round_of_this_part_for_one_in_a_round_of_that() -> None:
+    for seed in range(5):
+        SimulatedWorld(3, latency_s=0.01).run(step_two_parts, seed)
 
 
 # ---- a growing period ----
