@@ -28,7 +28,7 @@ from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
 from tests.support.thorough import cases
 from tests.support.worlds import AcceleratorWorld, FakeWorld, NCCLWorld
-from tests.transport import test_native, test_pairs, test_staging_gpu
+from tests.transport import test_native, test_pairs
 from tests.transport.contract.test_in_order import run_in_order
 from tests.transport.test_staging import hung
 
@@ -255,11 +255,6 @@ def test_a_lost_rank_ends_what_nccl_does(ends: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_nccl_keeps_the_contract() -> None:
-    NCCLWorld().run(3, test_staging_gpu.contract)
-
-
-@pytest.mark.gpu
 def test_groups_sum_by_nccl() -> None:
     test_native.check_groups(NCCLWorld().run(4, test_native.in_groups))
 
@@ -267,8 +262,3 @@ def test_groups_sum_by_nccl() -> None:
 @pytest.mark.gpu
 def test_nccl_makes_of_pairs_what_messages_make() -> None:
     test_pairs.check(*(w.run(4, test_pairs.train) for w in (AcceleratorWorld(), NCCLWorld())))
-
-
-@pytest.mark.gpu
-def test_every_algorithm_trains_by_nccl() -> None:
-    check(NCCLWorld(), NAMES, 4, to_the_bit=False)

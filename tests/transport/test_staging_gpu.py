@@ -15,7 +15,7 @@ import torch
 
 from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, OnDevice
-from tests.support.worlds import AcceleratorWorld, FakeWorld
+from tests.support.worlds import AcceleratorWorld, FakeWorld, NCCLWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
 
 ROOT = Path(__file__).parents[2]
@@ -26,9 +26,9 @@ def contract(net: Any, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_contract_holds_on_an_accelerator(world_size: int) -> None:
-    AcceleratorWorld().run(world_size, contract)
+@pytest.mark.parametrize("world", [AcceleratorWorld(), NCCLWorld()])
+def test_the_contract_holds_on_an_accelerator(world: ProcessWorld) -> None:
+    world.run(3, contract)
 
 
 def gpu_command() -> Any:
