@@ -37,9 +37,10 @@ a period's steps calls all to an average, and each takes part after the step in 
   to what was published before.  They add up to zero, and are added to x afterwards.
 - Lanes do not fall behind for ever: in its first step after an average a rank waits for the sum of
   its first step after the average before.
-- Nobody waits for ever: a lane waits for no training thread longer than its grace, so all sums end,
-  also while ranks wait for an average, stand still, or are alone in a group.  Averages of several
-  tensors are refused, as ranks could wait crosswise; so are steps that several ranks make together.
+- Nobody waits for ever: a lane waits for no training thread longer than its grace, and for none
+  that stands still, so all sums end, also while ranks wait for an average or are alone in a group.
+  Averages of several tensors are refused, as ranks could wait crosswise; so are steps that several
+  ranks make together.
 
 Also not in the paper: `group_period`.  The sums are those of steps g, 2g, 3g, ...; the tau / g-th
 of them is the global one.  In the steps between, a rank neither sends nor waits.
@@ -366,6 +367,7 @@ class WAGMA(Algorithm):
         if self.node is not None:
             self._make_steps_of_the_node(x, self.node)
         if self.called is not None:
+            self.engine.stand_still()  # before averages in which others go on
             self.called.settle(x)
         version = self.engine.settle()
         if self.node is not None:

@@ -14,9 +14,9 @@ wait for a lost rank ends as every wait on a network does.
     H <- max(first, first (lr_max / (2 lr))^2), at most 32 first
 
 the quadratic synchronisation rule (Gu et al., 2023, https://arxiv.org/abs/2310.14423).  Legend: lr
-the largest rate of the optimizer at the average, lr_max the highest so far.  Rates differ where
-ranks claim their batches.  So each rank that steps sends its H, and all go on with the mean of
-these, the same number on every rank.
+the largest rate of the optimizer at the average, lr_max the highest at an average so far.  Rates
+differ where ranks claim their batches.  So each rank that steps sends its H, and all go on with the
+mean of these, the same number on every rank.
 """
 
 from __future__ import annotations

@@ -221,9 +221,13 @@ class WaitAvoiding:
         if wait_for >= 0:
             self._answer()
 
+    def stand_still(self) -> None:
+        """Has the lane serve all that is activated at once, as this rank arrives no more."""
+        self._tell(_SETTLE)
+
     def settle(self) -> int:
         """Serves the others until no rank arrives any more; returns all ranks' next version."""
-        self._tell(_SETTLE)
+        self.stand_still()
         [last] = largest(self._home, self._newest_arrival)  # known once all ranks are here
         self._tell(_FINISH, last)
         self._answer()

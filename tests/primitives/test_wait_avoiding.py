@@ -362,6 +362,18 @@ def fall_behind(net: Any) -> int:
     return max(behind)
 
 
+def finish_beside(net: Any) -> float:
+    rank = Rank(net, WAGMA(overlap=True, growing_period=True), torch.zeros(4))
+    for _ in range(40 * (net.rank < 3)):
+        rank.step(seconds=0.1)
+    rank.finish()
+    return float(net.now())
+
+
+def test_called_averages_do_not_wait_for_a_rank_without_batches() -> None:
+    assert max(SimulatedWorld(4, latency_s=1e-3).run(finish_beside)) < 4.5
+
+
 def test_between_called_averages_sums_fall_behind_by_two_periods_at_most() -> None:
     assert max(SimulatedWorld(4, bandwidth_bytes_s=500).run(fall_behind)) <= 2 * 4
 
