@@ -1,4 +1,4 @@
-"""All that is to be tested and measured on a GPU, in one command of at most 8 minutes.
+"""All that is to be tested and measured on a GPU, in one command of about 8 minutes.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --parts staging tests --limit-s 120 --output build/again.json
@@ -49,7 +49,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ from lightning_dsgd.transport.works import Done
 from tests.support import fake_device
 from tests.support.worlds import AcceleratorWorld, FakeWorld, NCCLWorld, ProcessWorld
 
-Parts = dict[str, Iterator[dict[str, Any]]]
+Parts = dict[str, Generator[dict[str, Any]]]
 LIMIT_S = 480.0
 PART_S = 75.0
 """After how long the next part begins."""
@@ -193,7 +193,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 7) 
     return statistics.median(times[1:])
 
 
-def selection(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def selection(device: torch.device, sizes: tuple[int, ...]) -> Generator[dict[str, Any]]:
     """16 n bytes are read and written at the least, 8 n by a copy."""
     for n in sizes:
         r, g = (torch.randn(n, device=device) for _ in range(2))
@@ -235,7 +235,7 @@ def land(port: Port, payload: Tensor, pinned: Pinned) -> Tensor:
     return landing.take()
 
 
-def staging(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def staging(device: torch.device, sizes: tuple[int, ...]) -> Generator[dict[str, Any]]:
     """Gigabytes a second of a message of so many bytes, in both directions."""
     port, stage, chunks = port_of(device), stager(), Pinned()
     header = HEADER.pack(0, 0, 0, 0, 0)
@@ -255,7 +255,7 @@ def staging(device: torch.device, sizes: tuple[int, ...]) -> Iterator[dict[str, 
     stage.close()
 
 
-def stream(device: torch.device, nbytes: int, side: int, steps: int) -> Iterator[dict[str, Any]]:
+def stream(device: torch.device, nbytes: int, side: int, steps: int) -> Generator[dict[str, Any]]:
     """A step's seconds on the stream that trains, alone and beside a lane."""
     port, stage, chunks = port_of(device), stager(), Pinned()
     header = HEADER.pack(0, 0, 0, 0, 0)
@@ -313,7 +313,7 @@ def stream(device: torch.device, nbytes: int, side: int, steps: int) -> Iterator
     }
 
 
-def step_time(device: torch.device, width: int, blocks: int) -> Iterator[dict[str, Any]]:
+def step_time(device: torch.device, width: int, blocks: int) -> Generator[dict[str, Any]]:
     """Milliseconds of a step, in blocks of five that take turns: plain, and in `decentralized`."""
     torch.manual_seed(0)
     layers = [m for _ in range(4) for m in (nn.Linear(width, width), nn.ReLU())]
@@ -374,7 +374,7 @@ def fit(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def fits(kind: str, specs: Sequence[str], epochs: int) -> Iterator[dict[str, Any]]:
+def fits(kind: str, specs: Sequence[str], epochs: int) -> Generator[dict[str, Any]]:
     """One row for each strategy."""
     job = Job(f"{__file__}:fit", {"device": kind, "epochs": epochs}, RANKS, cell_timeout_s=60.0)
     for row in rows_of(job, [{"strategy": spec} for spec in specs]):
@@ -389,7 +389,7 @@ def fits(kind: str, specs: Sequence[str], epochs: int) -> Iterator[dict[str, Any
 
 def throughput(
     kind: str, specs: Sequence[str], params: int, steps: int
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any]]:
     """Steps a second where one rank's kernels take 0.3 s; on the CPU its host sleeps so long."""
     settings = {
         "world_size": RANKS, "compute_s": 0.02, "delay_s": 0.3, "delayed_ranks": 1, "steps": steps,
@@ -419,7 +419,7 @@ def rows_of(job: Job, cells: Sequence[Cell]) -> Iterator[Cell]:
         cells = cells[num_done:]
 
 
-def launched(folder: Path) -> Iterator[dict[str, Any]]:
+def launched(folder: Path) -> Generator[dict[str, Any]]:
     """What a job prints at its end, however it is started."""
     for launcher, (world_size, command) in LAUNCHERS.items():
         row: dict[str, Any] = {"launcher": launcher, "ranks": world_size}
@@ -444,7 +444,7 @@ def launched(folder: Path) -> Iterator[dict[str, Any]]:
 
 def slow_kernels(
     specs: Sequence[str], run_s: float, worlds: dict[str, ProcessWorld]
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any]]:
     """The steps of the ranks beside the one whose kernels are slow."""
     for name, world in worlds.items():
         for spec in specs:
@@ -502,6 +502,7 @@ def add(
                 print(f"{name}: {row}", flush=True)
                 if time.monotonic() - begin > part_s:
                     found[name].append({"stopped_after_s": part_s})
+                    rows.close()  # its ranks end, beside which the next part would run
                     break
         except Exception as error:  # the other parts follow
             traceback.print_exc()
@@ -547,8 +548,6 @@ def main() -> None:
         save({**made, **ran, **found}, output)
 
     made = {**provenance(), "device": name, **accelerators.seen()}
-    write()
-    print(f"writing: {output}", flush=True)
     tests = {"tests": {}, "sanitizer": {"TORCH_CUDA_SANITIZER": "1"}}
     with tempfile.TemporaryDirectory() as scripts:
         parts = parts_of(device, kind, Path(scripts), small=args.rehearse)
@@ -556,6 +555,8 @@ def main() -> None:
         if unknown := chosen - {*parts, *tests}:
             parser.error(f"parts must be some of {', '.join([*parts, *tests])}, got {unknown}")
         parts = {part: rows for part, rows in parts.items() if part in chosen}
+        write()
+        print(f"writing: {output}", flush=True)
         add(found["measured"], write, parts, math.inf if args.rehearse else PART_S)
     tests = {part: given for part, given in tests.items() if part in chosen}
     if args.rehearse:

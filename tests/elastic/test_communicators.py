@@ -138,7 +138,6 @@ STOPPED = {4: ("SIGSTOP", "sum"), 0: ("SIGSTOP", "connecting")}
         (KILLED, "cpu"),
         pytest.param(STOPPED, "cpu", marks=pytest.mark.exhaustive),
         pytest.param(KILLED, "cuda:0", marks=pytest.mark.gpu),
-        pytest.param(STOPPED, "cuda:0", marks=pytest.mark.gpu),
     ],
 )
 def test_the_others_go_on_with_sums_by_the_library(ends, kind, tmp_path):

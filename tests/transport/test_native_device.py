@@ -235,22 +235,17 @@ def sum_on_gpus(net: Any, device: torch.device, ends: Callable[..., None] | None
             ends(net, x)
 
 
-def ranks() -> int:
-    """How many there are in a world: several share a GPU, if there are fewer."""
-    return max(4, torch.cuda.device_count())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["nccl", None, "cpu:gloo,cuda:nccl"])
 def test_nccl_sums_in_one_order(backend: str | None) -> None:
-    NCCLWorld(backend=backend).run(ranks(), sum_on_gpus, None)
+    NCCLWorld(backend=backend).run(4, sum_on_gpus, None)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ends", [sum_for_ever, exchange_for_ever])
 def test_a_lost_rank_ends_what_nccl_does(ends: Any) -> None:
     world = NCCLWorld(heartbeat_timeout_s=60.0)
-    for rank, outcome in enumerate(world.outcomes(ranks(), sum_on_gpus, ends, limit_s=60.0)):
+    for rank, outcome in enumerate(world.outcomes(4, sum_on_gpus, ends, limit_s=60.0)):
         assert outcome.error == ("died" if rank == 1 else ""), rank
 
 
