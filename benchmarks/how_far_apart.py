@@ -24,10 +24,11 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import average, num_active
@@ -35,6 +36,7 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.popsgd import PopSGD
+from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.hyperparameters import one_of, setting
 from lightning_dsgd.lab.bench import target_cell
@@ -89,6 +91,7 @@ MORE: Final = [
     "wagma_clocked:overlap=true:every=8",
     *("popsgd", "popsgd_clocked:every=4:follows=rate"),
     *("hpsgd", "hpsgd_clocked:every=4:follows=rate"),
+    *("sgp", "sgp_clocked:every=4:follows=rate"),
 ]
 
 
@@ -218,18 +221,46 @@ class ClockedHPSGD(Calling, HPSGD):
     name: ClassVar[str] = "hpsgd_clocked"
 
 
-TRIED: Final = {c.name: c for c in (ClockedWAGMA, ClockedPopSGD, ClockedHPSGD)}
+@dataclass
+class ClockedSGP(Calling, SGP):
+    """SGP with such averages, of the biased weights and of their sum.
+
+    A rank waits for its peers' pushes, and so for the same steps of all: it has the same batches as
+    all others, and takes part at the same one of its own steps.
+    """
+
+    name: ClassVar[str] = "sgp_clocked"
+
+    def after_update(self, x: Tensor) -> None:
+        super(Calling, self).after_update(x)
+        if self.rounds.decide(self.num_own, self):
+            self.take_part(x, active=True)
+        self.num_own += 1
+
+    def take_part(self, x: Tensor, *, active: bool) -> bool:
+        x *= self.w
+        takes_part = super().take_part(x, active=active)
+        if takes_part:
+            share = torch.tensor([self.w], dtype=torch.float64)
+            average(self.together, share)
+            self.w = float(share)
+        x /= self.w
+        return takes_part
+
+
+TRIED: Final = {c.name: c for c in (ClockedWAGMA, ClockedPopSGD, ClockedHPSGD, ClockedSGP)}
 """What the package does not have."""
 ALGORITHMS.update(TRIED)
 
 
 def train(cells: Sequence[Cell]) -> Iterator[Cell]:
-    """Trains each cell; only `allreduce` gets as many batches for every rank."""
+    """Trains each cell; `allreduce` and `sgp` get as many batches for every rank."""
     for cell in cells:
         situation, trial = WAYS[cell["situation"]], TRIALS[cell["task"]]
         settings = {"steps": trial.steps, "epoch_steps": 30, "validation_s": 1.0}
         if cell["strategy"] != BASELINE:
-            cell = cell | {"data": "claimed", "strategy": cell["strategy"] + trial.options}
+            data = "equal" if cell["strategy"].startswith("sgp") else "claimed"
+            cell = cell | {"data": data, "strategy": cell["strategy"] + trial.options}
         training = Training(TASKS[cell["task"]], situation, cell, settings)
         members = [a for a in training.algorithms if isinstance(a, Clocked)]
         rounds = Rounds(members)
@@ -267,11 +298,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--task", choices=TRIALS, default="digits")
     parser.add_argument("--strategies", nargs="+", default=SPECS)
+    parser.add_argument(
+        "--lrs",
+        type=float,
+        nargs="+",
+        help="rates; two seeds that are not reported choose one",
+    )
     parser.add_argument("--more", action="store_true", help="all that was tried on digits")
     parser.add_argument("--seeds", type=int, help="how many are reported, if not all of the task")
     parser.add_argument("--output", type=Path, default=Path("how_far_apart.json"))
     args = parser.parse_args()
     trial, up = TRIALS[args.task], TASKS[args.task].higher_is_better
+    if args.lrs:
+        trial = replace(trial, lrs=tuple(args.lrs), tuning_seeds=(1000, 1001))
     specs = args.strategies + MORE * args.more
     identity = json.dumps([asdict(trial), [asdict(way) for way in WAYS.values()]])
 
