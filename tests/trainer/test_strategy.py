@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
-from lightning_dsgd import CommunicationMonitor
+import lightning_dsgd
 from tests.support.fits import (
     NAMES,
     Adversaries,
@@ -146,8 +146,9 @@ def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
 
 def fit_growing() -> tuple[Tensor, float]:
     options = {"overlap": True, "growing_period": True, "sync_period": 2}
-    given = {"options": options, "callbacks": [CommunicationMonitor()], "log_every_n_steps": 1}
-    model, fitted = fit("wagma", lambda: Adaptive("adam"), max_steps=16, max_epochs=-1, **given)
+    given = {"options": options, "callbacks": [lightning_dsgd.CommunicationMonitor()]}
+    ends = {"max_steps": 16, "max_epochs": -1, "log_every_n_steps": 1}
+    model, fitted = fit("wagma", lambda: Adaptive("adam"), **ends, **given)
     return weights(model), float(fitted.callback_metrics["dsgd/sync_period"])
 
 
