@@ -53,6 +53,8 @@ STRATEGIES = [
     "diloco:sync_period=100",
     "diloco:sync_period=100@muon",
     "diloco:sync_period=300@muon",
+    "diloco:sync_period=500@muon",
+    "diloco:sync_period=500",
 ]
 LRS = [0.003, 0.006]
 
