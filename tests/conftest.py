@@ -31,8 +31,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
+    needs = [mark.args for mark in item.iter_markers("gpu")]
+    if needs and not torch.accelerator.is_available():
         pytest.skip("needs an accelerator")
+    if ("cuda",) in needs and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session")

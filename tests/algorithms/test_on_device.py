@@ -27,7 +27,7 @@ from tests.algorithms.table import LR, TABLE, start_at, target
 from tests.support.fake_device import FakeDevice, _where
 from tests.support.rank import Rank
 from tests.support.thorough import cases
-from tests.support.worlds import AcceleratorWorld, FakeWorld, NCCLWorld, ProcessWorld
+from tests.support.worlds import ON_ACCELERATORS, FakeWorld, ProcessWorld
 
 STEPS = 6
 NAMES = [name for name in ALGORITHMS if name in TABLE] + ["eager_solo"]
@@ -80,7 +80,7 @@ def test_algorithms_train_on_a_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world", [AcceleratorWorld(), NCCLWorld()])
+@pytest.mark.parametrize("world", ON_ACCELERATORS)
 def test_every_algorithm_trains_on_an_accelerator(world: ProcessWorld) -> None:
     """All ranks share one device; what is rounded may be rounded the other way there."""
     check(world, NAMES, 4, to_the_bit=False)

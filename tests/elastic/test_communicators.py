@@ -135,7 +135,7 @@ STOPPED = {4: ("SIGSTOP", "sum"), 0: ("SIGSTOP", "connecting")}
     [
         (KILLED, "cpu"),
         pytest.param(STOPPED, "cpu", marks=pytest.mark.exhaustive),
-        pytest.param(KILLED, "cuda:0", marks=pytest.mark.gpu),
+        pytest.param(KILLED, "cuda:0", marks=pytest.mark.gpu("cuda")),
     ],
 )
 def test_the_others_go_on_with_sums_by_the_library(ends, kind, tmp_path):

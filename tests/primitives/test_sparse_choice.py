@@ -84,7 +84,7 @@ def test_kernels_that_cannot_run_are_left_out_with_a_warning() -> None:
         Choice().among({"torch": fail, "triton": fail}, torch.zeros(10))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("cuda")
 def test_a_form_is_measured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.zeros(1_000_000, device="cuda")
     choice, forms = Choice(), sparse.forms(x)

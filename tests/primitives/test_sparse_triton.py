@@ -23,6 +23,6 @@ def test_the_kernels_equal_plain_torch_in_tritons_interpreter() -> None:
     run_oracle("cpu", TRITON_INTERPRET="1")
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("cuda")
 def test_the_kernels_equal_plain_torch_on_a_gpu() -> None:
     run_oracle("cuda")

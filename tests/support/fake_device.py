@@ -25,7 +25,6 @@ skips the test where torch is too old to take a device whose code is Python.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import queue
 import random
@@ -194,7 +193,10 @@ class FakeDevice:
     def __init__(self, seed: int = 0, longest_pause_s: float = 2e-3, index: int = 0) -> None:
         self.device = torch.device("fake", index)
         self.lock = threading.RLock()
-        self.sanitizer = sanitizer().EventHandler()
+        from torch.cuda import _sanitizer  # tells Python of all that torch does on a GPU from now
+
+        _sanitizer.traceback = _NoTraces  # it takes the stack of every access: most of its time
+        self.sanitizer = _sanitizer.EventHandler()
         self.races: list[str] = []
         self.failures: list[BaseException] = []
         self.syncs: list[tuple[str, str, str]] = []
@@ -530,18 +532,12 @@ def parameters_allowed() -> Any:
     return mock.patch.object(flat, "check_parameters", return_value=None)
 
 
-def sanitizer() -> Any:
-    """CUDA's sanitizer: from its import on, all that torch does on a GPU is told to Python too."""
-    return importlib.import_module("torch.cuda._sanitizer")
-
-
 _installed: list[FakeDevice] = []
 
 
 def install(seed: int = 0, longest_pause_s: float = 2e-3, index: int = 0) -> FakeDevice:
     """Makes torch and the package know a new device, in this process."""
     _tell_torch()
-    sanitizer().traceback = _NoTraces  # it takes the stack of every access: most of its time
     fake = FakeDevice(seed, longest_pause_s, index)
     _installed.append(fake)
     devices.add_port("fake", lambda _: fake)

@@ -259,6 +259,9 @@ class NCCLWorld(AcceleratorWorld):
         return net
 
 
+ON_ACCELERATORS = [AcceleratorWorld(), pytest.param(NCCLWorld(), marks=pytest.mark.gpu("cuda"))]
+
+
 @dataclass
 class FitWorld(ProcessWorld):
     """P processes that a Trainer takes for those of torchrun: `Trainer(devices=P, ...)`."""

@@ -6,8 +6,6 @@ calls it.  As NCCL does, it mixes sums up unless all ranks call it in one order.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from tests.algorithms import test_slow_kernels
 from tests.algorithms.test_on_device import NAMES, check
 from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeEvent, OnDevice
+from tests.support.killed import kill_after
 from tests.support.thorough import cases
 from tests.support.worlds import AcceleratorWorld, FakeWorld, NCCLWorld
 from tests.transport import test_native, test_pairs
@@ -230,18 +229,18 @@ def sum_on_gpus(net: Any, device: torch.device, ends: Callable[..., None] | None
         assert float(total[-1]) == net.world_size, dtype
     if ends is not None:
         if net.rank == 1:
-            threading.Timer(0.5, os.kill, [os.getpid(), 9]).start()
+            kill_after(0.5)
         with pytest.raises(PeerLost, match="rank 1"):
             ends(net, x)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("cuda")
 @pytest.mark.parametrize("backend", ["nccl", None, "cpu:gloo,cuda:nccl"])
 def test_nccl_sums_in_one_order(backend: str | None) -> None:
     NCCLWorld(backend=backend).run(4, sum_on_gpus, None)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("cuda")
 @pytest.mark.parametrize("ends", [sum_for_ever, exchange_for_ever])
 def test_a_lost_rank_ends_what_nccl_does(ends: Any) -> None:
     world = NCCLWorld(heartbeat_timeout_s=60.0)
@@ -249,11 +248,11 @@ def test_a_lost_rank_ends_what_nccl_does(ends: Any) -> None:
         assert outcome.error == ("died" if rank == 1 else ""), rank
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("cuda")
 def test_groups_sum_by_nccl() -> None:
     test_native.check_groups(NCCLWorld().run(4, test_native.in_groups))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu("cuda")
 def test_nccl_makes_of_pairs_what_messages_make() -> None:
     test_pairs.check(*(w.run(4, test_pairs.train) for w in (AcceleratorWorld(), NCCLWorld())))

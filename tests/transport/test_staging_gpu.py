@@ -15,7 +15,7 @@ import torch
 
 from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, OnDevice
-from tests.support.worlds import AcceleratorWorld, FakeWorld, NCCLWorld, ProcessWorld
+from tests.support.worlds import ON_ACCELERATORS, FakeWorld, ProcessWorld
 from tests.transport.contract.test_in_order import run_in_order
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def contract(net: Any, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world", [AcceleratorWorld(), NCCLWorld()])
+@pytest.mark.parametrize("world", ON_ACCELERATORS)
 def test_the_contract_holds_on_an_accelerator(world: ProcessWorld) -> None:
     world.run(3, contract)
 
