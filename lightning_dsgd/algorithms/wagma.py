@@ -206,8 +206,9 @@ class WAGMA(Algorithm):
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
-        self._check_growing()
-        if self.period % self.group_period and not self.growing_period:
+        if self.growing_period:
+            self._check_growing()
+        elif self.period % self.group_period:
             num_averages = max(1, round(self.period / self.group_period))
             raise ValueError(
                 "sync_period must be a multiple of group_period, got "
@@ -230,13 +231,13 @@ class WAGMA(Algorithm):
         """Refuses what could wait for a rank that is behind, or needs global sums in the groups."""
         needed: dict[str, Any] = {"overlap": True, "wait_avoiding": True}
         needed |= {"wire_dtype": "float32", "hierarchical": False}
-        for name, value in needed.items() if self.growing_period else ():
+        for name, value in needed.items():
             if (got := getattr(self, name)) != value:
                 raise ValueError(
                     f"growing_period needs {name}={value!r}, got {name}={got!r}; set "
                     f"{name}={value!r}, or leave growing_period out"
                 )
-        if self.growing_period and self.grace_s == math.inf:
+        if self.grace_s == math.inf:
             raise ValueError(
                 "growing_period needs a grace_s that ends, got grace_s=inf; leave grace_s out"
             )
