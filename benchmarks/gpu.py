@@ -105,7 +105,6 @@ TESTS = (
     "tests/trainer/test_on_device.py",
     "tests/elastic/test_communicators.py",
 )
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 TRAIN = """
 import lightning as L, lightning_dsgd as dsgd
 from tests.support.fits import Seeded
@@ -121,7 +120,7 @@ print("rank", trainer.global_rank, "of", trainer.world_size, "on", trainer.strat
 """
 LAUNCHERS = {
     "python": (1, [sys.executable]),
-    "torchrun": (2, [*TORCHRUN, "--nproc-per-node", "2"]),
+    "torchrun": (2, [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]),
     "mpiexec": (2, ["mpiexec", "-n", "2", sys.executable]),
 }
 """For each, how many ranks it starts, and what stands before the script."""
@@ -171,13 +170,14 @@ def run_tests(
         late.cancel(), too_late.cancel()
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode == -signal.SIGKILL:
-        last = lines[-1] if lines else "imports"
-        found["said"] = [f"out of time after {limit_s:.0f} s, in: {last}"]
-    elif found["passed"]:
+    errors = [line for line in lines if "Error" in line][-20:] or lines[-5:]
+    if found["passed"]:
         found["said"] = lines[-1:]
+    elif time.monotonic() - begin >= limit_s:
+        last = next((line for line in reversed(lines) if line.startswith("tests/")), "imports")
+        found["said"] = [f"out of time after {limit_s:.0f} s, in: {last}", *errors]
     else:
-        found["said"] = [line for line in lines if "Error" in line][-20:] or lines[-5:]
+        found["said"] = errors
     write()
 
 
@@ -548,7 +548,9 @@ def main() -> None:
         save({**made, **ran, **found}, output)
 
     made = {**provenance(), "device": name, **accelerators.seen()}
-    tests = {"tests": {}, "sanitizer": {"TORCH_CUDA_SANITIZER": "1"}}
+    tests: dict[str, dict[str, str]] = {"tests": {}}
+    if not args.rehearse:
+        tests["sanitizer"] = {"TORCH_CUDA_SANITIZER": "1"}
     with tempfile.TemporaryDirectory() as scripts:
         parts = parts_of(device, kind, Path(scripts), small=args.rehearse)
         chosen = set(args.parts or {*parts, *tests})
@@ -559,8 +561,6 @@ def main() -> None:
         print(f"writing: {output}", flush=True)
         add(found["measured"], write, parts, math.inf if args.rehearse else PART_S)
     tests = {part: given for part, given in tests.items() if part in chosen}
-    if args.rehearse:
-        tests.pop("sanitizer", None)
     for num_left, (part, given) in zip(range(len(tests), 0, -1), tests.items(), strict=True):
         left = limit_s - (time.monotonic() - began)  # tests take the rest
         found[part] = {"passed": False, "said": ["out of time"]}

@@ -91,7 +91,6 @@ MORE: Final = [
     "wagma_clocked:overlap=true:every=8",
     *("popsgd", "popsgd_clocked:every=4:follows=rate"),
     *("hpsgd", "hpsgd_clocked:every=4:follows=rate"),
-    *("sgp", "sgp_clocked:every=4:follows=rate"),
 ]
 
 
