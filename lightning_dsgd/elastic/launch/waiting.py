@@ -145,13 +145,17 @@ def _become(asked: dict[str, Any], words: list[str]) -> None:
 
 
 def _forget_the_others(rank: int) -> None:
-    """Does again what an import does for a process of its own: its rank, and its own chance."""
+    """Does again what an import does for a process of its own: its rank, and random states."""
     lightning: Any = sys.modules.get("lightning_utilities.core.rank_zero")
     if lightning is not None and hasattr(lightning.rank_zero_only, "rank"):
         lightning.rank_zero_only.rank = rank
-    random: Any = sys.modules.get("numpy.random")
-    if random is not None:
-        random.seed()  # that of `random` begins anew in a child by itself
+    # The generator of Python's `random` begins anew in a child by itself; these two do not.
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
 
 
 def _run(script: str) -> None:

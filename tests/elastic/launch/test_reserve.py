@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +39,17 @@ def tell(number: int = 0):
         "variables": {k: v for k, v in sorted(os.environ.items()) if k != "MASTER_PORT"},
     }, indent=1).replace("/" + sys.argv[2], ""))
 
+def draw():
+    import numpy, random
+    drawn = {
+        "random": random.random(), "numpy": float(numpy.random.rand()),
+        "seed": torch.initial_seed(), "mask": torch.nn.Dropout()(torch.ones(64)).tolist(),
+        "order": torch.randperm(64).tolist(),
+    }
+    with open(f"{sys.argv[1]}/drawn_{os.environ['RANK']}", "w") as file: json.dump(drawn, file)
+
 tell()
+draw()
 if sys.argv[2] == "reserve": assert had
 rank = int(os.environ["RANK"])
 if rank == 0: raise ValueError("no")
@@ -54,11 +66,19 @@ def facts(folder: Path, *options: str) -> list[str]:
         assert job.end() == 1
     ends = [line for line in job.said("stderr").splitlines() if " ended with " in line]
     logs = [job.said(f"logs/rank_{rank}.0.log") for rank in range(3)]
+    check_chance([json.loads(job.said(f"drawn_{rank}")) for rank in range(3)])
     texts = [text.replace(str(folder), "") for text in [*sorted(ends), *logs]]
     return [text.replace(f'"{folder.name}"', '"argument"') for text in texts]
 
 
+def check_chance(drawn: list[dict[str, Any]]) -> None:
+    """Ranks with one order of samples, or one dropout mask, would train alike without an error."""
+    for name in drawn[0]:
+        assert len({json.dumps(each[name]) for each in drawn}) == len(drawn), name
+
+
 def test_a_rank_finds_and_leaves_what_one_in_a_new_interpreter_does(tmp_path):
+    """Each rank also has a chance of its own: see `check_chance`."""
     new, forked = facts(tmp_path / "new", "--imports", ""), facts(tmp_path / "reserve", *DEFAULT)
     assert len(new) == len(forked) == 6
     for text, same in zip(new, forked, strict=True):
