@@ -31,7 +31,6 @@ COMMANDS: Final = {
     "timeline": "draw where a run's time went (`lightning-dsgd timeline --help`)",
     "launch": "start a script's ranks, and look after them (`lightning-dsgd launch --help`)",
     "chaos": "lose, stop and cut off ranks by a seed (`lightning-dsgd chaos --help`)",
-    "completion": "the script by which bash or zsh completes this command line",
 }
 
 

@@ -30,7 +30,6 @@ COMMANDS: Final = {
     "timeline": "lab.drawing.command",
     "launch": "elastic.launch.command",
     "chaos": "elastic.chaos.command",
-    "completion": "lab.completion",
 }
 """The commands of `lightning-dsgd` that a wing carries out, and the module whose `main` does."""
 ALGORITHMS: Final = {"adaptive": "lab.adaptive"}
