@@ -92,10 +92,10 @@ def read(folder: Path) -> Times:
             f'{about.get("strategy")!r}; record a short run with strategy="ddp" and StepTrace, or '
             "draw this one with `lightning-dsgd timeline`"
         )
-    if about["strategy"] == SHARDED and about["clock"] == "device":
+    if about.get("strategy") == SHARDED and about.get("clock") == "device":
         raise ValueError(
             f"the trace in {folder} must be of DDP, or of fully_shard on CPUs, got fully_shard on "
-            f"{about['device']}, where ranks wait in gathers that are not timed; draw it with "
+            f"{about.get('device')}, where ranks wait in gathers that are not timed; draw it with "
             "`lightning-dsgd timeline`"
         )
     absent = missing_ranks(traces)

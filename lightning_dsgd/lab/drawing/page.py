@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -23,9 +24,10 @@ def html(runs: Sequence[Run]) -> str:
     }
     page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     title = " | ".join(run.name for run in runs)
-    # "</script>" in a name must not end the script.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
-    return page.replace("TITLE", escape(title)).replace("/*DATA*/null", text)
+    # A name in the data must neither end the script nor begin a comment in it.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    filled = {"TITLE": escape(title), "/*DATA*/null": text}
+    return re.sub(r"TITLE|/\*DATA\*/null", lambda place: filled[place[0]], page)
 
 
 def _run(run: Run) -> dict[str, Any]:

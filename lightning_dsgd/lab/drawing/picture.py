@@ -91,13 +91,19 @@ def load(
         drawn = _moved(_cut(drawn, *seconds), -seconds[0])
         begin_s += seconds[0]
     decisions = tuple((at_s - begin_s, text) for at_s, text in traces[0].decisions)
-    notes += [f"at {at_s:.1f} s {text.split(': ')[1]}" for at_s, text in decisions]
+    notes += [f"at {at_s:.1f} s {_choice(text)}" for at_s, text in decisions]
     absent = missing_ranks(traces)
     if absent:
         notes.append(f"no files of ranks {', '.join(map(str, absent))}")
     if any(trace.about.get("waits") == "not seen" for trace in traces):
         notes.append("waits were not recorded")
     return Run(_name(traces[0]), drawn, ", ".join(notes), decisions)
+
+
+def _choice(decision: str) -> str:
+    """Returns what a decision was, without its step and its reason."""
+    words = decision.split(": ")
+    return words[1] if len(words) > 1 else decision
 
 
 def _name(trace: Trace) -> str:

@@ -1,4 +1,9 @@
-"""Reads what `recorder` has written: all files of a folder, on one clock."""
+"""Reads what `recorder` has written: all files of a folder, on one clock.
+
+A file may come from anywhere, so whatever is drawn or counted is checked here: the numbers of a
+step are numbers, the first line's words are words.  What is wrong is a `ValueError` that names the
+file and the line.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from lightning_dsgd.lab.timeline.recorder import FORMAT
 
@@ -17,6 +22,17 @@ _SPANS: Final = (
     *("fetch", "evaluate", "exchange", "wait", "serve"),
     *("load", "forward", "backward", "optimizer", "gc"),
 )
+_WHO: Final = ("wait", "serve")
+"""The kinds whose spans name a rank."""
+_SUMS: Final = ("sum", "gather")
+"""The kinds whose spans have their bytes and their step."""
+_MOST: Final = 10**15
+"""The largest figure of a step: microseconds of 30 years."""
+_MOST_RANKS: Final = 10**6
+_WORDS: Final = ("run", "strategy", "waits", "sums", "clock", "device", "host")
+"""What the first line says in words, if it says it."""
+_FIGURES: Final = ("began_unix_s", "parameters", "epoch_steps")
+"""What the first line says in figures, if it says it."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,14 @@ def read_folder(folder: Path) -> list[Trace]:
     heads = {path: _head(path) for path in paths}
     newest = max(heads.values(), key=lambda head: float(head.get("began_unix_s", 0.0)))
     chosen = [path for path in paths if heads[path].get("run") == newest.get("run")]
+    of_rank: dict[int, Path] = {}
+    for path in chosen:
+        other = of_rank.setdefault(int(heads[path]["rank"]), path)
+        if other is not path:
+            raise ValueError(
+                f"the files of a run must be of different ranks, got rank {heads[path]['rank']} in "
+                f"{other} and in {path}; leave one out"
+            )
     origin_s = min(float(heads[path]["origin_s"]) for path in chosen)
     return [_read(path, heads[path], origin_s) for path in chosen]
 
@@ -99,20 +123,37 @@ def missing_ranks(traces: Sequence[Trace]) -> list[int]:
 
 
 def _head(path: Path) -> dict[str, Any]:
-    with path.open(encoding="ascii") as file:
+    with path.open(encoding="ascii", errors="replace") as file:
         head = _parsed(path, 1, file.readline())
     if head.get("format") != FORMAT:
         raise ValueError(
             f"{path} must begin with the format {FORMAT!r}, got {head.get('format')!r}"
         )
+    _check_head(path, head)
     return head
 
 
+def _check_head(path: Path, head: dict[str, Any]) -> None:
+    figures = {name: head.get(name) for name in ("rank", "world_size", "origin_s")}
+    figures |= {name: head[name] for name in _FIGURES if name in head}
+    for name, figure in figures.items():
+        if not _is_figure(figure):
+            _refuse(path, 1, f"{name!r} must be a number", figure)
+    for name in _WORDS:
+        if not isinstance(head.get(name, ""), str):
+            _refuse(path, 1, f"{name!r} must be text", head[name])
+    if not 0 < head["world_size"] <= _MOST_RANKS:
+        _refuse(path, 1, f"'world_size' must be from 1 to {_MOST_RANKS}", head["world_size"])
+    if not 0 <= head["rank"] <= _MOST_RANKS:
+        _refuse(path, 1, f"'rank' must be from 0 to {_MOST_RANKS}", head["rank"])
+
+
 def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
-    lines = path.read_text(encoding="ascii").splitlines(keepends=True)
+    text = path.read_text(encoding="ascii", errors="replace")
+    lines = text.splitlines(keepends=True)
     shift_s, steps, end = float(head["origin_s"]) - origin_s, [], ""
     decisions: list[tuple[float, str]] = []
-    sums: dict[str, dict[int, list[tuple[float, float, int]]]] = {"sum": {}, "gather": {}}
+    sums: dict[str, dict[int, list[tuple[float, float, int]]]] = {kind: {} for kind in _SUMS}
     for number, line in enumerate(lines[1:], 2):
         if not line.endswith("\n"):
             break  # the run was killed while it wrote this
@@ -120,13 +161,18 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
         if "end" in record:
             end = str(record["end"])
         elif "decision" in record:
-            decisions.append((1e-6 * record["at"] + shift_s, str(record["decision"])))
+            at = record.get("at")
+            if not _is_figure(at):
+                _refuse(path, number, "'at' must be a number", at)
+            decisions.append((1e-6 * at + shift_s, str(record["decision"])))
         else:
+            _check_step(path, number, record)
             steps.append(_step(record, shift_s))
             for kind, of_step in sums.items():
                 for begin, over, num_bytes, step in record.get(kind, ()):
-                    made = 1e-6 * begin + shift_s, 1e-6 * over + shift_s, num_bytes
-                    of_step.setdefault(step, []).append(made)
+                    over = max(begin, over)
+                    made = 1e-6 * begin + shift_s, 1e-6 * over + shift_s, int(num_bytes)
+                    of_step.setdefault(int(step), []).append(made)
     steps = [
         replace(
             step,
@@ -142,17 +188,51 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise ValueError(f"line {number} of {path} must be a JSON object, got {line[:60]!r}")
     return record
 
 
+def _check_step(path: Path, number: int, record: dict[str, Any]) -> None:
+    """Raises `ValueError` unless the line of a step has what `recorder` writes."""
+    for name in ("step", "items"):
+        figure = record.get(name, 0 if name == "items" else None)
+        if not _is_figure(figure):
+            _refuse(path, number, f"{name!r} must be a number", figure)
+    _check_span(path, number, "span", record.get("span"), 2)
+    for kind in (*_SPANS, *_SUMS):
+        spans = record.get(kind, [])
+        if not isinstance(spans, list):
+            _refuse(path, number, f"{kind!r} must be a list of spans", spans)
+        size = 3 if kind in _WHO else 4 if kind in _SUMS else 2
+        for span in spans:
+            _check_span(path, number, kind, span, size)
+
+
+def _check_span(path: Path, number: int, kind: str, span: Any, size: int) -> None:
+    if not (isinstance(span, list) and len(span) == size and all(map(_is_figure, span))):
+        _refuse(path, number, f"a span of {kind!r} must be {size} numbers", span)
+
+
+def _is_figure(value: Any) -> bool:
+    """Returns whether a value is a number that a trace may have; NaN is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -_MOST <= value <= _MOST
+
+
+def _refuse(path: Path, number: int, needed: str, got: Any) -> NoReturn:
+    raise ValueError(
+        f"line {number} of {path}: {needed}, got {str(got)[:60]!r}; record the run again, or leave "
+        "the file out"
+    )
+
+
 def _step(record: dict[str, Any], shift_s: float) -> Step:
     def spans(kind: str) -> Any:
         return tuple(
-            (1e-6 * begin + shift_s, 1e-6 * end + shift_s, *who)
+            (1e-6 * begin + shift_s, 1e-6 * max(begin, end) + shift_s, *map(int, who))
             for begin, end, *who in record.get(kind, ())
         )
 
@@ -160,7 +240,7 @@ def _step(record: dict[str, Any], shift_s: float) -> Step:
     return Step(
         int(record["step"]),
         1e-6 * begin + shift_s,
-        1e-6 * end + shift_s,
+        1e-6 * max(begin, end) + shift_s,
         items=int(record.get("items", 0)),
         **{kind: spans(kind) for kind in _SPANS},
     )

@@ -12,7 +12,8 @@ import pytest
 from lightning_dsgd.cli import main
 from lightning_dsgd.lab.drawing import command, page, perfetto, picture, storm
 from lightning_dsgd.lab.simulate import command as simulate
-from tests.lab.timeline.support import recorder
+from lightning_dsgd.lab.timeline.recorder import file_of
+from tests.lab.timeline.support import record, recorder
 from tests.support.browser import chromium
 
 
@@ -38,6 +39,37 @@ def test_a_page_holds_both_runs_and_fetches_nothing(runs: Path, tmp_path: Path) 
     text = page.html([picture.Run("</script><b>", run.tracks)])
     assert text.count("</script>") == 1
     assert "<title>&lt;/script&gt;&lt;b&gt;</title>" in text
+
+
+def test_a_name_stays_text_in_the_page(runs: Path) -> None:
+    """It takes neither the place of the data or the title, nor begins a comment in the script."""
+    name = "TITLE <!--<script> /*DATA*/null"
+    text = page.html([picture.Run(name, picture.load(runs / "wagma-4").tracks)])
+    assert "<title>TITLE &lt;!--&lt;script&gt; /*DATA*/null</title>" in text
+    (data,) = re.findall(r"^const DATA = (.*)$", text, re.MULTILINE)
+    assert "<" not in data
+    assert json.loads(data)["runs"][0]["name"] == name
+    assert "innerHTML = describe" not in text
+
+
+def test_a_trace_that_is_broken_is_an_error_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, [[[(0.5, 0.9, 1)], []]])
+    path = file_of(tmp_path, 0)
+    path.write_text(path.read_text().replace("900000,1", '900000,"<img>"'))
+    with pytest.raises(SystemExit):
+        main(["timeline", str(tmp_path), "--output", str(tmp_path / "page.html")])
+    assert "a span of 'wait' must be 3 numbers, got" in capsys.readouterr().err
+
+
+def test_a_decision_without_a_reason_is_told_whole(tmp_path: Path) -> None:
+    mine = recorder(tmp_path, world_size=1)
+    mine.decided("stays")
+    mine.clock.at_s += 1.0
+    mine.end_step(1)
+    mine.close("")
+    assert "at 0.0 s stays" in picture.sentence(picture.load(tmp_path))
 
 
 def test_a_picture_is_xml_and_cut_to_the_seconds(runs: Path, tmp_path: Path) -> None:

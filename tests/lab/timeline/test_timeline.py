@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,58 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
     path.write_text('{"format": "another"}\n')
     with pytest.raises(ValueError, match="must begin with the format"):
         read_folder(tmp_path)
+
+
+IMAGE = "<img src=x onerror=alert(1)>"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value", "needed"),
+    [
+        (1, "rank", None, "'rank' must be a number"),
+        (1, "world_size", 10**30, "'world_size' must be a number"),
+        (1, "world_size", 0, "'world_size' must be from 1"),
+        (1, "rank", -1, "'rank' must be from 0"),
+        (1, "origin_s", [1], "'origin_s' must be a number"),
+        (1, "began_unix_s", float("nan"), "'began_unix_s' must be a number"),
+        (1, "strategy", [IMAGE], "'strategy' must be text"),
+        (2, "step", "one", "'step' must be a number"),
+        (2, "items", {}, "'items' must be a number"),
+        (2, "span", [0], "a span of 'span' must be 2 numbers"),
+        (2, "fetch", True, "'fetch' must be a list of spans"),
+        (2, "fetch", [[0, 1, 2]], "a span of 'fetch' must be 2 numbers"),
+        (2, "exchange", [[0, None]], "a span of 'exchange' must be 2 numbers"),
+        (2, "wait", [[0, 9, IMAGE]], "a span of 'wait' must be 3 numbers"),
+        (2, "serve", [[0, 9]], "a span of 'serve' must be 3 numbers"),
+        (2, "sum", [[0, 9, 4, IMAGE]], "a span of 'sum' must be 4 numbers"),
+    ],
+)
+def test_what_is_no_number_in_a_trace_is_named(
+    line: int, name: str, value: Any, needed: str, tmp_path: Path
+) -> None:
+    record(tmp_path, [[[(0.5, 0.9, 1)], []]])
+    path = file_of(tmp_path, 0)
+    lines = [json.loads(each) for each in path.read_text().splitlines()]
+    lines[line - 1][name] = value
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    with pytest.raises(ValueError, match=f"line {line} of .*: {re.escape(needed)}.*, got"):
+        read_folder(tmp_path)
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    record(tmp_path, [[[]]])
+    file_of(tmp_path, 1).write_text(file_of(tmp_path, 0).read_text())
+    with pytest.raises(ValueError, match=r"must be of different ranks, got rank 0 in .* and in"):
+        read_folder(tmp_path)
+
+
+def test_a_span_that_ends_before_it_begins_takes_no_time(tmp_path: Path) -> None:
+    record(tmp_path, [[[]]])
+    path = file_of(tmp_path, 0)
+    path.write_text(path.read_text().replace('"span":[0,1000000]', '"span":[7,5],"load":[[9,2]]'))
+    ((step,),) = [trace.steps for trace in read_folder(tmp_path)]
+    assert step.begin_s == step.end_s
+    assert step.load[0][0] == step.load[0][1]
 
 
 # ---- clocks ----
