@@ -1,5 +1,9 @@
 """Writes the tables of decisions, strategies, recipes, examples and results into the documents.
 
+A table that is written by hand names its results in a comment, "<!-- figures of FILE FILE -->".
+Where a result lacks its commit or its hyperparameters, the head of the table says "Stale: ...".  A
+link to such a result, on a page without a table of it, is followed by "(stale)".
+
 And what `lightning-dsgd advise` knows of accuracy, which comes from a result too, into the package.
 
 python docs/tables.py
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +26,7 @@ from lightning_dsgd.lab.bench.situations import SITUATIONS
 from lightning_dsgd.lab.catalogue import BRIEF, markdown
 from lightning_dsgd.lab.decisions import Choice, Situation
 from lightning_dsgd.lab.epochs import CLAIMED
-from lightning_dsgd.lab.in_force import measured_with
+from lightning_dsgd.lab.in_force import lacks, measured_with
 from lightning_dsgd.lab.recipes import said
 from lightning_dsgd.lab.results import text
 
@@ -59,6 +64,12 @@ PAPERS = re.compile(r"(<!-- what papers state and ours in (\S+) of (\S+) -->\n)(
 SOONEST = re.compile(
     r"(<!-- soonest (\w+) to (99|100)% in docs/results/choosing/ of (.+) -->\n)(?:.+\n)*"
 )
+
+# The head of any table below a comment that names results.
+HEAD = re.compile(r"(<!-- (?!what \w+ in force)[^>\n]*results/[^>\n]* -->\n\| ?)([^|\n]*)")
+LABEL = re.compile(r"(?:^|\. )Stale: .*")
+FILES = re.compile(r"results/([\w./]+\.json)")
+LINK = re.compile(r"(\[[^\]]*\]\((?:\.\./|docs/)?results/([\w./]+\.json)\))((?: \(stale\))?)")
 
 
 def recipes(folder: str) -> str:
@@ -146,6 +157,7 @@ def gain_and_cost(choice: Choice, situations: list[Situation]) -> tuple[str, str
         at_99 = found["to_target"]["0.99"]
         end = f"{row['end']['share']:.2f}, " if "end" in row else ""
         few = f" ({at_99['reached']} of {row['seeds']})" if at_99["reached"] < row["seeds"] else ""
+        few += ", stale" if label([choice.source]) else ""
         times.append(f"{end}{at_99['share']:.2f}{few}")
         points.append(f"{round(100 * found['difference'], 1) + 0:+.1f}")
     return "; ".join(times), f"{held}, {'; '.join(points)} points"
@@ -270,6 +282,39 @@ def soonest_cell(rows: list[dict[str, Any]], of: str, share: str) -> str:
     return f"{seconds}: `{row['strategy']}` ({', '.join(notes)})"
 
 
+def label(files: list[str]) -> str:
+    """Says what these results lack, as in "Stale: no commit"; empty if nothing."""
+    missing = [each for file in files for each in lacking(file)]
+    return "Stale: " + ", ".join(dict.fromkeys(missing)) if missing else ""
+
+
+@cache
+def lacking(file: str) -> list[str]:
+    """What a result of docs/results lacks."""
+    return lacks(json.loads((ROOT / "docs/results" / file).read_text()))
+
+
+def labelled(found: re.Match[str]) -> str:
+    """The head of a table, with the label of the results that the comment above it names."""
+    comment, cell = found[1], LABEL.sub("", found[2].rstrip())
+    files = FILES.findall(comment)
+    if names := re.search(r"docs/results/choosing/ of (.+) -->", comment):
+        tasks = (task.partition(": ")[2] for task in names[1].split("; "))
+        files = [f"choosing/{name}.json" for task in tasks for name in task.split()]
+    parts = [part for part in (cell, label(files)) if part]
+    return comment.rstrip() + " " + ". ".join(parts) + " " * bool(parts)
+
+
+def linked_results(text: str) -> str:
+    """The document, with "(stale)" behind links to results that no table of it shows."""
+    shown = {file for head in HEAD.finditer(text) for file in FILES.findall(head[1])}
+
+    def marked(found: re.Match[str]) -> str:
+        return found[1] + (" (stale)" if found[2] not in shown and label([found[2]]) else "")
+
+    return LINK.sub(marked, text)
+
+
 def renewed(text: str) -> str:
     """The document with its tables as they should be; each is found by the comment before it."""
     text = TABLE.sub(lambda found: f"{found[1]}{markdown(found[2])}\n", text)
@@ -286,7 +331,13 @@ def renewed(text: str) -> str:
     text = QUALITIES.sub(lambda found: f"{found[1]}{qualities(found[2])}\n", text)
     text = PAPERS.sub(lambda found: f"{found[1]}{papers(found[2], found[3])}\n", text)
     text = SOONEST.sub(lambda found: f"{found[1]}{soonest(*found.groups()[1:])}\n", text)
-    return EXAMPLES.sub(lambda found: f"{found[1]}{examples()}\n", text)
+    text = EXAMPLES.sub(lambda found: f"{found[1]}{examples()}\n", text)
+    return with_labels(text)
+
+
+def with_labels(text: str) -> str:
+    """The document, where what lacks its commit or hyperparameters is called stale."""
+    return linked_results(HEAD.sub(labelled, text))
 
 
 def known_accuracy() -> str:

@@ -40,10 +40,37 @@ PAGES = (
 def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     text = (ROOT / file).read_text()
     tables = runpy.run_path(str(DOCS / "tables.py"))
-    without_its_first_row = re.sub(r"(-->\n\|.+\n\|.+\n)\|.+\n", r"\1", text)
+    of_the_code = r"(<!-- (?!figures of).+ -->\n\|.+\n\|.+\n)"
+    without_its_first_row = re.sub(of_the_code + r"\|.+\n", r"\1", text)
     assert without_its_first_row != text
     renewed = tables["renewed"](without_its_first_row)
     assert renewed == text, "write them anew: python docs/tables.py"
+
+
+WITH_RESULTS = [
+    page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if "results/" in page.read_text()
+]
+
+
+def test_a_figure_is_labelled_that_nobody_can_make_again() -> None:
+    with_labels = runpy.run_path(str(DOCS / "tables.py"))["with_labels"]
+    for page in WITH_RESULTS:
+        text = page.read_text()
+        without_labels = re.sub(r"(\. |(?<=\| ))Stale: [^|]*(?=\|)| \(stale\)", "", text)
+        assert with_labels(without_labels) == text, f"label {page.name}: python docs/tables.py"
+
+
+def test_the_label_of_a_table_says_what_its_results_lack() -> None:
+    with_labels = runpy.run_path(str(DOCS / "tables.py"))["with_labels"]
+    old, new = "docs/results/benchmarks/throughput_4.json", "docs/results/benchmarks/real_size.json"
+    table = "<!-- figures of {} -->\n| strategy{} | steps/s |\n|---|---|\n"
+    stale = table.format(f"{new} {old}", ". Stale: no commit, no hyperparameters")
+    assert with_labels(table.format(f"{new} {old}", "")) == stale
+    assert with_labels(stale) == stale
+    assert with_labels(table.format(new, ". Stale: no commit")) == table.format(new, "")
+    assert with_labels(f"[result]({old}), [result]({new})") == (
+        f"[result]({old}) (stale), [result]({new})"
+    )
 
 
 def test_the_pictures_are_those_of_the_results() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.lab.in_force import differences, in_force, measured_with
+from lightning_dsgd.lab.in_force import differences, in_force, lacks, measured_with
 
 ROOT = Path(__file__).parents[1]
 HEADLINES = {
@@ -64,6 +64,17 @@ def test_a_figure_of_other_defaults_is_told() -> None:
     assert "with other defaults: `wagma` had group_size={'8': 2}, which is {'8': 4} now" in told
     assert "`wagma` had sync_period=10, which is 100 now" in told
     assert "`wagmas` is refused now: " in told
+
+
+def test_what_a_result_lacks() -> None:
+    commit = "0123456789" * 4
+    measured = {"cells": [{"strategy": "wagma:overlap=true"}]}
+    assert lacks(measured) == ["no commit", "no hyperparameters"]
+    assert lacks(measured | {"commit": commit}) == ["no hyperparameters"]
+    known = measured | {"hyperparameters": {}}
+    assert lacks(known | {"commit": commit + "+"}) == ["uncommitted changes"]
+    assert lacks(known | {"commit": commit}) == []
+    assert lacks({"commit": commit, "rows": [{"strategy": "ddp"}]}) == []  # not one of ours
 
 
 def test_a_slow_kernel_costs_its_partners_less_than_a_tenth_of_a_second() -> None:

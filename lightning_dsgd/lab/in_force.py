@@ -1,7 +1,9 @@
-"""The hyperparameters that were in force where a result was measured, and what differs today."""
+"""What a result was measured with, what differs today, and what its file does not say."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -60,3 +62,25 @@ def measured_with(result: dict[str, Any]) -> str:
     found = differences(result)
     told = "with today's defaults" if not found else "with other defaults: " + "; ".join(found)
     return f"Measured on {made} {told}."
+
+
+def lacks(result: dict[str, Any]) -> list[str]:
+    """Returns what is missing in a result file; without it nobody can measure the same again.
+
+    That is the commit, with all changes committed, and the hyperparameters, if a strategy of this
+    package was measured.
+    """
+    found = []
+    commit = result.get("commit")
+    if not commit:
+        found.append("no commit")
+    elif commit.endswith("+"):
+        found.append("uncommitted changes")
+    if "hyperparameters" not in result and _names_a_strategy(result):
+        found.append("no hyperparameters")
+    return found
+
+
+def _names_a_strategy(result: dict[str, Any]) -> bool:
+    names = "|".join(ALGORITHMS.keys() | wings.ALGORITHMS.keys())
+    return re.search(rf'"(?:{names})[":,]', json.dumps(result)) is not None
