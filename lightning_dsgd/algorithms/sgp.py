@@ -18,9 +18,16 @@ mean of the ranks' models, however late or uneven the messages are.
 A rank that stops (to evaluate, to save, out of data) tells its neighbours with an empty share.
 From then on they keep the shares that were meant for it and expect none from it; shares that
 reached it before are added to its x and w.  Every column of the mixing matrix still sums to one.
-A rank that gets nothing any more would give its weight away until nothing is left of it.  So once
-a neighbour has stopped, a rank with w < p^(overlap + 1) keeps all, and sends a share of nothing.
-Where such a share comes, the same goes for its receiver.
+Whether a neighbour hears of the stop before its next share or after it depends on time, and so do
+results where ranks have different numbers of batches: to know it, a rank would wait for an answer.
+
+A rank that gets nothing would give its weight away until nothing is left of it.  Its optimizer's
+step moves z by U / w, so training would diverge, and z would lose in rounding what x has.  With all
+messages `overlap` steps late, w is 1 / (1 + (1 - p) overlap) on every rank.  A rank that has less
+than p of this keeps all, and sends a share of nothing.  So w is never below p^2 / (1 + (1 - p)
+overlap), 1 / (4 + 2 overlap) with one peer.  This rule holds with `overlap`, and once a neighbour
+has stopped.  Where a share of nothing comes, it holds for the receiver too.  Without these, w is 1,
+or, on random graphs, as small as chance makes it.
 
 Differs from the paper: any optimizer; any P; ranks may have different numbers of batches; weight
 decay acts on z, where the gradient is computed, and not on x (the same if w is 1).  Not in the
@@ -112,7 +119,7 @@ class SGP(Algorithm):
 
     @property
     def follows_time(self) -> bool:  # type: ignore[override]
-        """Whether results depend on when messages arrive, or on how steps are scaled."""
+        """Whether results depend on time where all ranks make as many steps."""
         return self.overlap > 0 or self.scale_steps
 
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
@@ -229,10 +236,13 @@ class _Pusher:
         self.expected: deque[tuple[int, int]] = deque()  # (step, from whom)
         self.next: dict[int, Work[Tensor]] = {}  # asked for, one for each neighbour looked at
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether ranks that this one gets weight from, directly or not, may have stopped."""
-        return bool(self.stopped) or self.has_got_nothing
+    def _may_give(self, w: float, p: float) -> bool:
+        """Returns whether a rank that keeps p of its weight w has enough to give the rest away."""
+        overlap = self.algorithm.overlap
+        may_starve = overlap or self.stopped or self.has_got_nothing
+        if self.algorithm.paper or not may_starve:
+            return True
+        return w >= p / (1 + (1 - p) * overlap)
 
     def push(self, x: Tensor, w: float, step: int) -> float:
         """Sends shares, adds the shares that have come to x, and returns the new w."""
@@ -245,7 +255,7 @@ class _Pusher:
         p = 1 / (len(receivers) + 1)
         going = [peer for peer in receivers if not self._has_stopped(peer, x)]
         if going:
-            gives = a.paper or not self.is_cut_off or w >= p ** (a.overlap + 1)
+            gives = self._may_give(w, p)
             share = x * (p if gives else 0.0)
             message = rounding.encode(share, a.wire_dtype)
             weight = torch.tensor([w * p if gives else 0.0], dtype=torch.float64)

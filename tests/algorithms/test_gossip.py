@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from tests.algorithms.table import Row
 from tests.algorithms.test_algorithms import run_in
 from tests.support import matrices
 from tests.support.rank import Rank
-from tests.support.thorough import cases
+from tests.support.thorough import cases, tries
 
 N = 12
 LR = 0.1
@@ -97,6 +99,93 @@ def test_with_nesterov_it_is_algorithm_2(graph: str, num_peers: int, world_size:
     mean = x.sum(0) / world_size
     for xs in ranks:
         torch.testing.assert_close(xs[-1], mean, rtol=0, atol=1e-12)
+
+
+@dataclass
+class Pushed:
+    """What became of one rank that has pushed."""
+
+    own: Tensor
+    """What it began with and added."""
+    end: Tensor
+    least: float
+    """Its smallest push weight."""
+    largest: float
+    """The largest magnitude of its weights at any time."""
+
+
+def push_on(
+    net: Any, spec: str, count: int, seconds: float, dtype: torch.dtype, lr: float | None = None
+) -> Pushed:
+    """Adds random updates, or descends on a quadratic where there is a learning rate."""
+    draw = torch.Generator().manual_seed(net.rank)
+    rank = Rank(net, make_algorithm(spec), target(net.rank).to(dtype))
+    own, least, largest = rank.x.double(), 1.0, 0.0
+    for _ in range(count):
+        update = torch.randn(N, generator=draw).to(dtype)
+        if lr is not None:
+            update = (target(100 + net.rank).to(dtype) - rank.x) * lr
+        own += update
+        rank.step(update, seconds=seconds)
+        least = min(least, rank.algorithm.metrics()["push_weight"])
+        largest = max(largest, float(rank.x.abs().max()))
+    return Pushed(own, rank.finish(), least, largest)
+
+
+def push_all(
+    spec: str,
+    counts: Sequence[int],
+    seconds: Sequence[float],
+    dtype: torch.dtype,
+    latency_s: float = 0.01,
+    lr: float | None = None,
+) -> tuple[float, float, float]:
+    """How far the consensus is off the mean, the least push weight, and the largest magnitude."""
+
+    def run(net: Any) -> Pushed:
+        return push_on(net, spec, counts[net.rank], seconds[net.rank], dtype, lr)
+
+    ranks = SimulatedWorld(len(counts), latency_s, 1e6).run(run)
+    mean = torch.stack([each.own for each in ranks]).mean(0)
+    off = max(float((each.end - mean).abs().max()) for each in ranks)
+    return off, min(each.least for each in ranks), max(each.largest for each in ranks)
+
+
+def least_push_weight(num_peers: int, overlap: int) -> float:
+    """p^2 / (1 + (1 - p) overlap), as the head of `sgp.py` promises."""
+    return 1 / ((num_peers + 1) * (num_peers + 1 + num_peers * overlap))
+
+
+@pytest.mark.parametrize("seed", tries(60, fast=10))
+def test_a_push_weight_has_a_lower_bound_on_every_schedule(seed: int) -> None:
+    """Ranks 1000 times slower than others, without any batches, and messages that come late.
+
+    The mean is off by the rounding of the largest weights alone: by no more than ten units in
+    their last place.  A rank with a small push weight w moves z by 1 / w of its updates.  With a
+    w of 1e-5 z was in the millions, so the mean was off by 1e-9 in fp64, and no share was lost.
+    """
+    chance = random.Random(seed)
+    num_peers, overlap = chance.choice([1, 1, 2]), chance.choice([0, 1, 2, 5, 8])
+    graph = chance.choice(["exponential", "ring", "complete", "bipartite_exponential"])
+    dtype = chance.choice([torch.float32, torch.float64])
+    off, least, largest = push_all(
+        f"sgp:topology={graph}:num_peers={num_peers}:overlap={overlap}",
+        [0, *(chance.choice([0, 1, 3, 10, 20, 60]) for _ in range(7))],
+        [chance.choice([0.01, 0.1, 0.1, 1.0, 10.0]) for _ in range(8)],
+        dtype,
+        latency_s=chance.choice([0.001, 0.1, 1.0]),
+    )
+    assert least >= least_push_weight(num_peers, overlap) * (1 - 1e-9)
+    assert off <= 10 * torch.finfo(dtype).eps * largest
+
+
+def test_a_slow_rank_starves_nobody() -> None:
+    """Here w was 1e-5 after seven ranks had given away all that they had, and z was infinite."""
+    off, least, _ = push_all(
+        "sgp:topology=ring:overlap=5", [50] * 8, [10.0] + [0.1] * 7, torch.float32, lr=0.1
+    )
+    assert least >= least_push_weight(1, 5)
+    assert off < 1e-5
 
 
 # ---- pairs: PopSGD and AD-PSGD ----
