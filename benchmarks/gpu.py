@@ -103,7 +103,6 @@ TESTS = (
     "tests/transport/test_native_device.py",
     "tests/algorithms/test_on_device.py",
     "tests/trainer/test_on_device.py",
-    "tests/elastic/test_communicators.py",
 )
 TRAIN = """
 import lightning as L, lightning_dsgd as dsgd

@@ -81,7 +81,6 @@ BEHIND_THE_CONTRACT = {
     "transport.mesh transport.frames transport.processes": "elastic mpi",
     "transport.tcp": "elastic",
     "transport.process_group": "session.opening elastic lab mpi",
-    "transport.collectives transport.native transport.tickets": "elastic.communicators",
     "transport.rendezvous": "session.opening elastic lab",
     "transport.connections": "lab",
 }

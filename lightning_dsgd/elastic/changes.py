@@ -79,7 +79,6 @@ class ChangingMembers(Members):
 
     def _change_replica(self, view: View, old: Transport | None = None, giver: int = -1) -> None:
         """Has the replica go on among a view's ranks; see `SurvivingReplica.change_view`."""
-        self._connect_anew(view)
         net = view.sub("replica")
         if self._at_first is None:
             self.replica.change_view(net, old, giver)

@@ -76,8 +76,7 @@ class Entrance:
         number = register.new_number(world_size)
         port_of(device).enter()
         limits = chosen["timeout_s"], chosen["heartbeat_timeout_s"]
-        makes_sums = self._opening.makes_sums(device)
-        return NewcomerTransport(number, *limits, device, makes_sums=makes_sums)
+        return NewcomerTransport(number, *limits, device)
 
     def ask_to_join(self, net: NewcomerTransport, world_size: int, min_ranks: int | None) -> None:
         """Asks the ranks that train to let this one in."""

@@ -29,7 +29,6 @@ from torch import Tensor
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.elastic.calls import Calls
-from lightning_dsgd.elastic.communicators import SurvivingTransport, renew, sums_in_words
 from lightning_dsgd.elastic.entrance import Entrance
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.rows import ShardingInRows
@@ -126,7 +125,7 @@ class Members(Ranks, ABC):
         check_survival(algorithm, size, self._min_ranks, device, num_shards=size // num_replicas)
 
     def check_alike(self, text: str) -> None:
-        self._options = f"{text}, {sums_in_words(self.calls.net)}"
+        self._options = text
         if self.session.takes_part:
             super().check_alike(self._options)
 
@@ -199,14 +198,7 @@ class Members(Ranks, ABC):
             register.say_survives(can_be_joined=can_be_joined)
 
     def _meet_to_begin(self) -> None:
-        self._connect_anew(self.calls.view)
         self.session.meetings.barrier().wait()
-
-    def _connect_anew(self, view: View) -> None:
-        """Has a view's members make a communicator, where they are to have one."""
-        net = self.calls.net
-        if isinstance(net, SurvivingTransport):
-            renew(view, net)
 
     def check_peers(self) -> None:
         if self.session.training is None:

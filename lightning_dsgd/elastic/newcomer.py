@@ -11,16 +11,16 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_dsgd.elastic.communicators import SurvivingTransport
 from lightning_dsgd.elastic.survival import join
 from lightning_dsgd.transport import Counters
 from lightning_dsgd.transport.contract import failed
 from lightning_dsgd.transport.endpoint import Endpoint
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.processes import CPU
 from lightning_dsgd.transport.tcp import TCPWire
 
 
-class NewcomerTransport(SurvivingTransport):
+class NewcomerTransport(ProcessGroupTransport):
     """A newcomer's end of the network: every wait fails before `next_view` has given a view.
 
     Args:
@@ -28,7 +28,6 @@ class NewcomerTransport(SurvivingTransport):
         timeout_s: how long a wait may take
         heartbeat_timeout_s: after how much silence a rank counts as lost
         device: the device that this rank computes on
-        makes_sums: whether the members of a view make a communicator, as all must want it
     """
 
     def __init__(
@@ -37,11 +36,9 @@ class NewcomerTransport(SurvivingTransport):
         timeout_s: float,
         heartbeat_timeout_s: float,
         device: torch.device = CPU,
-        *,
-        makes_sums: bool = False,
     ) -> None:
         Endpoint.__init__(self, number, number + 1, timeout_s, Counters())
-        self._native, self.makes_sums = None, makes_sums
+        self._native = None
         self._begin(TCPWire(), heartbeat_timeout_s, device, is_newcomer=True)
 
     def listen(self) -> tuple[str, int]:

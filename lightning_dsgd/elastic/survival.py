@@ -152,8 +152,6 @@ class Survival(AgreedViews, LossPolicy):
         self._changed = threading.Condition()
         super().__init__(membership, self._changed, {})
         self._has_groups, self._has_told_end = bool(groups), False
-        self.sums: Any = None
-        """What makes the sums of this view: see `communicators`."""
         self._actions: deque[Action] = deque()
         if is_newcomer:
             self._mailboxes.break_off(PeerLost(mesh.rank, JOINS))

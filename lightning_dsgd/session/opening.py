@@ -103,11 +103,6 @@ class Opening:
             self._announce(net.engines())
         return net
 
-    def makes_sums(self, device: torch.device) -> bool:
-        """Whether ranks that go on after a loss are to make communicators anew, for their sums."""
-        asks = self.chosen["transport"] == "process_group" and self.chosen["on_loss"] == "continue"
-        return asks and device.type in devices.COLLECTIVES and not self.chosen["share_device"]
-
     def _open_transport(self, world_size: int, device: torch.device) -> ProcessGroupTransport:
         transport = self.chosen["transport"]
         may_take_mpi = transport == "auto" and self.chosen["on_loss"] == "end"
@@ -116,8 +111,6 @@ class Opening:
         options: dict[str, Any] = {"native_devices": ()} if self._sends_all else {}
         if takes_mpi:
             kind = wings.load("mpi.wire", 'transport="mpi"').MPITransport
-        elif self.makes_sums(device):
-            kind = wings.load("elastic.communicators", 'on_loss="continue"').SurvivingTransport
         is_known = not self._sends_all or world_size == 1
         if not is_known and "cpu:" not in (given := torch.distributed.get_backend_config()):
             why = "share_device=True" if self.chosen["share_device"] else 'on_loss="continue"'

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dsgd import devices
 from lightning_dsgd.elastic.calls import Calls
-from lightning_dsgd.elastic.communicators import SurvivingTransport, renew
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.transport import TransportError
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.doomed import write_whole
 from tests.support.launched import until
 from tests.support.worlds import StartWorld
@@ -53,20 +52,16 @@ def sum_ones(calls: Calls, folder: Path, dies_at: int = -1) -> list[int]:
 
 
 def begin(view: Any) -> None:
-    assert isinstance(view.below, SurvivingTransport)
-    renew(view, view.below)
     view.sub("begin").barrier().wait()
 
 
 def member(folder: str) -> Any:
-    """With a communicator of gloo's, made anew where the members change."""
     rank = int(os.environ["RANK"])
-    devices.COLLECTIVES["cpu"] = "gloo"  # type: ignore[index]
     if rank == 3:
         return newcomer(folder)
     store = dist.FileStore(str(Path(folder, "store")), 3)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    net = SurvivingTransport(40.0, 20.0, native_devices=())
+    net = ProcessGroupTransport(40.0, 20.0, native_devices=())
     net.views.survive(None)
     net.barrier().wait()
     write_whole(Path(folder, f"card_{rank}"), json.dumps(net.views.card()))
@@ -80,7 +75,7 @@ def member(folder: str) -> Any:
 def newcomer(folder: str) -> Any:
     until(Path(folder, "begun").exists)
     cards = {}
-    net = NewcomerTransport(3, 40.0, 20.0, makes_sums=True)
+    net = NewcomerTransport(3, 40.0, 20.0)
     for file in Path(folder).glob("card_*"):
         host, port, secret = json.loads(file.read_text())
         cards[int(file.name.removeprefix("card_"))] = host, port
