@@ -4,10 +4,9 @@
     lightning-dsgd timeline run_ddp/ run_wagma/ --steps 20:40 --output both.html
     lightning-dsgd timeline run/ --output timeline.json    # for https://ui.perfetto.dev
     lightning-dsgd timeline run/ --seconds 2:6 --output timeline.svg
-    lightning-dsgd timeline chaos.json    # plays a storm: who takes part, joins, or is lost
 
-A run's folder is that of the callback `StepTrace`, or of `lightning-dsgd simulate --trace FOLDER`;
-a run may be a file of `lightning-dsgd chaos` too.  The page opens without a network.
+A run's folder is that of the callback `StepTrace`, or of `lightning-dsgd simulate --trace FOLDER`.
+The page opens without a network.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, TypeVar
 
-from lightning_dsgd.lab.drawing import page, perfetto, picture, storm
+from lightning_dsgd.lab.drawing import page, perfetto, picture
 from lightning_dsgd.lab.options import Parser
 
 T = TypeVar("T", int, float)
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         form = args.format or _format_of(args.output)
         steps = _pair("--steps", args.steps, int)
         seconds = _pair("--seconds", args.seconds, float)
-        runs = [_loaded(run, steps, seconds, _MOST_SPANS[form]) for run in args.runs]
+        runs = [picture.load(run, steps, seconds, _MOST_SPANS[form]) for run in args.runs]
     except (ValueError, OSError) as error:
         parser.error(str(error))
     write = {"html": page.html, "svg": picture.svg, "perfetto": perfetto.trace_events}[form]
@@ -52,18 +51,6 @@ def main(argv: list[str] | None = None) -> None:
     for run in runs:
         print(f"{run.name}: {picture.sentence(run)}")
     print(f"written: {args.output}")
-
-
-def _loaded(
-    run: Path, steps: tuple[int, int] | None, seconds: tuple[float, float] | None, most: int
-) -> picture.Run:
-    if not storm.is_storm(run):
-        return picture.load(run, steps, seconds, most)
-    if steps or seconds:
-        raise ValueError(
-            f"--steps and --seconds must be left out for a storm, which is drawn whole, got {run}"
-        )
-    return storm.load(run)
 
 
 def _format_of(output: Path) -> str:

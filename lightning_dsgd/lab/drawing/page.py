@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from lightning_dsgd.lab.drawing.picture import COLUMNS, LEGEND, STATES, Run, look, sentence
+from lightning_dsgd.lab.drawing.picture import COLUMNS, LEGEND, Run, look, sentence
 from lightning_dsgd.lab.drawing.spans import Span, Track
 from lightning_dsgd.lab.drawing.style import SPANS
 
@@ -35,16 +35,14 @@ def _run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "sentence": sentence(run),
         "us": round(1e6 * run.seconds),
-        "storm": run.is_storm,
-        "marks": [[round(1e6 * at_s), text] for at_s, text in run.decisions if run.is_storm],
-        "tracks": [_track(track, STATES if run.is_storm else COLUMNS) for track in run.tracks],
+        "tracks": [_track(track) for track in run.tracks],
     }
 
 
-def _track(track: Track, kinds: Sequence[str]) -> dict[str, Any]:
+def _track(track: Track) -> dict[str, Any]:
     return {
         "rank": track.rank,
-        "shares": [round(track.share(kind), 4) for kind in kinds],
+        "shares": [round(track.share(kind), 4) for kind in COLUMNS],
         "spans": _numbers(track.spans),
         "beside": _numbers(sorted(track.beside, key=lambda span: span.begin_s)),
     }

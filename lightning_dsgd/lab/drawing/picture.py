@@ -20,13 +20,7 @@ LEGEND: Final = {
     "evaluate": "validates",
     "serve": "serves others, while it computes",
     "late": "is late: others wait for it",
-    "taking part": "takes part",
-    "alive": "is alive, and in no view",
-    "joining": "asks to be let in",
-    "lost": "is lost",
 }
-STATES: Final = ("taking part", "alive", "joining", "lost")
-"""What a rank is in a storm."""
 COLUMNS: Final = ("compute", "wait", "exchange", "fetch", "evaluate", "serve", "late")
 """What a rank does in a training."""
 _WIDTH, _ROW, _GAP, _LEFT = 960, 18, 4, 58
@@ -40,15 +34,13 @@ class Run:
         name: the title above its tracks
         tracks: one for each rank
         note: what is not drawn, for the reader of the picture
-        decisions: what `adaptive` has decided, and when; in a storm: what went wrong
-        is_storm: whether the tracks are those of a storm
+        decisions: what `adaptive` has decided, and when
     """
 
     name: str
     tracks: list[Track]
     note: str = ""
     decisions: tuple[tuple[float, str], ...] = ()
-    is_storm: bool = False
 
     @property
     def seconds(self) -> float:
@@ -153,9 +145,8 @@ def look(span: Span) -> str:
 
 def shares(run: Run) -> dict[str, float]:
     """Returns the mean over the ranks of what they did, as shares of the time that is drawn."""
-    kinds = STATES if run.is_storm else COLUMNS
     return {
-        kind: sum(track.share(kind) for track in run.tracks) / len(run.tracks) for kind in kinds
+        kind: sum(track.share(kind) for track in run.tracks) / len(run.tracks) for kind in COLUMNS
     }
 
 
@@ -168,9 +159,6 @@ def steps_per_s(run: Run) -> float:
 def sentence(run: Run) -> str:
     """Returns one line that says what the picture shows."""
     of = shares(run)
-    if run.is_storm:
-        states = ", ".join(f"{of[state]:.1%} {state}" for state in STATES)
-        return f"of the places' time {states} ({run.note})"
     words = [f"computes {of['compute']:.0%}", f"waits {of['wait']:.0%}"]
     words.append(f"sends, adds and selects {of['exchange']:.0%}")
     text = f"a rank {', '.join(words)} of the time"
@@ -179,9 +167,6 @@ def sentence(run: Run) -> str:
 
 def message(runs: Sequence[Run]) -> str:
     """Returns what the picture says: how much of the time each run waits."""
-    if runs[0].is_storm:
-        parts = [f"{shares(run)['taking part']:.1%}" for run in runs]
-        return f"Taking part: {', '.join(parts)} of the places' time"
     waits = [f"{run.name.partition(',')[0]} {shares(run)['wait']:.0%}" for run in runs]
     first, *others = waits
     return f"Ranks wait: {first} of the time" + "".join(f", {each}" for each in others)
@@ -200,8 +185,7 @@ def svg(runs: Sequence[Run], width: int = _WIDTH) -> str:
         gap = _GAP if row > 8 else 1
         for track in run.tracks:
             if row > 8 or track.rank % 8 == 0:
-                what = "place" if run.is_storm else "rank"
-                drawn.text(_LEFT - 6, y + row / 2 + 4, f"{what} {track.rank}", "a e")
+                drawn.text(_LEFT - 6, y + row / 2 + 4, f"rank {track.rank}", "a e")
             _draw(track, drawn, y, row, scale)
             y += row + gap
         drawn.height = y + 6

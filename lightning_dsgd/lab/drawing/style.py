@@ -44,10 +44,6 @@ SPANS: Final = {
     "evaluate": ("#b3b3b3", "#7d7d7d"),
     "serve": ("#009e73", "#31c99d"),
     "late": ("#8b1a6b", "#dd6fbc"),
-    "taking part": ("#a6cee9", "#2b5d80"),
-    "alive": ("#f0b04c", "#d9992f"),
-    "joining": ("#009e73", "#31c99d"),
-    "lost": ("#d55e00", "#ff7b29"),
 }
 """The colours of what a rank does in a timeline: computing is pale, as a rank should compute."""
 _LETTER, _BOLD = 0.53, 0.62

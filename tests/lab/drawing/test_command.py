@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_dsgd.cli import main
-from lightning_dsgd.lab.drawing import command, page, perfetto, picture, storm
+from lightning_dsgd.lab.drawing import command, page, perfetto, picture
 from lightning_dsgd.lab.simulate import command as simulate
 from lightning_dsgd.lab.timeline.recorder import file_of
 from tests.lab.timeline.support import record, recorder
@@ -95,36 +95,6 @@ def test_a_decision_is_shown_with_its_time(tmp_path: Path) -> None:
     assert "at 2.0 s takes wagma" in picture.sentence(run)
     [told] = [e for e in json.loads(perfetto.trace_events([run]))["traceEvents"] if e["ph"] == "i"]
     assert (told["ts"], told["name"]) == (2_000_000, run.decisions[0][1])
-
-
-STORM = {
-    "chaos": 1, "strategy": "wagma", "ranks": 2, "seed": 7, "real": False, "failed": {},
-    "events": [{"at_s": 4.0, "kind": "loss", "what": "loss: place 1", "ranks": [1]}],
-    "processes": [
-        {"rank": 0, "place": 0, "begin_s": 0.0, "end_s": 20.0, "end": "finished",
-         "states": [[0.0, "taking part", 0], [4.1, "alive", 0], [4.5, "taking part", 1]]},
-        {"rank": 1, "place": 1, "begin_s": 0.0, "end_s": 4.0, "end": "was killed",
-         "states": [[0.0, "taking part", 0]]},
-        {"rank": 2, "place": 1, "begin_s": 9.0, "end_s": 20.0, "end": "finished",
-         "states": [[9.0, "joining", 0], [12.0, "taking part", 2]]},
-    ],
-}  # fmt: skip
-
-
-def test_a_storm_is_drawn(tmp_path: Path) -> None:
-    file, output = tmp_path / "chaos.json", tmp_path / "storm.html"
-    file.write_text(json.dumps(STORM))
-    command.main([str(file), "--output", str(output)])
-    run = storm.load(file)
-    kinds = [(s.kind, s.begin_s, s.end_s, s.who, s.step) for s in run.tracks[1].spans]
-    assert kinds == [
-        ("taking part", 0.0, 4.0, 1, 0), ("lost", 4.0, 9.0, 1, 0),
-        ("joining", 9.0, 12.0, 2, 0), ("taking part", 12.0, 20.0, 2, 2),
-    ]  # fmt: skip
-    assert "79.0% taking part, 1.0% alive, 7.5% joining, 12.5% lost (all held)" in (
-        picture.sentence(run)
-    )
-    assert "loss: place 1" in output.read_text()
 
 
 USED = """
