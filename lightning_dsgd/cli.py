@@ -110,8 +110,9 @@ def _run_lightning(args: list[str] | None) -> None:
     from lightning.pytorch import LightningDataModule, LightningModule
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
-    from lightning_dsgd.trainer.named import STRATEGIES
+    from lightning_dsgd.trainer.named import STRATEGIES, class_of
     from lightning_dsgd.trainer.names import take_on_command_line
+    from lightning_dsgd.trainer.strategy import DecentralizedStrategy
 
     class Saved(SaveConfigCallback):
         def setup(self, trainer: Any, *rest: Any, **named: Any) -> None:
@@ -121,7 +122,8 @@ def _run_lightning(args: list[str] | None) -> None:
                 self.config_filename = "config_of_run.yaml"
             super().setup(trainer, *rest, **named)
 
-    take_on_command_line(STRATEGIES)
+    names = [*STRATEGIES, *wings.ALGORITHMS]
+    take_on_command_line(DecentralizedStrategy, class_of, names)
     theirs = COMMANDS.keys() - wings.COMMANDS.keys()
     usages = {name: {"usage": f"lightning-dsgd {name} [options]"} for name in theirs}
     LightningCLI(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lightning_dsgd
 from lightning_dsgd.cli import COMMANDS, main
@@ -125,19 +127,38 @@ for command in {HELP}:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("where", ["flag", "file"])
-def test_names_take_options(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its recipe has another strategy; the rest keeps its defaults."""
+WAYS: dict[str, tuple[str, list[str], str]] = {
+    "a flag": ("", ["--trainer.strategy", "WAGMA"], "WAGMA"),
+    "a file": ("strategy: wagma", [], "WAGMA"),
+    "a class in a file": ("strategy: {class_path: wagma}", [], "WAGMA"),
+    "an alias": ("", ["--trainer.strategy", "ddp_wagma"], "WAGMA"),
+    "a wing's, by a flag": ("", ["--trainer.strategy", "adaptive"], "Adaptive"),
+    "a wing's, by its alias": ("strategy: ddp_adaptive", [], "Adaptive"),
+    "a wing's, as a class": ("strategy: {class_path: adaptive}", [], "Adaptive"),
+}
+"""How a strategy is named: what a file holds, flags, and which class is meant."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_names_take_options(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe has another strategy; the rest keeps its defaults."""
+    content, flags, name = WAYS[way]
     file = tmp_path / "strategy.yaml"
-    file.write_text("trainer: {strategy: wagma}\n")
-    name = ["--config", str(file)] if where == "file" else ["--trainer.strategy", "WAGMA"]
-    option = ["--trainer.strategy.sync_period", "20"]
+    file.write_text(f"trainer: {{{content}}}\n")
+    option = ["--trainer.strategy.data", "claimed"]
+    given = ["--config", str(RECIPE), "--config", str(file), *flags, *option]
     with pytest.raises(SystemExit) as end:
-        main(["fit", "--config", str(RECIPE), *name, *option, "--print_config"])
+        main(["fit", *given, "--print_config"])
     assert end.value.code == 0
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    at = lines.index("class_path: lightning_dsgd.WAGMAStrategy")
-    assert lines[at + 2 : at + 4] == ["group_size: null", "sync_period: 20"]
+    config = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
+    strategy = getattr(lightning_dsgd, f"{name}Strategy")
+    assert config["class_path"] == f"lightning_dsgd.{strategy.__name__}"
+    options, parameters = config["init_args"], inspect.signature(strategy).parameters
+    assert options.pop("data") == "claimed"
+    del options["timeout"]  # which is written in a way of its own
+    if way == "a class in a file":  # jsonargparse keeps what both classes have
+        assert options.pop("sync_period") == 8
+    assert options == {name: parameters[name].default for name in options}
 
 
 REFUSED = {

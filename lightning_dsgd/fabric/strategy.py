@@ -320,7 +320,7 @@ def make_known(package: str, strategy: type) -> None:
     every = [*ALGORITHMS, *wings.ALGORITHMS]
     for name in every:
         description = (inspect.getdoc(ALGORITHMS.get(name)) or name).splitlines()[0]
-        registry.register(name, strategy, description, override=True, algorithm=name)
+        names.register(registry, name, strategy, description, algorithm=name)
     names.hint_in(f"{package}.connector", "_Connector", every)
 
 

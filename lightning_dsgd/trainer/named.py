@@ -13,7 +13,6 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Mapping
-from functools import partial
 from inspect import Parameter
 from typing import Any, Final, get_type_hints
 
@@ -22,7 +21,7 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import ALGORITHMS, warn_of_one_left_out
 from lightning_dsgd.trainer import names
 from lightning_dsgd.trainer.arguments import TrainerOptions
-from lightning_dsgd.trainer.strategy import DecentralizedStrategy
+from lightning_dsgd.trainer.strategy import DecentralizedMixin, DecentralizedStrategy
 
 
 def named(algorithm: type[Algorithm], base: type, module: str) -> type:
@@ -83,22 +82,57 @@ def make_all(base: type, module: str) -> dict[str, type]:
     return made
 
 
-def of_wing(name: str, base: type, **given: Any) -> Any:
-    """Makes the strategy of a wing, which is loaded for it."""
-    home: Any = wings.load(f"{wings.ALGORITHMS[name]}.strategy", f'strategy="{name}"')
-    return home.made(base)(**given)
+class OfWing:
+    """Makes the strategy of a wing, which is loaded once somebody asks for the strategy.
+
+    Args:
+        name: the algorithm's name
+        base: the strategy of one of Lightning's two packages
+    """
+
+    def __init__(self, name: str, base: type) -> None:
+        self._name = name
+        self._base = base
+
+    def __call__(self, **given: Any) -> Any:
+        return self.load()(**given)
+
+    def load(self) -> type:
+        """Returns the class of the strategy."""
+        home: Any = wings.load(f"{wings.ALGORITHMS[self._name]}.strategy", f'"{self._name}"')
+        made: type = home.made(self._base)
+        return made
 
 
 def make_known(package: str, strategies: Mapping[str, type], base: type) -> None:
     """Makes the strategies' names known to the Trainer of one of Lightning's packages."""
-    registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
+    registry = _registry_of(package)
     for name, strategy in strategies.items():
         description = (strategy.__doc__ or "").splitlines()[0]
-        registry.register(name, strategy, description=description, override=True)
+        names.register(registry, name, strategy, description)
     for name in wings.ALGORITHMS:
-        registry.register(name, partial(of_wing, name, base), description=name, override=True)
+        names.register(registry, name, OfWing(name, base), description=name)
     connectors = f"{package}.trainer.connectors.accelerator_connector"
     names.hint_in(connectors, "_AcceleratorConnector", [*strategies, *wings.ALGORITHMS])
+
+
+def class_of(name: str, package: str = "lightning.pytorch") -> type | None:
+    """Returns the class that is registered under one of our names; None: the name is not ours.
+
+    Args:
+        name: what `Trainer(strategy=...)` takes
+        package: the one of Lightning's packages in whose registry the name is looked up
+    """
+    registry = _registry_of(package)
+    strategy = registry[name]["strategy"] if name in registry else None
+    if isinstance(strategy, OfWing):
+        return strategy.load()
+    is_ours = isinstance(strategy, type) and issubclass(strategy, DecentralizedMixin)
+    return strategy if is_ours else None
+
+
+def _registry_of(package: str) -> Any:
+    return importlib.import_module(f"{package}.strategies").StrategyRegistry
 
 
 STRATEGIES: Final[dict[str, type[DecentralizedStrategy]]] = make_all(

@@ -4,8 +4,11 @@
                                      Fabric too
     --trainer.strategy wagma --trainer.strategy.sync_period 20
                                      jsonargparse takes a class there: the name stands for one
+    Trainer(strategy="ddp_wagma")    the same strategy as "wagma", for a library that trains several
+                                     ranks only where it finds "ddp" in the name
 
-Both places are private to their packages: where a version has them no more, all stays as it was.
+The first two places are private to their packages: where a version has them no more, all stays as
+it was.
 """
 
 from __future__ import annotations
@@ -13,16 +16,33 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Final
 
 from lightning_dsgd.hyperparameters import NAMES_ALIKE
 
+ALIAS: Final = "ddp_"
+"""With this before it each name is registered once more; tables and listings leave that out."""
 
-def take_on_command_line(ours: Mapping[str, type]) -> None:
-    """Lets a name stand for its class beside hyperparameters, in options and in YAML."""
-    bases = {base for own in ours.values() for base in own.__mro__ if base.__name__ == "Strategy"}
+
+def register(registry: Any, name: str, strategy: Any, description: str, **given: Any) -> None:
+    """Makes a strategy known to one of Lightning's registries, by its name and by its alias."""
+    for each in (name, f"{ALIAS}{name}"):
+        registry.register(each, strategy, description, override=True, **given)
+
+
+def take_on_command_line(
+    base: type, class_of: Callable[[str], type | None], ours: Collection[str]
+) -> None:
+    """Lets a name stand for its class beside hyperparameters, in options and in YAML.
+
+    Args:
+        base: the strategy of one of Lightning's two packages
+        class_of: returns the class that a name stands for; None: the name is not one of ours
+        ours: the names, to tell which of them a wrong name may have meant
+    """
+    bases = {each for each in base.__mro__ if each.__name__ == "Strategy"}
 
     def wrap(resolve: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
         @functools.wraps(resolve)
@@ -30,8 +50,9 @@ def take_on_command_line(ours: Mapping[str, type]) -> None:
             path = resolve(cls, name)
             if cls not in bases or "." in path:
                 return path
-            if path.lower() in ours:
-                return f"lightning_dsgd.{ours[path.lower()].__name__}"
+            found = class_of(path.lower())
+            if found is not None:
+                return _path_of(found)
             more = hint(path, ours)
             if more:
                 raise ValueError(f"No strategy is called {path!r}. {more}")
@@ -42,9 +63,19 @@ def take_on_command_line(ours: Mapping[str, type]) -> None:
     _replace(importlib.import_module("jsonargparse._typehints"), "resolve_class_path_by_name", wrap)
 
 
+def _path_of(kind: type) -> str:
+    """Returns from where a class is imported: from the package itself, if its name is public."""
+    package: Any = importlib.import_module(__name__.partition(".")[0])
+    if getattr(package, kind.__name__, None) is kind:
+        return f"{package.__name__}.{kind.__name__}"
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def hint(name: str, ours: Collection[str], others: Collection[str] = ()) -> str:
     """Returns our names that a wrong name may have meant, as a text; empty if there are none."""
-    known = {_bare(other): "" for other in others} | {_bare(own): own for own in ours}
+    prefix = ALIAS if name.lower().startswith(ALIAS) else ""
+    meant_ours = [f"{prefix}{own}" for own in ours]
+    known = {_bare(other): "" for other in others} | {_bare(own): own for own in meant_ours}
     bare = _bare(name)
     near = [bare] if bare in known else get_close_matches(bare, known, 3, NAMES_ALIKE)
     nearest = [known[each] for each in near]
@@ -69,8 +100,9 @@ def hint_in(module: str, connector: str, ours: Collection[str]) -> None:
             except ValueError as error:
                 name = getattr(self, "_strategy_flag", None)
                 if isinstance(name, str) and "invalid strategy name" in str(error):
-                    known = set(getattr(self, "_registered_strategies", ()))
-                    if more := hint(name, ours, known - set(ours)):
+                    theirs = set(getattr(self, "_registered_strategies", ())) - set(ours)
+                    theirs -= {f"{ALIAS}{own}" for own in ours}
+                    if more := hint(name, ours, theirs):
                         raise ValueError(f"{error}. {more}") from None  # ours: told in a line
                 raise
 

@@ -51,9 +51,10 @@ def steps(fabric: Any, model: Any, optimizer: Any, batches: Any) -> None:
 def test_every_name_is_known_to_fabric(package: str) -> None:
     fabric = importlib.import_module(package).Fabric
     for name in dsgd.STRATEGIES:
-        strategy = fabric(strategy=name, accelerator="cpu", devices=2).strategy
-        assert type(strategy) is PACKAGES[package]
-        assert strategy.algorithm.name == name
+        for each in (name, f"ddp_{name}"):
+            strategy = fabric(strategy=each, accelerator="cpu", devices=2).strategy
+            assert type(strategy) is PACKAGES[package]
+            assert strategy.algorithm.name == name
     with pytest.raises(ValueError, match=r'invalid strategy name.*Did you mean "wagma"'):
         fabric(strategy="wagam", accelerator="cpu", devices=2)
     with pytest.raises(ValueError, match="FabricStrategy cannot honour static_graph"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import os
 import runpy
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import lightning_dsgd.pytorch_lightning as twins
+from lightning_dsgd import wings
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.trainer.named import STRATEGIES
+from lightning_dsgd.trainer.named import STRATEGIES, class_of
 from tests.support.mpi import ended
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +98,26 @@ def test_a_strategy_takes_what_its_algorithm_does(name: str) -> None:
         assert "\n    timeout_s: how long" in str(strategy.__doc__)
         assert algorithm.profile is not None
         assert algorithm.profile.memory in " ".join(str(strategy.__doc__).split())
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_every_name_and_its_alias_stand_for_one_class(package: str) -> None:
+    """Some libraries take a strategy for one of several ranks where its name has "ddp" in it."""
+    made = importlib.import_module(package)
+    known = [name for name in made.strategies.StrategyRegistry if class_of(name, package)]
+    assert len(known) == 2 * len([*ALGORITHMS, *wings.ALGORITHMS])
+    for name in (*ALGORITHMS, *wings.ALGORITHMS):
+        kind = class_of(name, package)
+        assert kind is class_of(f"ddp_{name}", package)
+        assert kind is not None
+        assert {"data", "timeout_s"} < {*inspect.signature(kind).parameters}
+    trainer = made.Trainer(strategy="ddp_wagma", accelerator="cpu", devices=2, logger=False)
+    assert trainer.strategy.algorithm == ALGORITHMS["wagma"]()
+    assert class_of("ddp", package) is class_of("ddp_find_unused_parameters_true", package) is None
+    with pytest.raises(ValueError, match='Did you mean "ddp_popsgd" or "ddp'):
+        made.Trainer(strategy="ddp_popsg", accelerator="cpu", devices=2)
+    with pytest.raises(ValueError, match='Did you mean "popsgd", of lightning_dsgd'):
+        made.Trainer(strategy="popsg", accelerator="cpu", devices=2)
 
 
 def test_editors_see_the_strategies_that_there_are() -> None:
