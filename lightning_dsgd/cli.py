@@ -107,7 +107,7 @@ def _end_refused(error: ValueError) -> NoReturn:
 
 def _run_lightning(args: list[str] | None) -> None:
     # Imported here as it takes seconds, and the other commands and `--help` do without.
-    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch import LightningModule
     from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
     from lightning_dsgd.trainer.named import STRATEGIES, class_of
@@ -127,10 +127,8 @@ def _run_lightning(args: list[str] | None) -> None:
     theirs = COMMANDS.keys() - wings.COMMANDS.keys()
     usages = {name: {"usage": f"lightning-dsgd {name} [options]"} for name in theirs}
     LightningCLI(
-        LightningModule,
-        LightningDataModule,
+        LightningModule,  # a module may have loaders of its own, so a data module is optional
         subclass_mode_model=True,
-        subclass_mode_data=True,
         save_config_callback=Saved,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={"prog": "lightning-dsgd", **usages},

@@ -186,6 +186,45 @@ def test_a_refusal_is_a_line_of_each_rank(text: str, tmp_path: Path) -> None:
         assert "\n" not in outcome.error
 
 
+MODEL = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class MyModel(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(32, 4)), 4)
+
+    def on_train_end(self):
+        strategy = self.trainer.strategy
+        with open(f"rank_{self.global_rank}.txt", "w") as file:
+            print(type(strategy).__name__, strategy.in_force["data"], file=file)
+"""
+
+
+def test_a_model_brings_its_own_data(tmp_path: Path) -> None:
+    """Its file lies in the working folder; the strategy is a wing's, with an option."""
+    (tmp_path / "my_model.py").write_text(MODEL)
+    strategy = "{class_path: adaptive, init_args: {data: claimed, timeout_s: 60}}"
+    limits = "accelerator: cpu, devices: 2, max_epochs: 1, logger: false"
+    (tmp_path / "run.yaml").write_text(f"trainer: {{strategy: {strategy}, {limits}}}\n")
+    command = ["fit", "--config", "run.yaml", "--model", "my_model.MyModel"]
+    FitWorld().run(2, fit_as_typed, tmp_path, command)
+    for rank in range(2):
+        assert (tmp_path / f"rank_{rank}.txt").read_text() == "AdaptiveStrategy claimed\n"
+
+
 def fit_in(folder: Path, args: list[str]) -> None:
     os.chdir(folder)
     main(["fit", *args])
