@@ -32,6 +32,8 @@ from lightning_dsgd.trainer import openmp, seams
 from lightning_dsgd.transport import PeerLost
 
 _CHILDREN_END_WITHIN_S: Final = 10.0
+_CHILDREN_STOP_WITHIN_S: Final = 30.0
+"""How long ranks may take to end once all have stopped after the same batch, and have saved."""
 _POLL_CHILDREN_S: Final = 0.05
 _CAUSE_ENDS_WITHIN_S: Final = 5.0
 """How long a rank, forked or spawned, lets the rank that it has lost end before itself."""
@@ -82,6 +84,7 @@ class Processes:
         self._awaits_children = False
         self._forgives = False
         self._has_failed = False
+        self._all_stop = False
 
     def take_over(self, launcher: Any, method: str, fail: Callable[[BaseException], str]) -> None:
         """Takes over Lightning's launcher.
@@ -133,7 +136,21 @@ class Processes:
         if self._forgives:
             return
         self._has_failed = True
-        deadline = time.monotonic() + within_s
+        self._end_children_within(within_s)
+
+    def stop(self) -> None:
+        """Notes that a signal stops all ranks: each ends by itself, with an exit status of 1."""
+        self._all_stop = True
+
+    def await_stop(self) -> None:
+        """Lets the ranks that run this process's script end by themselves, as all stop.
+
+        Lightning kills them on Ctrl-C as soon as this rank has ended its part.
+        """
+        self._end_children_within(_CHILDREN_STOP_WITHIN_S)
+
+    def _end_children_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         for child in self._children():
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
@@ -189,7 +206,10 @@ class Processes:
         children, has_failed = self._children(), self._has_failed
         while any(child.poll() is None for child in children):
             if any(child.returncode for child in children) and not self._forgives:
-                self.end_children()
+                if self._all_stop:
+                    self.await_stop()
+                else:
+                    self.end_children()
             time.sleep(_POLL_CHILDREN_S)
         failed = [
             f"rank {rank} with {child.returncode}"
@@ -198,7 +218,8 @@ class Processes:
         ]
         if failed:
             was_killed = any(child.returncode < 0 for child in children)
-            if was_killed or not has_failed:  # else the last words are those of this rank
+            # The last words are those of this rank where it has failed, or where all have stopped.
+            if was_killed or not (has_failed or self._all_stop):
                 say(f"lightning_dsgd: ended badly: {', '.join(failed)}; why stands above")
             if not self._forgives:
                 sys.stdout.flush()

@@ -41,6 +41,11 @@ class LaunchedSession(Session[TrainingT]):
         super().__init__(ranks)
         self._processes = processes
 
+    def stop(self) -> None:
+        """Notes that all ranks stop here, also those that this process has started."""
+        super().stop()
+        self._processes.stop()
+
     def quiet_observer(self) -> None:
         seams.quiet_observer()
 

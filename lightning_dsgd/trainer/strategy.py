@@ -274,6 +274,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self.session.leave()
         if self.session.phase is Phase.BROKEN:
             self._processes.end_children()
+        elif self.session.phase is Phase.STOPPING:
+            self._processes.await_stop()
         super().teardown()
 
     def _give_back(self, trainer: Any) -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.lab.bench.job import is_of_mpich
 from lightning_dsgd.session import last_resort
+from lightning_dsgd.trainer.children import Processes
 from tests.support import doomed
 from tests.support.doomed import Doomed, Plan, num_batches
 from tests.support.models import Regression, loader, trainer
@@ -336,10 +338,39 @@ def test_a_job_ends_with_its_rank(case: str, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_job_that_is_interrupted_stops_after_the_same_batch(tmp_path: Path) -> None:
     """As by Ctrl-C: the signal goes to all processes of the group, workers of loaders included."""
-    job = run_job(tmp_path, name="allreduce", devices=2, num_workers=1, interrupt_at=20)
+    saving = {"saves": True, "num_workers": 1}
+    job = run_job(tmp_path, name="allreduce", devices=2, interrupt_at=20, **saving)
     assert job.exitcode == 1
     assert job.seconds < SOON_S
     assert len(set(num_batches(tmp_path))) == 1
+    assert f"saved checkpoint to {tmp_path / 'saved.ckpt'}" in job.stderr
+    assert "ended badly" not in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("stops", "child", "said"),
+    [
+        (False, "exit 1", "ended badly: rank 1 with 1"),
+        (True, "exit 1", ""),
+        (True, "kill -9 $$", "ended badly: rank 1 with -9"),
+    ],
+)
+def test_a_rank_that_ends_as_all_stop_has_not_ended_badly(
+    stops: bool, child: str, said: str, monkeypatch: Any, capsys: Any
+) -> None:
+    started = subprocess.Popen(["/bin/sh", "-c", child])
+    ranks, statuses = Processes(), []
+    ranks.take_over(SimpleNamespace(procs=[started]), "popen", str)
+    if stops:
+        ranks.stop()
+        ranks.await_stop()
+        assert started.returncode is not None
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    ranks._await_children(os.getpid())
+    assert statuses == [1]
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert bool(said) == bool(shown)
 
 
 MPI_JOBS: dict[str, tuple[Plan, str, list[str]]] = {
