@@ -36,7 +36,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.elastic.chaos.launched import said_of_steps
+from launched import said_of_steps
+
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 

@@ -30,7 +30,6 @@ COMMANDS: Final = {
     "diagnose": "why a DDP job is slow, and what would help (`lightning-dsgd diagnose --help`)",
     "timeline": "draw where a run's time went (`lightning-dsgd timeline --help`)",
     "launch": "start a script's ranks, and look after them (`lightning-dsgd launch --help`)",
-    "chaos": "lose, stop and cut off ranks by a seed (`lightning-dsgd chaos --help`)",
 }
 
 

@@ -29,7 +29,6 @@ COMMANDS: Final = {
     "diagnose": "lab.diagnose.command",
     "timeline": "lab.drawing.command",
     "launch": "elastic.launch.command",
-    "chaos": "elastic.chaos.command",
 }
 """The commands of `lightning-dsgd` that a wing carries out, and the module whose `main` does."""
 ALGORITHMS: Final = {"adaptive": "lab.adaptive"}

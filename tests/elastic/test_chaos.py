@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_dsgd.cli import main
 from lightning_dsgd.elastic import membership
 from lightning_dsgd.elastic.ballots import PREPARE
 from lightning_dsgd.elastic.claimed.claims import Claims
 from lightning_dsgd.elastic.membership import Membership
-from lightning_dsgd.elastic.quorum import Terms
+from lightning_dsgd.elastic.quorum import Terms as TermsOfViews
+from tests.elastic.chaos.record import Record, findings, summary
+from tests.elastic.chaos.schedule import Terms, draw
+from tests.elastic.chaos.simulated import play
 from tests.support.thorough import tries
 
-SMALL = ["--ranks", "5", "--minutes", "0.5", "--every-s", "5"]
+
+def storm(seed: int, ranks: int = 5, strategy: str = "popsgd") -> Record:
+    """What became of a job in half a minute of storm."""
+    terms = Terms(ranks, seconds=30.0, every_s=5.0, heartbeat_s=10.0, calm_s=40.0)
+    return play(seed, terms, draw(seed, terms), strategy)
 
 
-def chaos(output: Path, *options: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(["chaos", *options, "--output", str(output)])
-    return int(str(end.value.code))
+def broken(record: Record) -> dict[str, list[str]]:
+    """The rules that did not hold, and where."""
+    return {rule: where for rule, where in findings(record).items() if where}
 
 
 @pytest.mark.parametrize("seed", tries(60, 3))
-def test_all_holds_in_storms(seed: int, tmp_path: Path) -> None:
+def test_all_holds_in_storms(seed: int) -> None:
     strategy = ("popsgd", "hpsgd", "local_sgd", "wagma")[seed % 4]
-    options = ("--seed", str(seed), "--strategy", strategy, "--ranks", str(5 + seed % 4))
-    output = tmp_path / "chaos.json"
-    assert chaos(output, *SMALL, *options) == 0
-    said = json.loads(output.read_text())
-    assert len(said["held"]) == 5
-    assert said["events"]
-    assert max(view["number"] for view in said["views"]) > 0
+    record = storm(seed, 5 + seed % 4, strategy)
+    assert broken(record) == {}
+    assert record.events
+    assert max(record.views()) > 0
 
 
 def without_majority(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(membership, "is_majority", lambda *given: True)
-    patch.setattr(Terms, "may_follow", lambda *given: True)
+    patch.setattr(TermsOfViews, "may_follow", lambda *given: True)
 
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:
@@ -61,48 +60,18 @@ def unanswered(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "seed", "broken"),
+    ("plant", "seed", "rule"),
     [
-        (without_majority, "2", "more than half go on"),
-        (forgetful, "1", "every sample is trained on"),
-        (unanswered, "1", "who is left alone goes on"),
+        (without_majority, 2, "more than half go on"),
+        (forgetful, 1, "every sample is trained on"),
+        (unanswered, 1, "who is left alone goes on"),
     ],
 )
-def test_a_planted_bug_is_found_and_replayed(
-    plant: Any, seed: str, broken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = tmp_path / "first.json", tmp_path / "second.json"
+def test_a_planted_bug_is_found_and_replayed(plant: Any, seed: int, rule: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        assert chaos(first, *SMALL, "--seed", seed) == 1
-        said = capsys.readouterr().out
-        assert any(broken in line for line in said.splitlines() if line.startswith("FAILED"))
-        replay = said.partition("replays it: ")[2].partition("#")[0]
-        assert chaos(second, *shlex.split(replay)[2:]) == 1
-        assert first.read_text() == second.read_text()
-    assert chaos(second, *shlex.split(replay)[2:]) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["--ranks", "2"], "--ranks must be at least 3, as more than half must be left"),
-        (["--strategy", "allreduce"], "must not wait for all ranks in every step"),
-    ],
-)
-def test_what_cannot_be_played_is_refused(
-    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert chaos(tmp_path / "chaos.json", *options) == 2
-    assert why in capsys.readouterr().err
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-def test_real_processes_come_through_a_storm(tmp_path: Path) -> None:
-    output = tmp_path / "chaos.json"
-    options = ("--real", "--seed", "1", "--ranks", "3", "--minutes", "0.5", "--every-s", "10")
-    assert chaos(output, *options) == 0
-    said = json.loads(output.read_text())
-    assert {event["kind"] for event in said["events"]} & {"loss", "stop"}
-    assert max(view["number"] for view in said["views"]) > 0
+        first, second = storm(seed), storm(seed)
+    assert any(rule in each for each in broken(first))
+    assert broken(first) == broken(second)
+    assert summary(first) == summary(second)
+    assert broken(storm(seed)) == {}

@@ -27,16 +27,6 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.calls import Calls
-from lightning_dsgd.elastic.chaos.record import (
-    ALIVE,
-    FINISHED,
-    JOINS,
-    LEFT,
-    TAKES_PART,
-    Process,
-    Record,
-)
-from lightning_dsgd.elastic.chaos.schedule import Event, Terms
 from lightning_dsgd.elastic.claimed.claims import NONE, Claims, Epoch
 from lightning_dsgd.elastic.claimed.dealing import Dealing
 from lightning_dsgd.elastic.simulated import SurvivableFaults, SurvivingWorld
@@ -45,6 +35,16 @@ from lightning_dsgd.elastic.views import views_of
 from lightning_dsgd.simulated import Killed
 from lightning_dsgd.transport import PeerLost, TransportError
 from lightning_dsgd.transport.view import View
+from tests.elastic.chaos.record import (
+    ALIVE,
+    FINISHED,
+    JOINS,
+    LEFT,
+    TAKES_PART,
+    Process,
+    Record,
+)
+from tests.elastic.chaos.schedule import Event, Terms
 
 STEP_S: Final = 1.0
 AWAY_S: Final = 5.0

@@ -1,4 +1,4 @@
-"""What became of a job in a storm, whether it was simulated or real, and what of it held.
+"""What became of a job in a storm, and what of it held.
 
 views        all members of a view name the same members; a rank's views only follow each other;
 more than half of the members of the view before have gone on, or left
@@ -16,10 +16,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.elastic.chaos.schedule import Event
+from tests.elastic.chaos.schedule import Event
 
 TAKES_PART: Final = "taking part"
 ALIVE: Final = "alive"
@@ -84,10 +83,6 @@ class Record:
     ends: dict[int, str] = field(default_factory=dict)
     """A digest of each rank's weights at the end."""
     num_epochs: int = 0
-    failure: str = ""
-    """What the whole job ended with before its time."""
-    folder: Path | None = None
-    """Where real processes have left their logs; None: they were simulated."""
 
     def views(self) -> dict[int, tuple[int, ...]]:
         """The members of each view, as the first of them says."""
@@ -163,8 +158,6 @@ def _consensus(record: Record) -> Iterator[str]:
 
 
 def _going_on(record: Record) -> Iterator[str]:
-    if record.failure:
-        yield record.failure
     for process in record.processes.values():
         if process.how in (FINISHED, LEFT) or process.is_dead or process.place < 0:
             continue
@@ -207,23 +200,15 @@ RULES: Final[dict[str, Callable[[Record], Iterator[str]]]] = {
     "who is left alone goes on to the end": _going_on,
 }
 """What must hold, and what finds where it did not."""
-_OF_REAL: Final = {
-    "members have the same weights where a view begins, and at the end": (
-        "members have the same weights at the end"
-    )
-}
 
 
 def findings(record: Record) -> dict[str, list[str]]:
     """Returns for each rule where it did not hold."""
-    found = {rule: list(find(record)) for rule, find in RULES.items()}
-    if record.folder is not None:  # real processes tell their weights at the end alone
-        found = {_OF_REAL.get(rule, rule): where for rule, where in found.items()}
-    return found
+    return {rule: list(find(record)) for rule, find in RULES.items()}
 
 
-def as_file(record: Record) -> dict[str, Any]:
-    """Returns what the file holds of the record."""
+def summary(record: Record) -> dict[str, Any]:
+    """Returns what two plays of one schedule must have in common."""
     times = {
         number: min(
             at_s for p in record.processes.values() for at_s, n, *_ in p.views if n == number

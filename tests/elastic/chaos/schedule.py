@@ -15,7 +15,6 @@ More than half of the ranks are left alone at any time, so that a job must go on
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -71,7 +70,6 @@ class Terms:
         every_s: the mean time from one event to the next
         heartbeat_s: how long a rank may be silent
         calm_s: how long it takes, at most, until a lost rank's place is taken
-        kinds: what may go wrong
     """
 
     ranks: int
@@ -79,7 +77,6 @@ class Terms:
     every_s: float
     heartbeat_s: float
     calm_s: float
-    kinds: Sequence[str] = KINDS
 
 
 def draw(seed: int, terms: Terms) -> list[Event]:
@@ -108,7 +105,7 @@ def _pause(chance: random.Random, terms: Terms) -> float:
 
 def _drawn(chance: random.Random, terms: Terms, at_s: float, most: int) -> Event | None:
     """Returns an event that befalls so many places at most, or None."""
-    kind = chance.choice([*terms.kinds, "loss"])
+    kind = chance.choice([*KINDS, "loss"])
     heartbeat_s = terms.heartbeat_s
     places = chance.sample(range(terms.ranks), terms.ranks)
     if kind == "stop" and (most < 1 or chance.random() < 0.5):
