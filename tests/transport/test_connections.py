@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_dsgd.lab.bench.network import Link, Network
-from lightning_dsgd.transport import ANY, PeerLost, TransportError
+from lightning_dsgd.transport import ANY, PeerLost, Timeout, TransportError
+from lightning_dsgd.transport.connection import Connection
 from lightning_dsgd.transport.connections import own_address
+from lightning_dsgd.transport.handshake import NONCE_BYTES
+from lightning_dsgd.transport.mesh import Mesh
 from tests.support.nodes import NodeWorld, shaped
 from tests.support.worlds import ProcessWorld
-from tests.transport.helpers import BIG, stopped
+from tests.transport.helpers import BIG, stopped, until
 
 EMPTY = torch.empty(0)
 
@@ -40,7 +46,113 @@ def test_ranks_of_a_node_take_interfaces_in_turn(
         own_address()
 
 
+# ---- a listener without descriptors ----
+def run_out_of_descriptors(net: Any) -> float:
+    """Gives the share of a core that rank 0 takes while a stranger waits to be let in."""
+    taken: list[int] = []
+    net.barrier().wait()
+    if net.rank == 0:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+    net.barrier().wait()
+    share = 0.0
+    with contextlib.ExitStack() as stack:
+        if net.rank == 1:
+            address = net.mesh.connections._addresses[0]
+            stranger = stack.enter_context(socket.create_connection(address, 10.0))
+        net.barrier().wait()
+        if net.rank == 0:
+            begin, begin_cpu = time.monotonic(), time.process_time()
+            threading.Event().wait(0.5)
+            share = (time.process_time() - begin_cpu) / (time.monotonic() - begin)
+            for descriptor in taken:
+                os.close(descriptor)
+        net.barrier().wait()
+        if net.rank == 1:
+            assert len(stranger.recv(NONCE_BYTES)) == NONCE_BYTES  # it is let in now
+    net.barrier().wait()
+    return share
+
+
+def test_a_rank_without_descriptors_does_not_spin_and_listens_again() -> None:
+    assert ProcessWorld().run(2, run_out_of_descriptors)[0] < 0.3
+
+
 # ---- messages that are half sent or half read, and links that are cut or held up ----
+@contextlib.contextmanager
+def one_connection() -> Iterator[tuple[Connection, socket.socket]]:
+    """A connection that no thread serves, and the socket at its other end."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        yield Connection(ours, 1, Mesh(0, 2, 60.0, 20.0), lambda _: None), theirs
+
+
+def tensor_of(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def all_that_comes(connection: Connection, theirs: socket.socket) -> bytes:
+    """What the other end reads until nothing is left to send."""
+    come, is_all = b"", False
+    while not is_all:
+        is_all = connection.flush()
+        with contextlib.suppress(BlockingIOError):
+            while piece := theirs.recv(1 << 16):
+                come += piece
+    return come
+
+
+def test_what_is_sent_meanwhile_leaves_behind_a_message_that_comes_by_chunks() -> None:
+    with one_connection() as (connection, theirs):
+        connection.begin(b"<by chunks>")
+        connection.add(tensor_of(b"one, "), is_last=False)
+        connection.send(b"<meanwhile>", tensor_of(b"whole"), copy=True)
+        between = connection.send(b"<meanwhile>", tensor_of(b"lent"), copy=False)
+        connection.add(tensor_of(b"two"), is_last=True)
+        connection.send(b"<afterwards>", tensor_of(b"whole"), copy=True)
+        come = all_that_comes(connection, theirs)
+        assert between.done()
+    assert come == b"<by chunks>one, two<meanwhile>whole<meanwhile>lent<afterwards>whole"
+
+
+def test_what_the_kernel_does_not_take_at_once_leaves_whole_and_is_copied() -> None:
+    with one_connection() as (connection, theirs):
+        text = os.urandom(1 << 21)
+        copied, lent = tensor_of(text), tensor_of(text[::-1])
+        assert connection.send(b"<copied>", copied, copy=True).done()
+        copied.zero_()
+        sending = connection.send(b"<lent>", lent, copy=False)
+        assert not sending.done()
+        connection.send(b"<short>", tensor_of(b"behind"), copy=True)
+        come = all_that_comes(connection, theirs)
+        assert sending.done()
+    assert come == b"<copied>" + text + b"<lent>" + text[::-1] + b"<short>behind"
+
+
+def give_up_on_a_message_that_is_half_read(net: Any) -> None:
+    x = torch.ones(32 * BIG)
+    if net.rank == 0:
+        work = net.broadcast(x.zero_(), 1)
+        net.send(EMPTY, 1)
+        assert until(lambda: work._pending.claimed)
+        with pytest.raises(Timeout, match="rank 0 has waited 1e-06 s for broadcast"):
+            work.wait(timeout_s=1e-6)
+        assert work.wait().sum() == len(x)
+    else:
+        net.recv(EMPTY, 0).wait()
+        net.broadcast(x, 1).wait()
+    net.barrier().wait()
+
+
+def test_a_wait_that_ends_within_a_message_is_a_timeout_and_the_next_one_gets_it() -> None:
+    ProcessWorld().run(2, give_up_on_a_message_that_is_half_read)
+
+
 def send_a_lot_to_the_dying(net: Any) -> float:
     """The connection to a stopped rank takes a part only, and never the rest."""
     pid = int(net.broadcast(torch.tensor([os.getpid()]), 1).wait())

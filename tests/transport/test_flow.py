@@ -25,6 +25,26 @@ FOR_TWO = mock.patch.multiple(flow, WINDOW_BYTES=0, CREDIT_BYTES=0)
 NO_ROOM = mock.patch.object(Window, "admit", return_value=False)
 
 
+def test_a_window_has_room_for_what_is_not_taken_yet_and_for_what_was_asked_for() -> None:
+    window, small, mailbox = Window(), 8 * KIB, b"mailbox"
+    with SMALL:
+        admitted = sum(window.admit(1, small) for _ in range(100))
+        assert admitted * small == (256 + 32) * KIB
+        assert not window.admit(1, small)
+        assert window.admit(1, 100)  # a short one has more room
+        assert window.admit(2, small), "each rank has a window of its own"
+        assert not window.admit_if_asked(1, mailbox, small)
+        window.hear_asked(1, mailbox)
+        assert window.admit_if_asked(1, mailbox, small)
+        assert not window.admit_if_asked(1, mailbox, small), "it was asked for once"
+        window.hear_taken(1, 100 + small)
+        assert not window.admit(1, small), "what was asked for takes room too"
+        window.hear_taken(1, small)
+        assert window.admit(1, small)
+        # Two of the largest message have room, whatever its size.
+        assert [window.admit(3, 1000 * KIB) for _ in range(3)] == [True, True, False]
+
+
 def lying(net: Any) -> int:
     """The bytes that lie here unasked."""
     queues = list(net.mesh.mailboxes._arrived.values())

@@ -13,8 +13,15 @@ import pytest
 import torch
 
 from lightning_dsgd.transport import PeerLost, handshake
-from lightning_dsgd.transport.frames import HEADER, why_no_message
-from lightning_dsgd.transport.handshake import HELLO, NONCE_BYTES
+from lightning_dsgd.transport.frames import DTYPES, HEADER, why_no_message
+from lightning_dsgd.transport.handshake import (
+    HELLO,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Secret,
+    Stranger,
+)
+from lightning_dsgd.transport.messages import KINDS
 from tests.support.worlds import ProcessWorld
 from tests.transport.helpers import until
 
@@ -133,6 +140,50 @@ def test_who_listens_must_prove_who_it_is() -> None:
         assert "whoever listens there is not rank 2 of this job" in reason
 
 
+SECRET = b"what the ranks of this job share"
+
+
+def stranger_at(rank: int) -> tuple[Stranger, socket.socket, bytes]:
+    """One who has connected to a rank, its socket, and the number that it is to answer."""
+    ours, theirs = socket.socketpair()
+    stranger = Stranger(ours, Secret(SECRET, rank, 3))
+    return stranger, theirs, theirs.recv(NONCE_BYTES)
+
+
+@pytest.mark.parametrize(("meant_for", "is_let_in"), [(2, True), (0, False)])
+def test_a_proof_that_is_meant_for_another_rank_lets_nobody_in(
+    meant_for: int, is_let_in: bool
+) -> None:
+    """An impostor of `meant_for` hands on rank 2's number to rank 1, and its answer to rank 2."""
+    stranger, impostor, number = stranger_at(2)
+    with stranger.sock, impostor:
+        proof = Secret(SECRET, 1, 3).proof(number, 1, meant_for)
+        impostor.sendall(HELLO.pack(1, bytes(NONCE_BYTES), proof))
+        assert stranger.read() == is_let_in
+        assert stranger.rank == (1 if is_let_in else None)
+
+
+@pytest.mark.parametrize("listener", [2, 0])
+def test_who_connects_takes_no_proof_of_another_listener(listener: int) -> None:
+    """Rank 1 calls rank 2, and one who listens there hands the call on to `listener`."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        caller = Secret(SECRET, 1, 3)
+        theirs.sendall(bytes(NONCE_BYTES))
+        # The proof that `listener` gives to rank 1 for rank 1's number, which is known here.
+        number = b"n" * NONCE_BYTES
+        theirs.sendall(Secret(SECRET, listener, 3).proof(number, listener, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(handshake.secrets, "token_bytes", lambda _: number)
+            if listener == 2:
+                caller.introduce(ours, 2)
+            else:
+                with pytest.raises(PermissionError, match="not rank 2 of this job"):
+                    caller.introduce(ours, 2)
+        assert len(theirs.recv(HELLO.size)) == HELLO.size
+    assert len(caller.proof(number, 1, 2)) == PROOF_BYTES
+
+
 # ---- what is no message is noticed ----
 LARGE = 1 << 62
 EXPECTED = 3 << 30
@@ -171,7 +222,15 @@ def test_what_is_no_message_is_noticed_before_memory_is_taken_for_it(name: str) 
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "kind", "code"), [(0, 99, 0), (0, 0, 99), (6, 0, 0), (LARGE, 0, 0), (LARGE, 255, 0)]
+    ("nbytes", "kind", "code"),
+    [
+        (0, 99, 0),
+        (0, len(KINDS), 0),
+        (0, 0, len(DTYPES)),
+        (6, 0, 0),
+        (LARGE, 0, 0),
+        (LARGE, 255, 0),
+    ],
 )
 def test_kinds_dtypes_halves_of_elements_and_what_no_memory_holds_are_no_messages(
     nbytes: int, kind: int, code: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,8 @@ def test_a_dead_ranks_child_does_not_keep_its_connections_open(tmp_path: Path) -
 
 
 def open_and_close(net: Any) -> None:
+    # The outer network has set it, and the inner ones must not set it for good.
+    sys.setswitchinterval(0.02)
     for cycle in range(5):
         files, threads = open_files(), our_threads()
         inner = ProcessGroupTransport(timeout_s=20.0)
@@ -131,8 +134,10 @@ def open_and_close(net: Any) -> None:
         assert len(our_threads()) == len(threads) + 2
         lane.stop()
         inner.barrier().wait()
+        assert sys.getswitchinterval() < 0.001
         inner.close()
         inner.close()
+        assert sys.getswitchinterval() == pytest.approx(0.02)
         assert our_threads() == threads
         assert not (left := open_files() - files), left
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_dsgd import devices
-from lightning_dsgd.devices import until
+from lightning_dsgd.devices import HOST, Mark, until
 from lightning_dsgd.primitives.published import Published
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.transport import PeerLost, Timeout, staging
-from lightning_dsgd.transport.pinned import CHUNK_BYTES
+from lightning_dsgd.transport.connection import Connection
+from lightning_dsgd.transport.pinned import CHUNK_BYTES, NUM_CHUNKS, Pinned
 from lightning_dsgd.transport.staging import Staging
 from tests.support import fake_device
 from tests.support.fake_device import FakeDevice, FakeTensor, OnDevice
@@ -169,6 +170,37 @@ def test_lanes_and_what_is_published_are_ordered_on_the_device() -> None:
     assert FakeWorld().run(1, use_lanes) == [True]
 
 
+def land_before_the_end(net: Any, fake: FakeDevice) -> None:
+    """The last chunk leaves once all others have been copied to the device."""
+    x, word, released, add = torch.ones(LARGE), torch.ones(1), threading.Event(), Connection.add
+    x = x.to(fake.device)
+
+    def add_last_late(connection: Connection, chunk: Tensor, *, is_last: bool) -> Any:
+        assert not is_last or released.wait(60)
+        return add(connection, chunk, is_last=is_last)
+
+    def has_all_but_the_last() -> bool:
+        assert not work.done()
+        landing = work._landing
+        return landing is not None and landing._num_queued == x.nbytes - CHUNK_BYTES
+
+    if net.rank:
+        work = net.recv(x, 0)
+        assert until(has_all_but_the_last, 60, lambda: None)
+        net.send(word, 0, tag=1)
+        assert is_full_of(work.wait(), 1)
+    else:
+        with mock.patch.object(Connection, "add", add_last_late):
+            net.send(x, 1)
+            net.recv(word, 1, tag=1).wait()
+            released.set()
+    net.barrier().wait()
+
+
+def test_a_message_lands_while_it_comes() -> None:
+    FakeWorld().run(2, land_before_the_end)
+
+
 # ---- which device ----
 def use_a_device_that_nobody_has_entered() -> None:
     fake = fake_device.install(index=dist.get_rank() + 1)
@@ -246,6 +278,28 @@ def test_a_hung_device_ends_in_a_timeout_and_holds_up_nothing_else() -> None:
     FakeWorld().run(2, wait_for_a_hung_device)
 
 
+def stop_while_the_device_hangs(net: Any, fake: FakeDevice) -> None:
+    other, x = 1 - net.rank, torch.zeros(10, device=fake.device)
+
+    def fn(lane_net: Any) -> None:
+        with hung(fake):
+            begun.set()
+            y = torch.zeros(10, device=fake.device)
+            lane_net.broadcast(y, src=other).wait()
+            raise AssertionError("it came through")
+
+    begun = threading.Event()
+    lane = net.spawn_lane(fn)
+    lane.net.broadcast(x, src=net.rank)
+    assert begun.wait(20)
+    lane.stop(20)
+    net.barrier().wait()
+
+
+def test_a_lane_is_stopped_while_the_device_hangs() -> None:
+    FakeWorld().run(2, stop_while_the_device_hangs)
+
+
 HAS_SENT = 7  # the tag of what overtakes a message that the hung device holds
 
 
@@ -275,3 +329,27 @@ def test_a_lost_rank_ends_waits_for_a_hung_device() -> None:
 
 
 # ---- the pinned chunks of a network: each is free once its mark has passed ----
+class Later(Mark):
+    """A mark that passes when it is told to."""
+
+    is_passed = False
+
+    def has_passed(self) -> bool:
+        return self.is_passed
+
+    def hold(self) -> None:
+        raise AssertionError("no stream waits for a chunk")
+
+
+def test_a_chunk_is_free_once_the_device_has_it() -> None:
+    pool, marks = Pinned(), [Later() for _ in range(NUM_CHUNKS)]
+    chunks = [pool.take(HOST) for _ in marks]
+    assert pool.take(HOST) is None
+    for chunk, mark in zip(chunks, marks, strict=True):
+        assert chunk is not None
+        assert len(chunk) == CHUNK_BYTES
+        pool.give(chunk, mark)
+    assert pool.take(HOST) is None
+    marks[3].is_passed = True
+    assert pool.take(HOST) is chunks[3]
+    assert pool.take(HOST) is None
