@@ -7,6 +7,8 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 SEED ?= 0
+FAULTS ?=
+JOBS ?= 1
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -18,7 +20,7 @@ PEFT_INSTALLED := $(PEFT)/.installed
 TRACKERS := $(VENV)/trackers
 TRACKERS_INSTALLED := $(TRACKERS)/.installed
 
-.PHONY: help test test-all test-peft test-trackers test-stops test-versions lint demo docs clean
+.PHONY: help test test-all test-peft test-trackers test-stops test-faults test-versions lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -31,6 +33,8 @@ help:
 	@echo "make test-trackers  MLflow and TensorBoard with real servers on this machine, in a virtual environment with both"
 	@echo "make test-stops  the test suite, while random processes of it are stopped for up to a second"
 	@echo "               (SEED=3 make test-stops stops others)"
+	@echo "make test-faults  small faults, put into a copy of the package one at a time: which test notices?"
+	@echo "               (FAULTS=\"mpi transport:3\" make test-faults tries a room and one fault; JOBS=4 so many at a time)"
 	@echo "make test-versions  a smoke of all strategies with other versions of torch and Lightning"
 	@echo "make lint      virtual environment, install, ruff and mypy"
 	@echo "make demo      virtual environment, install, how soon wagma is as good as DDP, on digits"
@@ -52,6 +56,9 @@ test-trackers: $(TRACKERS_INSTALLED)
 
 test-stops: $(INSTALLED)
 	$(BIN)/python tests/stops.py --seed $(SEED) -- $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"
+
+test-faults: $(INSTALLED)
+	$(BIN)/python -m tests.faults --jobs $(JOBS) $(FAULTS)
 
 test-versions: | $(BIN)/python
 	$(BIN)/python tests/versions.py --folder $(VENV)/versions --output docs/results/getting_started/versions.json

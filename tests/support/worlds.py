@@ -39,8 +39,8 @@ from lightning_dsgd.devices import COLLECTIVES, port_of
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support import fake_device
 
-preloaded = multiprocessing.get_context("forkserver")
-"""Starts processes that have torch and Lightning loaded."""
+preloaded = multiprocessing.get_context(os.environ.get("TESTS_START_METHOD", "forkserver"))
+"""Starts processes that have torch and Lightning loaded; `tests.faults` forks them at once."""
 # Under CUDA's sanitizer the import of torch uses CUDA, which a fork of that process then could not.
 is_sanitized = bool(os.environ.get("TORCH_CUDA_SANITIZER"))
 preloaded.set_forkserver_preload([] if is_sanitized else ["tests.support.preload"])
