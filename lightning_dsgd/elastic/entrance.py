@@ -11,6 +11,7 @@ from lightning_dsgd.devices import port_of
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import ALONE, OVER, STOPPED, Register
 from lightning_dsgd.session.opening import Opening
+from lightning_dsgd.transport.names import await_name, source_of
 from lightning_dsgd.transport.rendezvous import outlives_ranks
 
 
@@ -51,7 +52,9 @@ class Entrance:
         """
         if not outlives_ranks():
             return False
-        register = Register(*address, self._opening.chosen["startup_timeout_s"])
+        limit = self._opening.chosen["startup_timeout_s"]
+        await_name(address[0], source_of(address[0]), limit)
+        register = Register(*address, limit)
         training = register.training()
         if training == ALONE:
             _refuse()

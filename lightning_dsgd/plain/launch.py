@@ -18,6 +18,7 @@ from lightning_dsgd.transport.mpi_job import (
     num_ranks_on_node,
     world_of_threads,
 )
+from lightning_dsgd.transport.names import first_node
 
 _FIRST_PORT: Final = 15000
 """The first of the ports that are chosen by the number of a SLURM job."""
@@ -100,14 +101,14 @@ def _of_slurm(variables: Mapping[str, str]) -> Launch:
 
 
 def _first_host(nodes: str) -> str:
-    """Returns the first host of SLURM's short list: "a001" of "a[001-003,007],b5"."""
-    found = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\](\S*?))?(?:,|$)", nodes)
-    if found is None:
+    """Returns the first host of SLURM's list of nodes."""
+    found = first_node(nodes)
+    if not found:
         raise ValueError(
             f"SLURM_STEP_NODELIST must be a list of nodes, got {nodes!r}; set MASTER_ADDR to the "
             "node of rank 0"
         )
-    return "".join(part or "" for part in found.groups())
+    return found
 
 
 def _local_size(variables: Mapping[str, str]) -> int | None:

@@ -16,6 +16,7 @@ from lightning_dsgd.devices import port_of
 from lightning_dsgd.session.options import Options
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.mpi_job import is_usable
+from lightning_dsgd.transport.names import source_of
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.rendezvous import Rendezvous
 
@@ -49,9 +50,10 @@ class Opening:
     ) -> None:
         """Makes the default process group, once all ranks are known to have started."""
         host, port = address
+        source = source_of(host)  # before the next line, after which a variable always has it
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
         limit = self.chosen["startup_timeout_s"]
-        self._rendezvous = Rendezvous(rank, world_size, host, port, limit)
+        self._rendezvous = Rendezvous(rank, world_size, host, port, limit, source)
         store = self._rendezvous.join()
         shares = self.chosen["share_device"]
         if self._sends_all and device.type != "cpu":

@@ -18,14 +18,14 @@ another thread wait, and looks for `trouble` meanwhile.  So a rank that is alive
 "told" soon after the first rank met an error; **who says neither has died or is stopped**.  The
 rank to blame is one with a cause, else one that says nothing, else one with a symptom.
 
-**Why nobody waits for ever.**  For the store, and then for all ranks to come, a rank waits for
-`timeout_s`, and names the ranks that have not come.  For the process group, and then for the
-transport, it waits for `timeout_s` at most, and less if a rank that is alive meets an error, as
-torch's connections to a rank that died do at once.  For what became of the others it waits
-`_VERDICT_WITHIN_S`.  Where rank 0 keeps the store, it leaves last, but waits for the others no
-longer than that.  Torch's own time limits do not hold where the host of the store is stopped or cut
-off; so each question to the store is asked in a thread of its own, which is left behind if no
-answer comes in time.
+**Why nobody waits for ever.**  For the store's name to resolve (`names`), for the store, and then
+for all ranks to come, a rank waits for `timeout_s`, and names the ranks that have not come.  For
+the process group, and then for the transport, it waits for `timeout_s` at most, and less if a rank
+that is alive meets an error, as torch's connections to a rank that died do at once.  For what
+became of the others it waits `_VERDICT_WITHIN_S`.  Where rank 0 keeps the store, it leaves last,
+but waits for the others no longer than that.  Torch's own time limits do not hold where the host of
+the store is stopped or cut off; so each question to the store is asked in a thread of its own,
+which is left behind if no answer comes in time.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch.distributed as dist
 
 from lightning_dsgd.transport.contract import PeerLost, Timeout, TransportError
+from lightning_dsgd.transport.names import await_name, source_of
 
 T = TypeVar("T")
 
@@ -74,11 +75,21 @@ class Rendezvous:
         host: the store's host
         port: the store's port
         timeout_s: how long to wait for the others, at each stage
+        source: where the host's name comes from; None: what the variables tell
     """
 
-    def __init__(self, rank: int, world_size: int, host: str, port: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        host: str,
+        port: int,
+        timeout_s: float,
+        source: str | None = None,
+    ) -> None:
         self._rank, self._world_size = rank, world_size
         self._host, self._port = host, port
+        self._source = source_of(host) if source is None else source
         self._timeout_s = timeout_s
         self._is_agents = outlives_ranks()
         self._keeper = "torchrun's agent" if self._is_agents else "rank 0"
@@ -143,6 +154,7 @@ class Rendezvous:
     # ---- the store ----
 
     def _reach(self) -> Any:
+        await_name(self._host, self._source, self._timeout_s)
         try:
             own, store = _within(self._timeout_s, self._open_stores)
         except (dist.DistError, Timeout) as err:

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 from lightning_dsgd.elastic.launch.place import Place
 from lightning_dsgd.elastic.register import Register, Trained
 from lightning_dsgd.transport import TransportError
+from lightning_dsgd.transport.names import await_name
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class NodeRegister:
         """Keeps the store, or reaches it; has ranks that join counted behind the others."""
         place = self._place
         serves = place.node == 0 and not place.joins
+        await_name(place.host, "--rendezvous", _STORE_S, self._is_told_to_end)
         self._register = register = Register(place.host, place.port, _STORE_S, serves=serves)
         self._port = register.port
         if serves:
