@@ -289,7 +289,8 @@ def tree() -> str:
     """From questions to a choice, as `decisions` has it."""
     picture = Picture(
         "Four questions lead to a strategy",
-        "lightning-dsgd diagnose answers the first three for your own job.",
+        "lightning-dsgd diagnose answers the first three for your own job. With Adam, stay with "
+        "ddp where the final loss counts.",
     )
     left, wide, y = 12.0, 186.0, picture.height + 2
     for name, question in QUESTIONS.items():
