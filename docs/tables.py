@@ -42,6 +42,7 @@ DECISIONS = re.compile(r"(<!-- what to use -->\n)(?:.+\n)*")
 DECISIONS_IN_SHORT = re.compile(r"(<!-- what to use in short, with pages in (\S+) -->\n)(?:.+\n)*")
 IN_SHORT = (
     "alike",
+    "adam",
     "unknown",
     "random",
     "heavy-tail",
@@ -50,6 +51,8 @@ IN_SHORT = (
     "memory",
     "sharded",
 )
+GAINS = re.compile(r"(<!-- what the first choices gained, with pages in (\S+) -->\n)(?:.+\n)*")
+GAINED = ("random", "heavy-tail", "slow-rank", "slow-link")
 WORDS = {decisions.FIRST: "", decisions.THEN: "then ", decisions.OWN_RATE: "with DDP's rate: "}
 EXAMPLES = re.compile(r"(<!-- what examples/\*.py say at their beginning -->\n)(?:.+\n)*")
 
@@ -161,6 +164,29 @@ def gain_and_cost(choice: Choice, situations: list[Situation]) -> tuple[str, str
         times.append(f"{end}{at_99['share']:.2f}{few}")
         points.append(f"{round(100 * found['difference'], 1) + 0:+.1f}")
     return "; ".join(times), f"{held}, {'; '.join(points)} points"
+
+
+def gains(pages: str) -> str:
+    """When training ends and shares of the quality are there with the first choices."""
+    lines = [
+        "| your situation | strategy | training ends | 99% is there | all of it | final accuracy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in GAINED:
+        situation = decisions.SITUATIONS[name]
+        first = situation.first
+        result = json.loads((ROOT / "docs/results" / first.source).read_text())
+        place = (situation.measured, first.label)
+        row = next(r for r in result["summary"] if (r["situation"], r["strategy"]) == place)
+        cells = [situation.short, used(first, pages), f"{row['end']['share']:.2f}"]
+        for share in ("0.99", "1"):
+            at = row["to_target"][share]
+            is_all = at["reached"] == row["seeds"]
+            some = "" if is_all else f", {at['reached']} of {row['seeds']} seeds"
+            cells.append(f"{at['share']:.2f}{some}")
+        cells.append(f"{round(100 * row['difference'], 1) + 0:+.1f} points")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def measured_row(choice: Choice, situation: Situation) -> dict[str, Any]:
@@ -320,6 +346,7 @@ def renewed(text: str) -> str:
     text = TABLE.sub(lambda found: f"{found[1]}{markdown(found[2])}\n", text)
     text = DECISIONS.sub(lambda found: f"{found[1]}{all_decisions()}\n", text)
     text = DECISIONS_IN_SHORT.sub(lambda found: f"{found[1]}{decisions_in_short(found[2])}\n", text)
+    text = GAINS.sub(lambda found: f"{found[1]}{gains(found[2])}\n", text)
     text = SHORT.sub(lambda found: f"{found[1]}{markdown(found[2], BRIEF)}\n", text)
     text = RECIPES.sub(lambda found: f"{found[1]}{recipes(found[2])}\n", text)
     text = TIMES.sub(lambda found: f"{found[1]}{times(found[2], found[3])}\n", text)
