@@ -14,7 +14,10 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from itertools import combinations
+from math import inf
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from lightning_dsgd.algorithms import ALGORITHMS
@@ -64,6 +67,7 @@ ENDS = re.compile(rf"(<!-- seconds to the end {RESULT}")
 QUALITIES = re.compile(rf"(<!-- quality and speed {RESULT}")
 IN_FORCE = re.compile(r"(<!-- what was in force in (\S+) -->\n)(?:.+\n)*")
 PAPERS = re.compile(r"(<!-- what papers state and ours in (\S+) of (\S+) -->\n)(?:.+\n)*")
+OTHER_SEEDS = re.compile(rf"(<!-- the soonest row by other seeds {RESULT}")
 SOONEST = re.compile(
     r"(<!-- soonest (\w+) to (99|100)% in docs/results/choosing/ of (.+) -->\n)(?:.+\n)*"
 )
@@ -357,9 +361,54 @@ def renewed(text: str) -> str:
     text = IN_FORCE.sub(lambda found: f"{found[1]}{in_force(found[2])}\n", text)
     text = QUALITIES.sub(lambda found: f"{found[1]}{qualities(found[2])}\n", text)
     text = PAPERS.sub(lambda found: f"{found[1]}{papers(found[2], found[3])}\n", text)
+    text = OTHER_SEEDS.sub(lambda found: f"{found[1]}{by_other_seeds(found[2])}\n", text)
     text = SOONEST.sub(lambda found: f"{found[1]}{soonest(*found.groups()[1:])}\n", text)
     text = EXAMPLES.sub(lambda found: f"{found[1]}{examples()}\n", text)
     return with_labels(text)
+
+
+def by_other_seeds(file: str) -> str:
+    """What the soonest row takes where it was chosen on the seeds that score it, and on others."""
+    result = json.loads((ROOT / file).read_text())
+    situations = dict.fromkeys(cell["situation"] for cell in result["curves"])
+    lines = [
+        "| | 99%: the same seeds | other seeds | all of it: the same seeds | other seeds |",
+        "|---|---|---|---|---|",
+    ]
+    for situation in situations:
+        cells = [cell for cell in result["curves"] if cell["situation"] == situation]
+        found = [f"{each:.2f}" for share in (0.99, 1.0) for each in soonest_shares(cells, share)]
+        lines.append(f"| {situation} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def soonest_shares(cells: list[dict[str, Any]], share: float) -> tuple[float, float]:
+    """The soonest row's share, chosen on all seeds; chosen on each half, scored on the other."""
+    ratios: dict[str, dict[int, float]] = {}
+    bases = {c["seed"]: c for c in cells if target_rows.label(c) == target_rows.BASELINE}
+    for cell in cells:
+        if (name := target_rows.label(cell)) != target_rows.BASELINE:
+            base = bases[cell["seed"]]
+            of_base, mine = (seconds_to(each, share * base["value"][-1]) for each in (base, cell))
+            limit = max(base["seconds"][-1], cell["seconds"][-1])
+            ratios.setdefault(name, {})[cell["seed"]] = min(mine, limit) / of_base
+
+    def mean(name: str, seeds: set[int]) -> float:
+        return geometric_mean(ratios[name][seed] for seed in seeds)
+
+    def first(seeds: set[int]) -> str:
+        return min(ratios, key=lambda name: mean(name, seeds))
+
+    every = {*bases}
+    halves = [{*half} for half in combinations(sorted(every), len(every) // 2)]
+    scores = [mean(first(half), every - half) for half in halves]
+    return mean(first(every), every), geometric_mean(scores)
+
+
+def seconds_to(cell: dict[str, Any], target: float) -> float:
+    """When a training has so good a value; infinite if never."""
+    place = target_rows.reached(cell, target, higher_is_better=True)
+    return inf if place is None else float(cell["seconds"][place])
 
 
 def with_labels(text: str) -> str:
