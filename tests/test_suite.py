@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
 from tests.suite import UNSTEADY
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +65,17 @@ def test_what_fails_runs_once_more(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(NEVER)
     assert run().returncode == 1
     assert json.loads(counts.read_text()).keys() == {*once}
+
+
+def test_no_test_fails_where_srun_is_installed(tmp_path, monkeypatch) -> None:
+    """Lightning warns that srun is not used, and every other warning is an error."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    SLURMEnvironment()
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer.world_size == 1
 
 
 def test_no_test_is_unsteady_again_and_again() -> None:
