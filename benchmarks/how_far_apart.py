@@ -14,8 +14,6 @@ follows=rate      at first every N steps, then N (lr_max / (2 lr))^2, at most 32
 follows=distance  once the ranks' root mean square distance from their mean is more than `most`
                 times the norm of a step
 wide=true       in `wagma`, nobody waits in such an average: it is a group of all ranks
-
-With `wagma`'s `growing_period` nothing is known for nothing: it is what the package has of these.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def test_a_figure_of_other_defaults_is_told() -> None:
     }
     assert result["hyperparameters"].keys() == {"wagma"}
     del result["hyperparameters"]["wagma"]["paper"]  # an option that is new, and off
+    result["hyperparameters"]["wagma"]["grows"] = False  # one that has gone, and was off
     assert measured_with(result) == "Measured on 2026-11-25 with today's defaults."
     result["hyperparameters"]["wagma"] |= {"sync_period": 10, "group_size": {"8": 2}}
     result["hyperparameters"]["wagmas"] = {}

@@ -29,19 +29,6 @@ Not in the paper: with `overlap`, no rank waits for its group.  Every rank publi
 steps and adds the corrections that have arrived by then, those of a global average at the latest
 when the next one is due.  A contribution is less than tau steps old.
 
-With `growing_period` too, groups have no global sums.  Beside them, the first rank that has made
-a period's steps calls all to an average, and each takes part after the step in hand
-(`primitives/called.py`).  So no rank waits for one that is behind to make up its number of steps.
-
-- No update is lost: an average changes x alone, to the mean.  Corrections in flight are differences
-  to what was published before.  They add up to zero, and are added to x afterwards.
-- Lanes do not fall behind for ever: in its first step after an average a rank waits for the sum of
-  its first step after the average before.
-- Nobody waits for ever: a lane waits for no training thread longer than its grace, and for none
-  that stands still, so all sums end, also while ranks wait for an average or are alone in a group.
-  Averages of several tensors are refused, as ranks could wait crosswise; so are steps that several
-  ranks make together.
-
 Also not in the paper: `group_period`.  The sums are those of steps g, 2g, 3g, ...; the tau / g-th
 of them is the global one.  In the steps between, a rank neither sends nor waits.
 
@@ -58,8 +45,7 @@ step counts once the device has made it: with `overlap` a thread is at most a st
 
 Waits for the group's sum (`overlap=False`) and, every tau steps, for every rank.  Sends 2(S-1)/S
 |x| every g steps, 2(P-1)/P |x| at a global average instead, and log2 P activations of 24 bytes
-each time.  A called average comes on top, with P - 1 messages of 24 bytes.  A `wire_dtype` divides
-the bytes by 2, 3.88 or 7.53.
+each time.  A `wire_dtype` divides the bytes by 2, 3.88 or 7.53.
 """
 
 from __future__ import annotations
@@ -79,7 +65,6 @@ from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import nodes, quantised, rounding, step_scaling, topology
-from lightning_dsgd.primitives.called import CalledAverages, Period
 from lightning_dsgd.primitives.own_device import await_mark
 from lightning_dsgd.primitives.published import Contributed, ContributedAhead, InPlace
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding, exact
@@ -109,7 +94,6 @@ class WAGMA(Algorithm):
     printed: ClassVar[dict[str, Any]] = {
         **{"rule": "paper", "grace_s": 0, "overlap": False, "group_period": 1},
         **{"wire_dtype": "float32", "hierarchical": False, "scale_steps": False},
-        "growing_period": False,
     }
 
     group_size: int | None = at_least(
@@ -122,7 +106,7 @@ class WAGMA(Algorithm):
         1,
         default=None,
         doc="number of steps from one global average to the next; None means 100, or the paper's "
-        "10 with `paper=True`, or 4 with `growing_period`",
+        "10 with `paper=True`",
     )
     wait_avoiding: bool = setting(
         default=True,
@@ -148,12 +132,6 @@ class WAGMA(Algorithm):
         doc='how a late rank merges its group\'s average; "conserving" keeps all updates, "paper" '
         'loses a part of them; None means "conserving", or "paper" with `paper=True`',
     )
-    growing_period: bool = setting(
-        default=False,
-        doc="if True, the first rank that has made `sync_period` steps since the last global "
-        "average calls the others to the next; that number grows as the learning rate falls, at "
-        "most 32 times; needs `overlap`",
-    )
     group_period: int = at_least(
         1,
         default=1,
@@ -176,11 +154,11 @@ class WAGMA(Algorithm):
         super().__post_init__()
         self.rule = self.rule or "conserving"
         if self.sync_period is None:
-            self.sync_period = 10 if self.paper else 4 if self.growing_period else 100
+            self.sync_period = 10 if self.paper else 100
 
     @property
     def period(self) -> int:
-        """The number of steps from one global average to the next, at first."""
+        """The number of steps from one global average to the next."""
         assert self.sync_period is not None
         return self.sync_period
 
@@ -206,9 +184,7 @@ class WAGMA(Algorithm):
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
-        if self.growing_period:
-            self._check_growing()
-        elif self.period % self.group_period:
+        if self.period % self.group_period:
             num_averages = max(1, round(self.period / self.group_period))
             raise ValueError(
                 "sync_period must be a multiple of group_period, got "
@@ -225,21 +201,6 @@ class WAGMA(Algorithm):
                 "the paper's rule sends the weights as they are, got "
                 f'wire_dtype={self.wire_dtype!r} with rule="paper"; use wire_dtype="float32" or '
                 'rule="conserving"'
-            )
-
-    def _check_growing(self) -> None:
-        """Refuses what could wait for a rank that is behind, or needs global sums in the groups."""
-        needed: dict[str, Any] = {"overlap": True, "wait_avoiding": True}
-        needed |= {"wire_dtype": "float32", "hierarchical": False}
-        for name, value in needed.items():
-            if (got := getattr(self, name)) != value:
-                raise ValueError(
-                    f"growing_period needs {name}={value!r}, got {name}={got!r}; set "
-                    f"{name}={value!r}, or leave growing_period out"
-                )
-        if self.grace_s == math.inf:
-            raise ValueError(
-                "growing_period needs a grace_s that ends, got grace_s=inf; leave grace_s out"
             )
 
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
@@ -277,17 +238,6 @@ class WAGMA(Algorithm):
         self.sums = None  # in full
         if self.wire_dtype != "float32":
             self.sums = quantised.GroupSums(self.wire_dtype, reference=x.clone())
-        self.called: CalledAverages | None = None
-        self.has_met = False  # in a called average, since the last arrival
-        if self.growing_period:
-            if not conditions.is_whole:
-                raise ValueError(
-                    "growing_period needs one optimizer, weights of one dtype and whole replicas, "
-                    "as one rank could wait in an average of this tensor and another in one of "
-                    "that, got several tensors; leave it out"
-                )
-            period = Period(self.period, conditions, grows=True)
-            self.called = CalledAverages(net.sub("called"), period)
         self._fix_groups(net)
         self.engine = self._engine(net)
 
@@ -308,10 +258,7 @@ class WAGMA(Algorithm):
 
     def _engine(self, net: Transport, first_version: int = 0) -> WaitAvoiding:
         all_reduce = exact if self.sums is None else self.sums.all_reduce
-        waits_alone = self.called is None
-        return WaitAvoiding(
-            net, self, self.grace, first_version, all_reduce, waits_alone=waits_alone
-        )
+        return WaitAvoiding(net, self, self.grace, first_version, all_reduce)
 
     def _contribution(self, x: Tensor) -> Contributed | ContributedAhead | _Paper | InPlace:
         if self.rule == "paper":
@@ -336,8 +283,6 @@ class WAGMA(Algorithm):
             self._arrive(self._newest_version())
         if self.node is not None:
             self.node.gather(x)
-        if self.called is not None:
-            self.has_met |= self.called.end_step(x)
         self.grace.step_begins()
 
     def _end_step(self, x: Tensor) -> None:
@@ -358,24 +303,21 @@ class WAGMA(Algorithm):
     def _arrive(self, version: int) -> None:
         if not self.overlap:
             self.engine.arrive(version)
-        elif self.has_met or self.is_global(version):
+        elif self.is_global(version):
             self.engine.arrive(version, wait_for=self.last_global)
-            self.last_global, self.has_met = version, False
+            self.last_global = version
         else:
             self.engine.arrive(version, wait_for=-1)
 
     def settle(self, x: Tensor) -> None:
         if self.node is not None:
             self._make_steps_of_the_node(x, self.node)
-        if self.called is not None:
-            self.engine.stand_still()  # before averages in which others go on
-            self.called.settle(x)
         version = self.engine.settle()
         if self.node is not None:
             self.node.gather(x)
         # All go on from the step of the rank that has made the most.
         [self.step] = [version] if self.group_period == 1 else largest(self.net, self.step)
-        self.last_global, self.has_met = -1, False
+        self.last_global = -1
         self.grace.stand_still()
 
     def _make_steps_of_the_node(self, x: Tensor, node: nodes.Node) -> None:
@@ -393,8 +335,6 @@ class WAGMA(Algorithm):
         state: dict[str, Any] = {"step": self.step}
         if self.sums is not None and self.sums.reference is not None:
             state["reference"] = self.sums.reference.clone()
-        if self.called is not None:
-            state |= self.called.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -406,21 +346,13 @@ class WAGMA(Algorithm):
         if self.sums is not None:
             self.sums.reference = None if reference is None else reference.to(self.x, copy=True)
         self.engine = self._engine(net, newest + 1)
-        if self.called is not None:
-            self.called.load_state_dict(state)
-
-    def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
-        if self.called is not None:
-            self.called.period.carry_over(state)
 
     def metrics(self) -> dict[str, float]:
         counts = dict(self.staleness)  # at once: the lane goes on counting
         contributions = sum(counts.values())
-        period = {} if self.called is None else self.called.period.metrics()
         if not contributions:
-            return period
+            return {}
         return {
-            **period,
             "staleness": sum(k * n for k, n in counts.items()) / contributions,
             "staleness_max": float(max(counts)),
             "late_share": 1 - counts.get(0, 0) / contributions,
@@ -435,8 +367,7 @@ class WAGMA(Algorithm):
         return topology.group_of(self.across.rank, at, self.across.world_size, self.size)
 
     def is_global(self, version: int) -> bool:
-        is_last = (version + 1) * self.group_period % self.period == 0
-        return is_last and not self.growing_period
+        return (version + 1) * self.group_period % self.period == 0
 
     def activator(self, version: int) -> int | None:
         return None

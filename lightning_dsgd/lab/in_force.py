@@ -12,7 +12,7 @@ from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
 _OFF = (False, None, "equal")
-"""What an option says that changes nothing."""
+"""What an option says that changes nothing, be it new or gone."""
 
 
 def in_force(specs: Iterable[str], ranks: Iterable[int]) -> dict[str, dict[str, Any]]:
@@ -38,7 +38,8 @@ def _all(spec: str, ranks: Iterable[int]) -> dict[str, Any]:
 def differences(result: dict[str, Any]) -> list[str]:
     """Returns what of a result's hyperparameters is another now; an empty list if nothing is.
 
-    An option that is new, and off by default, changes nothing.
+    An option that is new, and off by default, changes nothing; nor does one that has gone, and was
+    off.
     """
     found = []
     for spec, then in result["hyperparameters"].items():
@@ -48,8 +49,9 @@ def differences(result: dict[str, Any]) -> list[str]:
         except ValueError as error:
             found.append(f"`{spec}` is refused now: {error}")
             continue
-        is_off = {name for name in now if name not in then and now[name] in _OFF}
-        for name in sorted({*then, *now} - is_off):
+        either = then | now
+        is_off = {name for name in then.keys() ^ now.keys() if either[name] in _OFF}
+        for name in sorted(either.keys() - is_off):
             before, today = (str(each.get(name, "unknown")) for each in (then, now))
             if before != today:
                 found.append(f"`{spec}` had {name}={before}, which is {today} now")

@@ -1,4 +1,4 @@
-"""Averages to which the first rank calls the others, and a period that follows the learning rate.
+"""Rounds to which the first rank calls the others, and a period that follows the learning rate.
 
 **Called rounds.**  Ranks make different numbers of steps in the same time.  The first rank that has
 made a period's steps since the last average calls all others, and each takes part after the step in
@@ -26,7 +26,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lightning_dsgd.agreement import average
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.transport import Transport
 
@@ -116,46 +115,3 @@ class CalledRounds:
         counts.copy_(flags[1:])
         self._listen()
         return int(flags[0])
-
-
-class CalledAverages:
-    """Averages the weights of all ranks, to which the first that has made a period's steps calls.
-
-    Args:
-        net: the network, with channels of its own
-        period: how many steps that is
-    """
-
-    def __init__(self, net: Transport, period: Period) -> None:
-        self.period = period
-        self._net, self._rounds = net, CalledRounds(net.sub("calls"))
-        self._num_steps = 0  # since the last average
-
-    def end_step(self, x: Tensor) -> bool:
-        """Takes part in an average, if one is due or called; returns whether there was one."""
-        self._num_steps += 1
-        is_due = self._num_steps >= self.period.steps or self._rounds.is_called()
-        return is_due and self._take_part(x, active=True)
-
-    def settle(self, x: Tensor) -> None:
-        """Takes part with what this rank has, until all ranks stand still."""
-        while self._take_part(x, active=False):
-            pass
-
-    def _take_part(self, x: Tensor, *, active: bool) -> bool:
-        wish = self.period.wish() * active
-        if not self._rounds.num_active(active=active, counts=wish):
-            return False
-        self.period.take(wish)
-        average(self._net, x)
-        self._num_steps = 0
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what a resume needs."""
-        return {"steps_since_sync": self._num_steps, **self.period.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` has returned, beside other entries."""
-        self._num_steps = state.get("steps_since_sync", 0)
-        self.period.load_state_dict(state)

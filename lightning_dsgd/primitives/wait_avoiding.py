@@ -14,8 +14,7 @@ order too.
    messages of v + 1 wait for v.
 3. **Where arrival is needed.**  Global versions, and those in which a rank is alone in its group,
    are executed only once the own training thread has arrived.  `Grace` is how long a lane waits for
-   that in all other versions; infinite, it makes the collective a synchronous one.  Without global
-   versions, and with `waits_alone=False`, lanes execute all that is activated, whoever arrives.
+   that in all other versions; infinite, it makes the collective a synchronous one.
 4. **Arrival.**  `arrive(v)` blocks the training thread until v is executed here.  The lane tells
    the member beforehand (`arrived`), or, when v was executed without it, asks it to make do with
    the newest sum (`late`).  All calls of the member happen in the lane, between all-reduces: while
@@ -174,7 +173,6 @@ class WaitAvoiding:
         grace: how long an activated version waits for the own training thread
         first_version: where to begin, the same on all ranks
         all_reduce: puts the sum over a group of ranks into a tensor; called by the lane
-        waits_alone: whether a rank that is alone in its group waits for its arrival there
     """
 
     def __init__(
@@ -184,15 +182,12 @@ class WaitAvoiding:
         grace: Grace,
         first_version: int = 0,
         all_reduce: Callable[[Transport, Tensor, Sequence[int]], None] = exact,
-        *,
-        waits_alone: bool = True,
     ) -> None:
         self.next_version = first_version
         """The first version that this rank has not executed."""
         self._member = member
         self._grace = grace
         self._all_reduce = all_reduce
-        self._waits_alone = waits_alone
         self._me = net.rank
         self._home = net.sub("home")  # where the training thread is answered
         self._newest_arrival = self._activated = self._arrived = first_version - 1
@@ -221,13 +216,9 @@ class WaitAvoiding:
         if wait_for >= 0:
             self._answer()
 
-    def stand_still(self) -> None:
-        """Has the lane serve all that is activated at once, as this rank arrives no more."""
-        self._tell(_SETTLE)
-
     def settle(self) -> int:
         """Serves the others until no rank arrives any more; returns all ranks' next version."""
-        self.stand_still()
+        self._tell(_SETTLE)
         [last] = largest(self._home, self._newest_arrival)  # known once all ranks are here
         self._tell(_FINISH, last)
         self._answer()
@@ -277,7 +268,7 @@ class WaitAvoiding:
         return (
             self._grace.is_endless
             or self._member.is_global(version)
-            or (self._waits_alone and len(self._member.group(version)) == 1)
+            or len(self._member.group(version)) == 1
         )
 
     def _wait_for_own_arrival(self, net: Transport) -> None:

@@ -195,11 +195,6 @@ TABLE = {
     "dpsgd": Row("dpsgd", lambda p, size: len(topology.neighbours("ring", 0, p)) * size),
     "wagma": wagma(copies=2),
     "wagma_overlap": wagma(":overlap=true", copies=3),
-    "wagma_growing": Row(
-        "wagma:overlap=true:growing_period=true:grace_s=0.05",
-        lambda p, size: wagma_bytes(p, size, 1 << 40) + (reduce_bytes(p, size) + 24 * (p - 1)) / 4,
-        **{"period": 4, "slack": 0.05, "copies": 3, **LATE},
-    ),
     "wagma_paper": wagma(base=f"wagma:{SYNC}:paper=true", copies=2, is_delayed=True),
     "wagma_overlap_int4": Row(
         f"{EAGER_WAGMA}:overlap=true:wire_dtype=int4", is_rounded=True, **LATE

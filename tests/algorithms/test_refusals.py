@@ -5,12 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from torch import nn
-from torch.optim import SGD
 
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.simulated import SimulatedWorld
 
 REFUSED = {
     "sgp:num_peers=0": "num_peers must be a whole number of at least 1, got num_peers=0",
@@ -41,11 +37,6 @@ REFUSED = {
     "wagma:group_period=4:sync_period=10": "a multiple of group_period, got sync_period=10 with "
     "group_period=4; try sync_period=8",
     "wagma:group_period=300": "got sync_period=100 with group_period=300; try sync_period=300",
-    "wagma:growing_period=true": "growing_period needs overlap=True, got overlap=False; set over",
-    "wagma:growing_period=true:overlap=true:wait_avoiding=false": "needs wait_avoiding=True",
-    "wagma:growing_period=true:overlap=true:wire_dtype=int8": "or leave growing_period out",
-    "wagma:growing_period=true:overlap=true:grace_s=Infinity": "leave grace_s out",
-    "wagma:paper=true:growing_period=true": "set growing_period=False or paper=False",
     "wagma:hierarchical=true": "node_size must divide world_size, got node_size=None",
     "wagma:hierarchical=true:node_size=3": "node_size must divide world_size, got node_size=3",
     "wagma:hierarchical=true:node_size=2:group_size=8": "no larger than the number of nodes, got "
@@ -62,12 +53,3 @@ REFUSED = {
 def test_what_cannot_work_is_refused_with_what_to_try(spec: str) -> None:
     with pytest.raises(ValueError, match=re.escape(REFUSED[spec])):
         make_algorithm(spec).check(4)
-
-
-def test_called_averages_are_of_one_tensor() -> None:
-    """Ranks could wait for each other, one in the average of this tensor, one in that of that."""
-    modules = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    optimizers = [SGD(module.parameters(), 1.0) for module in modules]
-    algorithm = make_algorithm("wagma:overlap=true:growing_period=true")
-    with pytest.raises(RuntimeError, match="growing_period needs one optimizer, weights of one"):
-        SimulatedWorld(1).run(Replica, modules, optimizers, algorithm)

@@ -87,7 +87,7 @@ def test_training_begins_with_what_the_weights_are_at_the_first_step() -> None:
 
 # ---- claimed batches ----
 PERIODIC = "local_sgd:sync_period=4"
-CALLED = (PERIODIC, f"{PERIODIC}:num_fragments=2", "wagma:overlap=true:growing_period=true")
+CALLED = (PERIODIC, f"{PERIODIC}:num_fragments=2")
 
 
 @pytest.mark.parametrize(("spec", "is_called"), [(PERIODIC, False), *((s, True) for s in CALLED)])

@@ -284,7 +284,6 @@ def check_mean(seed: int) -> None:
         "grace_s": chance.choice([0.0, 0.02, None]),
         "wait_avoiding": chance.random() < 0.8,
     }
-    growing = {**options, "overlap": True, "wait_avoiding": True, "growing_period": True}
     world = SimulatedWorld(
         world_size,
         latency_s=chance.choice([0.0, 0.001, 0.05]),
@@ -293,7 +292,7 @@ def check_mean(seed: int) -> None:
     )
     bound = chance.choice([None, 1, 3])
     bounded = partial(HPSGD, max_local_steps=bound)
-    for make in (partial(WAGMA, **options), partial(WAGMA, **growing), bounded):
+    for make in (partial(WAGMA, **options), bounded):
         what = f"P={world_size}, {make()}"
         owns, consensus = zip(*world.run(take_steps, seed, make), strict=True)
         for x in consensus:
@@ -349,33 +348,6 @@ def test_with_overlap_only_ranks_that_are_a_period_ahead_wait() -> None:
     slowest_waited, end = max(overlapping, key=lambda rank: rank[1])
     assert slowest_waited == 0.0
     assert end <= max(end for _, end in blocking)
-
-
-def fall_behind(net: Any) -> int:
-    """By how many steps the lane is behind at most, where a sum takes six."""
-    algorithm = WAGMA(overlap=True, growing_period=True)
-    rank, behind = Rank(net, algorithm, torch.zeros(40).double()), []
-    for _ in range(40):
-        rank.step(seconds=0.1)
-        behind.append(algorithm.step - algorithm.engine.next_version)
-    rank.finish()
-    return max(behind)
-
-
-def finish_beside(net: Any) -> float:
-    rank = Rank(net, WAGMA(overlap=True, growing_period=True), torch.zeros(4))
-    for _ in range(40 * (net.rank < 3)):
-        rank.step(seconds=0.1)
-    rank.finish()
-    return float(net.now())
-
-
-def test_called_averages_do_not_wait_for_a_rank_without_batches() -> None:
-    assert max(SimulatedWorld(4, latency_s=1e-3).run(finish_beside)) < 4.5
-
-
-def test_between_called_averages_sums_fall_behind_by_two_periods_at_most() -> None:
-    assert max(SimulatedWorld(4, bandwidth_bytes_s=500).run(fall_behind)) <= 2 * 4
 
 
 def staleness(net: Any, seed: int, overlap: bool) -> int:

@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
-import lightning_dsgd
 from tests.support.fits import (
     NAMES,
     Adversaries,
@@ -142,20 +141,6 @@ def test_wagma_averages_what_any_optimizer_makes(optimizer: str) -> None:
     (synchronous, averaging), (theirs, _) = run(2, fit_adaptive, optimizer)
     assert torch.equal(synchronous, theirs)
     assert_close(synchronous, averaging)
-
-
-def fit_growing() -> tuple[Tensor, float]:
-    options = {"overlap": True, "growing_period": True, "sync_period": 2}
-    given = {"options": options, "callbacks": [lightning_dsgd.CommunicationMonitor()]}
-    ends = {"max_steps": 16, "max_epochs": -1, "log_every_n_steps": 1}
-    model, fitted = fit("wagma", lambda: Adaptive("adam"), **ends, **given)
-    return weights(model), float(fitted.callback_metrics["dsgd/sync_period"])
-
-
-def test_wagma_calls_less_often_as_the_rate_falls() -> None:
-    (ours, my_period), (theirs, their_period) = run(2, fit_growing)
-    assert torch.equal(ours, theirs)
-    assert min(my_period, their_period) >= 4
 
 
 needs_compiler = pytest.mark.skipif(
