@@ -1,6 +1,6 @@
 """Puts small faults into a copy of the package, one at a time, and tells which test notices each.
 
-    python -m tests.faults [--jobs N] [--list] [ROOM | ROOM:NUMBER | ROOM:FIRST-LAST ...]
+    python -m tests.faults [--jobs N] [--limit SECONDS] [--list] [ROOM | ROOM:FIRST-LAST ...]
 
 A fault is noticed by a test that fails with it and passes without it.  The tests that belong to a
 fault stand beside it in the table (`table.py`); they stop at the first that fails.  A test that
@@ -98,7 +98,7 @@ def _ended(run: Run) -> Generator[Run, None, tuple[int, str]]:
     return ended
 
 
-def try_all(root: Path, faults: list[Fault], num_jobs: int) -> dict[str, Verdict]:
+def try_all(root: Path, faults: list[Fault], num_jobs: int, limit_s: float) -> dict[str, Verdict]:
     """Tries all faults, in so many copies at a time; prints a line for each as it is known."""
     sound: set[str] = set()
     verdicts: dict[str, Verdict] = {}
@@ -106,7 +106,7 @@ def try_all(root: Path, faults: list[Fault], num_jobs: int) -> dict[str, Verdict
     under_way: list[tuple[Copy, Fault, Generator[Run, None, Verdict]]] = []
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-"))
-        free = [Copy(root, Path(folder, f"copy-{job}")) for job in range(num_jobs)]
+        free = [Copy(root, Path(folder, f"copy-{job}"), limit_s) for job in range(num_jobs)]
         while waiting or under_way:
             while waiting and free:
                 copy, fault = free.pop(), waiting.pop()
@@ -144,6 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="ROOM[:NUMBER]", help="all, if none is given")
     parser.add_argument("--jobs", type=int, default=1, help="how many faults are tried at a time")
+    parser.add_argument("--limit", type=float, default=60.0, help="for one test, in seconds")
     parser.add_argument("--list", action="store_true", help="tell the faults, and try none")
     parser.add_argument("--rooms", type=Path, default=ROOMS, help="the folder of the tables")
     parser.add_argument("--root", type=Path, default=ROOT, help="the working tree")
@@ -163,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if not args.bare:
         load_what_is_large()
-    verdicts = try_all(args.root, faults, args.jobs)
+    verdicts = try_all(args.root, faults, args.jobs, args.limit)
     print(summary(faults, verdicts))
     outcomes = {verdict.outcome for verdict in verdicts.values()}
     if WRONG in outcomes:

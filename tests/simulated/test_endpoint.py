@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dsgd.simulated import POLL_S, RankFailed, SimulatedTransport, SimulatedWorld
-from lightning_dsgd.transport import ANY, LaneStopped, TransportError
+from lightning_dsgd.transport import ANY, LaneStopped, Timeout, TransportError
 
 KB = torch.zeros(1000, dtype=torch.uint8)  # 1 s at 1,000 bytes a second
 
@@ -46,6 +46,56 @@ def test_lanes_that_outlive_their_rank_are_a_failure():
     with pytest.raises(RankFailed, match="returned without stopping its lanes:\n  server-1: waits"):
         SimulatedWorld(2).run(fn)
     assert stopped == [0, 1]
+
+
+def test_the_waits_of_the_training_thread_count_and_those_of_its_lanes_do_not():
+    def lane(net):
+        net.recv(KB[:0], ANY).wait()
+
+    def fn(net):
+        if net.rank == 0:
+            net.compute(2.0)
+            net.send(KB[:0], 1, tag=1)
+            return net.counters.wait_s
+        started = net.spawn_lane(lane)
+        net.recv(KB[:0], 0, tag=1).wait()
+        net.compute(10.0)
+        started.stop()
+        return net.counters.wait_s
+
+    assert SimulatedWorld(2, strict=False).run(fn) == [0.0, 2.0]
+
+
+def test_a_receive_that_has_timed_out_gets_what_comes_later_and_keeps_its_place():
+    def fn(net):
+        if net.rank == 0:
+            net.compute(2.0)
+            for value in (1.0, 2.0):
+                net.send(torch.tensor([value]), 1)
+            return []
+        first, second = (net.recv(torch.empty(0), 0) for _ in range(2))
+        with pytest.raises(Timeout, match=r"rank 1 has waited 0\.5 s for a message"):
+            first.wait(0.5)
+        # It has given up its place, so the second one gets the first message.
+        return [float(second.wait()), float(first.wait())]
+
+    assert SimulatedWorld(2).run(fn)[1] == [1.0, 2.0]
+
+
+def test_messages_that_come_to_one_rank_at_once_share_its_link():
+    def fn(net):
+        if net.rank:
+            net.send(KB, 0)
+            return []
+        times = []
+        for rank in (1, 2):
+            net.recv(KB, rank).wait()
+            times.append(net.now())
+        return times
+
+    assert SimulatedWorld(3, bandwidth_bytes_s=1000.0).run(fn)[0] == [1.0, 2.0]
+    shared = SimulatedWorld(3, bandwidth_bytes_s=1000.0, shared_link=True)
+    assert shared.run(fn)[0] == [1.0, 2.0]
 
 
 # ---- what a rank that is lost in a simulated world leaves behind ----
