@@ -8,6 +8,7 @@ Here a rank that finds that it is time asks all ranks to end, or to save, after 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,18 @@ class Clock:
     Attributes:
         last_epoch: the epoch with which training ends, if a rank's time was up and the ranks were
             in different epochs
+
+    Args:
+        trainer: the Trainer whose callbacks look at clocks
+        agreed: how this rank asks all ranks
+        are_apart: whether ranks may have different numbers of batches
     """
 
-    def __init__(self, trainer: Any, agreed: AgreedBatch) -> None:
+    def __init__(self, trainer: Any, agreed: AgreedBatch, are_apart: Callable[[], bool]) -> None:
         self.last_epoch: int | None = None
         self._trainer = trainer
         self._agreed = agreed
+        self._are_apart = are_apart
         self._asked: set[tuple[int, int]] = set()
         self._saving: set[int] = set()
         self._left_out_in: int | None = None
@@ -112,4 +119,4 @@ class Clock:
         may_ask = not is_due and self._left_out_in != self._trainer.current_epoch
         if may_ask and seams.is_time_to_save(saver, time.monotonic()):
             self._ask(SAVE, index)
-        seams.after_batch(saver, is_due, *args)
+        seams.after_batch(saver, is_due, self._are_apart(), *args)

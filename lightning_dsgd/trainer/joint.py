@@ -80,8 +80,7 @@ class JointEpochs:
         """Begins, where the Trainer knows its batches and is about to train."""
         self._begin()
         if self.are_apart:
-            step = partial(getattr, self._trainer, "global_step")
-            _name_alike(self._trainer, lambda: int(self._session.text_of_rank_0(str(step()))))
+            _monitor_alike(self._trainer, self._session.text_of_rank_0)
 
     def after_batches(self) -> None:
         """Joins the others once this rank has done all its batches of this epoch."""
@@ -118,6 +117,11 @@ class JointEpochs:
         if self.are_apart:
             self._session.meet(VALIDATE)
             _save_anyhow(self._trainer)
+
+    def before_stop(self) -> None:
+        """Has callbacks that save where training is stopped do so on all ranks."""
+        if self.are_apart:
+            _forget_saved_step(self._trainer.checkpoint_callbacks)
 
 
 def take_validation_data(trainer: Any, check: Callable[[list[float]], None]) -> None:
@@ -262,19 +266,30 @@ def _log_nothing(trainer: Any, logged: list[list[Any]]) -> None:
 
 
 def _save_anyhow(trainer: Any) -> None:
-    """Has callbacks save after an epoch or a validation although this rank has made no step."""
-    for callback in trainer.checkpoint_callbacks:
-        if getattr(callback, "_every_n_epochs", 0) >= 1:
+    """Has callbacks come to an epoch's or a validation's end although this rank has made no step.
+
+    A callback does nothing there where it has saved at this step, which is so on some ranks alone.
+    """
+    callbacks = trainer.checkpoint_callbacks
+    _forget_saved_step([c for c in callbacks if not getattr(c, "_every_n_train_steps", 0)])
+
+
+def _forget_saved_step(callbacks: list[Any]) -> None:
+    for callback in callbacks:
+        if hasattr(callback, "_last_global_step_saved"):
             callback._last_global_step_saved = -1
 
 
-def _name_alike(trainer: Any, step: Callable[[], int]) -> None:
-    """Has callbacks name what they save by this step, the same on all ranks."""
+def _monitor_alike(trainer: Any, text_of_rank_0: Callable[[str], str]) -> None:
+    """Has callbacks name and choose what they save by rank 0's values, on all ranks."""
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "_monitor_candidates"):
-            callback._monitor_candidates = partial(_monitored, callback, step)
+            callback._monitor_candidates = partial(_monitored, callback, text_of_rank_0)
 
 
-def _monitored(callback: Any, step: Callable[[], int], trainer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = type(callback)._monitor_candidates(callback, trainer)
-    return found if "step" in trainer.callback_metrics else found | {"step": torch.tensor(step())}
+def _monitored(
+    callback: Any, text_of_rank_0: Callable[[str], str], trainer: Any
+) -> dict[str, torch.Tensor]:
+    mine = type(callback)._monitor_candidates(callback, trainer)
+    text = json.dumps({name: value.item() for name, value in mine.items()})
+    return {name: torch.tensor(value) for name, value in json.loads(text_of_rank_0(text)).items()}

@@ -219,17 +219,25 @@ def take_saver(saver: Any, after_batch: Callable[..., None]) -> None:
     saver.on_train_batch_end = lambda *args: after_batch(saver, *args)
 
 
-def after_batch(saver: Any, is_due: bool, *args: Any) -> None:
-    """Calls a ModelCheckpoint's hook after a batch, with an answer in place of its clock's."""
-    interval = saver._train_time_interval
+def after_batch(saver: Any, is_due: bool, are_apart: bool, *args: Any) -> None:
+    """Calls a ModelCheckpoint's hook after a batch, with an answer in place of its clock's.
+
+    Where ranks are apart, a checkpoint that is due is saved whatever this rank's step is, and also
+    if this is the last batch of its epoch, after which Lightning would wait for a validation.
+    """
+    interval, saves_at_end = saver._train_time_interval, saver._save_on_train_epoch_end
     try:
         if is_due:
             saver._last_time_checked = float("-inf")
         else:
             saver._train_time_interval = None
+        if is_due and are_apart:
+            saver._last_global_step_saved = -1
+            saver._save_on_train_epoch_end = True
         type(saver).on_train_batch_end(saver, *args)
     finally:
         saver._train_time_interval = interval
+        saver._save_on_train_epoch_end = saves_at_end
 
 
 def give_back_callback(callback: Any) -> None:

@@ -181,7 +181,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             epochs = self._claimed.make_epochs(begin)
             if is_there:
                 self._claimed.open(net.sub("claims"))
-        clock = Clock(trainer, agreed)
+        clock = Clock(trainer, agreed, lambda: epochs.are_apart)
         return TrainerTraining(
             *(self.algorithm, replica, agreed, trainer, clock, epochs), claimed=self._claimed
         )
@@ -327,6 +327,9 @@ class Hooks(pl.Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._strategy.fail(exception)
+        session = self._strategy.session
+        if session.phase is Phase.STOPPING:
+            session.training.epochs.before_stop()
 
 
 @keywords.lists(TrainerOptions)

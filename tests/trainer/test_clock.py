@@ -6,6 +6,7 @@ Clocks are the tests' own: it is time when a rank has made so many batches.
 from __future__ import annotations
 
 import os
+import signal
 import time
 import warnings
 from datetime import timedelta
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dsgd import STRATEGIES
@@ -171,17 +174,17 @@ class SaveAt(ModelCheckpoint):
 
 
 class Paced(Regression):
-    """In these of its batches rank 0 waits until rank 1 has begun others."""
+    """In these of its batches each of two ranks waits until the other has begun others."""
 
-    def __init__(self, folder: str, waits: dict[int, int]) -> None:
+    def __init__(self, folder: str, *waits: dict[int, int]) -> None:
         super().__init__()
-        self.folder, self.waits = Path(folder), waits
+        self.folder, self.waits, self.begun = Path(folder), waits[rank()], -1
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if rank() == 1:
-            (self.folder / f"begun_{batch_idx}").touch()
-        elif batch_idx in self.waits:
-            while not (self.folder / f"begun_{self.waits[batch_idx]}").exists():
+        self.begun += 1  # in all epochs
+        (self.folder / f"begun_{rank()}_{self.begun}").touch()
+        if self.begun in self.waits:
+            while not (self.folder / f"begun_{1 - rank()}_{self.waits[self.begun]}").exists():
                 time.sleep(0.001)  # between two looks
         return super().training_step(batch, batch_idx)
 
@@ -191,6 +194,7 @@ def fit_and_save(
     num_batches: list[int],
     epochs: int,
     model: L.LightningModule | None = None,
+    **options: Any,
 ) -> int:
     fitter = trainer(
         STRATEGIES["no_sync"](timeout_s=20),
@@ -198,18 +202,20 @@ def fit_and_save(
         callbacks=[saver],
         max_epochs=epochs,
         enable_checkpointing=True,
-        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        **options,
     )
     data = Stream(num_batches[rank() % len(num_batches)])
-    fitter.fit(model or Regression(), DataLoader(data, batch_size=None))
-    assert saver._train_time_interval == timedelta(hours=1)
+    interval = saver._train_time_interval
+    fitter.fit(model or Regression(), DataLoader(data, batch_size=None), loader(16))
+    assert saver._train_time_interval == interval
     assert "on_train_batch_end" not in vars(saver)
     return fitter.global_step
 
 
 def save_by_time(folder: str) -> int:
-    model = Paced(folder, {10: 6, 105: 101})
-    return fit_and_save(SaveAt(folder, 1, [5, 100]), [200], 1, model)
+    model = Paced(folder, {10: 6, 105: 101}, {})
+    return fit_and_save(SaveAt(folder, 1, [5, 100]), [200], 1, model, limit_val_batches=0)
 
 
 def test_a_checkpoint_by_time_is_saved_after_the_same_batch_on_all_ranks(tmp_path: Path) -> None:
@@ -234,7 +240,8 @@ def test_a_checkpoint_by_time_is_saved_after_the_same_batch_on_all_ranks(tmp_pat
 def save_a_stream(folder: str) -> tuple[int, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        steps = fit_and_save(SaveAt(folder, 1, [45, 46, 60, 80]), [20, 50], 2)
+        saver = SaveAt(folder, 1, [45, 46, 60, 80])
+        steps = fit_and_save(saver, [20, 50], 2, limit_val_batches=0)
     said = [str(warning.message) for warning in caught]
     return steps, sum("a checkpoint by train_time_interval is left out" in text for text in said)
 
@@ -244,3 +251,51 @@ def test_a_checkpoint_that_a_rank_is_too_short_for_is_left_out(tmp_path: Path) -
     assert FitWorld().run(2, save_a_stream, str(tmp_path)) == [(40, 1), (100, 0)]
     for file in tmp_path.glob("*.ckpt"):
         assert len(list(Path(f"{file}.replicas").iterdir())) == 2
+
+
+def save_in_the_last_batch(folder: str) -> list[tuple[int, float]]:
+    """Rank 1 asks in its batch 15, when rank 0 is in the last but one of its epoch."""
+    found = []
+    for number, options in enumerate(({"save_last": "link"}, {"monitor": "val_loss"})):
+        os.makedirs(own := f"{folder}/{number}", exist_ok=True)
+        saver = SaveAt(own, 1, [14, 15], **options)
+        model = Paced(own, {18: 15}, {14: 18})
+        steps = fit_and_save(saver, [20, 50], 2, model, val_check_interval=10)
+        found.append((steps, float(saver.best_model_score or 0.0)))
+    return found
+
+
+def test_a_checkpoint_in_the_last_batch_of_one_rank_is_saved_on_all(tmp_path: Path) -> None:
+    """Then that rank has saved at its step when its epoch ends, and the other has not."""
+    first, second = FitWorld().run(2, save_in_the_last_batch, str(tmp_path))
+    assert [steps for steps, _ in first] == [40] * 2
+    assert [steps for steps, _ in second] == [100] * 2
+    assert [score for _, score in first] == [score for _, score in second]
+    assert {file.name for file in (tmp_path / "0").glob("*.ckpt")} == {"step=20.ckpt", "last.ckpt"}
+    assert {file.name for file in (tmp_path / "1").glob("*.ckpt")} == {"step=20.ckpt"}
+
+
+class Stopped(Regression):
+    """Rank 0 gets SIGTERM in this batch of all its epochs."""
+
+    num_begun = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.num_begun += 1
+        if rank() == 0 and self.num_begun == 25:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await_answer(self.trainer)
+        return super().training_step(batch, batch_idx)
+
+
+def stop_where_one_is_finished(folder: str) -> int:
+    """Rank 1 has made all its steps, and has saved at the last, before rank 0 is stopped."""
+    saver = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True)
+    with pytest.raises(SIGTERMException):
+        fit_and_save(saver, [20, 50], 9, Stopped(), max_steps=30, limit_val_batches=0)
+    return saver._last_global_step_saved
+
+
+def test_a_stopped_training_is_saved_although_a_rank_was_finished(tmp_path: Path) -> None:
+    assert FitWorld().run(2, stop_where_one_is_finished, str(tmp_path)) == [30] * 2
+    assert len(list((tmp_path / "step=30.ckpt.replicas").iterdir())) == 2

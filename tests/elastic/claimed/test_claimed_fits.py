@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,75 @@ def test_an_epoch_goes_on_with_what_was_left(world_size: int, tmp_path: Path) ->
         after = run(2, resume, str(saved[-1]), 2)  # of the whole epoch: it leads to the next
         assert sorted(i for samples, *_ in after for i in samples[-1]) == list(range(48))
         assert [rest for *rest, _ in after] == [[samples, 12 + 12] for samples, *_ in after]
+
+
+class SaveOnce(ModelCheckpoint):
+    """Rank 0 asks for a checkpoint after its batch 4, and saves after its batch 5; rank 1 after 2.
+
+    Rank 1 has its first batch in hand until rank 0 begins its batch 5.
+
+    Args:
+        folder: where it saves
+        num_batches: until so many have begun, of both ranks, rank 1 waits after it has saved
+        **kwargs: other options
+    """
+
+    def __init__(self, folder: str, num_batches: int, **kwargs: Any) -> None:
+        super().__init__(
+            folder, "{step}", save_top_k=-1, train_time_interval=timedelta(hours=1), **kwargs
+        )
+        self.num_batches, self.num_seen, self.num_saved = num_batches, 0, 0
+        self.is_fifth, self.have_begun = Path(folder, "fifth"), Path(folder, "begun")
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.num_seen += 1
+        if trainer.global_rank == 1:
+            await_file(self.is_fifth)
+        elif self.num_seen == 5:
+            self.is_fifth.touch()
+        elif self.num_seen + 2 == self.num_batches:
+            self.have_begun.touch()
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_rank == 0 and self.num_seen == 3:
+            self._last_time_checked = -1e9
+        super().on_train_batch_end(trainer, *args)
+        if trainer.global_rank == 0 and self.num_seen == 4:
+            while trainer.strategy.session.training.agreed._unanswered:
+                time.sleep(0.001)  # between two looks
+        if trainer.global_rank == 1 and self.num_seen == 2 and self.num_batches:
+            await_file(self.have_begun)
+
+    def _save_checkpoint(self, *args: Any) -> None:
+        super()._save_checkpoint(*args)
+        self.num_saved += 1
+
+
+def await_file(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.001)  # between two looks
+
+
+def save_by_time(folder: str) -> list[Any]:
+    found = []
+    for interval, num_batches in ((1.0, 16), (0.5, 0)):
+        own = Path(folder, str(interval))
+        own.mkdir(exist_ok=True)
+        saver = SaveOnce(str(own), num_batches)
+        model, _ = fit(
+            32, callbacks=[saver], enable_checkpointing=True, val_check_interval=interval
+        )
+        found.append((model.samples, model.seen[1], saver.num_saved))
+    return found
+
+
+def test_a_checkpoint_by_time_is_saved_where_ranks_have_made_other_steps(tmp_path: Path) -> None:
+    """One rank has saved at its step when all validate, and the other has not."""
+    at_end, at_half = zip(*run(2, save_by_time, str(tmp_path)), strict=True)
+    for ranks, seen in ((at_end, [28, 4]), (at_half, [12, 4])):
+        assert all_once([samples for samples, *_ in ranks], 32)
+        assert [at for _, at, _ in ranks] == seen  # samples, before the first validation
+        assert [num_saved for *_, num_saved in ranks] == [1] * 2
 
 
 def test_ranks_that_wait_in_every_step_claim_nothing() -> None:
