@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.session import checkpoint as files
 from lightning_dsgd.session import record
+from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import every_strategy
 from tests.support.heard import Heard
 from tests.support.models import Regression, loader, trainer
@@ -498,6 +499,24 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing_on_any(tmp_path: Path) -> 
                 else:
                     assert error.startswith("RuntimeError: every rank must be able to write"), what
                     assert f"got OSError: {FULL} on rank {failing}; nothing is left" in error, what
+
+
+def save_alone(net: Any, folder: Path) -> None:
+    content = record.with_record({"state_dict": {"w": torch.ones(10)}}, {})
+    files.save(files.TorchFiles(), net, folder / "x.ckpt", content, content)
+
+
+def test_a_save_of_fewer_ranks_removes_the_others_replicas(tmp_path: Path) -> None:
+    """Also what a lost rank has left of its replica, and nothing else."""
+    folder = tmp_path / "x.ckpt.replicas"
+    SimulatedWorld(4).run(save_alone, tmp_path)
+    assert len(names(folder)) == 4
+    (folder / "rank_00004.pt.new").touch()
+    (folder / "rank_00006.pt").touch()  # of no save before: there is no rank 5
+    (folder / "notes").touch()
+    SimulatedWorld(2).run(save_alone, tmp_path)
+    assert names(folder) == ["notes", *REPLICAS, "rank_00006.pt"]
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["lightning_dsgd"]["world_size"] == 2
 
 
 def names(folder: Path) -> list[str]:
