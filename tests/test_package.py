@@ -42,11 +42,12 @@ CORE = {
     "primitives": "agreement algorithm buffers devices hyperparameters transport",
     "algorithms": "agreement algorithm devices hyperparameters primitives transport wings",
     "replica": "agreement algorithm devices primitives transport",
+    "data": "transport",
     "session": "agreement algorithm devices hyperparameters keywords primitives replica transport "
     "wings",
     "plain": "agreement algorithm devices keywords replica session transport wings",
-    "trainer": "agreement algorithm algorithms devices hyperparameters keywords replica session "
-    "transport wings",
+    "trainer": "agreement algorithm algorithms data devices hyperparameters keywords replica "
+    "session transport wings",
     "fabric": "algorithm algorithms devices keywords plain session trainer transport wings",
     "pytorch_lightning": "keywords trainer",
     "tasks": "",
@@ -99,7 +100,7 @@ LIBRARIES = {
     "wandb": "lab",
     "PIL gymnasium sklearn tokenizers": "tasks lab",
     "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
-    "torch": "agreement algorithm algorithms buffers devices elastic fabric lab mpi plain "
+    "torch": "agreement algorithm algorithms buffers data devices elastic fabric lab mpi plain "
     "primitives replica session sharded simulated tasks trainer transport",
 }
 

@@ -1,0 +1,176 @@
+"""A loader that loads the units which its rank computes: its own ahead, those of others when asked.
+
+    own units        in the order in which the rank would compute them, as far ahead as the loader's
+                     workers do; one that another rank has computed is dropped
+    another's unit   once it is granted, after what is being loaded
+
+The loader's data set, workers and collate function are the user's; its batches are the units.
+Private names of torch's loaders stand here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_dsgd.data.plan import Plan, Unit
+
+Key = tuple[int, int]
+"""A unit's step, counted within the epoch, and its number in it."""
+
+_TAKEN_OVER: Final = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
+    "pin_memory_device",
+)
+
+
+class UnitLoader:
+    """Loads units of one epoch after the other.
+
+    Args:
+        loader: the user's loader, whose batches DDP's rank would have
+        rank: this rank
+    """
+
+    def __init__(self, loader: Any, rank: int) -> None:
+        check(loader)
+        self.source, self._rank = loader, rank
+        self._order = _Order()
+        options: dict[str, Any] = {
+            name: getattr(loader, name) for name in _TAKEN_OVER if hasattr(loader, name)
+        }
+        if loader.num_workers == 0:
+            options.pop("prefetch_factor", None)
+        if loader._auto_collation:
+            options["batch_sampler"] = self._order
+        else:
+            options |= {"sampler": self._order, "batch_size": None}
+        self._loader: DataLoader[Any] = DataLoader(loader.dataset, **options)
+        self._depth = loader.num_workers * (loader.prefetch_factor or 0)
+        self._batches: Any = None
+        self._loaded: dict[Key, Any] = {}
+        self._units: list[Unit] = []
+        self._step = -1
+
+    def draw(self) -> list[list[int]]:
+        """Draws this rank's batches of an epoch, as the user's sampler has them."""
+        drawn = list(self.source._index_sampler)
+        batches = [each if isinstance(each, list) else [each] for each in drawn]
+        if not all(isinstance(sample, int) for batch in batches for sample in batch):
+            raise ValueError(
+                'with strategy="balanced" samplers must give whole numbers, as ranks tell each '
+                f"other which samples are whose, got {_first_other(batches)!r}; number the samples"
+            )
+        return batches
+
+    def begin_epoch(self, plan: Plan) -> None:
+        """Begins to load an epoch's units."""
+        self._loaded.clear()
+        self._step = -1
+        is_ahead = self.source.num_workers > 0
+        self._order.begin_epoch(plan, self._rank, 2 * self._depth if is_ahead else 0)
+        self._batches = iter(self._loader)
+
+    def begin_step(self, step: int, units: list[Unit]) -> None:
+        """Goes on to a step; what was loaded for those before is dropped."""
+        self._step, self._units = step, units
+        self._order.step = step
+        self._loaded = {key: batch for key, batch in self._loaded.items() if key[0] >= step}
+
+    def load(self, unit: int) -> Any:
+        """Returns a unit's batch, loaded now if it is not there yet."""
+        key = self._step, unit
+        order = self._order
+        if key not in self._loaded and key not in order.under_way:
+            order.asked_for.append((key, self._units[unit].samples))
+        while key not in self._loaded:
+            self._fill()
+            arrived = next(self._batches)
+            came = order.under_way.popleft()
+            if came[0] >= self._step:
+                self._loaded[came] = arrived
+        self._fill()
+        order.num_loaded = len(self._loaded)
+        return self._loaded.pop(key)
+
+    def _fill(self) -> None:
+        """Has workers load as much as they may."""
+        self._order.num_loaded = len(self._loaded)
+        if self._depth:
+            before = -1
+            while before != len(self._order.under_way) < self._depth:
+                before = len(self._order.under_way)
+                self._batches._try_put_index()
+
+
+class _Order:
+    """Says what the loader loads next; stands in the place of its sampler.
+
+    Attributes:
+        step: the step that the rank is in
+        asked_for: what is to be loaded at once: units with their samples
+        under_way: the units that are being loaded, in the order in which they come
+        num_loaded: how many are loaded and not used yet
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.asked_for: deque[tuple[Key, list[int]]] = deque()
+        self.under_way: deque[Key] = deque()
+        self.num_loaded = 0
+        self._most_ahead = 0
+        self._own: Iterator[tuple[Key, list[int]]] = iter(())
+
+    def begin_epoch(self, plan: Plan, rank: int, most_ahead: int) -> None:
+        """Begins with an epoch's units."""
+        self.step, self.num_loaded, self._most_ahead = 0, 0, most_ahead
+        self.asked_for.clear()
+        self.under_way.clear()
+        self._own = (
+            ((step, number), unit.samples)
+            for step in range(plan.num_steps)
+            for number, unit in enumerate(plan.units(step))
+            if unit.home == rank
+        )
+
+    def __iter__(self) -> _Order:
+        return self
+
+    def __next__(self) -> Any:
+        key, samples = self._next()
+        self.under_way.append(key)
+        return samples
+
+    def _next(self) -> tuple[Key, list[int]]:
+        if self.asked_for:
+            return self.asked_for.popleft()
+        if len(self.under_way) + self.num_loaded >= self._most_ahead:
+            raise StopIteration
+        for key, samples in self._own:
+            if key[0] >= self.step:
+                return key, samples
+        raise StopIteration
+
+
+def check(loader: Any) -> None:
+    """Raises for a loader whose batches cannot be shared."""
+    got = f'got {type(loader).__name__} with strategy="balanced"'
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "ranks share the micro-batches of a step, so each must be able to load any of them: "
+            f"the loader must be a DataLoader of a dataset with indices, {got}; use "
+            'strategy="allreduce" or "ddp" for a stream'
+        )
+    if not getattr(loader, "in_order", True):
+        raise ValueError(
+            f'with strategy="balanced" a loader must give its batches in order, {got} and '
+            "in_order=False; leave it out"
+        )
+
+
+def _first_other(batches: list[list[int]]) -> Any:
+    return next(s for batch in batches for s in batch if not isinstance(s, int))

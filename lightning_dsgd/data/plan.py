@@ -1,0 +1,115 @@
+"""An epoch of `balanced`: its steps, their units, and who would compute each with DDP.
+
+Each rank draws its batches as its own sampler has them, so units are what DDP's ranks would have
+computed.  Ranks tell each other which samples these are, once an epoch.
+
+    slot     one batch of each rank, as Lightning's loop counts batches
+    step     the slots that one optimizer step is made of
+    unit     a part of one rank's batch in one slot
+
+A unit's gradient counts in the step's sum as it does with DDP: a batch is the mean over its
+samples, and a slot the mean over the ranks that have a batch in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.transport import Transport
+
+
+class Unit(NamedTuple):
+    """A micro-batch.
+
+    Attributes:
+        home: the rank that would compute it with DDP
+        samples: their indices
+        weight: by how much its loss counts, beside that of a whole batch of every rank
+    """
+
+    home: int
+    samples: list[int]
+    weight: float
+
+
+class Plan:
+    """All units of an epoch.
+
+    Args:
+        batches: of each rank: the indices of all samples, and how many each batch has
+        limit: the most slots that the epoch may have
+        num_slots_of_step: how many slots a step has
+        num_parts: into how many units a batch is split
+        first_slot: where the epoch goes on, if it was begun before
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[tuple[Tensor, Sequence[int]]],
+        *,
+        limit: int,
+        num_slots_of_step: int,
+        num_parts: int,
+        first_slot: int = 0,
+    ) -> None:
+        self._batches = [(samples, [0, *accumulate(lengths)]) for samples, lengths in batches]
+        self._per_step, self._num_parts = num_slots_of_step, num_parts
+        self.first_slot = first_slot
+        self.num_slots = min(limit, max(len(lengths) for _, lengths in batches))
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps there are from the first slot on."""
+        return -(-self.num_slots // self._per_step) - self.first_slot // self._per_step
+
+    def step_of(self, slot: int) -> int:
+        """Returns the number of a slot's step, counted from that of the first slot."""
+        return slot // self._per_step - self.first_slot // self._per_step
+
+    def begins_step(self, slot: int) -> bool:
+        """Returns whether a slot is the first of its step that is made."""
+        return slot == self.first_slot or slot % self._per_step == 0
+
+    def units(self, step: int) -> list[Unit]:
+        """Returns the units of a step, in the order of slots, ranks and parts."""
+        begin = (step + self.first_slot // self._per_step) * self._per_step
+        end = min(begin + self._per_step, self.num_slots)
+        return [u for slot in range(max(begin, self.first_slot), end) for u in self._of_slot(slot)]
+
+    def homes(self) -> list[list[int]]:
+        """Returns the homes of the units of each step."""
+        return [[unit.home for unit in self.units(step)] for step in range(self.num_steps)]
+
+    def _of_slot(self, slot: int) -> list[Unit]:
+        here = [rank for rank, (_, ends) in enumerate(self._batches) if slot + 1 < len(ends)]
+        units = []
+        for rank in here:
+            samples, ends = self._batches[rank]
+            batch = samples[ends[slot] : ends[slot + 1]].tolist()
+            share = len(self._batches) / len(here)
+            for part in split(batch, self._num_parts):
+                units.append(Unit(rank, part, share * len(part) / max(1, len(batch))))
+        return units
+
+
+def split(batch: list[int], num_parts: int) -> list[list[int]]:
+    """Splits a batch into parts of nearly equal size, fewer where it has fewer samples."""
+    num_parts = max(1, min(num_parts, len(batch)))
+    bounds = [len(batch) * part // num_parts for part in range(num_parts + 1)]
+    return [batch[begin:end] for begin, end in pairwise(bounds)]
+
+
+def gather(net: Transport, own: Sequence[list[int]]) -> list[tuple[Tensor, list[int]]]:
+    """Returns the batches of all ranks, which call it together."""
+    packed = [len(own), *map(len, own), *(sample for batch in own for sample in batch)]
+    everyones = net.all_gather(torch.tensor(packed, dtype=torch.int64)).wait()
+    gathered = []
+    for theirs in everyones:
+        num = int(theirs[0])
+        gathered.append((theirs[1 + num :], theirs[1 : 1 + num].tolist()))
+    return gathered

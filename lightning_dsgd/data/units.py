@@ -1,0 +1,470 @@
+"""Who computes which micro-batch of a step: the protocol of `balanced`, without threads and clocks.
+
+A step is a number of units, fixed beforehand: the micro-batches that DDP's ranks would compute in
+it.  The rank that would is a unit's home.  Each unit enters the step's sum exactly once, and it
+does not matter which rank has computed it.  Ranks compute as many as they have time for:
+
+    rank     has nothing in hand; tells what it has finished, if anything        READY    to dealer
+    dealer   grants a unit that is free, the rank's own first                    GRANT
+             or says that it has none at the moment                              LATER
+    rank     begins what was granted, and so asks for the one after it           BEGIN    to dealer
+    dealer   grants that one while the rank computes
+    dealer   has heard that all units of the step are finished                   CLOSED   to all
+    lanes    sum what each rank has finished; no training thread is needed for it
+
+**Grants look at speeds.**  The dealer grants no unit to a rank that would finish it after the other
+ranks could have finished all that is free.  A rank's speed is the median of its last units.
+
+**Backups.**  Where nothing is free, a rank that has nothing in hand may take over a unit of
+another, if it is expected to finish first:
+
+    dealer   asks the rank that has the unit                                     CONTEST
+    lane     gives the unit back, if that rank has not begun it                  ANSWER dropped
+             or says that it is begun, and from now on that rank must ask        ANSWER begun
+             before the unit enters its sum; or that it has entered              ANSWER finished
+    dealer   grants the unit, or grants it a second time
+    rank     has computed a unit that two ranks compute                          COMMIT   to dealer
+    dealer   says yes to the first of the two, no to the other                   VERDICT
+    rank     with a no drops that gradient
+
+A rank whose unit nobody contests asks nobody.
+
+**Each unit enters the sum once.**  A unit is free, or one rank has it, or two contest it.  The
+dealer takes it from the free ones when it grants it.  A rank puts a unit into its sum if it alone
+has it, or if the dealer has said yes; the dealer says yes once.  Whether it alone has it is settled
+by the lane of the rank that began it, under one lock with the sum: a unit is contested before it
+has entered, or not at all.  CLOSED is sent when all have entered, so no lane sums too early; and a
+rank that is told CLOSED while it computes a unit drops that one, for another rank's has entered.
+
+**A rank without a unit** in a step makes the step's sum and the optimizer's step like all others.
+
+**A rank that is behind.**  CLOSED waits for no rank that has no unit in hand.  So others may be
+some steps ahead of a rank that stalls: its lane adds to their sums what it has, nothing, and keeps
+the sums for it.  It applies them one after the other.  No step closes while a rank is more than
+`MAX_LAG` steps behind it, so it never keeps more sums than that.
+
+**Nobody waits for ever.**  Lanes answer at once, so a message waits for no training thread.  The
+dealer answers each READY, with a GRANT or with LATER.  A rank waits for more than that answer in
+two cases.  It waits for a VERDICT, which the dealer gives at once.  And where it has nothing more
+to do in a step it waits for a GRANT or for CLOSED.  While a unit is not finished, it is free or a
+rank has it.  If it is free, some rank is expected to finish it first: that rank is granted it when
+it asks; if it does not come in the time that was expected, the dealer looks again, and then expects
+another to.  If a rank has it, that rank goes on and finishes, and waits for nobody meanwhile.  If
+two have it, one of them finishes.  So all units finish, unless a rank is lost, which ends all
+waits.  A rank that is `MAX_LAG` steps behind is not waiting, or it would not be behind.
+
+Steps that are left in the midst, where an epoch is stopped early, are left by all ranks: the first
+message about a later step ends them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+NONE: Final = -1
+"""Stands for a unit where there is none."""
+DEALER: Final = 0
+"""The rank that deals."""
+MAX_LAG: Final = 4
+"""How many steps a rank may be behind the step that closes."""
+
+_ALL: Final = 1 << 40
+"""More questions than a rank asks in a step."""
+
+READY, BEGIN, COMMIT, ANSWER, GRANT, LATER, CONTEST, VERDICT, CLOSED = range(9)
+DROPPED, BEGUN, FINISHED = range(3)
+
+_SLACK: Final = 0.1
+"""What share of a unit's time another rank must gain to be preferred."""
+_OVERDUE: Final = 1.25
+"""After how many of its usual times a unit counts as late."""
+_LOOK_AGAIN: Final = 0.25
+"""After what share of its time so far a late unit is looked at again."""
+_SHORTEST_LOOK_S: Final = 2e-3
+"""How long the dealer waits at least before it looks again."""
+_SHORTEST_S: Final = 1e-9
+"""The shortest time by which another is divided."""
+_NUM_TIMES: Final = 7
+"""Of how many units a rank's speed is the median."""
+
+Words = tuple[int, ...]
+"""A message: its kind, its step, and what it is about."""
+
+
+class Hand:
+    """What one rank has of the step that it is in: see the head of the file.
+
+    Attributes:
+        step: the step that this rank is in
+        current: the unit that it computes
+        ahead: the unit that it was granted and has not begun
+        closed: the last step that is closed, as this rank knows
+        outbox: messages to the dealer that are to be sent
+
+    Args:
+        rank: this rank
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.step = self.closed = NONE
+        self.current = self.ahead = NONE
+        self.outbox: list[Words] = []
+        self._num_ready = self._num_later = 0
+        self._is_ahead_contested = self._is_contested = self._is_entering = False
+        self._verdict: bool | None = None
+        self._has_asked = False
+
+    def begin_step(self, step: int) -> None:
+        """Goes on to a step, of which this rank has nothing in hand."""
+        self.step = step
+        self.current = self.ahead = NONE
+        self._num_ready = self._num_later = 0
+        self._is_ahead_contested = self._is_contested = self._is_entering = False
+        self._verdict = None
+        self._ready(NONE)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing is left to do in this rank's step but the sum."""
+        return self.closed >= self.step
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the dealer has answered, or need not: a rank that must not wait can go on."""
+        return self.is_closed or self.ahead != NONE or self._num_later >= self._num_ready
+
+    def begin(self) -> int:
+        """Begins the unit that was granted, and returns it; NONE if there is none."""
+        assert self.current == NONE, "a rank finishes a unit before it begins another"
+        if self.ahead == NONE or self.is_closed:
+            return NONE
+        self.current, self.ahead = self.ahead, NONE
+        self._is_contested, self._is_ahead_contested = self._is_ahead_contested, False
+        self._verdict, self._has_asked = None, False
+        self.outbox.append((BEGIN, self.step, self.current))
+        return self.current
+
+    def enter(self) -> bool | None:
+        """Returns whether the unit in hand may enter the sum now; None: the dealer is asked.
+
+        Where it may, nobody contests it from now on.
+        """
+        if self.is_closed:
+            return False
+        if self._is_contested:
+            if self._verdict is None and not self._has_asked:
+                self._has_asked = True
+                self.outbox.append((COMMIT, self.step, self.current))
+            return self._verdict
+        self._is_entering = True
+        return True
+
+    def finish(self, *, has_entered: bool) -> None:
+        """Ends the unit in hand; it has entered the sum, or was dropped."""
+        unit, self.current = self.current, NONE
+        self._is_contested = self._is_entering = False
+        self._ready(unit if has_entered else NONE)
+
+    def _ready(self, done: int) -> None:
+        self._num_ready += 1
+        self.outbox.append((READY, self.step, done))
+
+    def hear(self, words: Words) -> None:
+        """Hears the dealer."""
+        kind, step, *rest = words
+        if kind == CLOSED:
+            self.closed = max(self.closed, step)
+        elif kind == CONTEST:
+            self.outbox.append((ANSWER, step, rest[0], self._contested(step, rest[0])))
+        elif step != self.step:
+            return  # this rank has gone on
+        elif kind == GRANT:
+            self.ahead, self._is_ahead_contested = rest[0], bool(rest[1])
+        elif kind == LATER:
+            self._num_later = rest[0]
+        elif kind == VERDICT and rest[0] == self.current:
+            self._verdict = bool(rest[1])
+
+    def _contested(self, step: int, unit: int) -> int:
+        """Returns how this rank stands to a unit of its, which another is to have."""
+        if step == self.step and unit == self.ahead:
+            self.ahead = NONE
+            return DROPPED
+        if step == self.step and unit == self.current and not self._is_entering:
+            self._is_contested = True
+            return BEGUN
+        return FINISHED
+
+
+@dataclass
+class _Rank:
+    """What the dealer knows of a rank.
+
+    Attributes:
+        step: the last step that it was heard in
+        current: the unit that it computes
+        since: when it began that
+        ahead: the unit that it was granted and has not begun
+        num_ready: how often it was ready in this step
+        num_answered: how many of these it was told that there is nothing at the moment
+        is_waiting: whether it has nothing in hand, and may wait
+        times: how long its last units took
+    """
+
+    step: int = NONE
+    current: int = NONE
+    since: float = 0.0
+    ahead: int = NONE
+    num_ready: int = 0
+    num_answered: int = 0
+    is_waiting: bool = False
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
+
+    @property
+    def time(self) -> float | None:
+        """How long a unit takes it; None: nobody knows."""
+        return statistics.median(self.times) if self.times else None
+
+
+class Dealer:
+    """Deals the units of one step after the other.
+
+    Attributes:
+        step: the step that is dealt
+        outbox: messages to be sent, each with its receiver
+
+    Args:
+        world_size: how many ranks there are
+        backups: whether a unit that is begun may be computed a second time
+    """
+
+    def __init__(self, world_size: int, *, backups: bool) -> None:
+        self.step = NONE
+        self.outbox: list[tuple[int, Words]] = []
+        self._backups = backups
+        self._ranks = [_Rank() for _ in range(world_size)]
+        self._homes: dict[int, Sequence[int]] = {}  # of each step that is known, by unit
+        self._early: list[tuple[int, Words, float]] = []
+        self._known_to = self._first = NONE  # the steps that were made known last
+        self._is_closed = True
+        self._free: list[deque[int]] = []  # by home
+        self._num_free = self._num_units = 0
+        self._owners: dict[int, list[int]] = {}  # who has a unit in hand, or in sight
+        self._done: set[int] = set()
+        self._committed: dict[int, int] = {}
+        self._asked: dict[int, int] = {}  # units that are being contested, and for which rank
+
+    # ---- what is dealt ----
+
+    def know(self, first: int, homes: Sequence[Sequence[int]], now: float) -> None:
+        """Learns of the steps from `first` on: the homes of the units of each."""
+        self._homes = dict(enumerate(homes, first))
+        self._first, self._known_to = first, first + len(homes) - 1
+        early, self._early = self._early, []
+        for sender, words, _ in early:
+            self.hear(sender, words, now)
+
+    def _begin_step(self, step: int) -> None:
+        homes = self._homes[step]
+        self.step, self._is_closed = step, False
+        self._free = [deque() for _ in self._ranks]
+        for unit, home in enumerate(homes):
+            self._free[home].append(unit)
+        self._num_free = self._num_units = len(homes)
+        self._owners, self._done, self._committed, self._asked = {}, set(), {}, {}
+        for each in self._ranks:
+            each.current = each.ahead = NONE
+            each.num_ready = each.num_answered = 0
+            each.is_waiting = False
+
+    # ---- messages ----
+
+    def hear(self, sender: int, words: Words, now: float) -> None:
+        """Hears a rank, and deals."""
+        kind, step, *rest = words
+        if step > self._known_to:
+            self._early.append((sender, words, now))
+            return
+        rank = self._ranks[sender]
+        rank.step = max(rank.step, step)
+        if step > self.step:
+            self._begin_step(step)
+        if step < self.step or self._is_closed:
+            if kind == READY:  # of a step that others have left, or that is closed
+                self.outbox.append((sender, (LATER, step, _ALL)))
+            self._close()  # a rank that was too far behind may have come on
+            return
+        if kind == READY:
+            self._hear_ready(sender, rest[0], now)
+        elif kind == BEGIN:
+            rank.current, rank.since, rank.is_waiting = rest[0], now, False
+            if rank.ahead == rest[0]:
+                rank.ahead = NONE
+        elif kind == COMMIT:
+            self._hear_commit(sender, rest[0])
+        elif kind == ANSWER:
+            self._hear_answer(sender, rest[0], rest[1], now)
+        self.deal(now)
+
+    def _hear_ready(self, sender: int, done: int, now: float) -> None:
+        rank = self._ranks[sender]
+        if rank.current != NONE:
+            if done == rank.current:
+                rank.times.append(now - rank.since)
+            self._disown(sender, rank.current)
+        rank.current, rank.since = NONE, now  # if it has one ahead, it is about to begin that
+        rank.num_ready += 1
+        rank.is_waiting = rank.ahead == NONE
+        if done != NONE:
+            self._done.add(done)
+
+    def _hear_commit(self, sender: int, unit: int) -> None:
+        winner = self._committed.setdefault(unit, sender)
+        self.outbox.append((sender, (VERDICT, self.step, unit, int(winner == sender))))
+
+    def _hear_answer(self, sender: int, unit: int, state: int, now: float) -> None:
+        waiting = self._asked.pop(unit, NONE)
+        if state == DROPPED:
+            rank = self._ranks[sender]
+            if rank.ahead == unit:
+                rank.ahead = NONE
+                rank.is_waiting = rank.current == NONE
+            self._disown(sender, unit)
+            self._free[self._homes[self.step][unit]].append(unit)
+            self._num_free += 1
+        elif state == BEGUN and waiting != NONE and unit not in self._committed:
+            other = self._ranks[waiting]
+            if other.is_waiting and other.ahead == NONE:
+                self._grant(waiting, unit, now, is_contested=True)
+
+    def _disown(self, rank: int, unit: int) -> None:
+        owners = self._owners.get(unit, [])
+        if rank in owners:
+            owners.remove(rank)
+
+    # ---- dealing ----
+
+    def deal(self, now: float) -> None:
+        """Grants what can be granted now, and closes the step if all is finished."""
+        if self._is_closed or self.step == NONE:
+            return
+        for number, rank in enumerate(self._ranks):
+            is_asking = rank.ahead == NONE and (rank.current != NONE or rank.is_waiting)
+            if self._num_free and is_asking and self._is_best(number, now):
+                self._grant(number, self._take_free(number), now, is_contested=False)
+        if not self._num_free:
+            for number, rank in enumerate(self._ranks):
+                if rank.is_waiting and rank.ahead == NONE:
+                    self._contest(number, now)
+        self._close()
+        if not self._is_closed:
+            self._put_off()
+
+    def _put_off(self) -> None:
+        """Tells ranks that have asked since that there is nothing for them at the moment."""
+        for number, rank in enumerate(self._ranks):
+            if rank.is_waiting and rank.num_answered < rank.num_ready:
+                rank.num_answered = rank.num_ready
+                self.outbox.append((number, (LATER, self.step, rank.num_ready)))
+
+    def next_look(self, now: float) -> float:
+        """Returns how long the dealer may wait for messages; inf: until one comes."""
+        if self._is_closed or self.step == NONE:
+            return math.inf
+        if not any(rank.is_waiting and rank.ahead == NONE for rank in self._ranks):
+            return math.inf
+        looks = [
+            self._next_look_at(rank.since, rank.time, now)
+            for rank in self._ranks
+            if (rank.current, rank.ahead) != (NONE, NONE) and rank.time is not None
+        ]
+        return min(looks, default=math.inf)
+
+    @staticmethod
+    def _next_look_at(since: float, usual: float, now: float) -> float:
+        """Returns in how many seconds a unit has become late, or later by a good deal."""
+        is_late_in = since + _OVERDUE * usual - now
+        return max(_SHORTEST_LOOK_S, is_late_in if is_late_in > 0 else _LOOK_AGAIN * (now - since))
+
+    def _close(self) -> None:
+        if self._is_closed or self.step == NONE or len(self._done) < self._num_units:
+            return
+        furthest_behind = min(max(rank.step, self._first) for rank in self._ranks)
+        if self.step - furthest_behind > MAX_LAG:
+            return
+        self._is_closed = True
+        for number in range(len(self._ranks)):
+            self.outbox.append((number, (CLOSED, self.step)))
+
+    def _grant(self, number: int, unit: int, now: float, *, is_contested: bool) -> None:
+        rank = self._ranks[number]
+        rank.ahead, rank.is_waiting = unit, False
+        if rank.current == NONE:
+            rank.since = now  # it is about to begin
+        self._owners.setdefault(unit, []).append(number)
+        self.outbox.append((number, (GRANT, self.step, unit, int(is_contested))))
+
+    def _take_free(self, number: int) -> int:
+        """Takes a free unit: the rank's own first, else the last one of whoever has the most."""
+        self._num_free -= 1
+        if self._free[number]:
+            return self._free[number].popleft()
+        return max(self._free, key=len).pop()
+
+    def _is_best(self, number: int, now: float) -> bool:
+        """Returns whether a rank finishes one more unit before the others could finish all free."""
+        rank = self._ranks[number]
+        if rank.time is None:
+            return True
+        end = self._free_at(rank, now) + rank.time
+        capacity = 0
+        for other in self._ranks:
+            if other is rank or other.step != self.step or other.time is None:
+                continue
+            if other.current == NONE and other.ahead == NONE and not other.is_waiting:
+                continue
+            left = end - self._free_at(other, now) - _SLACK * other.time
+            capacity += max(0, math.floor(left / max(other.time, _SHORTEST_S)))
+            if capacity >= self._num_free:
+                return False
+        return True
+
+    def _free_at(self, rank: _Rank, now: float) -> float:
+        """Returns when a rank is expected to have finished all that it has."""
+        usual = rank.time or 0.0
+        if rank.current == NONE and rank.ahead == NONE:
+            return now
+        elapsed = now - rank.since
+        at = max(now, rank.since + usual) if elapsed <= _OVERDUE * usual else now + elapsed
+        return at + usual if NONE not in (rank.current, rank.ahead) else at
+
+    def _contest(self, number: int, now: float) -> None:
+        """Has a rank that has nothing in hand take a unit over, if it would finish first."""
+        time = self._ranks[number].time
+        if time is None or number in self._asked.values():
+            return
+        latest, unit, holder = now + (1 + _SLACK) * time, NONE, NONE
+        for other, rank in enumerate(self._ranks):
+            if rank.time is None:
+                continue
+            end = self._free_at(rank, now)
+            for held in (rank.ahead, rank.current):
+                if held == NONE:
+                    continue
+                if end > latest and self._may_contest(held, is_begun=held == rank.current):
+                    latest, unit, holder = end, held, other
+                end -= rank.time
+        if unit != NONE:
+            self._asked[unit] = number
+            self.outbox.append((holder, (CONTEST, self.step, unit)))
+
+    def _may_contest(self, unit: int, *, is_begun: bool) -> bool:
+        is_settled = unit in self._asked or unit in self._committed
+        is_alone = len(self._owners.get(unit, ())) == 1
+        return is_alone and not is_settled and (self._backups or not is_begun)
