@@ -90,7 +90,8 @@ def __dir__() -> list[str]:
 def _algorithms() -> dict[str, Any]:
     """By the name of the class."""
     registry: Any = importlib.import_module("lightning_dsgd.algorithms")
-    return {algorithm.__name__: algorithm for algorithm in registry.ALGORITHMS.values()}
+    known = registry.ALGORITHMS | registry.BY_UNITS
+    return {algorithm.__name__: algorithm for algorithm in known.values()}
 
 
 def _strategies() -> list[str]:

@@ -11,6 +11,7 @@ runs under Lightning, in the simulated world and in a test: it knows no more tha
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -105,6 +106,11 @@ class Algorithm:
     takes_pieces: ClassVar[bool] = False
     """Whether the algorithm, once started, wants to hear of the gradient during the backward pass:
     see `gradient_made`.
+    """
+
+    sums_units: ClassVar[bool] = False
+    """Whether the algorithm takes the gradients of a step's micro-batches one by one, and gives
+    their sum before `before_update`: see `Balanced`.
     """
 
     keeps_updates: ClassVar[bool] = True
@@ -216,6 +222,34 @@ class Algorithm:
         Only an algorithm that `takes_pieces` is called.  From then on that part of g is its own,
         until `before_update` has returned.
         """
+
+    def add(
+        self,
+        step: int,
+        views_of: Callable[[Tensor], Sequence[Tensor]],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """Adds the gradients of one micro-batch to this rank's sum of a step.
+
+        Only an algorithm that `sums_units` is called, in this and the next two.
+
+        Args:
+            step: the step
+            views_of: gives the parameters' places in a tensor that is laid out like x
+            gradients: by parameter
+        """
+        raise NotImplementedError
+
+    def close_step(self, step: int) -> None:
+        """Is called once all micro-batches of a step are in some rank's sum; may be in a lane."""
+        raise NotImplementedError
+
+    def take_sum(self, step: int) -> tuple[Tensor, Tensor]:
+        """Waits for a step's mean, and returns it.
+
+        With it come, by parameter, how many micro-batches had a gradient.
+        """
+        raise NotImplementedError
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         """Is called when gradients are ready and the optimizer has not stepped yet."""

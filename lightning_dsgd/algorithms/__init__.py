@@ -16,6 +16,7 @@ from lightning_dsgd import wings
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.adpsgd import ADPSGD
 from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.algorithms.diloco import DiLoCo
 from lightning_dsgd.algorithms.dpsgd import DPSGD
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
@@ -41,6 +42,9 @@ ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     )
 }  # fmt: skip
 """The algorithms by name; the first ones are those to try first."""
+
+BY_UNITS: Final[dict[str, type[Algorithm]]] = {Balanced.name: Balanced}
+"""Those that sum a step's micro-batches one by one, and so stand on a face's loaders."""
 
 
 def make_algorithm(spec: str) -> Algorithm:

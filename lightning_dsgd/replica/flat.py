@@ -196,6 +196,20 @@ class FlatParameters:
             if has_arrived:
                 parameter.grad = self._as_gradient(parameter, view)
 
+    def show(self, g: Tensor, num_gradients: Tensor) -> None:
+        """Makes the gradients of the parameters views of a tensor laid out like x.
+
+        Args:
+            g: the tensor
+            num_gradients: for each parameter 0 if it has no gradient, and gets none
+        """
+        views = self.views(g)
+        for parameter, view, num in zip(
+            self.parameters, views, num_gradients.tolist(), strict=True
+        ):
+            has_one = num > 0 and parameter.requires_grad
+            parameter.grad = self._as_gradient(parameter, view) if has_one else None
+
     def _as_gradient(self, parameter: Parameter, view: Tensor) -> Tensor:
         """Returns what a parameter gets as its gradient, of a view of g."""
         return view

@@ -60,6 +60,15 @@ class Part:
         """Returns this rank's gradient, but for what the algorithm has taken already."""
         return self.weights.gather() if self._early is None else self._early.gather()
 
+    def add_unit(self, step: int) -> None:
+        """Adds the gradients in hand, of one micro-batch, to this rank's sum of a step."""
+        gradients = [parameter.grad for parameter in self.weights.parameters]
+        self.algorithm.add(step, self.weights.views, gradients)
+
+    def take_sum(self, step: int) -> None:
+        """Waits for a step's mean, and makes it the gradients."""
+        self.weights.show(*self.algorithm.take_sum(step))
+
     def finish(self) -> None:
         """Leaves the consensus in x; every rank has settled."""
         self._stop_watching()

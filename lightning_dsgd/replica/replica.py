@@ -245,7 +245,7 @@ class Replica:
         self._num_steps += 1  # not before: it may be made again after a loss
 
     def _before_update(self, part: Part) -> None:
-        if not part.algorithm.uses_gradient:
+        if not part.algorithm.uses_gradient or part.algorithm.sums_units:
             part.algorithm.before_update(part.x, part.x[:0])
             return
         g, counts = part.gather(), part.algorithm.conditions.gradient_counts
@@ -279,6 +279,31 @@ class Replica:
         """Begins anew with the others, without a step, where they train other parameters."""
         for optimizer in self._optimizers:
             self._parts_of(optimizer)
+
+    # ---- the micro-batches of a step, where the algorithm sums them ----
+
+    @torch.no_grad()
+    def add_unit(self, step: int) -> None:
+        """Adds the gradients in hand, of one micro-batch, to this rank's sum of a step."""
+        for part in self.parts:
+            part.add_unit(step)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients in hand."""
+        for part in self.parts:
+            for parameter in part.weights.parameters:
+                parameter.grad = None
+
+    def close_step(self, step: int) -> None:
+        """Has lanes sum a step over all ranks, all of whose micro-batches have been added."""
+        for part in self.parts:
+            part.algorithm.close_step(step)
+
+    def take_sums(self, step: int) -> None:
+        """Puts a step's means into the gradients, once they are there."""
+        for part in self.parts:
+            part.take_sum(step)
 
     # ---- standing still ----
 

@@ -130,11 +130,26 @@ def check_data(chosen: Mapping[str, Any], algorithm: Algorithm) -> None:
             '"diloco", "eager_sgd", "allreduce" or a sparse strategy, or weigh_by="ranks" with '
             "batches of one size"
         )
-    if chosen.get("data") == "claimed" and algorithm.lockstep:
+    if algorithm.sums_units:
+        _check_units(chosen, algorithm)
+    elif chosen.get("data") == "claimed" and algorithm.lockstep:
         raise ValueError(
             "ranks that wait for each other in every step must have as many batches as each other, "
             f'got data="claimed" with strategy="{algorithm.name}"; use data="equal", or a strategy '
             'that does not wait, such as "popsgd"'
+        )
+
+
+def _check_units(chosen: Mapping[str, Any], algorithm: Algorithm) -> None:
+    if chosen.get("data") == "claimed":
+        raise ValueError(
+            f'strategy="{algorithm.name}" shares the batches of each step by itself, got '
+            'data="claimed"; leave data out'
+        )
+    if chosen["on_loss"] == "continue":
+        raise ValueError(
+            f'strategy="{algorithm.name}" ends with a lost rank, got on_loss="continue"; leave '
+            'on_loss out and start again from a checkpoint, or use a strategy such as "popsgd"'
         )
 
 

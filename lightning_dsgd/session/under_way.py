@@ -20,11 +20,14 @@ class Training:
     agreed: AgreedBatch
     claimed: Any = field(default=None, kw_only=True)
     """What this rank trains on, where it claims its batches (`elastic.claimed`); else None."""
+    balancing: Any = field(default=None, kw_only=True)
+    """What shares the micro-batches of a step, where ranks do (`data.balancing`); else None."""
 
     def stop_lanes(self) -> Sequence[Callable[[], None]]:
         """Returns what ends the threads beside the training."""
         claims = () if self.claimed is None else (self.claimed.close,)
-        return (self.replica.stop, self.agreed.close, *claims)
+        balancing = () if self.balancing is None else (self.balancing.close,)
+        return (*balancing, self.replica.stop, self.agreed.close, *claims)
 
 
 TrainingT = TypeVar("TrainingT", bound=Training)

@@ -93,10 +93,10 @@ class JointEpochs:
             self._session.follow()
         self.await_end()
         _save_anyhow(self._trainer)
-        mine = [] if self.is_out else _logged_over_all(self._trainer)
+        mine = [] if self.is_out else logged_over_all(self._trainer)
         theirs = self._session.texts(json.dumps(mine))
         if self.is_out:
-            _log_nothing(self._trainer, [each for text in theirs for each in json.loads(text)])
+            log_nothing(self._trainer, [each for text in theirs for each in json.loads(text)])
 
     def await_end(self) -> None:
         """Waits until all ranks have done their batches; validates where others do."""
@@ -225,7 +225,7 @@ _HOW: Final = (
 """What a rank that has logged nothing must know to make the same entry, beside the reduction."""
 
 
-def _logged_over_all(trainer: Any) -> list[list[Any]]:
+def logged_over_all(trainer: Any) -> list[list[Any]]:
     """Returns how this rank logs the values of this epoch that it asks all ranks for.
 
     Each is what Lightning's `log` is told, and the dtype of the value, or "" for a metric.
@@ -242,7 +242,7 @@ def _logged_over_all(trainer: Any) -> list[list[Any]]:
     return logged
 
 
-def _log_nothing(trainer: Any, logged: list[list[Any]]) -> None:
+def log_nothing(trainer: Any, logged: list[list[Any]]) -> None:
     """Has this rank ask for values that others log over all ranks, to which it adds nothing."""
     results, module = trainer.fit_loop.epoch_loop._results, trainer.lightning_module
     for how, dtype in logged:

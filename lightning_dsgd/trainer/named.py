@@ -18,9 +18,10 @@ from typing import Any, Final, get_type_hints
 
 from lightning_dsgd import hyperparameters, keywords, wings
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms import ALGORITHMS, warn_of_one_left_out
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, warn_of_one_left_out
 from lightning_dsgd.trainer import names
 from lightning_dsgd.trainer.arguments import TrainerOptions
+from lightning_dsgd.trainer.balanced import BalancedMixin
 from lightning_dsgd.trainer.strategy import DecentralizedMixin, DecentralizedStrategy
 
 
@@ -79,7 +80,8 @@ def make_all(base: type, module: str) -> dict[str, type]:
                 raise
             del ALGORITHMS[name]
             warn_of_one_left_out(f"{algorithm.__module__}.{algorithm.__name__}", error)
-    return made
+    by_units = type("BalancedStrategy", (BalancedMixin, base), {})
+    return {name: named(each, by_units, module) for name, each in BY_UNITS.items()} | made
 
 
 class OfWing:

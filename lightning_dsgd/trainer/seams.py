@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 # ---- the Trainer ----
@@ -112,6 +114,78 @@ def clip(trainer: Any, optimizer: Any) -> None:
         trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
     )
+
+
+# ---- more than one micro-batch in a batch of the loop ----
+
+
+def training_step(trainer: Any, batch: Any) -> Any:
+    """Computes a batch that Lightning's loop has not fetched, as the loop would."""
+    loop, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    batch = _call(trainer)._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+    results = trainer._results
+    if results is not None:
+        results.batch, results.batch_size = batch, None
+    kwargs = loop._build_kwargs(OrderedDict(), batch, loop.batch_idx)
+    return _call(trainer)._call_strategy_hook(trainer, "training_step", *kwargs.values())
+
+
+def backward(trainer: Any, loss: Any, optimizer: Any) -> None:
+    """Makes a backward pass, as Lightning's loop would."""
+    _call(trainer)._call_strategy_hook(trainer, "backward", loss, optimizer)
+
+
+def _call(trainer: Any) -> Any:
+    package = type(trainer).__module__.removesuffix(".trainer")
+    return importlib.import_module(f"{package}.call")
+
+
+def logged(trainer: Any) -> dict[str, tuple[Any, ...]]:
+    """Returns what was logged so far in this epoch, to compare with and to return to."""
+    entries = trainer.fit_loop.epoch_loop._results.items()
+    return {key: tuple(getattr(entry, n, None) for n in _VALUES) for key, entry in entries}
+
+
+def logged_since(trainer: Any, before: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, str]]:
+    """Returns what was logged for a step since then, and how all ranks' values are reduced.
+
+    That is the name of a reduction, or "" for a value that is this rank's alone.
+    """
+    logs: dict[str, tuple[Any, str]] = {}
+    for key, entry in trainer.fit_loop.epoch_loop._results.items():
+        meta, value = entry.meta, entry._forward_cache
+        is_new = key not in before or before[key][0] is not value
+        if meta.on_step and entry.is_tensor and value is not None and is_new:
+            asks = meta.sync.should and not meta.sync.rank_zero_only
+            logs[key] = value, str(meta.sync.op or "mean").lower() if asks else ""
+    return logs
+
+
+def forget_logs(trainer: Any, before: dict[str, tuple[Any, ...]]) -> None:
+    """Forgets what was logged since then; metrics keep it."""
+    for key, entry in trainer.fit_loop.epoch_loop._results.items():
+        if not entry.is_tensor:
+            continue
+        if key not in before:
+            entry.reset()
+            continue
+        for name, value in zip(_VALUES, before[key], strict=True):
+            if value is not None:
+                setattr(entry, name, value)
+
+
+_VALUES = ("_forward_cache", "value", "cumulated_batch_size")
+
+
+def show_log(trainer: Any, key: str, value: float) -> None:
+    """Shows a value in the place of what `training_step` has logged last for a step."""
+    entry = trainer.fit_loop.epoch_loop._results.get(key)
+    if entry is not None and entry._forward_cache is not None:
+        entry._forward_cache = torch.full_like(entry._forward_cache, value)
+        if entry.meta.sync.should:  # the epoch's value is one over all ranks
+            entry.has_reset = False
 
 
 # ---- what a rank restores ----

@@ -1,0 +1,179 @@
+"""DDP's mathematics without its waits: ranks share the micro-batches of a step as they have time.
+
+    while a micro-batch u of step t is free: claim u;  G_r <- G_r + g(W_t, u)
+    G <- (1/P) sum_r G_r;  W_{t+1} <- optimizer(W_t, G)
+
+Legend: W the weights, the same on all ranks; u a unit, a micro-batch of DDP's ranks in that step;
+g(W, u) its gradient, scaled as DDP would scale it; G_r the sum of the units that rank r has
+computed; P ranks.
+
+It is DDP's sum, in another order of additions.  So the weights after a step are DDP's but for
+rounding, whoever was slow: DDP's learning rate, any optimizer, any schedule.  `data.units` says who
+computes which unit, and why each enters the sum once.
+
+A unit's gradient is made apart and then added to G_r, which autograd would do otherwise.  A lane
+makes the sum once all units of the step are there.  It needs no training thread of any rank: what a
+rank that stalls has finished is in its G_r, and the sums that it misses wait for it.
+
+Differs from DistributedDataParallel: which rank computes a micro-batch is not fixed, so what a rank
+draws at random while it computes (dropout) is another draw; BatchNorm sees micro-batches.
+
+Sends 2(P-1)/P |g| a step, a flag for each parameter, and five messages of a few bytes a unit.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.hyperparameters import at_least, setting
+from lightning_dsgd.transport import Transport
+
+_WORDS: Final = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass
+class Balanced(Algorithm):
+    """Sums the gradients of all micro-batches of a step, which ranks share as they have time."""
+
+    name: ClassVar[str] = "balanced"
+    profile: ClassVar[Profile] = Profile(
+        when="every step",
+        with_whom="all ranks, none of which waits for a late one by more than a micro-batch",
+        sends="2(P-1)/P |g|",
+        memory="|g|; |g| more for each step that a rank is behind the others, up to 4",
+    )
+    uses_gradient: ClassVar[bool] = True
+    lockstep: ClassVar[bool] = True
+    sums_units: ClassVar[bool] = True
+    counts_gradients: ClassVar[bool] = True
+    follows_time: ClassVar[bool] = False
+
+    micro_batches: int | None = at_least(
+        1,
+        default=None,
+        doc="into how many micro-batches each batch of a loader is split; None: 4, or 1 where "
+        "several batches are accumulated for a step",
+    )
+    backups: bool = setting(
+        default=True,
+        doc="whether an idle rank computes a late rank's micro-batch a second time",
+    )
+
+    note = 0
+    """What a face has summed with each unit that enters: see `notes`."""
+    notes = 0
+    """The sum of the notes of all units of the last step."""
+
+    def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
+        super().start(net, x, conditions)
+        self._like = x
+        self._lock = threading.Lock()
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by step: G_r and flags, until it closes
+        self._pool: list[Tensor] = []
+        self._views: dict[int, Sequence[Tensor]] = {}  # of each G_r, by where it lies
+        self._taken: Tensor | None = None
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by step: G and flags
+        self._home = net.sub("home")  # where the lane answers the training thread
+        self._lane = net.spawn_lane(self._serve, "summer")
+
+    # ---- the training thread ----
+
+    def add(
+        self,
+        step: int,
+        views_of: Callable[[Tensor], Sequence[Tensor]],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
+        """Adds a unit's gradients to G_r; one pass over them, as autograd would make it.
+
+        Args:
+            step: the step
+            views_of: gives the parameters' places in a tensor that is laid out like x
+            gradients: the unit's, by parameter
+        """
+        g, flags, is_empty = self._place(step)
+        views = self._views.setdefault(g.data_ptr(), views_of(g))
+        there = [(v, mine) for v, mine in zip(views, gradients, strict=True) if mine is not None]
+        absent = [v for v, mine in zip(views, gradients, strict=True) if mine is None]
+        if is_empty and absent:
+            torch._foreach_zero_(absent)
+        if there:
+            ours, mine = map(list, zip(*there, strict=True))
+            if is_empty:
+                torch._foreach_copy_(ours, mine)
+            else:
+                torch._foreach_add_(ours, mine)
+        flags += torch.tensor([*(int(mine is not None) for mine in gradients), self.note])
+
+    def _place(self, step: int) -> tuple[Tensor, Tensor, bool]:
+        """Returns G_r, how many units have a gradient by parameter, and whether G_r is new."""
+        with self._lock:
+            is_empty = step not in self._sums
+            if is_empty:
+                self._give_back()  # its gradients have been stepped, and dropped
+                for left in [before for before in self._sums if before < step]:
+                    self._pool.append(self._sums.pop(left)[0])  # left in its midst, by all ranks
+                g = self._pool.pop() if self._pool else torch.zeros_like(self._like)
+                self._sums[step] = g, self._no_flags()
+            return (*self._sums[step], is_empty)
+
+    def take_sum(self, step: int) -> tuple[Tensor, Tensor]:
+        """Waits for a step's mean G and its flags; G is this rank's until it takes the next."""
+        with self._lock:
+            self._give_back()
+        while step not in self._made:
+            self._home.recv(_WORDS, self.net.rank).wait()
+        self._taken, flags = self._made.pop(step)
+        self.notes = int(flags[-1])
+        return self._taken, flags[:-1]
+
+    def _give_back(self) -> None:
+        if self._taken is not None:
+            self._pool.append(self._taken)
+            self._taken = None
+
+    def consensus(self, x: Tensor) -> Tensor:
+        # All ranks hold the same.
+        return self.net.broadcast(x.clone(), src=0).wait()
+
+    def stop(self) -> None:
+        self._lane.stop()
+
+    # ---- the thread that hears that a step is closed ----
+
+    def close_step(self, step: int) -> None:
+        """Has the lane make the sum of a step, of which every unit has entered some rank's G_r."""
+        self._lane.tell(torch.tensor([step]))
+
+    # ---- the lane ----
+
+    def _serve(self, net: Transport) -> None:
+        while True:
+            [step] = net.recv(_WORDS, net.rank).wait(math.inf).tolist()
+            g, flags = self._finished(step)
+            net.all_reduce(g).wait()
+            g /= net.world_size
+            net.all_reduce(flags).wait()
+            self._made[step] = g, flags
+            self._home.send(_WORDS, net.rank)
+
+    def _finished(self, step: int) -> tuple[Tensor, Tensor]:
+        """Returns what this rank has of a step; zeros where it has made no unit of it."""
+        with self._lock:
+            mine = self._sums.pop(step, None)
+            if mine is not None:
+                return mine
+            g = self._pool.pop().zero_() if self._pool else torch.zeros_like(self._like)
+        return g, self._no_flags()
+
+    def _no_flags(self) -> Tensor:
+        counts = self.conditions.gradient_counts
+        return torch.zeros(1 if counts is None else len(counts) + 1, dtype=torch.int64)

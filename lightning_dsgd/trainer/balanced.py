@@ -1,0 +1,277 @@
+"""`strategy="balanced"` in the Trainer: Lightning's loops see DDP with accumulation.
+
+Each rank goes through as many batches as with DDP, and makes as many optimizer steps.  So whatever
+Lightning counts is DDP's: `global_step`, the progress bar, validations, savers, schedulers.  A
+batch of Lightning's is a slot of the step.  What a rank computes in a slot differs:
+
+    next batch of the loader      the unit that this rank begins, or none: see `data.units`
+    training_step, backward       of that unit; nothing where there is none
+    the last slot of a step       after it, more units until all of the step are finished; the sum
+    optimizer step                with the sum, as with DDP: fp16, clipping, hooks
+
+Callbacks see a slot's batch; where a rank has no unit in a slot, they see the batch before once
+more, and what `training_step` returned for it.  Units beyond one a slot are seen by `training_step`
+and by the hooks of a backward pass, not by the hooks of a batch.
+
+**Logs of a step.**  What `training_step` logs with `on_step=True` is, after the step, the mean over
+the units that this rank has computed, and with `sync_dist=True` over all ranks' units.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dsgd.agreement import everyones
+from lightning_dsgd.data.balancing import Balancing, longest, parts_of
+from lightning_dsgd.data.loaders import UnitLoader, check
+from lightning_dsgd.data.units import NONE
+from lightning_dsgd.trainer import joint, seams
+
+
+class BalancedMixin:
+    """Has ranks share the micro-batches of each step."""
+
+    _balancing: Balancing | None = None
+    _loader: BalancedLoader | None = None
+    _is_in_unit = False
+    _output: Any = None
+
+    # ---- set-up ----
+
+    def setup(self: Any, trainer: Any) -> None:
+        if trainer.state.fn == "fit":
+            _check_trainer(trainer)
+            self._loader, self._balancing, self._output = None, None, None
+        super().setup(trainer)  # type: ignore[misc]
+
+    def process_dataloader(self: Any, dataloader: Any) -> Any:
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        if not self._trainer.training:
+            return loader
+        check(loader)
+        num_slots = longest(self.session.meetings, len(loader))
+        self._loader = BalancedLoader(loader, num_slots, self._slots)
+        return self._loader
+
+    def _set_up_training(self: Any, trainer: Any) -> Any:
+        training = super()._set_up_training(trainer)  # type: ignore[misc]
+        algorithm = self.algorithm
+        self._balancing = Balancing(
+            self.session.net.sub("balancing"),
+            training.replica,
+            num_parts=parts_of(algorithm.micro_batches, trainer.accumulate_grad_batches),
+            backups=algorithm.backups,
+        )
+        training.balancing = self._balancing
+        return training
+
+    # ---- slots ----
+
+    def _slots(self: Any) -> Iterator[Any]:
+        """Yields the batch of each slot of an epoch."""
+        trainer, balancing, loader = self._trainer, self._balancing, self._loader
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        balancing.begin_epoch(
+            loader.units(trainer.global_rank),
+            limit=int(trainer.num_training_batches),
+            num_slots_of_step=trainer.accumulate_grad_batches,
+            first_slot=progress.ready,
+        )
+        before = None
+        for slot in range(balancing.plan.first_slot, balancing.plan.num_slots):
+            if balancing.begin_slot(slot) != NONE:
+                before = balancing.batch()
+            elif before is None:
+                before = balancing.own_batch()
+            yield before
+
+    # ---- units ----
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._balancing is None or self._balancing.unit == NONE:
+            return (
+                torch.zeros((), device=self.root_device) if self._output is None else self._output
+            )
+        self._logged_before = seams.logged(self._trainer)
+        self._is_in_unit = True
+        try:
+            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._is_in_unit = False
+        if output is not None:
+            self._output = _detached(output)
+        return output
+
+    def backward(
+        self: Any, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        balancing = self._balancing
+        if balancing.unit == NONE:
+            return closure_loss
+        self.session.training.replica.drop_gradients()
+        loss = closure_loss if balancing.weight == 1 else closure_loss * balancing.weight
+        super().backward(loss, optimizer, *args, **kwargs)  # type: ignore[misc]
+        logs = seams.logged_since(self._trainer, self._logged_before)
+        self._first.note = int(any(how for _, how in logs.values()))
+        if balancing.finish():
+            for key, (value, how) in logs.items():
+                self._logs.setdefault(key, (how, []))[1].append(value)
+        else:  # another rank's has entered the sum, and its logs count
+            seams.forget_logs(self._trainer, self._logged_before)
+        return closure_loss
+
+    def optimizer_step(
+        self: Any,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        def complete() -> Any:
+            output = closure()
+            with torch.enable_grad():
+                self._compute_the_rest(optimizer)
+            self._balancing.take_sums()
+            return output
+
+        output = super().optimizer_step(optimizer, complete, model, **kwargs)  # type: ignore[misc]
+        self._show_logs()
+        return output
+
+    def before_update(self: Any, optimizer: Optimizer) -> None:
+        # All ranks have the same sum, so fp16's scaling overflows on all or on none.
+        self.session.before_update(optimizer)
+
+    def _compute_the_rest(self: Any, optimizer: Optimizer) -> None:
+        """Computes units until all of the step are finished."""
+        trainer, balancing = self._trainer, self._balancing
+        while balancing.next_unit() != NONE:
+            output = seams.training_step(trainer, balancing.batch())
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            seams.backward(trainer, loss / trainer.accumulate_grad_batches, optimizer)
+
+    # ---- logs of a step ----
+
+    def on_train_start(self: Any) -> None:
+        super().on_train_start()  # type: ignore[misc]
+        self._logs: dict[str, list[float]] = {}
+
+    def reduce(self: Any, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._is_in_unit:
+            return tensor  # after the step, over all units of it
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    @property
+    def _first(self: Any) -> Any:
+        """The algorithm of the replica's first part."""
+        return self.session.training.replica.parts[0].algorithm
+
+    def _show_logs(self: Any) -> None:
+        """Puts means over the step's units in the place of what was logged last."""
+        logs, self._logs = self._logs, {}
+        mine = {key: (how, [float(v) for v in values]) for key, (how, values) in logs.items()}
+        if self._first.notes:
+            theirs = everyones(self.session.meetings, json.dumps(mine))
+            mine |= _over_all([json.loads(text) for text in theirs])
+        for key, (how, values) in mine.items():
+            seams.show_log(self._trainer, key, _reduced(how, values) if values else 0.0)
+
+    def end_epoch(self: Any) -> None:
+        super().end_epoch()  # type: ignore[misc]
+        mine = joint.logged_over_all(self._trainer)
+        theirs = self.session.texts(json.dumps(mine))
+        known = {(how["fx"], how["name"]) for how, _ in mine}
+        missing = [
+            each
+            for text in theirs
+            for each in json.loads(text)
+            if (each[0]["fx"], each[0]["name"]) not in known
+        ]
+        joint.log_nothing(self._trainer, missing)  # where this rank had no unit in the epoch
+
+    # ---- the end ----
+
+    def teardown(self: Any) -> None:
+        super().teardown()  # type: ignore[misc]
+        self._balancing = self._loader = self._output = None
+
+
+class BalancedLoader:
+    """What Lightning's loop reads: as many batches as DDP's rank has.
+
+    Args:
+        source: the loader that Lightning has prepared for this rank
+        num_slots: how many batches the rank with the most has
+        slots: yields an epoch's batches
+    """
+
+    def __init__(self, source: Any, num_slots: int, slots: Callable[[], Iterator[Any]]) -> None:
+        self._source, self._num_slots, self._slots = source, num_slots, slots
+        self._units: UnitLoader | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_source":
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return self._num_slots
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._slots()
+
+    def units(self, rank: int) -> UnitLoader:
+        """Returns what loads the units of this loader's batches."""
+        if self._units is None:
+            init = vars(self).get("worker_init_fn")  # Lightning's, by which workers are seeded
+            if init is not None:
+                self._source.worker_init_fn = init
+            self._units = UnitLoader(self._source, rank)
+        return self._units
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing: how far the epoch is stands in the Trainer's own progress."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes nothing over."""
+
+
+def _over_all(logs: list[dict[str, Any]]) -> dict[str, tuple[str, list[float]]]:
+    """Returns the values of all ranks that are asked of all of them."""
+    together: dict[str, tuple[str, list[float]]] = {}
+    for log in logs:
+        for key, (how, values) in log.items():
+            if how:
+                together.setdefault(key, (how, []))[1].extend(values)
+    for key, (how, values) in together.items():
+        if how == "sum":  # over ranks, and not over micro-batches
+            together[key] = how, [sum(values) / len(values) * len(logs)]
+    return together
+
+
+def _reduced(how: str, values: list[float]) -> float:
+    if how in ("max", "min"):
+        return max(values) if how == "max" else min(values)
+    return sum(values) / len(values)
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    return {k: v.detach() if isinstance(v, Tensor) else v for k, v in output.items()}
+
+
+def _check_trainer(trainer: Any) -> None:
+    if not trainer.lightning_module.automatic_optimization:
+        raise ValueError(
+            "ranks share the micro-batches of a step that Lightning makes, got a module with "
+            'automatic_optimization=False and strategy="balanced"; use strategy="allreduce" or '
+            '"ddp"'
+        )

@@ -1,0 +1,120 @@
+"""`balanced` over a simulated network: in each step the weights of one process on all data."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.algorithms.balanced import Balanced
+from lightning_dsgd.data.dealing import Dealing
+from lightning_dsgd.data.units import NONE
+from lightning_dsgd.simulated import SimulatedWorld
+from lightning_dsgd.transport import PeerLost
+from tests.support.thorough import times
+
+N = 12
+LR = 0.1
+
+Time = Callable[[int, int], float]
+
+
+def gradient(x: Tensor, step: int, unit: int) -> list[Tensor | None]:
+    """Of two parameters, of which the second one has a gradient in some units alone."""
+    draw = torch.Generator().manual_seed(1000 * step + unit)
+    g = torch.randn(N, generator=draw, dtype=torch.float64) + 0.3 * x
+    return [g[:8], g[8:] if unit % 3 else None]
+
+
+def views(flat: Tensor) -> list[Tensor]:
+    return [flat[:8], flat[8:]]
+
+
+def train(net: Any, num_steps: int, num_slots: int, time: Time, backups: bool) -> dict[str, Any]:
+    algorithm, x = Balanced(backups=backups), torch.zeros(N, dtype=torch.float64)
+    algorithm.start(net.sub("sums"), x, Conditions(gradient_counts=torch.zeros(2).long()))
+    dealing = Dealing(net.sub("units"), backups=backups, on_closed=algorithm.close_step)
+    homes = [rank for _ in range(num_slots) for rank in range(net.world_size)]
+    dealing.know(0, [homes] * num_steps)
+    seen, num_void = [], 0
+    for step in range(num_steps):
+        dealing.begin_step(step)
+        while (unit := dealing.take(waits=True)) != NONE:
+            net.compute(time(net.rank, step))
+            mine = gradient(x, step, unit)
+            has_entered = dealing.finish(lambda: algorithm.add(step, views, mine))  # noqa: B023
+            num_void += not has_entered
+        g, flags = algorithm.take_sum(step)
+        assert bool(flags.all())
+        x -= LR * g / num_slots
+        seen.append(x.clone())
+    net.sub("end").barrier().wait()
+    dealing.close()
+    algorithm.stop()
+    return {"x": seen, "void": num_void, "at": net.now()}
+
+
+def in_one_process(num_ranks: int, num_steps: int, num_slots: int) -> list[Tensor]:
+    x, seen = torch.zeros(N, dtype=torch.float64), []
+    for step in range(num_steps):
+        total = torch.zeros_like(x)
+        for unit in range(num_ranks * num_slots):
+            for place, mine in zip(views(total), gradient(x, step, unit), strict=True):
+                if mine is not None:
+                    place += mine
+        x = x - LR * total / num_ranks / num_slots
+        seen.append(x)
+    return seen
+
+
+def check(num_ranks: int, num_steps: int, num_slots: int, time: Time, **options: Any) -> Any:
+    backups = options.pop("backups", True)
+    # Where the world ends, the dealer may still have words for a rank that has made its sums.
+    world = SimulatedWorld(num_ranks, strict=False, **options)
+    ranks = world.run(train, num_steps, num_slots, time, backups)
+    expected = in_one_process(num_ranks, num_steps, num_slots)
+    for rank in ranks:
+        for x, right in zip(rank["x"], expected, strict=True):
+            torch.testing.assert_close(x, right, rtol=1e-12, atol=1e-12)
+        assert all(map(torch.equal, rank["x"], ranks[0]["x"]))
+    return ranks
+
+
+@pytest.mark.parametrize("seed", times(12))
+def test_weights_equal_one_process_in_every_step(seed: int) -> None:
+    chance = random.Random(seed)
+    slow = [chance.choice([0.1, 0.1, 0.2, 0.5]) for _ in range(8)]
+
+    def time(rank: int, step: int) -> float:
+        return slow[rank] * (1 + chance.random()) + 2.0 * (chance.random() < 0.05)
+
+    num_ranks, num_slots = chance.choice([1, 2, 3, 5, 8]), chance.choice([1, 2, 4])
+    latency = chance.choice([0.0, 1e-3, 0.05])
+    check(num_ranks, 6, num_slots, time, latency_s=latency, backups=bool(seed % 3))
+
+
+def test_a_stalled_rank_holds_up_no_step_and_applies_the_sums_that_it_missed() -> None:
+    def time(rank: int, step: int) -> float:
+        return 3.0 if rank == 2 and step == 4 and not stalled and not stalled.append(1) else 0.25
+
+    stalled: list[int] = []
+    with_backups = check(4, 12, 4, time, latency_s=1e-4)
+    stalled.clear()
+    without = check(4, 12, 4, time, latency_s=1e-4, backups=False)
+    assert sum(rank["void"] for rank in with_backups) > 0
+    assert max(rank["at"] for rank in without) > 12 + 2.0
+    assert max(rank["at"] for rank in with_backups) < 12 + 1.6
+
+
+def test_a_lost_rank_is_named_by_all() -> None:
+    world = SimulatedWorld(4, latency_s=1e-3, strict=False)
+    world.kill(3, at_s=2.0)
+    outcomes = world.outcomes(train, 10, 4, lambda rank, step: 0.25, True)
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome, PeerLost), outcome
+        assert outcome.rank == 3

@@ -1,0 +1,244 @@
+"""`strategy="balanced"` beside Lightning's `ddp`: the same weights, whoever was late."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+import lightning_dsgd as dsgd
+from tests.support.fits import LATER, Plain, errors, fit, fp16, run, strategy
+from tests.support.models import loader, trainer, weights
+
+VAL = {"num_samples": 32}
+
+
+class Watched(Plain):
+    """Logs what all ranks are asked for in each step, and notes what its callbacks see.
+
+    Rank 1 computes its micro-batches after a pause.
+    """
+
+    pause_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_units = 0
+        self.seen: list[dict[str, float]] = []
+        self.num_hooks = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and self.pause_s:
+            threading.Event().wait(self.pause_s)
+        self.num_units += 1
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.num_hooks += 1
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.seen.append({"val": float(self.trainer.callback_metrics["val_loss"])})
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append({"train": float(self.trainer.callback_metrics["train_loss_epoch"])})
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Late(Watched):
+    pause_s = 0.1
+
+
+def outcome(name: str, make: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    chosen: dict[str, Any] = {"max_epochs": 2, "val": VAL, **kwargs}
+    model, ran = fit(name, make, **chosen)
+    return {
+        "weights": weights(model).double(),
+        "seen": getattr(model, "seen", []),
+        "units": getattr(model, "num_units", 0),
+        "hooks": getattr(model, "num_hooks", 0),
+        "step": ran.global_step,
+        "lr": ran.optimizers[0].param_groups[0]["lr"],
+    }
+
+
+def fit_both(make: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return outcome("balanced", make, dict(kwargs)), outcome("ddp", make, dict(kwargs))
+
+
+def assert_equal_to_ddp(ranks: list[Any], *, num_slots: int) -> None:
+    for ours, theirs in ranks:
+        torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=2e-5, atol=2e-6)
+        assert (ours["step"], ours["hooks"]) == (theirs["step"], theirs["hooks"])
+        assert ours["lr"] == pytest.approx(theirs["lr"])
+        assert len(ours["seen"]) == len(theirs["seen"])
+        for mine, ddp in zip(ours["seen"], theirs["seen"], strict=True):
+            assert mine == pytest.approx(ddp, rel=1e-4)
+        assert torch.equal(ours["weights"], ranks[0][0]["weights"])
+    assert sum(ours["hooks"] for ours, _ in ranks) == num_slots
+
+
+ACCUMULATED: dict[str, Any] = {
+    "accumulate_grad_batches": 4,
+    "val_check_interval": 3,  # within a step
+    "gradient_clip_val": 0.5,
+    "train": {"num_samples": 176, "shuffle": True},  # 11 batches of 2 ranks: the last step has 3
+}
+
+
+def test_weights_and_logs_are_ddps_with_a_late_rank() -> None:
+    ranks = run(2, fit_both, Late, ACCUMULATED)
+    assert_equal_to_ddp(ranks, num_slots=2 * 2 * 11)
+    units = [ours["units"] for ours, _ in ranks]
+    assert units[0] > units[1]
+    assert sum(units) >= 2 * 2 * 11
+
+
+def test_a_batch_is_split_where_nothing_is_accumulated() -> None:
+    ranks = run(3, fit_both, Watched, {"train": {"num_samples": 90, "batch_size": 6}})
+    assert_equal_to_ddp(ranks, num_slots=2 * 3 * 5)
+    assert sum(ours["units"] for ours, _ in ranks) >= 2 * 15 * 4
+
+
+@LATER
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"train": {"num_samples": 128, "num_workers": 1, "persistent_workers": True}},
+        {"plugins": "fp16"},
+        {"precision": "bf16-mixed"},
+        {"limit_train_batches": 5, "max_steps": 3},
+        {"max_time": {"hours": 1}, "overfit_batches": 4},
+        {"options": {"micro_batches": 3, "backups": False}},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_options_mean_what_they_mean_with_ddp(kwargs: dict[str, Any]) -> None:
+    for ours, theirs in run(2, fit_with, kwargs):
+        torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=1e-3, atol=1e-4)
+        assert ours["step"] == theirs["step"]
+
+
+def fit_with(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = []
+    for name in ("balanced", "ddp"):
+        chosen = {"accumulate_grad_batches": 2, **kwargs}
+        if name == "ddp":
+            chosen.pop("options", None)
+        if chosen.get("plugins") == "fp16":
+            chosen["plugins"] = fp16()
+        found.append(outcome(name, Plain, chosen))
+    return found[0], found[1]
+
+
+def fit_and_resume(folder: str) -> tuple[Tensor, Tensor]:
+    def go(path: str | None) -> Tensor:
+        saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+        chosen = strategy("balanced")
+        ran = trainer(
+            chosen,
+            int(os.environ["WORLD_SIZE"]),
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            callbacks=[saver],
+            enable_checkpointing=True,
+        )
+        model = Plain()
+        ran.fit(model, loader(128, shuffle=True), ckpt_path=path)
+        return weights(model)
+
+    straight = go(None)
+    return straight, go(str(Path(folder) / "step=3.ckpt"))
+
+
+def test_a_resume_within_an_epoch_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    for straight, resumed in run(2, fit_and_resume, str(tmp_path)):
+        torch.testing.assert_close(straight, resumed, rtol=1e-5, atol=1e-6)
+
+
+def stop_early() -> tuple[int, Tensor]:
+    class Stops(L.Callback):
+        def on_train_batch_end(self, ran: Any, *args: Any) -> None:
+            ran.should_stop = ran.should_stop or args[-1] == 2  # in the midst of a step
+
+    early = EarlyStopping("val_loss", patience=1)
+    model, ran = fit(
+        "balanced",
+        max_epochs=3,
+        accumulate_grad_batches=4,
+        callbacks=[Stops(), early],
+        val=VAL,
+        min_epochs=2,
+    )
+    return ran.global_step, weights(model)
+
+
+def test_a_training_may_stop_in_the_midst_of_a_step() -> None:
+    ranks = run(2, stop_early)
+    assert len({step for step, _ in ranks}) == 1
+    assert torch.equal(ranks[0][1], ranks[1][1])
+
+
+# ---- refused, with the way out ----
+
+
+def fit_stream() -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Any:
+            return iter(torch.randn(32, 10))
+
+    model = Plain()
+    trainer(strategy("balanced"), 2).fit(model, DataLoader(Stream(), 4))
+
+
+def fit_manually() -> None:
+    class Manual(Plain):
+        automatic_optimization = False
+
+    fit("balanced", Manual)
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (fit_stream, 'use strategy="allreduce" or "ddp" for a stream'),
+        (fit_manually, "automatic_optimization=False"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(fn: Any, text: str) -> None:
+    for error in errors(2, fn):
+        assert text in error
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"data": "claimed"}, "shares the batches of each step by itself"),
+        ({"on_loss": "continue"}, "ends with a lost rank"),
+        ({"micro_batches": 0}, "micro_batches"),
+    ],
+)
+def test_options_that_it_cannot_honour_are_refused(option: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        dsgd.BalancedStrategy(**option)
+
+
+def test_its_name_is_known() -> None:
+    chosen = L.Trainer(strategy="balanced", accelerator="cpu", devices=1, logger=False).strategy
+    assert type(chosen).__name__ == "BalancedStrategy"
+    assert isinstance(chosen, dsgd.BalancedStrategy)
