@@ -280,7 +280,7 @@ def wagma_5(shrink: int) -> Figure:
     wagma = "wagma:paper=true"
     ablations = {
         "local_sgd:sync_period=10": ("no groups", -6.8),
-        f"{wagma}:dynamic_groups=false": ("fixed groups", -3.1),
+        "wagma_fixed_groups:paper=true": ("fixed groups", -3.1),
         f"{wagma}:group_size=4": ("S = 4", -2.5),
         f"{wagma}:group_size={64 // shrink}": ("S = 64", "not above"),
     }

@@ -13,6 +13,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final
 
+import ablations  # noqa: F401 - registers them
 import popsgd_least_squares
 import torch
 from oktopk_accuracy import train as watched

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ablations import PapersRule
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -51,7 +52,7 @@ from lightning_dsgd.tasks.networks import build
 RANKS, SIZE, PERIOD, BATCH, HELD_OUT = 8, 4, 10, 16, 720
 RULES: dict[str, Any] = {
     "allreduce": AllReduce,
-    "wagma:rule=paper": lambda: WAGMA(SIZE, PERIOD, rule="paper"),
+    "wagma:rule=paper": lambda: PapersRule(SIZE, PERIOD),
     "wagma": lambda: WAGMA(SIZE, PERIOD),
     "wagma:grace_s=0": lambda: WAGMA(SIZE, PERIOD, grace_s=0.0),
     "wagma:overlap=true": lambda: WAGMA(SIZE, PERIOD, overlap=True),

@@ -21,6 +21,7 @@ from typing import Any
 import matplotlib as mpl
 import simulated_digits
 import torch
+from ablations import FixedGroups
 from torch import Tensor, nn
 
 from lightning_dsgd.algorithm import Algorithm
@@ -36,7 +37,7 @@ FORMS: dict[str, Any] = {
     "wagma, grace_s=0": lambda: WAGMA(4, PERIOD, grace_s=0.0),
     "wagma": lambda: WAGMA(4, PERIOD),
     "wagma, overlap": lambda: WAGMA(4, PERIOD, overlap=True),
-    "wagma, fixed groups": lambda: WAGMA(4, PERIOD, dynamic_groups=False),
+    "wagma, fixed groups": lambda: FixedGroups(4, PERIOD),
     "no groups (local SGD)": lambda: LocalSGD(PERIOD),
     "all-reduce": lambda: LocalSGD(1),
 }

@@ -8,6 +8,7 @@ purpose and with a reason in the commit.
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ ALGORITHMS: dict[str, Any] = {
     "sgp": SGP,
     "popsgd": lambda: PopSGD(blocking=True),
     "hpsgd, bounded": lambda: HPSGD(max_local_steps=1),
-    "wagma, synchronous": lambda: WAGMA(wait_avoiding=False, sync_period=10),
+    "wagma, synchronous": lambda: WAGMA(grace_s=math.inf, sync_period=10),
     "oktopk": lambda: OkTopk(density=0.05, rule="paper"),
     "oktopk, shared": lambda: OkTopk(density=0.05),
     "topk_allgather": lambda: TopkAllgather(density=0.05),

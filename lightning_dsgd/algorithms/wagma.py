@@ -12,7 +12,7 @@ gradient, U the optimizer, t the step, P ranks, S group_size, tau sync_period, g
 Differs from the paper: for every sum that a late rank has missed, it adds the difference between
 the group's mean and its contribution, as a correction.  In a group these corrections add up to
 zero, so the mean of the ranks is the start plus all updates of all ranks.  The paper's rule
-(`rule="paper"`) uses the newest sum, once:
+(`paper=True`) uses the newest sum, once:
 
     W <- (sum + W') / (S + 1)
 
@@ -51,7 +51,6 @@ each time.  A `wire_dtype` divides the bytes by 2, 3.88 or 7.53.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ from torch import Tensor
 from lightning_dsgd.agreement import largest
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
 from lightning_dsgd.devices import is_on_host, port_of
-from lightning_dsgd.hyperparameters import at_least, one_of, setting
+from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives import nodes, quantised, rounding, step_scaling, topology
 from lightning_dsgd.primitives.own_device import await_mark
 from lightning_dsgd.primitives.published import Contributed, ContributedAhead, InPlace
@@ -87,13 +86,17 @@ class WAGMA(Algorithm):
         when="every `group_period` steps; globally every `sync_period` steps",
         with_whom="a group of `group_size` ranks that changes every time",
         sends="2(S-1)/S |x| / `group_period`",
-        memory="2 |x|; 3 |x| with `overlap`, on a device 6 |x|; none with `wait_avoiding=False`; "
+        memory="2 |x|; 3 |x| with `overlap`, on a device 6 |x|; none with an infinite grace; "
         "4 |x| more in a sum with a `wire_dtype`; that of a shard and |g| with `hierarchical`",
     )
 
     printed: ClassVar[dict[str, Any]] = {
-        **{"rule": "paper", "grace_s": 0, "overlap": False, "group_period": 1},
-        **{"wire_dtype": "float32", "hierarchical": False, "scale_steps": False},
+        "grace_s": 0,
+        "overlap": False,
+        "group_period": 1,
+        "wire_dtype": "float32",
+        "hierarchical": False,
+        "scale_steps": False,
     }
 
     group_size: int | None = at_least(
@@ -108,29 +111,15 @@ class WAGMA(Algorithm):
         doc="number of steps from one global average to the next; None means 100, or the paper's "
         "10 with `paper=True`",
     )
-    wait_avoiding: bool = setting(
-        default=True,
-        doc="if False, wait for every rank of the group instead of using the weights that a late "
-        "rank published last",
-    )
-    dynamic_groups: bool = setting(
-        default=True, doc="if False, use the groups of the first step in every step"
-    )
     grace_s: float | None = at_least(
         0,
         default=None,
         doc="seconds that a started round waits for this rank before it uses the rank's last "
-        "published weights; None means an eighth of the duration of its last step",
+        "published weights; None means an eighth of the duration of its last step; infinity waits "
+        "for every rank of the group",
     )
     overlap: bool = setting(
         default=False, doc="if True, do not wait for the group's average; apply it when it arrives"
-    )
-    rule: str | None = one_of(
-        "conserving",
-        "paper",
-        default=None,
-        doc='how a late rank merges its group\'s average; "conserving" keeps all updates, "paper" '
-        'loses a part of them; None means "conserving", or "paper" with `paper=True`',
     )
     group_period: int = at_least(
         1,
@@ -147,12 +136,12 @@ class WAGMA(Algorithm):
     scale_steps: bool = step_scaling.scale_steps()
     paper: bool = setting(
         default=False,
-        doc="if True, the algorithm is as printed: the paper's rule and period, and no grace",
+        doc="if True, the algorithm is as printed: the paper's period, no grace, and the paper's "
+        "rule, by which a late rank loses a part of its update",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.rule = self.rule or "conserving"
         if self.sync_period is None:
             self.sync_period = 10 if self.paper else 100
 
@@ -180,7 +169,7 @@ class WAGMA(Algorithm):
     @property
     def keeps_updates(self) -> bool:  # type: ignore[override]
         """Whether averages keep all updates; the paper's rule loses some."""
-        return self.rule != "paper"
+        return not self.paper
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
@@ -190,17 +179,6 @@ class WAGMA(Algorithm):
                 "sync_period must be a multiple of group_period, got "
                 f"sync_period={self.sync_period} with group_period={self.group_period}; try "
                 f"sync_period={num_averages * self.group_period}"
-            )
-        if self.overlap and self.rule == "paper":
-            raise ValueError(
-                "the paper's rule must wait for the group's answer, got overlap=True with "
-                'rule="paper"; use overlap=False or rule="conserving"'
-            )
-        if self.wire_dtype != "float32" and self.rule == "paper":
-            raise ValueError(
-                "the paper's rule sends the weights as they are, got "
-                f'wire_dtype={self.wire_dtype!r} with rule="paper"; use wire_dtype="float32" or '
-                'rule="conserving"'
             )
 
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
@@ -232,9 +210,9 @@ class WAGMA(Algorithm):
         self.step = 0  # of the rank that has made the most, where all stand still
         self.last_global = -1
         self.x = x
-        self.mine = self._contribution(x)
         self.staleness: Counter[int] = Counter()
-        self.grace = Grace(net, self.grace_s if self.wait_avoiding else math.inf)
+        self.grace = Grace(net, self.grace_s)
+        self.mine = self._contribution(x)
         self.sums = None  # in full
         if self.wire_dtype != "float32":
             self.sums = quantised.GroupSums(self.wire_dtype, reference=x.clone())
@@ -246,9 +224,7 @@ class WAGMA(Algorithm):
         size, of = self.size, net.world_size
         if not net.sum_engine or self.sums is not None or self.is_global(0):
             return
-        groups = topology.groups(0, of, size)
-        if self.dynamic_groups:
-            groups = topology.recurring_groups(of, size, MOST_GROUPS)
+        groups = topology.recurring_groups(of, size, MOST_GROUPS)
         net.fix_groups(groups)
         if not groups and net.job_rank == 0:
             _log.info(
@@ -261,9 +237,9 @@ class WAGMA(Algorithm):
         return WaitAvoiding(net, self, self.grace, first_version, all_reduce)
 
     def _contribution(self, x: Tensor) -> Contributed | ContributedAhead | _Paper | InPlace:
-        if self.rule == "paper":
+        if not self.keeps_updates:
             return _Paper(x)
-        if not self.wait_avoiding and not self.overlap:
+        if self.grace.is_endless and not self.overlap:
             return InPlace(x)
         if self.overlap and not is_on_host(x):
             return ContributedAhead(self.net, x)
@@ -363,8 +339,7 @@ class WAGMA(Algorithm):
     def group(self, version: int) -> Sequence[int]:
         if self.is_global(version):
             return range(self.across.world_size)
-        at = version if self.dynamic_groups else 0
-        return topology.group_of(self.across.rank, at, self.across.world_size, self.size)
+        return topology.group_of(self.across.rank, version, self.across.world_size, self.size)
 
     def is_global(self, version: int) -> bool:
         return (version + 1) * self.group_period % self.period == 0
@@ -388,7 +363,7 @@ class WAGMA(Algorithm):
         self.mine.reduced(group_size)
         in_time = self.mine.contributed_at == version
         # Under the paper's rule, one that has run out of data takes the global mean as it is.
-        is_last = self.rule == "paper" and self.is_global(version)
+        is_last = not self.keeps_updates and self.is_global(version)
         if not self.overlap and (in_time or is_last):
             self.mine.take(self.x)
 

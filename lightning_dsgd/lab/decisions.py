@@ -250,7 +250,7 @@ SITUATIONS: Final = {
                 "It needs no copy of the weights, but about half of DDP's rate: with DDP's own it "
                 "ended 18 to 31 points lower.",
             ),
-            Choice(THEN, "wagma:wait_avoiding=false", "Nor does this need a copy."),
+            Choice(THEN, "wagma:grace_s=Infinity", "Nor does this need a copy."),
             _SHORT_PERIOD,
         ),
     ),

@@ -13,6 +13,8 @@ from lightning_dsgd.hyperparameters import parse
 
 _OFF = (False, None, "equal")
 """What an option says that changes nothing, be it new or gone."""
+_GONE = {"wagma": {"wait_avoiding": True, "dynamic_groups": True, "rule": "conserving"}}
+"""What options said that have gone, where what they said is what the strategy does."""
 
 
 def in_force(specs: Iterable[str], ranks: Iterable[int]) -> dict[str, dict[str, Any]]:
@@ -49,6 +51,8 @@ def differences(result: dict[str, Any]) -> list[str]:
         except ValueError as error:
             found.append(f"`{spec}` is refused now: {error}")
             continue
+        gone = _GONE.get(parse(spec)[0], {})
+        then = {name: x for name, x in then.items() if name in now or x != gone.get(name, ...)}
         either = then | now
         is_off = {name for name in then.keys() ^ now.keys() if either[name] in _OFF}
         for name in sorted(either.keys() - is_off):

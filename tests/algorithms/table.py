@@ -200,7 +200,7 @@ TABLE = {
         f"{EAGER_WAGMA}:overlap=true:wire_dtype=int4", is_rounded=True, **LATE
     ),
     "wagma_synchronous": wagma(
-        base=f"wagma:{SYNC}:wait_avoiding=false", copies=0, is_synchronous=True, accuracy=1e-6
+        base=f"wagma:{SYNC}:grace_s=Infinity", copies=0, is_synchronous=True, accuracy=1e-6
     ),
     "wagma_group_period": Row(
         f"{EAGER_WAGMA}:group_period=2",

@@ -70,7 +70,7 @@ def descend(net: Any, spec: str, save_at: int = -1) -> list[Tensor]:
     return [*xs, rank.finish()]
 
 
-@pytest.mark.parametrize("spec", ["sgp", "wagma:wait_avoiding=false:sync_period=3"])
+@pytest.mark.parametrize("spec", ["sgp", "wagma:grace_s=Infinity:sync_period=3"])
 def test_a_resume_goes_on_as_if_there_had_been_none(spec: str) -> None:
     straight, saved = (SimulatedWorld(8).run(descend, spec, save_at) for save_at in (-1, 5))
     for xs, ys in zip(straight, saved, strict=True):

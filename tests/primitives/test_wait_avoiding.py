@@ -172,7 +172,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor], atol: float = 0.0) ->
         torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
-def group_average(net: Any, size: int, period: int, dynamic: bool, group_period: int) -> Tensor:
+def group_average(net: Any, size: int, period: int, group_period: int) -> Tensor:
     """WAGMA without wait-avoidance, written down directly."""
     x = point(0)
     for step in range(24):
@@ -180,7 +180,7 @@ def group_average(net: Any, size: int, period: int, dynamic: bool, group_period:
         if (step + 1) % group_period:
             continue
         version = (step + 1) // group_period - 1
-        parts = topology.groups(version if dynamic else 0, net.world_size, size)
+        parts = topology.groups(version, net.world_size, size)
         group = next(part for part in parts if net.rank in part)
         if (step + 1) % period == 0:
             group = list(range(net.world_size))
@@ -190,15 +190,12 @@ def group_average(net: Any, size: int, period: int, dynamic: bool, group_period:
 
 
 @pytest.mark.parametrize("world_size", [1, 6])
-@pytest.mark.parametrize(("dynamic", "group_period"), [(True, 1), (False, 1), (True, 3)])
-def test_without_wait_avoidance_it_is_the_group_average(
-    world_size: int, dynamic: bool, group_period: int
-) -> None:
+@pytest.mark.parametrize("group_period", [1, 3])
+def test_without_wait_avoidance_it_is_the_group_average(world_size: int, group_period: int) -> None:
     size, period = min(2, world_size), 5 * group_period
-    options = f"dynamic_groups={dynamic}:group_period={group_period}:wait_avoiding=false"
+    options = f"group_period={group_period}:grace_s=Infinity"
     ours = run(world_size, f"wagma:group_size={size}:sync_period={period}:{options}")
-    args = size, period, dynamic, group_period
-    theirs = SimulatedWorld(world_size).run(group_average, *args)
+    theirs = SimulatedWorld(world_size).run(group_average, size, period, group_period)
     assert_equal(ours, theirs, atol=1e-14)
 
 
@@ -211,9 +208,9 @@ def test_a_period_of_one_is_allreduce_and_groups_of_one_are_local_sgd(world_size
     assert_equal(ours, run(world_size, "local_sgd:sync_period=6"), atol=1e-14)
 
 
-def late_by_one(net: Any, rule: str) -> list[float]:
+def late_by_one(net: Any, *, paper: bool) -> list[float]:
     """Two ranks; rank 0 comes late to version 0, in time to version 1."""
-    algorithm = WAGMA(group_size=2, sync_period=100, grace_s=0.0, rule=rule)
+    algorithm = WAGMA(group_size=2, sync_period=100, grace_s=0.0, paper=paper)
     rank, seen = Rank(net, algorithm, torch.tensor([float(10 * net.rank)])), []
     for compute_s in ([1.0, 3.0], [2.0, 0.5])[net.rank == 0]:
         rank.step(1.0, seconds=compute_s)
@@ -223,7 +220,7 @@ def late_by_one(net: Any, rule: str) -> list[float]:
 
 def test_a_late_rank_goes_as_far_as_what_it_contributed_went() -> None:
     """On time: sum / S; late: W' + (sum / S - what was in the sum)."""
-    first, second = SimulatedWorld(2).run(late_by_one, "conserving")
+    first, second = SimulatedWorld(2).run(partial(late_by_one, paper=False))
     # Rank 1 arrives at 1.0 s with 11 and fires; rank 0 takes part with its initial 0.
     assert second[0] == (0 + 11) / 2
     # Rank 0 arrives at 2.0 s, late, with 1: its 0 has gone to 5.5.
@@ -238,7 +235,7 @@ def test_a_late_rank_goes_as_far_as_what_it_contributed_went() -> None:
 
 def test_the_papers_late_rank_averages_the_sum_with_its_own_weights() -> None:
     """On time: sum / S; late: (sum + W') / (S + 1), with its stale model in the sum."""
-    first, second = SimulatedWorld(2).run(late_by_one, "paper")
+    first, second = SimulatedWorld(2).run(partial(late_by_one, paper=True))
     total = 0 + 11  # as above
     assert second[0] == pytest.approx(total / 2)
     # Rank 0 arrives at 2.0 s, late, with 1.
@@ -281,8 +278,7 @@ def check_mean(seed: int) -> None:
         "sync_period": sync_period,
         "group_period": group_period,
         "overlap": chance.random() < 0.6,
-        "grace_s": chance.choice([0.0, 0.02, None]),
-        "wait_avoiding": chance.random() < 0.8,
+        "grace_s": chance.choice([0.0, 0.02, None]) if chance.random() < 0.8 else math.inf,
     }
     world = SimulatedWorld(
         world_size,

@@ -138,7 +138,7 @@ def test_what_loses_no_update_is_seen_to_keep_all(spec: str) -> None:
     assert halves == [pytest.approx(1.0, abs=near)] * 2, "bfloat16"
 
 
-@pytest.mark.parametrize("spec", ["wagma:rule=paper", "hpsgd:outer_momentum=0.5", "oktopk"])
+@pytest.mark.parametrize("spec", ["wagma:paper=true", "hpsgd:outer_momentum=0.5", "oktopk"])
 def test_a_resume_goes_on_counting(spec: str) -> None:
     near = 0.05 if "paper" in spec else 1e-3  # who is late differs a little
     undisturbed, resumed = shares_in("slow rank", spec), shares_in("slow rank", spec, resumes=True)
@@ -177,7 +177,7 @@ def compare_with_all(net: Any, spec: str, situation: str) -> tuple[float | None,
 
 
 @pytest.mark.parametrize(
-    "spec", ["wagma:rule=paper", "oktopk:local_steps=4:density=0.2", "hpsgd:outer_momentum=0.5"]
+    "spec", ["wagma:paper=true", "oktopk:local_steps=4:density=0.2", "hpsgd:outer_momentum=0.5"]
 )
 def test_it_is_what_all_entries_say(spec: str) -> None:
     """Of updates that are lost, held back or multiplied; from a part of the entries."""

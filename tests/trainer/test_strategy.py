@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -129,7 +130,7 @@ class Adaptive(Plain):
 
 
 def fit_adaptive(optimizer: str) -> list[Tensor]:
-    whole = {"group_size": 2, "sync_period": 5, "wait_avoiding": False}
+    whole = {"group_size": 2, "sync_period": 5, "grace_s": math.inf}
     kwargs = {"make": lambda: Adaptive(optimizer), "max_steps": 10, "max_epochs": -1}
     ways = (("wagma", whole), ("local_sgd", {"sync_period": 1}))
     return [fit_weights(name, {**kwargs, "options": options}) for name, options in ways]

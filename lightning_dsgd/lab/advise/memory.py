@@ -4,7 +4,7 @@ Such a text has clauses between commas and semicolons.  Each is an amount, "none
 "2 |x|"; it is the new amount, or it is added if the clause says "more".  It counts
 
     always                          2 |x|; 4 |x| during an exchange
-    with an option                  3 |x| with `overlap`, none with `wait_avoiding=False`
+    with an option                  3 |x| with `overlap`, none with an infinite grace
     in a case that has a word       |x| more with momentum
     on a device                     3 |x| with `overlap`, on a device 6 |x|
 
@@ -13,6 +13,7 @@ so what comes last is the peak.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, Final
 
@@ -42,6 +43,7 @@ def copies(
     cases = {
         "outer optimizer": outer,
         "momentum": options.get("outer_momentum"),
+        "infinite grace": options.get("grace_s") == math.inf,
         "random graphs": str(options.get("topology")).startswith("random"),
         "different numbers": is_claimed,
         "rounded sums overlap": options.get("wire_dtype") and options.get("overlap"),

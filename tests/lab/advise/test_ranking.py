@@ -49,7 +49,7 @@ def test_every_strategy_is_a_candidate_whose_settings_work() -> None:
         ("diloco:overlap_steps=2:num_fragments=4", 2.5),
         ("sgp, claimed", 3),
         ("popsgd, on a device", 7),
-        ("wagma:wait_avoiding=false", 0),
+        ("wagma:grace_s=Infinity", 0),
         ("wagma:overlap=true:sync_period=10:wire_dtype=int8", 7),  # during a sum
         ("topk_dsa", 2.125),
     ],
