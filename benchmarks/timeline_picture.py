@@ -3,7 +3,8 @@
     python benchmarks/timeline_picture.py
 
 Real ranks on this machine; computation is a sleep, and a random rank is late in each step.  The
-callback `StepTrace` records, and `lightning-dsgd timeline` draws.
+callback `StepTrace` records, and `lightning-dsgd timeline` draws.  The whole runs are drawn, so the
+picture and the result file have the same shares.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ def main() -> None:
     parser.add_argument("--compute-s", type=float, default=0.4)
     parser.add_argument("--delay-s", type=float, default=0.32)
     parser.add_argument("--delayed-ranks", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=7.0, help="as much is drawn")
     parser.add_argument("--picture", type=Path, default=Path("docs/images/timeline.svg"))
     parser.add_argument(
         "--output", type=Path, default=Path("docs/results/know_before_you_choose/timeline.json")
@@ -65,17 +65,15 @@ def main() -> None:
         job.run([{"strategy": name} for name in specs], args.output)
         if args.keep:
             shutil.copytree(folder, args.keep, dirs_exist_ok=True)
-        whole = {name: picture.load(Path(folder, name)) for name in specs}
-        window = (0.0, args.seconds)
-        drawn = [picture.load(Path(folder, name), seconds=window) for name in specs]
+        runs = {name: picture.load(Path(folder, name)) for name in specs}
         job.settings = settings  # without the folder, which is gone
         report = job.provenance() | {"hyperparameters": in_force(specs, [args.ranks])}
-    args.picture.write_text(picture.svg(drawn, WIDTH))
+    args.picture.write_text(picture.svg([*runs.values()], WIDTH))
     report["runs"] = [
         {"strategy": name, "steps_per_s": picture.steps_per_s(run), **picture.shares(run)}
-        for name, run in whole.items()
+        for name, run in runs.items()
     ]
-    for name, run in whole.items():
+    for name, run in runs.items():
         print(f"{name}: {picture.steps_per_s(run):.2f} steps/s; {picture.sentence(run)}")
     finish(report, args.output)
 
