@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -80,6 +81,15 @@ def test_the_pictures_are_those_of_the_results() -> None:
         assert file.read_text() == draw(), f"draw it anew: python docs/pictures.py {name}"
         shown = [p for p in (ROOT / "README.md", *DOCS.rglob("*.md")) if file.name in p.read_text()]
         assert shown
+
+
+def test_the_picture_of_real_runs_says_the_shares_of_its_result() -> None:
+    stored = json.loads((DOCS / "results/know_before_you_choose/timeline.json").read_text())
+    waits = [f"{run['strategy']} {run['wait']:.0%}" for run in stored["runs"]]
+    drawn = (DOCS / "images" / "timeline.svg").read_text()
+    title = " ".join(re.findall(r'class="t">([^<]*)', drawn))
+    told = re.findall(r"(\w+) (\d+%)", title)
+    assert [" ".join(each) for each in told] == waits
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda a: a.name)
