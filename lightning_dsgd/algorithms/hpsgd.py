@@ -125,6 +125,7 @@ class HPSGD(Algorithm):
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
+        self.x = x
         self.handed_over = torch.empty_like(x)
         is_apart = self.paper and net.world_size > 1
         self.restart = x.clone() if is_apart else None  # W_s, from which the replica began
@@ -221,6 +222,7 @@ class HPSGD(Algorithm):
         state: dict[str, Any] = {
             "num_syncs": self.num_syncs,
             "num_synced_steps": self.num_synced_steps,
+            "is_merged": self.is_at_rest and torch.equal(self.x, self.merged),
         }
         if self.outer is not None and self.outer.momentum is not None:
             state["outer_momentum"] = self.outer.momentum.clone()
@@ -229,6 +231,8 @@ class HPSGD(Algorithm):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_syncs = state["num_syncs"]
         self.num_synced_steps = state["num_synced_steps"]
+        if state.get("is_merged"):  # the weights are the global model, and no change to it
+            self.merged.copy_(self.x)
         momentum = state.get("outer_momentum")
         if self.outer is not None and momentum is not None:
             self.outer.momentum = momentum.to(self.merged, copy=True)

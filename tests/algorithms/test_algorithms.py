@@ -155,6 +155,15 @@ def test_no_update_is_lost(row: Row, world_size: int) -> None:
                 torch.testing.assert_close(end, mean, rtol=0, atol=row.rounding, msg=situation)
 
 
+@rows(lambda row: keeps(row) and row.is_rounded, rounded_later=False)
+def test_no_update_is_lost_in_rounding(row: Row) -> None:
+    """The same in one situation, in `make test` too."""
+    moments = run_in("late messages", row, 3)
+    for mean, ends, _ in moments[-1:] if row.make().holds_back else moments:
+        for end in ends:
+            torch.testing.assert_close(end, mean, rtol=0, atol=row.rounding)
+
+
 def touch(net: Any, row: Row) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Somebody else writes the weights where all stand still: before and after some steps."""
     rank, written = start(net, row), []
@@ -208,7 +217,7 @@ def resume(net: Any, row: Row, stop_at: int, is_resumed: bool) -> list[Tensor]:
 
 
 # What PopSGD's lane does when depends on how long the start takes.
-@rows(lambda row: row.is_synchronous or not row.spec.startswith("popsgd"))
+@rows(lambda row: row.is_synchronous or not row.spec.startswith("popsgd"), rounded_later=False)
 @cases("stop_at", now=[6], later=[8])
 def test_save_and_resume_equals_straight_through(row: Row, stop_at: int) -> None:
     """Also where a sum is under way."""
@@ -246,22 +255,32 @@ def test_a_step_takes_the_bytes_and_memory_that_are_promised(row: Row, world_siz
     assert row.copies is None or world_size == 1 or set(copies) == {row.copies}
 
 
-def unevenly(net: Any, row: Row, counts: list[int]) -> Tensor:
-    rank, goal = start(net, row), target(net.rank)
+AGREED = ("step", "version", "round")
+"""What a state calls the number of what all ranks have made together."""
+
+
+def unevenly(net: Any, row: Row, counts: list[int]) -> tuple[Tensor, list[dict[str, int]]]:
+    rank, goal, agreed = start(net, row), target(net.rank), []
     for _ in range(3):
         for _ in range(counts[net.rank]):
             rank.descend(rank.x - goal, LR, seconds=0.1)
         rank.settle()
         rank.algorithm.consensus(rank.x)
-    return rank.finish()
+        state = rank.algorithm.state_dict()
+        # After local steps, sparse ones count rounds together, and each its own steps.
+        names = AGREED[1:] if row.is_sparse and not rank.algorithm.uses_gradient else AGREED
+        agreed.append({name: state[name] for name in names if name in state})
+    return rank.finish(), agreed
 
 
 @ROWS
 @cases("counts", now=[[0, 5, 5]], later=[[9, 1, 1, 1, 4]])
 def test_ranks_may_have_different_numbers_of_batches(row: Row, counts: list[int]) -> None:
-    ends = SimulatedWorld(len(counts)).run(unevenly, row, counts)
+    """All go on from the same step, too."""
+    ends, agreed = zip(*SimulatedWorld(len(counts)).run(unevenly, row, counts), strict=True)
     assert all(torch.equal(x, ends[0]) for x in ends)
     assert torch.isfinite(ends[0]).all()
+    assert all(each == agreed[0] for each in agreed)
 
 
 def never_ending(net: Any, row: Row) -> None:

@@ -42,6 +42,7 @@ def target(rank: int) -> Tensor:
     "spec",
     [
         *(f"sgp:topology={graph}:num_peers=2:overlap=3" for graph in topology.GRAPHS),
+        "sgp:num_peers=2:wire_dtype=int8",
         *("popsgd:wire_dtype=int8", "popsgd:blocking=true:topology=cycle:seed=5"),
     ],
 )

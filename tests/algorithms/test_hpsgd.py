@@ -142,6 +142,19 @@ def test_equation_1_against_a_sequential_reference(
     torch.testing.assert_close(xs[0], expected[-1], rtol=0, atol=1e-12)
 
 
+def test_a_rank_waits_once_it_has_made_as_many_steps_as_it_may() -> None:
+    def train(net: Any) -> list[int]:
+        algorithm = Recorded(max_local_steps=3)
+        rank = Rank(net, algorithm, initial())
+        for _ in range(10):
+            rank.step(1.0, seconds=0.1)
+        rank.finish()
+        return algorithm.counts
+
+    for counts in SimulatedWorld(2, latency_s=5.0).run(train):
+        assert counts[:4] == [1, 3, 3, 3]
+
+
 def test_as_printed_a_replica_goes_on_from_the_global_model_alone() -> None:
     def train(net: Any) -> list[float]:
         rank = Rank(net, HPSGD(paper=True), torch.zeros(1).double())

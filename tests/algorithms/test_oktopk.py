@@ -33,7 +33,7 @@ ALL: dict[str, Make] = {
     "gtopk": GTopk,
     "gaussian_topk": GaussianTopk,
 }
-NOW = ("oktopk", "oktopk_int4_balanced", "gtopk")
+NOW = ("oktopk", "oktopk_int8", "oktopk_int4_balanced", "gtopk")
 EVERY = pytest.mark.parametrize(
     "make",
     [pytest.param(make, marks=() if name in NOW else LATER, id=name) for name, make in ALL.items()],

@@ -20,6 +20,7 @@ from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.diloco import DiLoCo
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.primitives.called import Period
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.rank import STEPPED, Rank
@@ -163,6 +164,21 @@ def test_a_period_grows_as_the_rate_falls(options: Any, resumed_at: int | None) 
         wish = 2 * round(min(max(1.0, (highest / 2 / max(RATES[end - 1], 1e-9)) ** 2), 32))
     for met in SimulatedWorld(3).run(train):
         assert met == expected[1:]
+
+
+def test_a_period_grows_to_32_times_the_first_at_most() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    conditions = Conditions(optimizer=optimizer)
+    period = Period(5, conditions, grows=True)
+    for lr, expected in ((1.0, 5), (0.25, 20), (0.05, 160), (0.0, 160), (0.5, 5)):
+        optimizer.param_groups[0]["lr"] = lr
+        assert period.wish().tolist() == [expected, 1]
+    resumed = Period(5, conditions, grows=True)
+    optimizer.param_groups[0]["lr"] = 0.25
+    resumed.load_state_dict(period.state_dict())
+    assert resumed.wish().tolist() == [20, 1]  # the highest rate was another one
+    period.take(torch.tensor([7, 20 + 10 + 10, 3]))  # and what else is counted
+    assert period.steps == 13
 
 
 # ---- messages ----

@@ -50,6 +50,19 @@ def test_what_is_not_finite_is_not_hidden(wire_dtype: str, bad: float) -> None:
     assert found[64:].isfinite().all()
 
 
+def test_a_power_of_two_is_the_nearest_one() -> None:
+    """Of 1, 1/2, ... 1/64 and 0, also at the two halves of the way, where either is as near."""
+    levels = torch.tensor([0.0, *(0.5**k for k in range(7))])
+    levels = torch.cat([levels, -levels])
+    halves = (levels.sort().values[1:] + levels.sort().values[:-1]) / 2
+    x = torch.cat([levels, halves, halves * 1.001, halves * 0.999, torch.linspace(-1.4, 1.4, 999)])
+    for piece in x.split(31):
+        block = torch.cat([torch.tensor([1.4]), piece])  # sets the exponent
+        found = rounding.decode(rounding.encode(block, "e3m0"), like=block)
+        nearest = (block[:, None] - levels).abs().amin(1)
+        assert torch.equal((block - found).abs(), nearest)
+
+
 def test_two_bits_hold_the_means_of_small_and_large_magnitudes() -> None:
     """Each block's error is orthogonal to what is sent: feeding it back cannot grow it."""
     x = torch.cat([torch.tensor([1.0, -3.0, 8.0, -10.0, 0.0, 2.0]).repeat(50)[:256], values(300)])

@@ -31,8 +31,11 @@ SEEDS = pytest.mark.parametrize(
 class Recorder:
     """A member that contributes 1 and, twice, its newest publication; keeps all sums."""
 
-    def __init__(self, net: Any, group_size: int, sync_period: int) -> None:
+    def __init__(
+        self, net: Any, group_size: int, sync_period: int, drawn: int | None = None
+    ) -> None:
         self.net, self.group_size, self.sync_period = net, group_size, sync_period
+        self.drawn = drawn  # the seed of the only rank that activates a version
         self.newest = -1
         self.buffer = torch.zeros(3)
         self.executed: list[int] = []
@@ -50,7 +53,9 @@ class Recorder:
         return (version + 1) % self.sync_period == 0
 
     def activator(self, version: int) -> int | None:
-        return None
+        if self.drawn is None or self.is_global(version):
+            return None
+        return random.Random(f"{self.drawn}/{version}").randrange(self.net.world_size)
 
     def arrived(self, version: int) -> None:
         self.newest = version
@@ -71,10 +76,12 @@ class Recorder:
         self.sums[version] = self.buffer.tolist()
 
 
-def play(net: Any, seed: int, group_size: int, sync_period: int) -> dict[str, Any]:
+def play(
+    net: Any, seed: int, group_size: int, sync_period: int, drawn: int | None
+) -> dict[str, Any]:
     """Arrives at random times, a random number of times, in two phases with a settle between."""
     chance = random.Random(f"{seed}/{net.rank}")
-    member = Recorder(net, group_size, sync_period)
+    member = Recorder(net, group_size, sync_period, drawn)
     engine = WaitAvoiding(net, member, Grace(net, chance.choice([0.0, 0.0, 0.02])))
     version, ends = 0, []
     for _ in range(2):
@@ -84,6 +91,7 @@ def play(net: Any, seed: int, group_size: int, sync_period: int) -> dict[str, An
             version += 1
         version = engine.settle()
         ends.append(version)
+        assert not engine._num_unacknowledged, "a message of this lane is still under way"
     engine.stop()
     return {**vars(member), "ends": ends}
 
@@ -95,8 +103,10 @@ def check_schedule(seed: int) -> None:
     sync_period = chance.choice([1, 2, 3, 5, 100])
     latency_s = chance.choice([0.0, 0.001, 0.05])
     world = SimulatedWorld(world_size, latency_s=latency_s)
-    ranks = world.run(play, seed, group_size, sync_period)
-    what = f"seed={seed}: P={world_size}, S={group_size}, tau={sync_period}, latency={latency_s}"
+    drawn = chance.choice([None, seed])
+    ranks = world.run(play, seed, group_size, sync_period, drawn)
+    what = f"seed={seed}: P={world_size}, S={group_size}, tau={sync_period}, latency={latency_s}, "
+    what += f"drawn={drawn}"
     last = ranks[0]["ends"][-1]
     for rank in ranks:
         assert rank["executed"] == list(range(last)), what
@@ -324,6 +334,25 @@ def evaluate_long(net: Any, make: Any) -> list[float]:
 def test_the_grace_is_an_eighth_of_a_step_and_not_of_an_evaluation(make: Any) -> None:
     took = SimulatedWorld(2).run(evaluate_long, make)[0]
     assert (took[0], took[3]) == (pytest.approx(1.125), pytest.approx(1.125))
+
+
+def resume_late(net: Any) -> dict[str, float]:
+    """Rank 1 is late after a resume, so the lane contributes what was published there."""
+    rank = Rank(net, WAGMA(group_size=2, grace_s=0.0), torch.zeros(3))
+    for _ in range(20):
+        rank.step(seconds=0.1)
+    rank.settle()
+    rank.resume(WAGMA(group_size=2, grace_s=0.0))
+    for _ in range(3):
+        rank.step(seconds=0.1 + 0.9 * net.rank)
+    figures = rank.algorithm.metrics()
+    rank.finish()
+    return figures
+
+
+def test_what_a_resume_publishes_is_as_old_as_the_last_step_before() -> None:
+    for figures in SimulatedWorld(2).run(resume_late):
+        assert figures["staleness_max"] <= 3
 
 
 def delayed(net: Any, overlap: bool) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
+from lightning_dsgd.algorithms.no_sync import NoSync
 from lightning_dsgd.replica.flat import ALIGNMENT_BYTES, FlatParameters, check_module, flatten
 from lightning_dsgd.replica.wide import widened
 
@@ -325,3 +326,39 @@ def test_small_corrections_of_halves_add_up_and_a_zero_stays_zero(dtype: torch.d
     parameters[0].data[2] = 0.0
     flat.pull()
     torch.testing.assert_close(flat.x, torch.tensor([1e-7, 1.01, 0.0]), rtol=1e-3, atol=1e-9)
+
+
+def test_a_frozen_parameter_gets_no_gradient_of_another_rank() -> None:
+    model = mlp()
+    [flat] = flatten(model.named_parameters())
+    model[0].requires_grad_(False)
+    model(torch.ones(2, 7)).sum().backward()
+    model[2].bias.grad = None
+    g = flat.gather()
+    flat.scatter(torch.ones(4, dtype=torch.int64))  # as if another rank had gradients for all
+    assert model[0].weight.grad is model[0].bias.grad is None
+    assert model[2].bias.grad is not None
+    assert model[2].bias.grad.untyped_storage().data_ptr() == g.untyped_storage().data_ptr()
+
+
+def test_spans_join_neighbours_alone() -> None:
+    model = nn.ParameterList(torch.ones(16) for _ in range(3))
+    [flat] = flatten(model.named_parameters())
+    assert flat.spans([model[2], model[0]]) == [slice(0, 16), slice(32, 48)]
+    assert flat.spans([model[1], model[0]]) == [slice(0, 32)]
+
+
+def test_parameters_that_were_pointed_at_each_others_places_keep_their_values() -> None:
+    model = nn.ParameterList(torch.full((16,), float(k)) for k in range(2))
+    [flat] = flatten(model.named_parameters())
+    model[0].data, model[1].data = model[1].data, model[0].data
+    flat.refresh()
+    assert flat.is_intact()
+    assert [each.unique().item() for each in model] == [1.0, 0.0]
+
+
+def test_weights_that_are_never_averaged_stay_in_half_precision() -> None:
+    model = nn.Linear(3, 3, dtype=torch.bfloat16)
+    flats = flatten(model.named_parameters())
+    assert widened(flats, NoSync()) == flats
+    assert widened(flats, LocalSGD()) != flats

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
-from lightning_dsgd.replica.kept import NUM_MEASURED
+from lightning_dsgd.replica.kept import NUM_MEASURED, UpdatesKept
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import some_now
@@ -36,6 +36,15 @@ MORE = [
 SPARSE = [name for name in ALGORITHMS if issubclass(ALGORITHMS[name], ErrorFeedback)]
 OWN = [*SPARSE, "eager_sgd"]  # which say it of gradients
 PLAIN = [name for name in ALGORITHMS if name not in (*OWN, "diloco", "noloco")]
+
+
+def test_a_state_of_another_layout_is_left_alone() -> None:
+    x, longer = torch.arange(10.0), torch.arange(12.0)
+    kept, of_another = UpdatesKept(x), UpdatesKept(longer)
+    kept.load(of_another.state(), x)
+    assert torch.equal(kept.state()["begin"], x.double())
+    kept.load(UpdatesKept(x + 1).state(), x)
+    assert torch.equal(kept.state()["begin"], x.double() + 1)
 
 
 class Run:

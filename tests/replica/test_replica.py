@@ -18,6 +18,7 @@ from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.replica import consensus
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 from tests.support.worlds import ProcessWorld
@@ -243,6 +244,184 @@ def overflow(net: Any) -> None:
 
 def test_check_finite_lets_a_scaled_loss_overflow() -> None:
     SimulatedWorld(2).run(overflow)
+
+
+def begin_apart(net: Any) -> dict[str, Tensor]:
+    """Every rank has made weights, buffers and frozen parameters of its own."""
+    torch.manual_seed(net.rank)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3).requires_grad_(False))
+    model[1].running_mean.normal_()
+    model[1].num_batches_tracked.fill_(net.rank + 5)
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    replica = Replica(net, model, [optimizer], LocalSGD())
+    replica.synchronize()
+    replica.stop()
+    begun = {name: value.clone() for name, value in model.state_dict().items()}
+    return own if net.rank == 0 else begun
+
+
+def test_training_begins_with_all_that_rank_0_has() -> None:
+    first, *others = SimulatedWorld(3).run(begin_apart)
+    for other in others:
+        assert first.keys() == other.keys()
+        assert all(torch.equal(other[name], value) for name, value in first.items())
+
+
+class Halves(nn.Module):
+    """All in bfloat16, or one layer of two."""
+
+    def __init__(self, first: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 40, dtype=first)
+        self.last = nn.Linear(40, 4, dtype=torch.bfloat16)
+        self.unused = nn.Parameter(torch.ones(40, dtype=first))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.to(self.first.weight.dtype)).bfloat16()).float()
+
+
+def build_halves(net: Any, first: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any, Replica]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Halves(first)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    algorithm = LocalSGD(sync_period=4, num_fragments=2, scale_steps=True)
+    return model, optimizer, Replica(net, model, [optimizer], algorithm)
+
+
+def save_while_evaluated(net: Any, is_resumed: bool) -> tuple[list[Tensor], dict[str, float]]:
+    """All meet within a period; the state is saved while the consensus is shown."""
+    model, optimizer, replica = build_halves(net.sub("first"))
+    replica.synchronize()
+    for number in range(12):
+        if number == 6:
+            replica.show_consensus()
+            saved = copy.deepcopy(
+                (
+                    replica.own({"state_dict": model.state_dict()})["state_dict"],
+                    optimizer.state_dict(),
+                    (replica.state_dict(), replica.names(), replica.updates()),
+                )
+            )
+            if is_resumed:
+                replica.stop()
+                model, optimizer, replica = build_halves(net.sub("again"))
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                replica.load_state_dict(*saved[2])
+            else:
+                replica.show_own()
+        net.compute(1.0)
+        step(net, number, optimizer, replica, model)
+    replica.show_consensus()
+    replica.show_own()
+    figures = replica.metrics()
+    found = values(model)
+    replica.finish()
+    return [*found, *values(model)], figures
+
+
+def test_a_replica_goes_on_as_it_was_saved_while_it_was_evaluated() -> None:
+    """With steps that are scaled, weights in half precision, and local steps in between."""
+    straight, resumed = (
+        SimulatedWorld(2).run(save_while_evaluated, is_resumed) for is_resumed in (False, True)
+    )
+    for (xs, figures), (ys, others) in zip(straight, resumed, strict=True):
+        assert all(map(torch.equal, xs, ys))
+        assert figures == others
+        assert figures["step_scale"] > 1.0
+
+
+def look_at_parts(net: Any) -> None:
+    model, _, replica = build_halves(net, torch.float32)
+    model(torch.ones(2, 4)).sum().backward()
+    stepped = [p for p in model.parameters() if p.grad is not None]
+    for part in replica.parts:
+        [(spans, share)] = part.decays()
+        assert share == pytest.approx(0.001)
+        assert spans == part.weights.spans(stepped)
+    states, names = replica.state_dict(), replica.names()
+    for number, state in enumerate(states):
+        state["steps_since_sync"] = number + 1
+    replica.load_state_dict(states, names)
+    assert [state["steps_since_sync"] for state in replica.state_dict()] == [1, 2]
+    assert replica.carry_over(states, names, 2)
+    assert not replica.carry_over(states, [["another"], ["one"]], 2)
+    by_samples = [state | {"is_by_samples": True} for state in states]
+    with pytest.raises(ValueError, match=r'got weigh_by="ranks" for "samples"'):
+        replica.load_state_dict(by_samples, names)
+    replica.stop()
+
+
+def test_what_a_part_knows_of_its_optimizer_and_of_what_was_saved() -> None:
+    SimulatedWorld(1).run(look_at_parts)
+
+
+def make_unlike(net: Any, what: str) -> None:
+    model: nn.Module = nn.Linear(3, 4 if what == "shape" and net.rank == 2 else 3)
+    kind = torch.optim.Adam if what == "optimizer" and net.rank == 2 else torch.optim.AdamW
+    Replica(net, model, [kind(model.parameters())], LocalSGD())
+
+
+@pytest.mark.parametrize("what", ["shape", "optimizer"])
+def test_a_model_that_differs_on_the_last_rank_is_refused(what: str) -> None:
+    with pytest.raises(RankFailed, match=r"the model must be the same on all ranks"):
+        SimulatedWorld(3).run(make_unlike, what)
+
+
+def compare_tensors(net: Any) -> tuple[list[int], float]:
+    turned = [1, 2, 3] if net.rank else [2, 1, 3]  # the same words, in another order
+    tensors = [torch.tensor(turned), torch.arange(5), torch.full((7,), 1.0 + (net.rank == 2))]
+    found = [id(each) for each in consensus.differing(net, tensors)]
+    mine, mean = torch.tensor([3.0 * net.rank, 4.0]), torch.tensor([3.0, 4.0])
+    far = consensus.distance(net, [(mine, mine)], [(mine, mean)])
+    return [place for place, each in enumerate(tensors) if id(each) in found], far
+
+
+def test_what_differs_is_found_and_a_distance_is_relative() -> None:
+    for places, far in SimulatedWorld(3).run(compare_tensors):
+        assert places == [0, 2]
+        assert far == pytest.approx((2 / 3 * 9) ** 0.5 / 5)
+
+
+def test_only_what_lies_within_a_flat_tensor_has_a_counterpart() -> None:
+    storage = torch.arange(10.0)
+    live, other = storage[2:6], torch.full((4,), 7.0)
+    within = consensus.counterpart(storage[3:5], [(live, other)])
+    assert within is not None
+    assert within.tolist() == [7.0, 7.0]
+    assert consensus.counterpart(storage[5:7], [(live, other)]) is None
+    assert consensus.counterpart(storage[1:3], [(live, other)]) is None
+
+
+KINDS = {
+    "mean": [torch.float64, torch.float32, torch.bfloat16, torch.complex64],
+    "rank 0's": [torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool],
+}
+
+
+def average_kinds(net: Any, floats: bool) -> dict[torch.dtype, Tensor]:
+    tensors = {
+        dtype: torch.tensor([[net.rank, 1]]).to(dtype) * (1j if dtype.is_complex else 1)
+        if dtype.itemsize > 1
+        else torch.tensor([[net.rank, 1]]).to(dtype)
+        for dtypes in KINDS.values()
+        for dtype in dtypes
+    }
+    means = consensus.average(net, [*tensors.values()], floats=floats)
+    return dict(zip(tensors, means, strict=True))
+
+
+@pytest.mark.parametrize("floats", [True, False])
+def test_buffers_of_every_dtype_are_averaged_or_taken_from_rank_0(floats: bool) -> None:
+    for found in SimulatedWorld(3).run(average_kinds, floats):
+        for kind, dtypes in KINDS.items():
+            first = 1 if floats and kind == "mean" else 0
+            for dtype in dtypes:
+                value = torch.tensor([[first, 1]]).to(dtype)
+                expected = value * 1j if dtype.is_complex else value
+                assert torch.equal(found[dtype].view(torch.uint8), expected.view(torch.uint8))
 
 
 class Holder(nn.Module):

@@ -50,12 +50,21 @@ class Rank:
         return self.x
 
     def resume(self, algorithm: Algorithm, name: str = "again") -> None:
-        """Goes on, once all ranks stand still, with another algorithm that loads what is saved."""
+        """Goes on, once all ranks stand still, with another algorithm that loads what is saved.
+
+        As in a process of its own, the weights are restored after the start, and before the state.
+        """
         state, conditions = self.algorithm.state_dict(), self.algorithm.conditions
         self.algorithm.stop()
-        self.algorithm, self.x = algorithm, self.x.clone()
+        own, self.x = self.x, torch.full_like(self.x, 7.0)
+        self.algorithm = algorithm
         algorithm.start(self.net.sub(name), self.x, conditions)
+        self.x.copy_(own)
         algorithm.load_state_dict(state)
+        taken_over = algorithm.state_dict()
+        assert state.keys() == taken_over.keys()
+        for key, value in state.items():
+            torch.testing.assert_close(taken_over[key], value, rtol=0, atol=0, msg=key)
 
 
 def held_by(*objects: Any, x: Tensor) -> int:
