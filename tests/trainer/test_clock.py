@@ -6,7 +6,6 @@ Clocks are the tests' own: it is time when a rank has made so many batches.
 from __future__ import annotations
 
 import os
-import signal
 import time
 import warnings
 from datetime import timedelta
@@ -14,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dsgd import STRATEGIES
@@ -273,29 +270,3 @@ def test_a_checkpoint_in_the_last_batch_of_one_rank_is_saved_on_all(tmp_path: Pa
     assert [score for _, score in first] == [score for _, score in second]
     assert {file.name for file in (tmp_path / "0").glob("*.ckpt")} == {"step=20.ckpt", "last.ckpt"}
     assert {file.name for file in (tmp_path / "1").glob("*.ckpt")} == {"step=20.ckpt"}
-
-
-class Stopped(Regression):
-    """Rank 0 gets SIGTERM in this batch of all its epochs."""
-
-    num_begun = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.num_begun += 1
-        if rank() == 0 and self.num_begun == 25:
-            os.kill(os.getpid(), signal.SIGTERM)
-            await_answer(self.trainer)
-        return super().training_step(batch, batch_idx)
-
-
-def stop_where_one_is_finished(folder: str) -> int:
-    """Rank 1 has made all its steps, and has saved at the last, before rank 0 is stopped."""
-    saver = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_exception=True)
-    with pytest.raises(SIGTERMException):
-        fit_and_save(saver, [20, 50], 9, Stopped(), max_steps=30, limit_val_batches=0)
-    return saver._last_global_step_saved
-
-
-def test_a_stopped_training_is_saved_although_a_rank_was_finished(tmp_path: Path) -> None:
-    assert FitWorld().run(2, stop_where_one_is_finished, str(tmp_path)) == [30] * 2
-    assert len(list((tmp_path / "step=30.ckpt.replicas").iterdir())) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections import Counter
 from datetime import timedelta
@@ -14,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
@@ -333,6 +335,47 @@ def test_a_checkpoint_by_time_is_saved_where_ranks_have_made_other_steps(tmp_pat
         assert all_once([samples for samples, *_ in ranks], 32)
         assert [at for _, at, _ in ranks] == seen  # samples, before the first validation
         assert [num_saved for *_, num_saved in ranks] == [1] * 2
+
+
+class Stopped(Writing):
+    """Rank 1 gets SIGTERM in its first batch of epoch 1, before rank 0 has begun one."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(0.01)
+        self.is_agreed = Path(folder, "agreed")
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        if self.current_epoch == 1 and self.global_rank == 0:
+            await_file(self.is_agreed)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch == 1 and self.global_rank == 1 and not self.is_agreed.exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+            while self.trainer.strategy.session.training.agreed._unanswered:
+                time.sleep(0.001)  # between two looks
+            self.is_agreed.touch()
+        return super().training_step(batch, batch_idx)
+
+
+def stop_within_a_step(folder: str) -> list[int]:
+    """Rank 0 stops after one batch of two, at the step at which it has saved; rank 1 after two."""
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_exception=True)
+    model = Stopped(folder)
+    with pytest.raises(SIGTERMException):
+        fit(
+            32, model=model, callbacks=[saver], enable_checkpointing=True, limit_val_batches=0,
+            accumulate_grad_batches=2, max_epochs=2,
+        )  # fmt: skip
+    return [len(samples) for samples in model.samples]
+
+
+def test_stopped_ranks_save_together_whatever_their_steps(tmp_path: Path) -> None:
+    first, second = run(2, stop_within_a_step, str(tmp_path))
+    assert first[0] + second[0] == 32
+    assert (first[1], second[1]) == (2, 4)
+    assert sorted(file.name for file in tmp_path.glob("*.ckpt")) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    assert len(list((tmp_path / "epoch=1.ckpt.replicas").iterdir())) == 2
 
 
 def test_ranks_that_wait_in_every_step_claim_nothing() -> None:
