@@ -24,7 +24,6 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable
 from typing import Any, cast
 
 from lightning_dsgd.agreement import everyones
@@ -208,8 +207,7 @@ class ChangingMembers(Members):
                 "fabric.strategy:`"
             )
 
-    def end_training(self, call: Callable[[], None]) -> None:
-        super().end_training(call)
+    def end_leaver(self) -> None:
         session = self.session
         if session.training is not None and self._agreed.leaves and not session.has_ended:
             self.tell_register(Register.say_left)

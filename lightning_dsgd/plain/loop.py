@@ -302,6 +302,7 @@ class Loop:
         try:
             self.together("end of training")
             self._session.end_training()
+            self._session.ranks.end_leaver()
         except BaseException as error:
             self.give_up(error)
             raise

@@ -336,6 +336,23 @@ class Replica:
         self._publish(self.parts)
         self._copy()
 
+    @torch.no_grad()
+    def end_alike(self) -> None:
+        """Makes the module the same on all ranks, whatever has changed it there since `finish`.
+
+        What differs between ranks becomes its mean.
+        """
+        for part in self.parts:
+            if not part.weights.is_intact():
+                part.weights.refresh()
+            part.weights.pull()
+        make_alike(self.net, [part.x for part in self.parts] + self._untrained())
+        buffers = differing(self._everyone, list(self.module.buffers()))
+        means = average(self._everyone, buffers, floats=self._average_buffers)
+        for live, mean in zip(buffers, means, strict=True):
+            live.copy_(mean)
+        self._publish(self.parts)
+
     def stop(self) -> None:
         """Ends the threads beside the training; never waits for another rank."""
         for part in self.parts:

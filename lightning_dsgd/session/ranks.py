@@ -151,6 +151,9 @@ class Ranks:
         """Has `call` end training, on all ranks."""
         call()
 
+    def end_leaver(self) -> None:
+        """Ends this rank after training if it was told to leave, and no batch was left for that."""
+
     def check_peers(self) -> None:
         """Raises `PeerLost` if a rank is known to be lost."""
         self.session.net.check()

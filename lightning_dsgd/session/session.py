@@ -280,6 +280,15 @@ class Session(Face, Generic[TrainingT]):
             self.end_by(agreed.requested, f"rank {self.rank} received")
         training.replica.finish(self.clip)
 
+    def end_alike(self) -> None:
+        """Makes the model the same on all ranks, where it was changed after training had ended."""
+        if self.training is not None and self._phase is Phase.TRAINED:
+            self.ranks.together(partial(self._end_alike, self.training))
+
+    def _end_alike(self, training: TrainingT) -> None:
+        self.meet()
+        training.replica.end_alike()
+
     # ---- meeting the others ----
 
     def meet(self, what: int = OTHER) -> bool:

@@ -7,6 +7,12 @@ One optimizer step, and what is done where:
     clipping, optimizer.step
     return of optimizer_step                                   session.after_update
 
+And at the end:
+
+    on_train_end of `Hooks`        all ranks hold the consensus      session.end_training
+    ... of callbacks, of the module: they may change it, as averages over time do
+    on_train_end of the strategy   what differs becomes its mean     session.end_alike
+
 `DecentralizedStrategy` is Lightning's DDPStrategy without its wrapper: launcher, process group,
 samplers and devices are Lightning's.  What it takes away, and why:
 
@@ -263,7 +269,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.session.end_training()
+        self.session.end_alike()
+        self.session.ranks.end_leaver()
         self.session.signals.give_back()
 
     def teardown(self) -> None:
@@ -319,6 +326,9 @@ class Hooks(pl.Callback):
 
     def on_train_epoch_end(self, *args: Any) -> None:
         self._strategy.end_epoch()
+
+    def on_train_end(self, *args: Any) -> None:
+        self._strategy.session.end_training()
 
     def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
         self._strategy.session.check_peers()

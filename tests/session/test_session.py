@@ -389,6 +389,76 @@ def test_stochastic_weight_averaging_ends_with_one_model(name: str) -> None:
     assert same([b for _, b in ranks])
 
 
+class LooksAtTheEnd(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seen.append(torch.cat([weights(pl_module).double(), buffers(pl_module)]))
+
+
+class ExportsAtTheEnd(Seeded):
+    """And is changed there, on each rank in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def on_train_end(self) -> None:
+        self.seen.append(torch.cat([weights(self).double(), buffers(self)]))
+        with torch.no_grad():
+            for tensor in (self.net[0].bias, self.net[1].running_mean):
+                tensor.fill_(1.0 + self.trainer.global_rank)
+
+
+class StopsEarly(L.Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == 3
+
+
+def end_each(names: list[str], folder: str) -> list[Any]:
+    """What is seen at the end of trainings, what is saved there, and what is there afterwards."""
+    ends = []
+    for name in names:
+        for stops in ([], [StopsEarly()]):
+            look = LooksAtTheEnd()
+            file = f"{name}{len(stops)}"
+            saver = ModelCheckpoint(folder, every_n_epochs=9, save_last=True)
+            saver.CHECKPOINT_NAME_LAST = file
+            callbacks = [look, saver, *stops]
+            model, _ = fit(
+                name, ExportsAtTheEnd, max_epochs=1, callbacks=callbacks, enable_checkpointing=True
+            )
+            saved = torch.load(f"{folder}/{file}.ckpt", weights_only=True)["state_dict"]
+            hidden = model.net[0].bias, model.net[1].running_mean
+            ends.append(
+                {
+                    "seen": [*look.seen, *model.seen],
+                    "saved": torch.cat([saved[n].reshape(-1) for n, _ in model.named_parameters()]),
+                    "after": torch.cat([weights(model), *hidden]),
+                    "hidden": torch.cat([tensor.detach() for tensor in hidden]),
+                }
+            )
+    return ends
+
+
+@cases(
+    "names",
+    now=[["local_sgd", "oktopk"]],
+    later=[
+        ["allreduce", "no_sync", "dpsgd", "wagma", "hpsgd", "sgp", "popsgd", "adpsgd", "diloco"]
+    ],
+)
+def test_all_hold_the_consensus_where_training_ends(names: list[str], tmp_path: Path) -> None:
+    """In `on_train_end` of every callback and of the module, and again after these."""
+    for one, other in zip(*run(2, end_each, names, str(tmp_path)), strict=True):
+        assert same([*one["seen"], *other["seen"]])
+        num_weights = len(one["saved"])
+        assert_close(one["saved"].double(), one["seen"][0][:num_weights])
+        assert same([one["after"], other["after"]])
+        assert_close(one["hidden"], torch.full_like(one["hidden"], 1.5))
+
+
 # ---- parameters that no optimizer trains, and the step changes ----
 class Taught(Seeded):
     """A teacher follows the network, as in BYOL; a second one is frozen."""
