@@ -93,6 +93,19 @@ def test_a_lent_tensor_is_sent_from_where_it_lies_in_parts_that_mpi_takes(
     assert in_flight.take_done() == []
 
 
+def test_what_is_left_in_flight_stays_with_its_message(mpi: MPI) -> None:
+    long, short = Leaving([], 2), Leaving([], 1)
+    in_flight = InFlight()
+    for owner in (long, long, short):
+        in_flight.add(object(), owner)
+    mpi.done = [0]
+    assert in_flight.take_done() == []
+    mpi.done = [1]  # of the two that are left
+    assert in_flight.take_done() == [short]
+    mpi.done = [0]
+    assert in_flight.take_done() == [long]
+
+
 def test_chunks_hold_all_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flight, "_CHUNK_BYTES", 4)
     for text in (b"", b"abcd", b"abcdefghi"):

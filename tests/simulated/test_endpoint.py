@@ -98,6 +98,60 @@ def test_messages_that_come_to_one_rank_at_once_share_its_link():
     assert shared.run(fn)[0] == [1.0, 2.0]
 
 
+def test_a_message_that_was_not_waited_for_long_enough_comes_first_all_the_same():
+    def fn(net):
+        if net.rank == 2:
+            net.send(KB.repeat(10), 1, tag=9)  # keeps rank 1's link until 15 s
+        elif net.rank == 0:
+            net.compute(0.5)
+            net.send(KB, 1)
+            net.send(KB[:0], 1)
+        else:
+            with pytest.raises(Timeout):
+                net.recv(KB, 0).wait(10.0)  # both are on their way in
+            return [len(net.recv(KB, 0).wait()) for _ in range(2)]
+        return []
+
+    world = SimulatedWorld(3, latency_s=5.0, bandwidth_bytes_s=1000.0, strict=False)
+    assert world.run(fn)[1] == [1000, 0]
+
+
+def test_work_takes_time_from_where_the_rank_is():
+    def fn(net):
+        net.compute(1.0)
+        net.work(2.0)
+        return net.now()
+
+    assert SimulatedWorld(1).run(fn) == [3.0]
+
+
+def test_torch_has_as_many_threads_after_a_simulation_as_before():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert SimulatedWorld(1).run(lambda net: torch.get_num_threads()) == [1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_lanes_of_a_rank_that_fails_end_with_it():
+    def lane(net):
+        for _ in range(50):
+            net.compute(1.0)
+            times.append(net.now())
+
+    def fn(net):
+        net.spawn_lane(lane)
+        net.compute(2.5)
+        raise ValueError("no such luck")
+
+    times: list[float] = []
+    with pytest.raises(RankFailed, match="no such luck"):
+        SimulatedWorld(1).run(fn)
+    assert times == [1.0, 2.0]
+
+
 # ---- what a rank that is lost in a simulated world leaves behind ----
 def steps(net: SimulatedTransport, num_steps: int = 10) -> float:
     x = torch.ones(4)

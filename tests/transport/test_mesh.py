@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lightning_dsgd.transport import ANY, PeerLost
+from lightning_dsgd.transport.mesh import Mesh
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.worlds import ProcessWorld
 from tests.transport.helpers import died, our_threads
@@ -91,6 +92,19 @@ def test_the_first_cause_is_what_all_are_told() -> None:
     for rank in (0, 3):
         expected = "PeerLost: rank 1 failed: ValueError: the first cause"
         assert outcomes[rank].error.startswith(expected)
+
+
+def test_the_first_loss_that_a_rank_hears_of_is_the_one_that_it_goes_by() -> None:
+    told: list[PeerLost] = []
+    mesh = Mesh(0, 3, 60.0, 20.0)
+    mesh.on_lost = told.append
+    mesh.lose(2, "died")
+    mesh.lose(1, "failed: as rank 2 had died")
+    with pytest.raises(PeerLost, match="rank 2 died; noticed in: a wait"):
+        mesh.check("a wait")
+    assert [lost.rank for lost in told] == [2]
+    mesh.lose(0, "failed: as rank 2 had died")
+    assert not mesh.has_failed
 
 
 def die_with_a_child_alive(net: Any, folder: str) -> float:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import traceback
 
+import pytest
+import torch
+
 from lightning_dsgd.transport import Transport
 from tests.support.thorough import cases
 from tests.transport.contract import collectives, counting, lanes, messages
 from tests.transport.contract.counting import traffic
+from tests.transport.contract.helpers import Simulated
 
 IN_ORDER = (
     messages.messages_of_a_pair_and_tag_stay_in_order,
@@ -74,3 +78,45 @@ TRAFFIC = {
 def test_traffic_is_the_same_on_all_transports(world):
     ranks = world.run(4, traffic)
     assert {name: [rank[name] for rank in ranks] for name in ranks[0]} == TRAFFIC
+
+
+def messages_of_a_gather(net: Transport) -> tuple[list[int], int]:
+    before = net.counters.messages_sent
+    gathered = net.all_gather(torch.tensor([net.rank])).wait()
+    return [int(x) for x in gathered], net.counters.messages_sent - before
+
+
+def test_a_gather_sends_a_message_for_each_other_rank_whatever_their_number():
+    for world_size in (1, 2, 3, 5, 6, 7):
+        expected = [*range(world_size)], world_size - 1
+        assert Simulated().run(world_size, messages_of_a_gather) == [expected] * world_size
+
+
+def sum_of_a_large_and_small_ones(net: Transport, dtype: torch.dtype, large: float) -> float:
+    x = torch.full((9,), 1.0 if net.rank else large, dtype=dtype)
+    net.all_reduce(x).wait()
+    assert x.dtype == dtype
+    assert len(x.unique()) == 1
+    return float(x[0])
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 2048.0), (torch.bfloat16, 256.0)])
+def test_sums_of_halves_lose_nothing_until_they_are_rounded_once(dtype, large):
+    """To the large number a half cannot add 1, and so would lose one rank's share after another."""
+    for world_size in (4, 7, 8):
+        expected = float(torch.tensor(large + world_size - 1).to(dtype))
+        assert expected != large
+        sums = Simulated().run(world_size, sum_of_a_large_and_small_ones, dtype, large)
+        assert sums == [expected] * world_size
+
+
+def name_all_ranks_or_none(net: Transport) -> list[float]:
+    sums = []
+    for call in range(4):
+        named = [*range(net.world_size)] if (net.rank + call) % 2 else None
+        sums.append(float(net.all_reduce(torch.tensor([float(call)]), named).wait()))
+    return sums
+
+
+def test_a_list_of_all_ranks_and_none_are_one_group():
+    assert Simulated().run(2, name_all_ranks_or_none) == [[0.0, 2.0, 4.0, 6.0]] * 2
