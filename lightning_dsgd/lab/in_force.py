@@ -52,6 +52,8 @@ def differences(result: dict[str, Any]) -> list[str]:
             found.append(f"`{spec}` is refused now: {error}")
             continue
         gone = _GONE.get(parse(spec)[0], {})
+        if then.get("paper"):
+            gone = gone | {"rule": "paper"}  # what `paper=True` does
         then = {name: x for name, x in then.items() if name in now or x != gone.get(name, ...)}
         either = then | now
         is_off = {name for name in then.keys() ^ now.keys() if either[name] in _OFF}
