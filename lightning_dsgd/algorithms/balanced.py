@@ -33,7 +33,9 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.devices import Mark, port_of
 from lightning_dsgd.hyperparameters import at_least, setting
+from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.transport import Transport
 
 _WORDS: Final = torch.empty(0, dtype=torch.int64)
@@ -74,13 +76,13 @@ class Balanced(Algorithm):
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
-        self._like = x
+        self._like, self._port = x, port_of(x.device)
         self._lock = threading.Lock()
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by step: G_r and flags, until it closes
-        self._pool: list[Tensor] = []
+        self._made: dict[int, tuple[Tensor, Tensor, Mark]] = {}  # by step: G and flags
+        self._pool: list[tuple[Tensor, Mark]] = []
         self._views: dict[int, Sequence[Tensor]] = {}  # of each G_r, by where it lies
         self._taken: Tensor | None = None
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by step: G and flags
         self._home = net.sub("home")  # where the lane answers the training thread
         self._lane = net.spawn_lane(self._serve, "summer")
 
@@ -112,6 +114,7 @@ class Balanced(Algorithm):
             else:
                 torch._foreach_add_(ours, mine)
         flags += torch.tensor([*(int(mine is not None) for mine in gradients), self.note])
+        await_step(self.net, g)  # before others are told that the unit is there
 
     def _place(self, step: int) -> tuple[Tensor, Tensor, bool]:
         """Returns G_r, how many units have a gradient by parameter, and whether G_r is new."""
@@ -120,25 +123,35 @@ class Balanced(Algorithm):
             if is_empty:
                 self._give_back()  # its gradients have been stepped, and dropped
                 for left in [before for before in self._sums if before < step]:
-                    self._pool.append(self._sums.pop(left)[0])  # left in its midst, by all ranks
-                g = self._pool.pop() if self._pool else torch.zeros_like(self._like)
-                self._sums[step] = g, self._no_flags()
+                    # of a step that all ranks have left in its midst
+                    self._pool.append((self._sums.pop(left)[0], self._port.mark()))
+                self._sums[step] = self._buffer(), self._no_flags()
             return (*self._sums[step], is_empty)
 
     def take_sum(self, step: int) -> tuple[Tensor, Tensor]:
-        """Waits for a step's mean G and its flags; G is this rank's until it takes the next."""
+        """Waits for a step's mean G; it is this rank's until it adds to the next step."""
         with self._lock:
             self._give_back()
         while step not in self._made:
             self._home.recv(_WORDS, self.net.rank).wait()
-        self._taken, flags = self._made.pop(step)
-        self.notes = int(flags[-1])
-        return self._taken, flags[:-1]
+        g, flags, made = self._made.pop(step)
+        made.hold()
+        self._port.keep(g)
+        self._taken, self.notes = g, int(flags[-1])
+        return g, flags[:-1]
 
     def _give_back(self) -> None:
         if self._taken is not None:
-            self._pool.append(self._taken)
+            self._pool.append((self._taken, self._port.mark()))
             self._taken = None
+
+    def _buffer(self) -> Tensor:
+        """Returns memory for a sum, of any contents."""
+        for place, (g, mark) in enumerate(self._pool):
+            if mark.has_passed():  # no stream waits for another one's step
+                del self._pool[place]
+                return g
+        return torch.zeros_like(self._like)
 
     def consensus(self, x: Tensor) -> Tensor:
         # All ranks hold the same.
@@ -162,7 +175,7 @@ class Balanced(Algorithm):
             net.all_reduce(g).wait()
             g /= net.world_size
             net.all_reduce(flags).wait()
-            self._made[step] = g, flags
+            self._made[step] = g, flags, self._port.mark()
             self._home.send(_WORDS, net.rank)
 
     def _finished(self, step: int) -> tuple[Tensor, Tensor]:
@@ -171,8 +184,7 @@ class Balanced(Algorithm):
             mine = self._sums.pop(step, None)
             if mine is not None:
                 return mine
-            g = self._pool.pop().zero_() if self._pool else torch.zeros_like(self._like)
-        return g, self._no_flags()
+            return self._buffer().zero_(), self._no_flags()
 
     def _no_flags(self) -> Tensor:
         counts = self.conditions.gradient_counts

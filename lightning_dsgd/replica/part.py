@@ -65,9 +65,11 @@ class Part:
         gradients = [parameter.grad for parameter in self.weights.parameters]
         self.algorithm.add(step, self.weights.views, gradients)
 
-    def take_sum(self, step: int) -> None:
-        """Waits for a step's mean, and makes it the gradients."""
-        self.weights.show(*self.algorithm.take_sum(step))
+    def take_sum(self, step: int) -> Tensor:
+        """Waits for a step's mean, makes it the gradients, and returns it."""
+        g, num_gradients = self.algorithm.take_sum(step)
+        self.weights.show(g, num_gradients)
+        return g
 
     def finish(self) -> None:
         """Leaves the consensus in x; every rank has settled."""

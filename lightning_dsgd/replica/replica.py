@@ -303,7 +303,9 @@ class Replica:
     def take_sums(self, step: int) -> None:
         """Puts a step's means into the gradients, once they are there."""
         for part in self.parts:
-            part.take_sum(step)
+            g = part.take_sum(step)
+            if self._check_finite and not self._conditions.skips_overflow:
+                part.require_finite(g, "gradient", self.net.job_rank, self._num_steps + 1)
 
     # ---- standing still ----
 

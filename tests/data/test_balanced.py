@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from lightning_dsgd.data.units import NONE
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import PeerLost
 from tests.support.thorough import times
+from tests.support.worlds import FakeWorld
 
 N = 12
 LR = 0.1
+CPU = torch.device("cpu")
 
 Time = Callable[[int, int], float]
 
@@ -35,8 +39,15 @@ def views(flat: Tensor) -> list[Tensor]:
     return [flat[:8], flat[8:]]
 
 
-def train(net: Any, num_steps: int, num_slots: int, time: Time, backups: bool) -> dict[str, Any]:
-    algorithm, x = Balanced(backups=backups), torch.zeros(N, dtype=torch.float64)
+def train(
+    net: Any,
+    num_steps: int,
+    num_slots: int,
+    time: Time,
+    backups: bool,
+    device: torch.device = CPU,
+) -> dict[str, Any]:
+    algorithm, x = Balanced(backups=backups), torch.zeros(N, dtype=torch.float64, device=device)
     algorithm.start(net.sub("sums"), x, Conditions(gradient_counts=torch.zeros(2).long()))
     dealing = Dealing(net.sub("units"), backups=backups, on_closed=algorithm.close_step)
     homes = [rank for _ in range(num_slots) for rank in range(net.world_size)]
@@ -46,7 +57,7 @@ def train(net: Any, num_steps: int, num_slots: int, time: Time, backups: bool) -
         dealing.begin_step(step)
         while (unit := dealing.take(waits=True)) != NONE:
             net.compute(time(net.rank, step))
-            mine = gradient(x, step, unit)
+            mine = [None if g is None else g.to(device) for g in gradient(x.cpu(), step, unit)]
             has_entered = dealing.finish(lambda: algorithm.add(step, views, mine))  # noqa: B023
             num_void += not has_entered
         g, flags = algorithm.take_sum(step)
@@ -118,3 +129,33 @@ def test_a_lost_rank_is_named_by_all() -> None:
     for outcome in outcomes[:3]:
         assert isinstance(outcome, PeerLost), outcome
         assert outcome.rank == 3
+
+
+# ---- on a device ----
+
+
+def train_on_device(net: Any, on: Any) -> tuple[Tensor, Tensor]:
+    """What steps make of weights on a device, where rank 1 stalls in one; and on the CPU."""
+    is_fake = not isinstance(on, torch.device)
+    found = []
+    for device in (on.device if is_fake else on, torch.device("cpu")):
+        stalled: list[int] = []
+
+        def time(rank: int, step: int, stalled: list[int] = stalled) -> float:
+            is_stalled = rank == 1 and step == 2 and not stalled
+            stalled.extend([1] * is_stalled)
+            return 0.3 if is_stalled else 0.01
+
+        with mock.patch.object(
+            type(net), "compute", lambda _, s: threading.Event().wait(s), create=True
+        ):
+            trained = train(net.sub(device.type), 5, 4, time, True, device)
+        found.append(trained["x"][-1].cpu())
+    if is_fake:
+        assert not on.races, on.races[0]
+    return found[0], found[1]
+
+
+def test_sums_on_a_device_are_ordered_after_the_units() -> None:
+    for on_device, on_cpu in FakeWorld().run(3, train_on_device):
+        torch.testing.assert_close(on_device, on_cpu, rtol=1e-12, atol=1e-12)
