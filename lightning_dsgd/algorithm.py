@@ -228,6 +228,7 @@ class Algorithm:
         step: int,
         views_of: Callable[[Tensor], Sequence[Tensor]],
         gradients: Sequence[Tensor | None],
+        scale: float = 1.0,
     ) -> None:
         """Adds the gradients of one micro-batch to this rank's sum of a step.
 
@@ -237,6 +238,7 @@ class Algorithm:
             step: the step
             views_of: gives the parameters' places in a tensor that is laid out like x
             gradients: by parameter
+            scale: what they are multiplied by
         """
         raise NotImplementedError
 

@@ -45,7 +45,7 @@ CORE = {
     "data": "transport",
     "session": "agreement algorithm devices hyperparameters keywords primitives replica transport "
     "wings",
-    "plain": "agreement algorithm devices keywords replica session transport wings",
+    "plain": "agreement algorithm algorithms data devices keywords replica session transport wings",
     "trainer": "agreement algorithm algorithms data devices hyperparameters keywords replica "
     "session transport wings",
     "fabric": "algorithm algorithms devices keywords plain session trainer transport wings",

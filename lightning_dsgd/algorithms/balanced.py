@@ -93,6 +93,7 @@ class Balanced(Algorithm):
         step: int,
         views_of: Callable[[Tensor], Sequence[Tensor]],
         gradients: Sequence[Tensor | None],
+        scale: float = 1.0,
     ) -> None:
         """Adds a unit's gradients to G_r; one pass over them, as autograd would make it.
 
@@ -100,6 +101,7 @@ class Balanced(Algorithm):
             step: the step
             views_of: gives the parameters' places in a tensor that is laid out like x
             gradients: the unit's, by parameter
+            scale: what they are multiplied by
         """
         g, flags, is_empty = self._place(step)
         views = self._views.setdefault(g.data_ptr(), views_of(g))
@@ -111,8 +113,10 @@ class Balanced(Algorithm):
             ours, mine = map(list, zip(*there, strict=True))
             if is_empty:
                 torch._foreach_copy_(ours, mine)
+                if scale != 1.0:
+                    torch._foreach_mul_(ours, scale)
             else:
-                torch._foreach_add_(ours, mine)
+                torch._foreach_add_(ours, mine, alpha=scale)
         flags += torch.tensor([*(int(mine is not None) for mine in gradients), self.note])
         await_step(self.net, g)  # before others are told that the unit is there
 

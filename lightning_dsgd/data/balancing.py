@@ -29,8 +29,8 @@ class Sums(Protocol):
     def follow(self) -> None:
         """Begins anew with the others where they train other parameters."""
 
-    def add_unit(self, step: int) -> None:
-        """Adds the gradients in hand to this rank's sum of a step."""
+    def add_unit(self, step: int, scale: float = 1.0) -> None:
+        """Adds the gradients in hand, multiplied by a scale, to this rank's sum of a step."""
 
     def close_step(self, step: int) -> None:
         """Has lanes sum a step over all ranks."""
@@ -49,14 +49,13 @@ class Balancing:
     Args:
         net: the network, with channels of its own
         sums: this rank's replica
-        num_parts: into how many units a batch is split
         backups: whether a unit that is begun may be computed a second time
     """
 
     plan: Plan
 
-    def __init__(self, net: Transport, sums: Sums, *, num_parts: int, backups: bool) -> None:
-        self._net, self._sums, self._num_parts = net, sums, num_parts
+    def __init__(self, net: Transport, sums: Sums, *, backups: bool) -> None:
+        self._net, self._sums = net, sums
         self._dealing = Dealing(net.sub("units"), backups=backups, on_closed=sums.close_step)
         self._first_step = 0
         self._num_steps = 0
@@ -71,7 +70,13 @@ class Balancing:
     # ---- an epoch ----
 
     def begin_epoch(
-        self, loader: UnitLoader, *, limit: int, num_slots_of_step: int, first_slot: int = 0
+        self,
+        loader: UnitLoader,
+        *,
+        limit: int,
+        num_slots_of_step: int,
+        num_parts: int,
+        first_slot: int = 0,
     ) -> None:
         """Begins an epoch, with all ranks.
 
@@ -79,6 +84,7 @@ class Balancing:
             loader: loads this rank's units
             limit: the most slots that the epoch may have
             num_slots_of_step: how many slots a step has
+            num_parts: into how many units a batch is split
             first_slot: where the epoch goes on, if it was begun before
         """
         self._loader = loader
@@ -87,7 +93,7 @@ class Balancing:
             gather(self._net, loader.draw()),
             limit=limit,
             num_slots_of_step=num_slots_of_step,
-            num_parts=self._num_parts,
+            num_parts=num_parts,
             first_slot=first_slot,
         )
         self._num_steps = self.plan.num_steps
@@ -96,15 +102,18 @@ class Balancing:
 
     # ---- a step ----
 
+    def begin_step(self, within: int) -> None:
+        """Goes on to a step of the epoch, of which this rank has no unit in hand."""
+        self._sums.follow()
+        self._step = self._first_step + within
+        self._units = self.plan.units(within)
+        self._loader.begin_step(within, self._units)
+        self._dealing.begin_step(self._step)
+
     def begin_slot(self, slot: int) -> int:
         """Goes on to a slot, and begins a unit if there is one for this rank; returns it."""
         if self.plan.begins_step(slot):
-            within = self.plan.step_of(slot)
-            self._sums.follow()
-            self._step = self._first_step + within
-            self._units = self.plan.units(within)
-            self._loader.begin_step(within, self._units)
-            self._dealing.begin_step(self._step)
+            self.begin_step(self.plan.step_of(slot))
         self.unit = self._dealing.take(waits=False)
         return self.unit
 
@@ -131,9 +140,13 @@ class Balancing:
         """By how much the loss of the unit in hand counts."""
         return self._units[self.unit].weight
 
-    def finish(self) -> bool:
-        """Has the unit in hand enter the sum, unless another rank's has; returns whether it has."""
-        has_entered = self._dealing.finish(partial(self._sums.add_unit, self._step))
+    def finish(self, scale: float = 1.0) -> bool:
+        """Has the unit in hand enter the sum, unless another rank's has; returns whether it has.
+
+        Args:
+            scale: what its gradient is multiplied by
+        """
+        has_entered = self._dealing.finish(partial(self._sums.add_unit, self._step, scale))
         self.unit = NONE
         return has_entered
 

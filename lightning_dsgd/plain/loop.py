@@ -25,7 +25,10 @@ from torch.optim import Optimizer
 from lightning_dsgd import wings
 from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
+from lightning_dsgd.algorithms.balanced import Balanced
+from lightning_dsgd.data.balancing import Balancing
 from lightning_dsgd.plain.steps import Steps, failing
+from lightning_dsgd.plain.units import UnitSteps
 from lightning_dsgd.session import figures, notices, options, record
 from lightning_dsgd.session.options import WholeOptions
 from lightning_dsgd.session.session import Session
@@ -67,6 +70,7 @@ class Loop:
         self._steps: Steps | None = None
         self._conditions: Conditions = ORDINARY
         self._num_builds = 0
+        self._units: UnitSteps | None = None
 
     @property
     def rank(self) -> int:
@@ -170,6 +174,7 @@ class Loop:
                 self.claimed.open(session.net.sub("claims"))
             agreed = AgreedBatch(session.net.sub("stop"), is_of_each=self.claims)
             session.training = Training(self._algorithm, replica, agreed, claimed=self.claimed)
+            self._share_units(session.training)
             self._steps = Steps(session, optimizers, scaler)
         if own is None:
             replica.synchronize()
@@ -177,6 +182,14 @@ class Loop:
             record.restore(own, replica)
         if self._num_builds == 1:
             notices.tell(session, self._announce)
+
+    def _share_units(self, training: Training) -> None:
+        if not isinstance(self._algorithm, Balanced):
+            return
+        net = self._session.net.sub("balancing")
+        balancing = Balancing(net, training.replica, backups=self._algorithm.backups)
+        training.balancing = balancing
+        self._units = UnitSteps(self._session, balancing, self._algorithm.micro_batches)
 
     def _announce(self, text: str) -> None:
         if self.rank == 0:
@@ -196,6 +209,27 @@ class Loop:
         if self.claimed is not None:
             loader = self.claimed.of(loader, self.together)
         return _Batches(loader, self._session)
+
+    def steps(
+        self, loader: Any, accumulate: int = 1, move: Callable[[Any], Any] | None = None
+    ) -> Iterator[Iterator[Any]]:
+        """Yields the steps of an epoch, each as the micro-batches that this rank computes.
+
+        For `Balanced` alone.  Compute the backward pass of each, and then call `optimizer.step()`.
+
+        Args:
+            loader: a DataLoader with the batches that this rank would have with DDP
+            accumulate: of how many batches of each rank a step is made; do not divide the loss
+            move: brings a batch to the device, where the loop does not
+        """
+        if self._units is None:
+            raise RuntimeError(
+                "steps(...) is for an algorithm whose ranks share the micro-batches of a step, "
+                f"inside of its `with`, got {self._algorithm.name}; use Balanced(), or loop over "
+                "batches(loader)"
+            )
+        self._session.signals.take()
+        return self._units.of(loader, accumulate, move or _as_it_is)
 
     def count(self, num_samples: int) -> None:
         """Says how many samples the next backward pass has, with weigh_by="samples".
@@ -317,6 +351,10 @@ class Loop:
         if self._steps is not None:
             self._steps.give_back()
         self._session.leave()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _Batches(Generic[T]):

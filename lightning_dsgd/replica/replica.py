@@ -97,6 +97,7 @@ class Replica:
         self._num_builds = 0
         self._num_steps = 0
         self._is_finished = False
+        self._has_sums = False  # of the step that comes
         self._stash: list[tuple[Tensor, Tensor]] | None = None
         self.consensus_distance = 0.0
         self._parts: dict[int, list[Part]] = {}
@@ -245,6 +246,12 @@ class Replica:
         self._num_steps += 1  # not before: it may be made again after a loss
 
     def _before_update(self, part: Part) -> None:
+        if part.algorithm.sums_units and not self._has_sums:
+            raise RuntimeError(
+                f"{part.algorithm.name} makes a step with the sum of its micro-batches, got a step "
+                "without one; loop over `for batches in ...steps(loader)`, compute all `batches` "
+                "of a step, and then call optimizer.step() once"
+            )
         if not part.algorithm.uses_gradient or part.algorithm.sums_units:
             part.algorithm.before_update(part.x, part.x[:0])
             return
@@ -272,6 +279,7 @@ class Replica:
                     part.require_finite(part.x, "weight", self.net.job_rank, self._num_steps)
                 part.kept.update_ends(part.x)
                 part.algorithm.after_update(part.x)
+            self._has_sums = False
             self._publish(parts)
 
     @torch.no_grad()
@@ -283,10 +291,10 @@ class Replica:
     # ---- the micro-batches of a step, where the algorithm sums them ----
 
     @torch.no_grad()
-    def add_unit(self, step: int) -> None:
+    def add_unit(self, step: int, scale: float = 1.0) -> None:
         """Adds the gradients in hand, of one micro-batch, to this rank's sum of a step."""
         for part in self.parts:
-            part.add_unit(step)
+            part.add_unit(step, scale)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -302,6 +310,7 @@ class Replica:
 
     def take_sums(self, step: int) -> None:
         """Puts a step's means into the gradients, once they are there."""
+        self._has_sums = True
         for part in self.parts:
             g = part.take_sum(step)
             if self._check_finite and not self._conditions.skips_overflow:

@@ -65,7 +65,6 @@ class BalancedMixin:
         self._balancing = Balancing(
             self.session.net.sub("balancing"),
             training.replica,
-            num_parts=parts_of(algorithm.micro_batches, trainer.accumulate_grad_batches),
             backups=algorithm.backups,
         )
         training.balancing = self._balancing
@@ -81,6 +80,7 @@ class BalancedMixin:
             loader.units(trainer.global_rank),
             limit=int(trainer.num_training_batches),
             num_slots_of_step=trainer.accumulate_grad_batches,
+            num_parts=parts_of(self.algorithm.micro_batches, trainer.accumulate_grad_batches),
             first_slot=progress.ready,
         )
         before = None

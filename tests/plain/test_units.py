@@ -1,0 +1,101 @@
+"""`Balanced` in a loop in plain PyTorch, beside one process on all batches."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import lightning_dsgd as dsgd
+from tests.support.fits import Plain, errors, run, same
+from tests.support.models import weights
+
+DRAW = torch.Generator().manual_seed(0)
+X = torch.randn(2 * 8 * 9, 10, generator=DRAW)
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+def loader_of(rank: int) -> DataLoader[Any]:
+    sampler: Any = DistributedSampler(DATA, 2, rank, shuffle=False)
+    return DataLoader(DATA, 8, sampler=sampler)
+
+
+def make() -> tuple[Any, Any]:
+    model = Plain()
+    return model, model.configure_optimizers()
+
+
+def train(accumulate: int) -> tuple[Tensor, int]:
+    model, optimizer = make()
+    num_units = 0
+    with dsgd.decentralized(model, optimizer, dsgd.Balanced(), timeout_s=30.0) as replica:
+        loader = loader_of(replica.rank)
+        for _ in range(2):
+            for batches in replica.steps(loader, accumulate):
+                optimizer.zero_grad()
+                for batch in batches:
+                    num_units += 1
+                    if replica.rank == 1:
+                        threading.Event().wait(0.02)
+                    model.loss(batch).backward()
+                optimizer.step()
+    return weights(model), num_units
+
+
+def train_alone(accumulate: int) -> Tensor:
+    model, optimizer = make()
+    pairs = [*zip(loader_of(0), loader_of(1), strict=True)]
+    for _ in range(2):
+        for first in range(0, len(pairs), accumulate):
+            optimizer.zero_grad()
+            for pair in pairs[first : first + accumulate]:
+                for batch in pair:
+                    (model.loss(batch) / 2 / accumulate).backward()
+            optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_weights_are_those_of_one_process_on_all_batches(accumulate: int) -> None:
+    ranks = run(2, train, accumulate)
+    assert same([x for x, _ in ranks])
+    torch.testing.assert_close(ranks[0][0], train_alone(accumulate), rtol=1e-5, atol=1e-6)
+    assert ranks[0][1] > ranks[1][1]
+
+
+def leave_early() -> None:
+    model, optimizer = make()
+    with dsgd.decentralized(model, optimizer, dsgd.Balanced(), timeout_s=30.0) as replica:
+        for batches in replica.steps(loader_of(replica.rank)):
+            model.loss(next(batches)).backward()
+
+
+def step_alone() -> None:
+    model, optimizer = make()
+    with dsgd.decentralized(model, optimizer, dsgd.Balanced(), timeout_s=30.0) as replica:
+        for batch in replica.batches(loader_of(replica.rank)):
+            model.loss(batch).backward()
+            optimizer.step()
+
+
+def ask_another() -> None:
+    model, optimizer = make()
+    with dsgd.decentralized(model, optimizer, dsgd.AllReduce(), timeout_s=30.0) as replica:
+        next(iter(replica.steps(loader_of(replica.rank))))
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (leave_early, "all micro-batches of a step must be computed"),
+        (step_alone, "got a step without one; loop over"),
+        (ask_another, "got allreduce; use Balanced()"),
+    ],
+)
+def test_what_is_no_step_is_refused(fn: Any, text: str) -> None:
+    found = errors(2, fn)
+    assert any(text in error for error in found), found
