@@ -1,5 +1,14 @@
 """A callback that records where each rank's time goes: `StepTrace`.
 
+**Other callbacks.**  The Trainer calls each hook of all callbacks in their order.  So that no other
+callback's work counts as a part of the step, wherever `StepTrace` stands among them, two callbacks
+of its own tell it of the hooks: one before all others, where a part of the step is over, and one
+after them, where a part begins.  What lies between is "between".
+
+**Ranks that join.**  With `on_loss="continue"` a rank that comes later begins to train alone: the
+others are in the midst of their steps, and nobody would answer it.  What ranks agree on when
+training starts, it has from the member's state that it takes over, in which callbacks have theirs.
+
 **Threads.**  The training thread calls its hooks; the lanes of an algorithm tell the recorder, by
 themselves, when they wait: see `timeline.recorder`.
 """
@@ -80,10 +89,17 @@ class StepTrace(pl.Callback):
         self._watch: Watch | None = None
         self._profiler: Any = None
         self._gave_up = False
+        self._edges = _First(self), _Last(self)
+        self._state: dict[str, Any] = {}
+        """What a rank that joins is told; empty where no rank can join."""
+        self._told: dict[str, Any] = {}
+        """What this rank was told."""
 
     # ---- the beginning ----
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._stand_at_the_edges(trainer)
         strategy = trainer.strategy
         is_ours = hasattr(strategy, "session")
         is_watched = any(
@@ -99,9 +115,9 @@ class StepTrace(pl.Callback):
         if self._watch is not None and watched is None:
             self._watch.end()  # a strategy that stands on Lightning's DDP and sums in its own way
             self._watch = None
-        shared = {"run": secrets.token_hex(8), "began_unix_s": time.time(), "boot": boot_id()}
-        shared = strategy.broadcast(shared)
-        boot = shared.pop("boot")
+        session = getattr(strategy, "session", None)
+        shared = self._join() if session and not session.takes_part else self._agree(strategy)
+        self._state = {**shared, "boot": boot_id()} if _may_be_joined(session) else {}
         self._head = {
             **shared,
             "host": socket.gethostname(),
@@ -110,13 +126,6 @@ class StepTrace(pl.Callback):
             **_epoch(trainer),
             **self._describe(strategy, self._watch),
         }
-        net = _network(strategy)
-        if net is not None:
-            self._offset_s = offset_to_rank_0(net)
-        elif self._watch is not None:
-            self._offset_s = offset_by_meetings(boot == boot_id(), strategy.root_device)
-        elif boot != boot_id():
-            self._offset_s = time.time() - time.monotonic()
         if self._watch is not None:
             self._watch.begin(watched)
             self._head |= {} if self._watch.is_ddp else {"strategy": SHARDED}
@@ -128,6 +137,43 @@ class StepTrace(pl.Callback):
         if self.skip_steps == 0:
             self._begin(trainer)
         self._between_s = time.monotonic()
+
+    def _agree(self, strategy: Any) -> dict[str, Any]:
+        """Agrees with all ranks on a name of the run and on a clock; returns what they share."""
+        told = strategy.broadcast({**_new_run(), **_now(), "boot": boot_id()})
+        is_one_kernel = told["boot"] == boot_id()
+        net = _network(strategy)
+        self._offset_s = 0.0
+        if net is not None:
+            self._offset_s = offset_to_rank_0(net)
+        elif self._watch is not None:
+            self._offset_s = offset_by_meetings(is_one_kernel, strategy.root_device)
+        elif not is_one_kernel:
+            self._offset_s = _offset_by_the_hour(told)
+        return {name: told[name] for name in _new_run()}
+
+    def _join(self) -> dict[str, Any]:
+        """Takes over what the others share, and asks nobody: they are in their steps."""
+        told, self._told = self._told, {}
+        if not told:
+            return _new_run()
+        self._offset_s = float(told["offset_s"])
+        if told["boot"] != boot_id():
+            self._offset_s += _offset_by_the_hour(told)
+        return {name: told[name] for name in _new_run()}
+
+    @property
+    def state_key(self) -> str:
+        return f"StepTrace({str(self.folder)!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a rank that joins has to know; nothing where none can."""
+        if not self._state:
+            return {}
+        return self._state | _now() | {"offset_s": self._offset_s}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._told = dict(state_dict)
 
     @staticmethod
     def _describe(strategy: Any, watch: Watch | None) -> dict[str, Any]:
@@ -143,7 +189,7 @@ class StepTrace(pl.Callback):
         try:
             self._recorder = Recorder(
                 self.folder,
-                trainer.global_rank,
+                _rank(trainer),
                 trainer.world_size,
                 time.monotonic,
                 about=self._head,
@@ -176,37 +222,34 @@ class StepTrace(pl.Callback):
 
         profiler.start, profiler.stop, self._profiler = starts, stops, profiler
 
-    # ---- a step ----
+    # ---- a step, as `_First` and `_Last` tell of it ----
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
+    def begin_batch(self, batch: Any) -> None:
+        """Notes that the callbacks are done with the start of a batch."""
         if self._recorder is not None:
             if self._between_s is not None:
                 self._recorder.fetched(self._between_s, time.monotonic())
             self._recorder.has_batch(items_in(batch))
         self._between_s = None
-        self._turns_to("forward")
+        self.turn_to("forward")
 
-    def on_before_backward(self, *args: Any) -> None:
-        self._turns_to("backward")
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+    def end_backward(self, trainer: Any) -> None:
+        """Notes that a backward pass is over."""
         watch = self._watch
         if watch is not None and (watch.sums.sees_sums or not seams.is_accumulating(trainer)):
             watch.backward_ends()
-        self._turns_to("")
+        self.turn_to("")
 
-    def on_before_optimizer_step(self, *args: Any) -> None:
-        self._turns_to("optimizer")
-
-    def _turns_to(self, phase: str) -> None:
+    def turn_to(self, phase: str) -> None:
         """Ends a phase of the step, and begins another."""
         before, begin_s = self._phase
         self._phase = phase, time.monotonic()
         if before and self._recorder is not None:
             self._recorder.did(before, begin_s, self._phase[1])
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self._turns_to("")
+    def end_batch(self, trainer: Any) -> None:
+        """Notes that a batch is over, and with it, maybe, a step."""
+        self.turn_to("")
         step = trainer.global_step
         if step != self._last_step:
             self._last_step = step
@@ -219,16 +262,30 @@ class StepTrace(pl.Callback):
                 self._begin(trainer)
         self._between_s = time.monotonic()
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+    def begin_validation(self) -> None:
+        """Notes that the ranks validate."""
         self._validation_s = time.monotonic()
         if self._recorder is not None and self._between_s is not None:
             self._recorder.fetched(self._between_s, self._validation_s)
         self._between_s = None
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+    def end_validation(self) -> None:
+        """Notes that they have validated."""
         if self._recorder is not None and self._validation_s is not None:
             self._recorder.evaluated(self._validation_s, time.monotonic())
         self._between_s = time.monotonic()
+
+    def _stand_at_the_edges(self, trainer: Any) -> None:
+        """Has the Trainer call the first callback before all others, and the last after them.
+
+        The Trainer gets another list: it goes through this one at the moment.
+        """
+        first, last = self._edges
+        self._leave_the_edges(trainer)
+        trainer.callbacks = [first, *trainer.callbacks, last]
+
+    def _leave_the_edges(self, trainer: Any) -> None:
+        trainer.callbacks = [each for each in trainer.callbacks if each not in self._edges]
 
     # ---- the end ----
 
@@ -268,9 +325,11 @@ class StepTrace(pl.Callback):
         if self._watch is not None:  # training has not begun
             self._watch.end()
             self._watch = None
+        self._leave_the_edges(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._end(trainer, f"training has ended: {type(exception).__name__}")
+        self._leave_the_edges(trainer)
 
     def _end(self, trainer: Any, why: str) -> None:
         if self._watch is not None:
@@ -298,10 +357,76 @@ class StepTrace(pl.Callback):
         if self._watch is not None:
             self._watch.end()
         warnings.warn(
-            f"StepTrace records no more on rank {trainer.global_rank}, and training goes on: "
-            f"{error}",
+            f"StepTrace records no more on rank {_rank(trainer)}, and training goes on: {error}",
             stacklevel=2,
         )
+
+
+class _First(pl.Callback):
+    """Tells a `StepTrace` where parts of a step end, before any other callback hears of it."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self._trace = trace
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self._trace.turn_to("")
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._trace.turn_to("")
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        self._trace.end_backward(trainer)
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self._trace.end_batch(trainer)
+
+    def on_validation_start(self, *args: Any) -> None:
+        self._trace.begin_validation()
+
+    def on_validation_end(self, *args: Any) -> None:
+        self._trace.end_validation()
+
+
+class _Last(pl.Callback):
+    """Tells a `StepTrace` where parts of a step begin, once all other callbacks have done."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self._trace = trace
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
+        self._trace.begin_batch(batch)
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._trace.turn_to("backward")
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self._trace.turn_to("optimizer")
+
+
+def _rank(trainer: Any) -> int:
+    """Returns this rank's number, by which others wait for it: one that joins has its own."""
+    session = getattr(trainer.strategy, "session", None)
+    return int(trainer.global_rank if session is None else session.rank)
+
+
+def _may_be_joined(session: Any) -> bool:
+    return bool(session is not None and getattr(session.ranks, "can_be_joined", False))
+
+
+def _new_run() -> dict[str, Any]:
+    """Returns what all files of a run have in common."""
+    return {"run": secrets.token_hex(8), "began_unix_s": time.time()}
+
+
+def _now() -> dict[str, float]:
+    """Returns what time it is by the wall's clock, and by this kernel's."""
+    return {"unix_s": time.time(), "now_s": time.monotonic()}
+
+
+def _offset_by_the_hour(told: dict[str, Any]) -> float:
+    """Returns what turns this rank's clock into another's, as well as their nodes' clocks agree."""
+    now = _now()
+    return float(now["unix_s"] - now["now_s"] - told["unix_s"] + told["now_s"])
 
 
 def _epoch(trainer: Any) -> dict[str, int]:

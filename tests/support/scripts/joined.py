@@ -2,7 +2,7 @@
 
 Its arguments: a folder, the strategy (with claimed batches: "popsgd:claimed"; on a device that is
 none: "wagma:fake"; with a communicator: "local_sgd:sums", or where one comes with other options:
-"local_sgd:no_sums"), the ranks of a node, the nodes; and how many ranks there may be, and from
+"local_sgd:no_sums"; recorded by StepTrace: "local_sgd:trace"), the ranks of a node, the nodes; and how many ranks there may be, and from
 which checkpoint it goes on.  A rank writes how far it is, and what it ends with.  Training ends
 with the epoch in which the file `end` is there.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_dsgd import STRATEGIES
+from lightning_dsgd import STRATEGIES, StepTrace
 from lightning_dsgd.devices import COLLECTIVES
 from tests.support.doomed import Doomed, write_whole
 from tests.support.fake_device import install, parameters_allowed
@@ -83,9 +83,11 @@ def main(
         makes_sums = (option == "sums") != Path(folder, "other").exists()
         options["transport"] = "process_group" if makes_sums else "auto"
     saver = ModelCheckpoint(folder, "saved", save_last=True)
-    saving = {"callbacks": [saver], "enable_checkpointing": True}
+    saving: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
     if device.type != "cpu":  # nobody can copy or save what is on it
         saving = {"accelerator": accelerator_of(device)}
+    if option == "trace":
+        saving["callbacks"] = [StepTrace(Path(folder, "trace")), saver]
     strategy = STRATEGIES[name](**survives, **options)
     train = trainer(strategy, ranks, num_nodes=nodes, max_epochs=1000, **saving)
     model = Steady(folder)
