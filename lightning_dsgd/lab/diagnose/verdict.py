@@ -208,9 +208,9 @@ def _kind_of_computing(
     series = excess[:, list(ranks)].sum(1)
     jump, at_jump = _fit_jump(series)
     ramp, at_ramp = _fit_ramp(series)
-    if max(jump, ramp) >= _EXPLAINED:
-        if ramp > jump + 0.02 and len(ranks) == 1:
-            return "drift", ranks, int(times.numbers[at_ramp])
+    if ramp >= _EXPLAINED and ramp > jump + 0.02 and len(ranks) == 1:
+        return "drift", ranks, int(times.numbers[at_ramp])
+    if jump >= _EXPLAINED:
         return "slow", ranks, int(times.numbers[at_jump])
     late = is_late[:, list(ranks)].any(1)
     share = float(late.double().mean())

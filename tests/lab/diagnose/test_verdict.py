@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from lightning_dsgd.lab.diagnose import times
 from lightning_dsgd.lab.diagnose.times import times_of
 from lightning_dsgd.lab.diagnose.verdict import judge
 from tests.lab.diagnose import made
@@ -72,3 +73,77 @@ def test_when_and_in_what(
     assert (found.cause, found.ranks, found.after_validation) == (cause, ranks, after), found
     assert found.since == (since and pytest.approx(since, abs=1))
     assert found.late_s > 10e-3
+
+
+# ---- since when ----
+def late_from(number: int, by_s: float = 25e-3, before_s: float = 0.0) -> made.Cause:
+    """The victim is late in all steps from this number on, and by less before."""
+
+    def inject(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+        if rank == s.victim:
+            own.forward += by_s if step >= number else before_s
+
+    return inject
+
+
+@pytest.mark.parametrize(
+    ("inject", "cause", "since"),
+    [
+        pytest.param(late_from(101), "slow", 101, id="a jump"),
+        pytest.param(late_from(7), "slow", None, id="three quiet steps are no beginning"),
+        pytest.param(late_from(199, 5.0), "bursts", None, id="two late steps are no beginning"),
+    ],
+)
+def test_since_when_is_told_where_it_began_within_the_run(
+    inject: made.Cause, cause: str, since: int | None
+) -> None:
+    found = judge(times_of(made.traces(inject, victim=2, jitter=0.0)))
+    assert (found.cause, found.ranks, found.since) == (cause, (2,), since), found
+
+
+def two_later(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+    """Two ranks are late all the time, and twice as late from step 101 on."""
+    if rank in (1, 2):
+        own.forward += 25e-3 if step > 100 else 12e-3
+
+
+def test_ranks_that_were_late_before_have_no_beginning() -> None:
+    found = judge(times_of(made.traces(two_later, jitter=0.0, ranks=8)))
+    assert (found.cause, found.ranks, found.since) == ("slow", (1, 2), None), found
+
+
+def behind(by_s: float) -> made.Cause:
+    def inject(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+        own.sum = 45e-3
+        own.behind = by_s if rank == s.victim else 0.0
+
+    return inject
+
+
+@pytest.mark.parametrize(
+    ("ranks", "by_s", "cause"),
+    [(4, 3e-3, "link"), (4, 1.5e-3, "network"), (16, 0.8e-3, "link"), (16, 0.2e-3, "network")],
+)
+def test_a_link_is_slow_where_one_of_its_messages_takes_longer(
+    ranks: int, by_s: float, cause: str
+) -> None:
+    """A sum of 45 ms has 6 messages in a ring of 4 ranks, and 30 among 16."""
+    found = judge(times_of(made.traces(behind(by_s), ranks=ranks, steps=60, victim=2)))
+    assert (found.cause, found.ranks) == (cause, (2,) if cause == "link" else ())
+
+
+# ---- which steps ----
+def slow_start(s: made.Setting, step: int, rank: int, own: made.Own) -> None:
+    if step <= 3 and rank == s.victim:
+        own.forward += 20.0
+
+
+def test_the_first_steps_and_those_of_long_ago_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traces = made.traces(slow_start, victim=2, steps=60)
+    seen = times_of(traces)
+    assert seen.numbers.tolist() == list(range(4, 61))
+    assert judge(seen).cause == "none"
+    monkeypatch.setattr(times, "_MOST_STEPS", 30)
+    assert times_of(traces).numbers.tolist() == list(range(31, 61))
