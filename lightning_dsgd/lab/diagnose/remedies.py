@@ -8,6 +8,7 @@ A remedy either takes a part away from a rank's own time, and DDP goes on as bef
     sorted     the batches of one step have the same length
     lighter    between batches each rank spends as little as the others, on callbacks and loggers
     mended     the late ranks are as fast as the others
+    cores      each rank has a processor whenever it is ready to run
 
 or a strategy takes DDP's place (not `fully_shard`'s), the one that `lab.decisions` has for the
 situation:
@@ -19,9 +20,15 @@ situation:
                four, but for its latency; what is hidden behind the backward pass stays hidden,
                unless the gradient is too small to be sent in pieces
 
+A strategy works on a processor for what it sends, in every step (`_STEP_S`); rounding costs for
+each entry and each message (`_ROUNDED_S`, `_MESSAGE_S`), so that small gradients, and those that
+a network carries quickly, are not worth being rounded.  Where processors are short, no strategy is
+advised: what it sends would wait for them too.
+
 The interval has 90% of what other stretches of the run give (blocks of steps are drawn again, 200
 times), and 3% on both sides for what a model leaves out.  A strategy's lower end also allows for
-communication that takes as long as DDP's meetings, as it does where processors are short.
+communication that takes as long as DDP's meetings; the upper end of `int8` is for messages that
+cost nothing but their latency.
 """
 
 from __future__ import annotations
@@ -47,6 +54,13 @@ WORTH: Final = 1.05
 _FETCH_S: Final = 5e-4
 """What a rank spends on a batch that a worker has ready."""
 _LATENCY_S: Final = 1e-4
+_STEP_S: Final = 1e-3
+"""What a strategy takes of each rank's step: a lane answers in half a millisecond."""
+_MESSAGE_S: Final = 5e-4
+"""What a message of a rounded sum takes of a core: with four ranks on two cores, whose sums have 6
+messages each, such a sum took 6 ms."""
+_ROUNDED_S: Final = 12e-9
+"""What rounding takes of a core for each entry: once to a byte, and three times back."""
 _BLOCK: Final = 10
 _DRAWS: Final = 200
 _MODEL: Final = 0.03
@@ -63,11 +77,14 @@ _OF_CAUSE: Final = {
     "loader": "workers",
     "validation": "shared",
     "callbacks": "lighter",
+    "processor": "cores",
     "gc": "freeze",
     "link": "int8",
     "network": "int8",
 }
 """The remedy of a cause, which comes before others."""
+_ONLY_FOR_ITS_CAUSE: Final = ("mended", "cores")
+"""Remedies that tell what would be gained, and need other machines."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +115,19 @@ def chosen(name: str, num_ranks: int) -> Choice:
     return found
 
 
+def spec_of(name: str, num_ranks: int, pieces: int = MOST_PIECES) -> str:
+    """Returns the strategy that a remedy puts in DDP's place, with its settings."""
+    spec = chosen(name, num_ranks).strategy
+    if name != "int8" or pieces >= MOST_PIECES:
+        return spec
+    return spec.replace(":overlap=true", "") if pieces < 2 else f"{spec}:num_buckets={pieces}"
+
+
 def paste_of(name: str, num_ranks: int, workers: int = 2, pieces: int = MOST_PIECES) -> str:
-    """Returns the line to paste for a remedy."""
+    """Returns the line to paste for a remedy; empty where there is none."""
     if name in STRATEGIES:
-        choice = chosen(name, num_ranks)
-        spec = choice.strategy
-        if name == "int8" and pieces < MOST_PIECES:
-            spec = (
-                spec.replace(":overlap=true", "") if pieces < 2 else f"{spec}:num_buckets={pieces}"
-            )
-        return f"L.Trainer(strategy={decisions.code(spec, choice.data)}, ...)"
+        spec, data = spec_of(name, num_ranks, pieces), chosen(name, num_ranks).data
+        return f"L.Trainer(strategy={decisions.code(spec, data)}, ...)"
     return {
         "workers": f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
         "shared": "val_dataloaders with a DistributedSampler; none with work for rank 0 alone",
@@ -115,6 +135,7 @@ def paste_of(name: str, num_ranks: int, workers: int = 2, pieces: int = MOST_PIE
         "sorted": "DataLoader(..., batch_sampler=...)    # that draws batches of like length",
         "lighter": "L.Trainer(log_every_n_steps=500, ...)    # and callbacks that do less",
         "mended": "",
+        "cores": "",
     }[name]
 
 
@@ -132,6 +153,7 @@ def what_of(name: str, num_ranks: int, pieces: int = MOST_PIECES) -> str:
         "sorted": "put batches of like length into one step",
         "lighter": "do less between batches on the late ranks",
         "mended": "mend what is slow",
+        "cores": "give each rank a core of its own",
     }[name]
 
 
@@ -146,22 +168,27 @@ def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
         _replaced(times, ddp, "shared", _less("validation", times, share=True)),
         _replaced(times, ddp, "freeze", _less("gc", times)),
         _replaced(times, ddp, "lighter", _as_the_others("between", times)),
-        _drawn(
-            "int8",
-            times,
-            ddp,
-            times.by_step(times.own.max(1).values) + _int8(times),
-            pieces=pieces_of(times),
+        replace(
+            _replaced(times, ddp, "cores", _less("processor", times)),
+            paste=_how_to_get_cores(times),
         ),
+        _rounded(times, ddp),
         *(
             _at_least(remedy, times, ddp)
             for remedy in (
-                _drawn("claimed", times, ddp, torch.cat([own, together[:, None]], 1), _claimed),
-                _simulated("wagma", times, ddp, own, float(together.mean())),
+                _drawn(
+                    "claimed",
+                    times,
+                    ddp,
+                    torch.cat([own + _STEP_S, together[:, None]], 1),
+                    _claimed,
+                ),
+                _simulated("wagma", times, ddp, own + _STEP_S, float(together.mean())),
             )
         ),
     ]
-    if times.strategy != "ddp":  # its ranks have no replica each
+    # The ranks of fully_shard have no replica each.
+    if times.strategy != "ddp" or times.are_processors_short:
         found = [remedy for remedy in found if remedy.name not in STRATEGIES]
     if verdict.cause == "lengths":
         even = times.own.mean(1, keepdim=True).expand_as(times.own)
@@ -178,10 +205,11 @@ def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
     """
     if verdict.cause == "none":
         return None
-    worth = [r for r in found if r.gain >= WORTH and r.low > 1.0 and r.name != "mended"]
+    worth = [remedy for remedy in found if remedy.gain >= WORTH and remedy.low > 1.0]
     by_name = {remedy.name: remedy for remedy in worth}
     own = by_name.get(_OF_CAUSE.get(verdict.cause, ""))
-    return own or (worth[0] if worth else None)
+    others = [remedy for remedy in worth if remedy.name not in _ONLY_FOR_ITS_CAUSE]
+    return own or (others[0] if others else None)
 
 
 # ---- DDP with a part taken away ----
@@ -219,18 +247,61 @@ def _replaced(times: Times, ddp: Tensor, name: str, own: Tensor) -> Remedy:
     return _drawn(name, times, ddp, _of_ddp(times, own), workers=workers)
 
 
+def _with_cores(times: Times, ddp: Tensor) -> Remedy:
+    found = _replaced(times, ddp, "cores", _less("processor", times))
+    return replace(found, paste=_how_to_get_cores(times))
+
+
+def _how_to_get_cores(times: Times) -> str:
+    """Says what to change where processors are short."""
+    about = times.about
+    cores, threads = int(about.get("cores") or 0), int(about.get("threads") or 1)
+    here = [each.get("host") for each in times.abouts].count(about.get("host"))
+    if threads > 1 and here * threads > cores:
+        fewer = max(1, cores // here)
+        return (
+            f"OMP_NUM_THREADS={fewer}    # in the ranks' environment: {here} ranks with {threads} "
+            f"threads each share {cores} cores"
+        )
+    if here > cores > 0:
+        return (
+            f"more cores, fewer ranks on a machine, or nothing else there: {here} ranks share "
+            f"{cores} cores"
+        )
+    return "stop what else runs on the ranks' machines, such as loader workers and other jobs"
+
+
 def pieces_of(times: Times) -> int:
     """Returns in how many pieces the gradient is worth being sent during the backward pass."""
     return min(MOST_PIECES, max(1, int(times.num_bytes / 4) // LEAST_PIECE))
 
 
-def _int8(times: Times) -> Tensor:
-    """Returns what the meetings of each step would take with a byte for each entry."""
+def _rounded(times: Times, ddp: Tensor) -> Remedy:
+    """Returns what a byte for each entry would gain."""
+    own, pieces = times.by_step(times.own.max(1).values), pieces_of(times)
+    found = _drawn("int8", times, ddp, own + _int8(times), pieces=pieces)
+    best = own + _int8(times, message_s=_LATENCY_S, entry_s=0.0)
+    high = float(ddp.mean() / best.mean()) * (1 + _MODEL)
+    return replace(found, high=max(found.high, high))
+
+
+def _int8(times: Times, message_s: float = _MESSAGE_S, entry_s: float = _ROUNDED_S) -> Tensor:
+    """Returns what the meetings of each step would take with a byte for each entry.
+
+    Args:
+        times: the times with DDP
+        message_s: what a message takes of a rank's time
+        entry_s: what an entry takes of a rank's time
+    """
     sums = times.by_step(times.takes * times.is_sum)
     others = times.by_step(times.takes * ~times.is_sum)
     busy = torch.maximum(times.busy, sums)
-    latency_s = 2 * (times.num_ranks - 1) * _LATENCY_S
-    faster = torch.minimum(busy, latency_s + (busy - latency_s).clamp(min=0.0) / 4)
+    num_messages = 2 * (times.num_ranks - 1)
+    latency_s = num_messages * _LATENCY_S
+    carried = torch.minimum(busy, latency_s + (busy - latency_s).clamp(min=0.0) / 4)
+    costs_s = num_messages * (message_s - _LATENCY_S) * pieces_of(times)
+    costs_s += entry_s * times.num_bytes / 4
+    faster = carried + costs_s * times.ranks_per_core
     if pieces_of(times) == 1:
         return others + faster
     hidden = busy - sums

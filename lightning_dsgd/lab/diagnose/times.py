@@ -1,6 +1,10 @@
 """From traces to times: what each rank did before each meeting of all ranks.
 
 Legend: P ranks, S steps, N meetings, F parts of a rank's own time.
+
+A rank that was ready to run and waited for a processor did nothing of what it was at: that time is
+a part of its own, "processor", and all other parts before the same meeting are shorter by their
+share of it.
 """
 
 from __future__ import annotations
@@ -14,16 +18,24 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.lab.drawing.spans import union
+from lightning_dsgd.lab.timeline.processors import GUESSED
 from lightning_dsgd.lab.timeline.recorder import SHARDED
 from lightning_dsgd.lab.timeline.trace import Step, Trace, missing_ranks, read_folder
 
-PARTS: Final = ("loader", "forward", "backward", "optimizer", "validation", "gc", "between")
+PARTS: Final = (
+    *("loader", "forward", "backward", "optimizer", "validation", "gc", "between"),
+    "processor",
+)
 LEAST_STEPS: Final = 20
 _WARM_UP: Final = 3
 """The first steps, which are left out."""
 _MOST_STEPS: Final = 4000
 """The last steps of a long run, which are looked at."""
 _NEAR_S: Final = 1e-4
+_SHORT: Final = 0.05
+"""A rank that waits for a processor for this share of its own time is short of them."""
+_UNKNOWN_SHARE: Final = 2.0
+"""How many ranks are taken to share a core where the trace does not say how many there are."""
 Spans = list[tuple[float, float]]
 
 
@@ -42,7 +54,8 @@ class Times:
         numbers: the numbers of the steps: [S]
         busy: how long the sums of each step took, those that nobody waited for included: [S]
         num_bytes: what was summed in a step
-        about: the first line of rank 0's trace
+        abouts: the first line of each rank's trace
+        running: how many threads wanted to run, in the mean, as each rank has seen; None: unknown
     """
 
     own: Tensor
@@ -55,7 +68,13 @@ class Times:
     numbers: Tensor
     busy: Tensor
     num_bytes: float
-    about: dict[str, Any]
+    abouts: tuple[dict[str, Any], ...]
+    running: tuple[float | None, ...]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The first line of rank 0's trace."""
+        return self.abouts[0]
 
     @property
     def strategy(self) -> str:
@@ -71,6 +90,28 @@ class Times:
     def num_steps(self) -> int:
         """S."""
         return len(self.numbers)
+
+    @property
+    def are_processors_short(self) -> bool:
+        """Whether most ranks share a machine with a rank that waits for processors."""
+        own_s, waited_s = self.own.sum(0), self.parts[PARTS.index("processor")].sum(0)
+        hosts = [str(about.get("host", rank)) for rank, about in enumerate(self.abouts)]
+        short = {
+            host
+            for host, own, waited in zip(hosts, own_s.tolist(), waited_s.tolist(), strict=True)
+            if waited > _SHORT * own
+        }
+        return 2 * sum(host in short for host in hosts) > self.num_ranks
+
+    @property
+    def ranks_per_core(self) -> float:
+        """How many ranks share a core, on the machine where most do; 1 where each has one."""
+        hosts = [str(about.get("host", rank)) for rank, about in enumerate(self.abouts)]
+        shares = [
+            hosts.count(host) / about["cores"] if about.get("cores") else _UNKNOWN_SHARE
+            for host, about in zip(hosts, self.abouts, strict=True)
+        ]
+        return max(1.0, *shares)
 
     def by_step(self, of_meetings: Tensor) -> Tensor:
         """Adds up what belongs to meetings, over each step: [N, ...] to [S, ...]."""
@@ -138,6 +179,7 @@ def times_of(traces: Sequence[Trace]) -> Times:
     first = torch.tensor([[steps[0].begin_s for steps in by_rank]], dtype=torch.float64)
     since = torch.cat([first, end[:-1]])
     own, parts = [], []
+    running = [_running(steps) for steps in by_rank]
     for rank, steps in enumerate(by_rank):
         waits = _Cumulative([meeting for of_step in alone[rank] for meeting in of_step])
         garbage = union(span for step in steps for span in step.gc)
@@ -149,7 +191,11 @@ def times_of(traces: Sequence[Trace]) -> Times:
         ]
         known.append(_Cumulative(garbage).within(since[:, rank], begin[:, rank]))
         rest = own[-1] - torch.stack(known).sum(0)
-        parts.append(torch.stack([*known, rest.clamp(min=0.0)]))
+        waited = torch.zeros_like(own[-1])
+        if meetings_of is _on_host and _counts(traces[rank].about, running[rank]):
+            waited = torch.tensor(_waited(steps, counts), dtype=torch.float64).minimum(own[-1])
+        left = 1.0 - waited / own[-1].clamp(min=1e-12)
+        parts.append(torch.stack([*(left * part for part in (*known, rest.clamp(min=0))), waited]))
     index = torch.tensor([i for i, k in enumerate(counts) for _ in range(k)])
     of_sums = [_are_sums(step, m) for step, m in zip(by_rank[0], common[0], strict=True)]
     return Times(
@@ -163,7 +209,8 @@ def times_of(traces: Sequence[Trace]) -> Times:
         numbers=torch.tensor(numbers),
         busy=torch.tensor([_busy(of_step) for of_step in zip(*by_rank, strict=True)]).double(),
         num_bytes=float(sum(num_bytes for *_, num_bytes in by_rank[0][-1].sum)),
-        about=traces[0].about,
+        abouts=tuple(trace.about for trace in traces),
+        running=tuple(running),
     )
 
 
@@ -175,6 +222,35 @@ def _last_of(met: list[Spans], counts: list[int], is_left: bool = False) -> list
 
 def _on_host(step: Step) -> Spans:
     return sorted(step.exchange)
+
+
+def _running(steps: Sequence[Step]) -> float | None:
+    """Returns how many threads wanted to run, in the mean, besides the one that asked."""
+    seen = [step.running for step in steps if step.running is not None]
+    return sum(seen) / len(seen) if seen else None
+
+
+def _counts(about: dict[str, Any], running: float | None) -> bool:
+    """Returns whether what a rank has counted is waiting for processors, and not sleep."""
+    if about.get("processors") != GUESSED:
+        return True
+    return running is not None and running >= about.get("cores", 1)
+
+
+def _waited(steps: Sequence[Step], counts: Sequence[int]) -> list[float]:
+    """Returns how long a rank waited for a processor before each of the common meetings."""
+    waited: list[float] = []
+    since_s = 0.0  # before meetings that not all ranks had
+    for step, count in zip(steps, counts, strict=True):
+        short = step.short or (0.0,) * len(step.exchange)
+        in_order = [s for _, s in sorted(zip(step.exchange, short, strict=True))]
+        place_of_first = len(in_order) - count
+        for place, s in enumerate(in_order):
+            since_s += s
+            if place >= place_of_first:
+                waited.append(since_s)
+                since_s = 0.0
+    return waited
 
 
 def _on_device(step: Step) -> Spans:

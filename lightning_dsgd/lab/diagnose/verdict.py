@@ -7,6 +7,7 @@ Each second that a late rank costs goes to the part of its own time that was lon
     validation  "validation"
     gc          "garbage"
     between     "callbacks"
+    processor   "processor": it was ready to run, and waited for a core
     forward, backward, optimizer: computing, and then, in this order,
                 "lengths"  the batches' sizes tell who is late
                 "drift"    one rank gets slower and slower
@@ -14,8 +15,10 @@ Each second that a late rank costs goes to the part of its own time that was lon
                 "slow"     the same ranks in most steps
                 "random"   other ranks in other steps
 
-What the sums take is the cause "network", or "link" where the sums are always over last for the
-same rank.  The largest of these is the verdict, if it costs LEAST_SHARE of the time; else "none".
+Waiting for the loader, or for a processor, is no work: it also costs where all ranks wait for as
+long.  What the sums take is the cause "network", or "link" where the sums are always over last for
+the same rank.  The largest of these is the verdict, if it costs LEAST_SHARE of the time; else
+"none".
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ LEAST_SHARE: Final = 0.05
 LEAST_SUM_SHARE: Final = 0.12
 """The same for the sums, which no job can do without."""
 _COMPUTING: Final = ("forward", "backward", "optimizer")
+_OF_EVERYONE: Final = ("loader", "processor")
+"""The parts that are no work, also where all ranks are at them for as long."""
 _LATE: Final = 0.05
 """A rank is late in a step by more than this share of a step."""
 _MOST: Final = 0.6
@@ -63,6 +68,7 @@ class Verdict:
         sums_s: of that, the sums once all ranks had come
         costs: the share of the time that each cause costs
         parts: by how much longer each part of a late rank is, in a step in which it is late
+        is_everyones: whether all ranks are named since all wait for as long, not one for another
     """
 
     cause: str
@@ -77,6 +83,7 @@ class Verdict:
     sums_s: float = 0.0
     costs: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
+    is_everyones: bool = False
 
 
 CAUSES: Final = {
@@ -90,6 +97,7 @@ CAUSES: Final = {
     "validation": "validating",
     "gc": "Python collects garbage",
     "callbacks": "callbacks and loggers between batches",
+    "processor": "ready to run, and waiting for a processor",
     "link": "the sums wait for one slow link",
     "network": "the sums take long for all ranks",
 }
@@ -115,11 +123,13 @@ def judge(times: Times) -> Verdict:
         "validation": of_part["validation"],
         "gc": of_part["gc"],
         "callbacks": of_part["between"],
+        "processor": of_part["processor"],
         "computing": sum(of_part[part] for part in _COMPUTING),
         "network": sums_s / total_s,
     }
-    everyones_loader = base(times.parts[PARTS.index("loader")])
-    costs["loader"] += float(everyones_loader.sum()) / total_s
+    everyones = {part: _everyones(times, part) for part in _OF_EVERYONE}
+    for part, seconds in everyones.items():
+        costs[part] += seconds / total_s
     least = dict.fromkeys(costs, LEAST_SHARE) | {"network": LEAST_SUM_SHARE}
     cause = max(costs, key=lambda name: costs[name] - least[name])
     known: dict[str, Any] = {"step_s": step_s, "sums_s": sums_s / times.num_steps, "costs": costs}
@@ -128,15 +138,15 @@ def judge(times: Times) -> Verdict:
     if cause == "network":
         ranks = _behind_a_slow_link(times)
         return Verdict("link" if ranks else "network", ranks, costs[cause], **known)
-    is_everyones = float(everyones_loader.sum()) > 0.5 * costs["loader"] * total_s
-    if cause == "loader" and is_everyones:
-        excess = times.by_step(times.parts[PARTS.index("loader")])
+    is_everyones = everyones.get(cause, 0.0) > 0.5 * costs[cause] * total_s
+    if is_everyones:
+        excess = times.by_step(times.parts[PARTS.index(cause)])
     else:
         excess = _excess(times, _parts_of(cause))  # [S, P]
     least_s = max(_LATE * step_s, 1e-3)
     is_late = excess > least_s
     ranks = _named(excess * is_late)
-    if cause == "loader" and is_everyones:
+    if is_everyones:
         ranks = tuple(range(times.num_ranks))
     of_ranks = is_late[:, list(ranks)] if ranks else is_late
     late_steps = of_ranks.any(1)
@@ -158,8 +168,14 @@ def judge(times: Times) -> Verdict:
         since=since,
         after_validation=kind != "validation" and _is_after(after, excess.clamp(min=0.0).sum(1)),
         parts=_longer(times, ranks, late_steps),
+        is_everyones=is_everyones,
         **known,
     )
+
+
+def _everyones(times: Times, part: str) -> float:
+    """Returns how long all ranks are at a part, in all steps."""
+    return float(base(times.parts[PARTS.index(part)]).sum())
 
 
 def _blame(times: Times, last: Tensor, late: Tensor) -> Tensor:

@@ -7,19 +7,21 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from lightning_dsgd.lab.diagnose.remedies import Remedy, advised
-from lightning_dsgd.lab.diagnose.times import Times
-from lightning_dsgd.lab.diagnose.verdict import Verdict
+from lightning_dsgd.lab.diagnose.times import PARTS, Times
+from lightning_dsgd.lab.diagnose.verdict import Verdict, base
 
 _LEAST_PART: Final = 0.1
 """The least share of a lateness at which a part is told."""
 _SHOWN: Final = 1.02
+_NO_WORK: Final = {"loader": "the loader", "processor": "processors"}
+"""The parts of a rank's own time in which it does not work."""
 _ALWAYS: Final = ("workers", "claimed", "wagma", "int8")
 """The remedies whose gains are told also where there are none."""
 
 
 def verdict(found: Verdict, strategy: str = "ddp") -> str:
     """Says in one sentence what makes the job slow."""
-    who = _ranks(found.ranks)
+    who = "all ranks" if found.is_everyones else _ranks(found.ranks)
     many = f"in {found.late_share:.0%} of the steps, by {_ms(found.late_s)}"
     costs = f"it costs {found.share:.0%} of the time"
     s = "s" if len(found.ranks) == 1 else ""
@@ -49,9 +51,10 @@ def verdict(found: Verdict, strategy: str = "ddp") -> str:
         "validation": f"validate{s} longer than the others",
         "gc": f"collect{s} Python's garbage",
         "callbacks": f"spend{s} longer between batches, in callbacks or loggers",
+        "processor": f"wait{s} for a processor",
     }[found.cause]
     if not who:
-        who, does = "ranks", does.replace("waits", "wait")
+        who = "ranks"
     return f"{who} {does}, {many}: {costs}"
 
 
@@ -62,18 +65,27 @@ def lines(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> list[str]
     meetings_s = float(times.takes.sum()) / times.num_steps
     others_s = meetings_s - found.sums_s
     late_s = sum(v for k, v in found.costs.items() if k != "network") * step_s
-    whole = (
-        f"a step takes {_ms(step_s)}: {_ms(max(0.0, step_s - late_s - meetings_s))} of own work, "
-        f"{_ms(late_s)} of waiting for who is last, {_ms(found.sums_s)} of sums"
-    )
+    everyones = {
+        f"of waiting for {what}": float(base(times.parts[PARTS.index(part)]).sum())
+        / times.num_steps
+        for part, what in _NO_WORK.items()
+    }
+    late_s -= sum(everyones.values())
+    work_s = step_s - late_s - meetings_s - sum(everyones.values())
+    spent = {"of own work": max(0.0, work_s), "of waiting for who is last": late_s}
+    spent |= {what: s for what, s in everyones.items() if s > 0.02 * step_s}
+    spent |= {"of sums": found.sums_s}
+    whole = f"a step takes {_ms(step_s)}: " + ", ".join(f"{_ms(s)} {w}" for w, s in spent.items())
     if others_s > 0.02 * step_s:
         whole += f", {_ms(others_s)} of other meetings"
-    text = [first, f"Why:     {whole}", *(f"         {each}" for each in _details(found))]
+    text = [first, f"Why:     {whole}", *(f"         {each}" for each in _details(times, found))]
     best = advised(list(remedies), found)
     if best is None:
         text.append(f"Next:    stay with {times.strategy}: nothing here would gain 5%")
     else:
-        text += [f"Next:    {best.what}: {_gain(best)} times as fast", f"             {best.paste}"]
+        text.append(f"Next:    {best.what}: {_gain(best)} times as fast")
+        if best.paste:
+            text.append(f"             {best.paste}")
     others = [r for r in remedies if r is not best and (r.gain >= _SHOWN or r.name in _ALWAYS)]
     if others:
         text.append("Others:  " + ", ".join(f"{r.name} {r.gain:.2f}" for r in others))
@@ -97,13 +109,15 @@ def record(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> dict[str
     }
 
 
-def _details(found: Verdict) -> list[str]:
+def _details(times: Times, found: Verdict) -> list[str]:
     said = []
-    if found.ranks and found.cause not in ("link", "network"):
+    if times.are_processors_short:
+        said.append(_processors(times))
+    if found.ranks and not found.is_everyones and found.cause not in ("link", "network"):
         since = "" if found.since is None else f", since step {found.since}"
         said.append(f"{_ranks(found.ranks)}: last in {found.last_share:.0%} of the steps{since}")
     longer = {name: s for name, s in found.parts.items() if s > _LEAST_PART * found.late_s}
-    if longer and found.late_s:
+    if longer and found.late_s and not found.is_everyones:
         each = ", ".join(f"{name} +{_ms(s)}" for name, s in sorted(longer.items()))
         said.append(f"longer where a rank is late: {each}")
     if found.after_validation:
@@ -111,6 +125,18 @@ def _details(found: Verdict) -> list[str]:
     if found.cause == "none" and found.share > 0.01:
         said.append(f"being late by chance costs {found.share:.1%} of the time")
     return said
+
+
+def _processors(times: Times) -> str:
+    """Says by how much the processors are short."""
+    waited_s = times.parts[PARTS.index("processor")].sum(0) / times.num_steps
+    longest = _ms(float(waited_s.max()))
+    text = f"processors are short: a rank is ready to run and waits, for {longest} of a step"
+    known = [each for each in times.running if each is not None]
+    cores = times.about.get("cores")
+    if known and cores:
+        text += f"; {max(known):.1f} other threads run or want to, on {cores} cores"
+    return text
 
 
 def _gain(remedy: Remedy) -> str:

@@ -133,6 +133,7 @@ class LoopTrace(Events):
                     "waits": "of DDP" if watch.is_on_host else "not seen",
                     "sums": "seen" if watch.sums.sees_sums else "the last",
                     "clock": "host" if watch.is_on_host else "device",
+                    **watch.of_processors(),
                 },
                 offset_s=offset_s,
                 max_mb=self._max_mb,
@@ -260,6 +261,8 @@ class LoopTrace(Events):
 
     def _begins_step(self, *_: Any) -> None:
         self._optimizer_s = time.monotonic()
+        if self._watch is not None and self._watch.is_ddp:
+            self._watch.leaves()
         if self._watch is not None and not self._watch.sums.sees_sums:
             self._watch.sums.over_s = self._optimizer_s
 

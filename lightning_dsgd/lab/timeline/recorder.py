@@ -11,7 +11,8 @@ tells what `adaptive` has chosen, and why.
     span      from the end of the step before to the end of this one
     fetch     between batches: the data loader, loggers and other callbacks
     evaluate  validation in the midst of training
-    exchange  the algorithm had the training thread, or DDP its all-reduce
+    exchange  the algorithm had the training thread, or DDP its all-reduce; with a third figure: for
+              so many microseconds since the exchange before, this rank waited for a processor
     wait      the training thread waited for a message of this rank (-1: of all together)
     serve     a lane worked, after a message of this rank had come
     load      of `fetch`: the data loader alone
@@ -22,6 +23,7 @@ tells what `adaptive` has chosen, and why.
               sum was there, its bytes and its step, which on a device is an earlier one
     gather    weights in shards were put together, with the same figures
     items     how many numbers the batches of the step had
+    running   how many threads of the machine ran or wanted to; once a second
     left_out  microseconds of waits that were too short, or too many, to be listed one by one
 
 What is none of this is computation.  A file ends with {"end": why}; without such a line, the run
@@ -102,6 +104,7 @@ class Recorder:
         self._room = int(max_mb * 1e6)
         self._spans: dict[str, list[Any]] = {}
         self._left_out_s, self._items = 0.0, 0
+        self._figures: dict[str, int] = {}
         self._served: deque[Span] = deque()
         self._rank = rank
         self._of_lanes: dict[int, deque[Span]] = {}
@@ -132,9 +135,16 @@ class Recorder:
         else:
             self._add("wait", (begin_s, end_s, src))
 
-    def exchanged(self, begin_s: float, end_s: float) -> None:
-        """Records that the algorithm had the training thread."""
-        self._add("exchange", (begin_s, end_s))
+    def exchanged(self, begin_s: float, end_s: float, waited_s: float = 0.0) -> None:
+        """Records that the algorithm had the training thread.
+
+        Args:
+            begin_s: from when
+            end_s: until when
+            waited_s: for how long the thread waited for a processor before, since the last time
+        """
+        waited = round(1e6 * waited_s)
+        self._add("exchange", (begin_s, end_s, waited) if waited > 0 else (begin_s, end_s))
 
     def fetched(self, begin_s: float, end_s: float) -> None:
         """Records the time between two batches."""
@@ -158,6 +168,10 @@ class Recorder:
         """Records that the step has a batch of so many numbers."""
         self._items += num_items
 
+    def note(self, name: str, figure: int) -> None:
+        """Records a figure of the step, once."""
+        self._figures[name] = figure
+
     def end_step(self, number: int) -> None:
         """Writes the line of the step of this number, which is over."""
         if not self.is_open:
@@ -167,11 +181,13 @@ class Recorder:
             self._add("serve", self._served.popleft())
         line: dict[str, Any] = {"step": number, "span": self._whole((self._begin_s, now))}
         line |= {kind: [*map(self._whole, spans)] for kind, spans in self._spans.items()}
+        line |= self._figures
         if self._items:
             line["items"] = self._items
         if self._left_out_s:
             line["left_out"] = round(1e6 * self._left_out_s)
         self._begin_s, self._spans, self._left_out_s, self._items = now, {}, 0.0, 0
+        self._figures = {}
         self._write(line)
         if now - self._flushed_s >= FLUSH_S and self.is_open:
             self._file.flush()

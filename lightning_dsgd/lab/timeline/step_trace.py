@@ -131,6 +131,7 @@ class StepTrace(pl.Callback):
             self._head |= {} if self._watch.is_ddp else {"strategy": SHARDED}
             self._head["sums"] = "seen" if self._watch.sums.sees_sums else "the last"
             self._head["clock"] = "host" if self._watch.is_on_host else "device"
+            self._head |= self._watch.of_processors()
         self._time_loader(trainer.profiler)
         self._first_step = self._last_step = trainer.global_step
         self._phase, self._gave_up = ("", 0.0), False

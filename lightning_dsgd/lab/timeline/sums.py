@@ -55,9 +55,11 @@ class Sums:
         ready_s: when the host came to the last piece, or to the last gradient; None before
         over_s: when the host was told that a sum was there, for the last time
         sees_sums: whether each sum is seen; else the last gradient alone
+        comes: is called by the training thread where a piece is ready
     """
 
     def __init__(self, times: Times) -> None:
+        self.comes: Callable[[], object] = lambda: None
         self.ready_s: float | None = None
         self.over_s: float | None = None
         self.sees_sums = False
@@ -185,6 +187,7 @@ class Sums:
                 return hook(state, bucket)
             buffer = bucket.buffer()
             self.ready_s = self._times.host_s()
+            self.comes()
             begun = _Sum(self._times.mark(), buffer.numel() * buffer.element_size())
             self._of_step.append(begun)
 

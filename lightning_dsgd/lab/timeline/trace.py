@@ -29,9 +29,9 @@ _SUMS: Final = ("sum", "gather")
 _MOST: Final = 10**15
 """The largest figure of a step: microseconds of 30 years."""
 _MOST_RANKS: Final = 10**6
-_WORDS: Final = ("run", "strategy", "waits", "sums", "clock", "device", "host")
+_WORDS: Final = ("run", "strategy", "waits", "sums", "clock", "device", "host", "processors")
 """What the first line says in words, if it says it."""
-_FIGURES: Final = ("began_unix_s", "parameters", "epoch_steps")
+_FIGURES: Final = ("began_unix_s", "parameters", "epoch_steps", "cores", "threads")
 """What the first line says in figures, if it says it."""
 
 
@@ -55,6 +55,10 @@ class Step:
     sum: SpansOf = ()
     gather: SpansOf = ()
     items: int = 0
+    short: tuple[float, ...] = ()
+    """For each exchange, how long the rank waited for a processor before, since the last one."""
+    running: int | None = None
+    """How many threads of the machine ran or wanted to, if that was asked in this step."""
 
     @property
     def own_s(self) -> float:
@@ -161,7 +165,7 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
         if "end" in record:
             end = str(record["end"])
         elif "decision" in record:
-            at = record.get("at")
+            at: Any = record.get("at")
             if not _is_figure(at):
                 _refuse(path, number, "'at' must be a number", at)
             decisions.append((1e-6 * at + shift_s, str(record["decision"])))
@@ -197,8 +201,8 @@ def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
 
 def _check_step(path: Path, number: int, record: dict[str, Any]) -> None:
     """Raises `ValueError` unless the line of a step has what `recorder` writes."""
-    for name in ("step", "items"):
-        figure = record.get(name, 0 if name == "items" else None)
+    for name in ("step", "items", "running"):
+        figure = record.get(name, None if name == "step" else 0)
         if not _is_figure(figure):
             _refuse(path, number, f"{name!r} must be a number", figure)
     _check_span(path, number, "span", record.get("span"), 2)
@@ -208,7 +212,8 @@ def _check_step(path: Path, number: int, record: dict[str, Any]) -> None:
             _refuse(path, number, f"{kind!r} must be a list of spans", spans)
         size = 3 if kind in _WHO else 4 if kind in _SUMS else 2
         for span in spans:
-            _check_span(path, number, kind, span, size)
+            has_more = kind == "exchange" and isinstance(span, list) and len(span) == 3
+            _check_span(path, number, kind, span, 3 if has_more else size)
 
 
 def _check_span(path: Path, number: int, kind: str, span: Any, size: int) -> None:
@@ -237,10 +242,16 @@ def _step(record: dict[str, Any], shift_s: float) -> Step:
         )
 
     begin, end = record["span"]
+    running = record.get("running")
+    exchanges = spans("exchange")
+    more = {kind: spans(kind) for kind in _SPANS if kind != "exchange"}
     return Step(
         int(record["step"]),
         1e-6 * begin + shift_s,
         1e-6 * max(begin, end) + shift_s,
+        exchange=tuple((begin, end) for begin, end, *_ in exchanges),
         items=int(record.get("items", 0)),
-        **{kind: spans(kind) for kind in _SPANS},
+        short=tuple(1e-6 * max(0, *waited, 0) for _, _, *waited in exchanges),
+        running=None if running is None else int(running),
+        **more,
     )

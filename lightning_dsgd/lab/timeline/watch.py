@@ -20,12 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
+from lightning_dsgd.lab.timeline import processors
 from lightning_dsgd.lab.timeline.meetings import Meetings
 from lightning_dsgd.lab.timeline.recorder import ALL, Recorder
 from lightning_dsgd.lab.timeline.sums import Sums
 
 _SHORTEST_GC_S: Final = 5e-4
 """Garbage collections that are shorter are not listed."""
+_ASK_EVERY_S: Final = 1.0
+"""How often it is asked how many threads want to run."""
 
 
 class Watch:
@@ -42,14 +45,28 @@ class Watch:
         times = times_of(device)
         self.is_on_host = not isinstance(times, DeviceTimes)
         self.sums = Sums(times)
-        self._meetings = Meetings(self.met, time.monotonic)
+        self._meetings = Meetings(self.met, self.comes)
         self._thread = threading.get_ident()
         self._collecting_s: float | None = None
         self._forward_s: float | None = None
         self._handles: list[Any] = []
+        self._waited: processors.Waited | None = None
+        self._came: float | None = None
+        """How long the thread had waited for a processor when it came to a meeting."""
+        self._went: float | None = None
+        """The same, when it left that meeting, if that is known by now."""
+        self._before = 0.0
+        """The same, when it left the meeting before."""
+        self._asked_s = float("-inf")
 
     def begin(self, model: Any) -> None:
-        """Begins to watch a DDP that is wrapped around a model, or a model in shards."""
+        """Begins to watch a DDP that is wrapped around a model, or a model in shards.
+
+        To be called by the training thread.
+        """
+        self._waited = processors.Waited()
+        self._before = self._waited.seconds()
+        self.sums.comes = self.comes
         self.is_ddp = isinstance(model, DistributedDataParallel)
         if self.is_ddp:
             self.sums.watch(model)
@@ -68,8 +85,19 @@ class Watch:
                 model.module.register_forward_pre_hook(self._is_in_forward),
             ]
 
+    def of_processors(self) -> dict[str, Any]:
+        """Returns what the first line says of the processors."""
+        return {
+            "cores": processors.usable_cores(),
+            "threads": torch.get_num_threads(),
+            "processors": processors.GUESSED if self._waited is None else self._waited.how,
+        }
+
     def end(self) -> None:
         """Leaves everything as it was."""
+        waited, self._waited = self._waited, None
+        if waited is not None:
+            waited.close()
         self.sums.stop()
         self._meetings.end()
         if self._collects in gc.callbacks:
@@ -78,12 +106,33 @@ class Watch:
             handle.remove()
         self._handles, self.recorder = [], None
 
+    def comes(self) -> float:
+        """Notes that the thread comes to a meeting, or may; returns when."""
+        if self._waited is not None and self.recorder is not None:
+            self._came = self._waited.seconds()
+        return time.monotonic()
+
+    def leaves(self) -> None:
+        """Notes that the thread has left a meeting that is recorded later."""
+        if self._waited is not None and self.recorder is not None:
+            self._went = self._waited.seconds()
+
     def met(self, begin_s: float, end_s: float | None = None) -> None:
         """Records that this rank met all others, and waited for them."""
         if self.recorder is not None:
             end_s = time.monotonic() if end_s is None else end_s
-            self.recorder.exchanged(begin_s, end_s)
+            self.recorder.exchanged(begin_s, end_s, self._waited_before())
             self.recorder.waited(begin_s, end_s, ALL, in_lane=False)
+
+    def _waited_before(self) -> float:
+        """Returns how long the thread waited for a processor before this meeting."""
+        if self._waited is None:
+            return 0.0
+        now_s = self._waited.seconds()
+        came, went = self._came, self._went
+        before, self._before = self._before, now_s if went is None else went
+        self._came = self._went = None
+        return max(0.0, (now_s if came is None else came) - before)
 
     def backward_ends(self) -> None:
         """Records how long the backward pass waited for the sums, which are over."""
@@ -96,10 +145,15 @@ class Watch:
         if self.recorder is not None:
             for kind, begin_s, end_s, *figures in self.sums.end_step(number):
                 self.recorder.did(kind, begin_s, end_s, *figures)
+            now_s = time.monotonic()
+            if now_s - self._asked_s >= _ASK_EVERY_S:
+                self._asked_s, running = now_s, processors.num_running()
+                if running is not None:
+                    self.recorder.note("running", running)
             self.recorder.end_step(number)
 
     def _comes_to_forward(self, *_: Any) -> None:
-        self._forward_s = time.monotonic()
+        self._forward_s = self.comes()
 
     def _is_in_forward(self, *_: Any) -> None:
         begin_s, self._forward_s = self._forward_s, None

@@ -36,6 +36,9 @@ class Own:
     sum: float = SUM_S
     behind: float = 0.0
     """By how much the sum is over later for this rank."""
+    short: float = 0.0
+    """For how long it waits for a processor in its forward pass, besides."""
+    bytes: int = BYTES
 
 
 @dataclass
@@ -166,7 +169,7 @@ def traces(
         asks = [began[r] + own.between + own.validation for r, own in enumerate(every)]
         answered = max(asks) + QUESTION_S
         loaded = [answered + own.loader for own in every]
-        forwarded = [loaded[r] + own.forward + own.gc for r, own in enumerate(every)]
+        forwarded = [loaded[r] + own.forward + own.gc + own.short for r, own in enumerate(every)]
         first = [forwarded[r] + 0.6 * own.backward for r, own in enumerate(every)]
         ready = [forwarded[r] + own.backward for r, own in enumerate(every)]
         first_over = max(first) + every[0].sum / 2
@@ -192,14 +195,21 @@ def traces(
                     optimizer=((over, end),),
                     gc=((loaded[rank], loaded[rank] + own.gc),) if own.gc else (),
                     sum=(
-                        (first[rank], first_over, BYTES // 2),
-                        (ready[rank], over, BYTES // 2),
+                        (first[rank], first_over, own.bytes // 2),
+                        (ready[rank], over, own.bytes // 2),
                     ),
                     items=own.items,
+                    short=(0.0, own.short),
                 )
             )
             began[rank] = end
-    told = {"strategy": "ddp", "sums": "seen", "clock": "host", "parameters": BYTES // 4}
+    told: dict[str, object] = {
+        "strategy": "ddp",
+        "sums": "seen",
+        "clock": "host",
+        "parameters": BYTES // 4,
+    }
+    told |= {"host": "here", "cores": 16, "processors": "seen"}
     return [Trace(r, ranks, {**told, **(about or {})}, tuple(made[r]), "") for r in range(ranks)]
 
 
@@ -213,6 +223,9 @@ def write(folder: Path, every: list[Trace]) -> None:
             line = {"step": step.number, "span": whole((step.begin_s, step.end_s))}
             line |= {name: [whole(span) for span in getattr(step, name)] for name in names}
             line |= {"gc": [whole(span) for span in step.gc], "items": step.items}
+            for span, waited in zip(line["exchange"], step.short, strict=True):
+                if waited:
+                    span.append(round(1e6 * waited))
             line["sum"] = [[*whole(span), step.number] for span in step.sum]
             lines.append(line)
         folder.mkdir(exist_ok=True)

@@ -108,9 +108,10 @@ def test_the_trainer_is_left_as_it_was(tmp_path: Path) -> None:
     assert all(isinstance(c, StepTrace) or "StepTrace" not in repr(c) for c in train.callbacks)
     train = trainer("auto", 1, callbacks=[trace])
     before = list(train.callbacks)
-    with pytest.raises(ValueError, match="no such luck"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        train.fit(Fails(), loader())
+        with pytest.raises(ValueError, match="no such luck"):
+            train.fit(Fails(), loader())
     assert train.callbacks == before
     assert not {"start", "stop"} & {*vars(train.profiler)}
     (recorded,) = read_folder(tmp_path)

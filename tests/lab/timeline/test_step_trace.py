@@ -124,6 +124,10 @@ def test_the_sums_of_ddp_are_seen_and_no_weight_changes(hooked: bool, tmp_path: 
     waits_s = []
     for trace in read_folder(tmp_path):
         assert (trace.about["sums"], trace.about["clock"]) == ("seen", "host")
+        assert trace.about["cores"] >= 1
+        assert trace.about["threads"] == 1
+        assert trace.about["processors"] in ("seen", "guessed")
+        assert trace.steps[0].running is not None
         for step in trace.steps:
             ((ready_s, over_s, num_bytes),) = step.sum
             assert num_bytes == 4 * trace.about["parameters"]
@@ -131,6 +135,10 @@ def test_the_sums_of_ddp_are_seen_and_no_weight_changes(hooked: bool, tmp_path: 
             assert forward[1] <= backward[0] <= ready_s <= over_s <= backward[1] <= optimizer[0]
             assert step.load[0][1] <= step.fetch[-1][1] <= forward[0] + 1e-3
             assert step.items == 8 * 11
+            # It waits for processors before it comes to a meeting.
+            assert len(step.short) == len(step.exchange)
+            assert min(step.short) >= 0
+            assert step.number == 1 or sum(step.short) <= step.end_s - step.begin_s + 1e-3
             # The question for SIGTERM, the buffers of rank 0, and the sum.
             *_, question, buffers, of_sum = step.exchange
             assert question[1] <= buffers[0] <= buffers[1] <= of_sum[0] <= ready_s
