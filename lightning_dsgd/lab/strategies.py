@@ -1,8 +1,10 @@
 """The command `strategies`: the table of strategies, or one of them in full.
 
-lightning-dsgd strategies
-lightning-dsgd strategies wagma
-lightning-dsgd strategies --json
+    lightning-dsgd strategies
+    lightning-dsgd strategies wagma
+    lightning-dsgd strategies --json
+
+The table says what each strategy is for; one of them in full also has its hyperparameters and rule.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         steps = _pair("--steps", args.steps, int)
         seconds = _pair("--seconds", args.seconds, float)
         runs = [picture.load(run, steps, seconds, _MOST_SPANS[form]) for run in args.runs]
+        runs = picture.named_apart(runs, args.runs)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     write = {"html": page.html, "svg": picture.svg, "perfetto": perfetto.trace_events}[form]

@@ -92,6 +92,32 @@ def load(
     return Run(_name(traces[0]), drawn, ", ".join(notes), decisions)
 
 
+def named_apart(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
+    """Returns the runs; the names of those that are alike begin with what differs in their paths.
+
+    Args:
+        runs: the runs
+        paths: where each was recorded
+    """
+    names = [run.name for run in runs]
+    found = []
+    for run, path in zip(runs, paths, strict=True):
+        alike = [p for p, name in zip(paths, names, strict=True) if name == run.name]
+        label = _label(path, alike) if len(alike) > 1 else ""
+        found.append(replace(run, name=f"{label}: {run.name}") if label else run)
+    return found
+
+
+def _label(path: Path, others: Sequence[Path]) -> str:
+    """Returns the shortest end of a path that no other path ends with."""
+    parts = path.absolute().parts
+    for size in range(1, len(parts)):
+        ends = [other.absolute().parts[-size:] for other in others]
+        if ends.count(parts[-size:]) == 1:
+            return "/".join(parts[-size:])
+    return str(path)
+
+
 def _choice(decision: str) -> str:
     """Returns what a decision was, without its step and its reason."""
     words = decision.split(": ")

@@ -97,12 +97,14 @@ def _started_here(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _report(found: list[dict[str, Any]], command: str, output: Path, *, as_json: bool) -> None:
     from lightning_dsgd.lab.probe import measure
 
-    result = measure.cluster(found)
+    result, busy = measure.cluster(found), measure.busy(found)
     pairs = [each for each in found if "pair" in each]
-    report = {**result.to_json(), "pairs": pairs, **provenance(command)}
+    report = {**result.to_json(), "pairs": pairs, "busy": busy, **provenance(command)}
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         if not as_json:
             print(cluster.table(result))
+        if busy:
+            print(busy)
         write_result(report, output)
     if as_json:
         print(text(report), end="")

@@ -24,6 +24,7 @@ from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.lab import accelerators
 from lightning_dsgd.lab.probe.cluster import Cluster, Link, Processor
 from lightning_dsgd.lab.timeline.clocks import boot_id
+from lightning_dsgd.lab.timeline.processors import SEEN, Waited
 from lightning_dsgd.primitives import sparse, sparse_wire
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.transport import Transport
@@ -53,6 +54,8 @@ _DENSE_S: Final = 0.05
 _STEPS: Final = 8
 """The number of steps that `local_sgd` makes from one average to the next."""
 _PAUSE_S: Final = 0.05
+_BUSY: Final = 0.1
+"""A machine is busy where rank 0, which measures alone, waits for this share of the time."""
 _WARM_UP: Final = 3
 
 Found = dict[str, Any]
@@ -237,11 +240,19 @@ def _spent(net: Transport, work: Callable[[], object]) -> Spent:
 
 
 def selection(net: Transport, device: torch.device) -> Found:
-    """Measures adding, copying and selecting on rank 0, while the others are quiet."""
+    """Measures adding, copying and selecting on rank 0, while the others are quiet.
+
+    What rank 0 waits for a processor meanwhile, other programs have taken.
+    """
     net.barrier().wait()
     found: Found = {}
     if net.rank == 0:
+        waited, begin_s = Waited(), time.monotonic()
+        before_s = waited.seconds()
         found = _selection(device)
+        share = (waited.seconds() - before_s) / max(1e-9, time.monotonic() - begin_s)
+        found["waited_share"] = share if waited.how == SEEN else None
+        waited.close()
     net.barrier().wait()
     return found
 
@@ -343,6 +354,17 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
         devices.port_of(device).finish()
         times.append(time.perf_counter() - begin)
     return min(times)
+
+
+def busy(found: Sequence[Found]) -> str:
+    """Says that other programs have disturbed what was measured; empty if they have not."""
+    share = next((each["waited_share"] for each in found if "waited_share" in each), None)
+    if share is None or share < _BUSY:
+        return ""
+    return (
+        f"this machine is busy: for {share:.0%} of the time rank 0 was ready to measure and waited "
+        "for a processor, so that all figures are too slow; stop what else runs, and probe again"
+    )
 
 
 def cluster(found: Sequence[Found]) -> Cluster:

@@ -52,6 +52,21 @@ def test_a_name_stays_text_in_the_page(runs: Path) -> None:
     assert "innerHTML = describe" not in text
 
 
+def test_runs_that_are_alike_are_told_apart_by_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("before/run", "after/run", "third"):
+        record(tmp_path / name, [[[(0.5, 0.9, 1)], []], [[], []]])
+    folders = [str(tmp_path / name) for name in ("before/run", "after/run", "third")]
+    main(["timeline", *folders, "--output", str(tmp_path / "page.html")])
+    said = capsys.readouterr().out.splitlines()
+    begins = ["before/run: made, 2 ranks: a rank", "after/run: made, 2 ranks: a rank"]
+    for line, begin in zip(said, [*begins, "third: made, 2 ranks: a rank"], strict=False):
+        assert line.startswith(begin)
+    main(["timeline", folders[0], "--output", str(tmp_path / "page.html")])
+    assert capsys.readouterr().out.startswith("made, 2 ranks: a rank")
+
+
 def test_a_trace_that_is_broken_is_an_error_of_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

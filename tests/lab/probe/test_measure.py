@@ -13,7 +13,7 @@ import torch
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.lab.probe import measure
 from lightning_dsgd.lab.probe.cluster import Cluster, Link, table
-from lightning_dsgd.lab.probe.command import main
+from lightning_dsgd.lab.probe.command import _report, main
 from lightning_dsgd.lab.results import write_result
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.simulated import SimulatedWorld
@@ -76,6 +76,20 @@ def test_what_was_found_is_one_cluster_and_survives_a_file(tmp_path: Path) -> No
     assert "4, 2 on each of 2 nodes" in table(cluster)
     alone = measure.cluster(everything("aa"))
     assert (alone.between, alone.link) == (None, alone.inside)
+
+
+@pytest.mark.parametrize(("share", "is_busy"), [(0.43, True), (0.02, False), (None, False)])
+def test_a_busy_machine_is_named(
+    share: float | None, is_busy: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [*everything("aa"), {"waited_share": share}]
+    for as_json in (False, True):
+        _report(found, "probe", tmp_path / "cluster.json", as_json=as_json)
+        said = capsys.readouterr()
+        text = said.err if as_json else said.out
+        assert ("this machine is busy: for 43% of the time" in text) == is_busy
+    assert bool(json.loads((tmp_path / "cluster.json").read_text())["busy"]) == is_busy
+    assert Cluster.read(tmp_path / "cluster.json") == measure.cluster(found)
 
 
 # ---- the command, alone and under a launcher ----
