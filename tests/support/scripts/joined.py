@@ -2,9 +2,9 @@
 
 Its arguments: a folder, the strategy (with claimed batches: "popsgd:claimed"; on a device that is
 none: "wagma:fake"; with a communicator: "local_sgd:sums", or where one comes with other options:
-"local_sgd:no_sums"; recorded by StepTrace: "local_sgd:trace"), the ranks of a node, the nodes; and how many ranks there may be, and from
-which checkpoint it goes on.  A rank writes how far it is, and what it ends with.  Training ends
-with the epoch in which the file `end` is there.
+"local_sgd:no_sums"; recorded by StepTrace: "local_sgd:trace"), the ranks of a node, the nodes; and
+how many ranks there may be, and from which checkpoint it goes on.  A rank writes how far it is, and
+what it ends with.  Training ends with the epoch in which the file `end` is there.
 """
 
 from __future__ import annotations
