@@ -32,6 +32,8 @@ from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica.replica import Replica
 
 _KEY: Final = "lightning_dsgd"
+CLAIMS: Final = "lightning_dsgd_claims"
+"""The key of what ranks have claimed in an epoch (`elastic.claimed`)."""
 
 Record = dict[str, Any]
 

@@ -82,6 +82,12 @@ class CheckpointsMixin(LaunchedMixin):
             return
         if training.claimed is not None:
             training.claimed.restore(checkpoint)
+        elif record.CLAIMS in checkpoint and seams.is_within_epoch(checkpoint):
+            raise ValueError(
+                "an epoch must go on with the data= that it began with, got a checkpoint within an "
+                'epoch of data="claimed" with data="equal"; resume with data="claimed", or from a '
+                "checkpoint of an epoch's end"
+            )
         if self._resumes_own:
             self._restore(checkpoint)
         else:

@@ -31,18 +31,17 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dsgd.elastic.claimed.claims import NONE
 from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed, is_claimable
+from lightning_dsgd.session import record
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.joint import JointEpochs, OwnClass
-
-_KEY: Final = "lightning_dsgd_claims"
 
 
 class TrainerData(ClaimedData):
@@ -62,11 +61,13 @@ class TrainerData(ClaimedData):
         self._trainer = trainer
         self._is_told = False
         self._state: dict[str, Any] | None = None
+        self._unclaimed_epoch = -1
+        """The epoch that a checkpoint was saved in, by ranks that claimed nothing."""
         self._num_validations = 0
         self._num_scheduled = 0
         """For how many nominal batches of the epoch the schedulers have stepped."""
         self._has_ended = False
-        """Whether the schedulers have come to the end of the epoch."""
+        """Whether the schedulers of epochs have made the step of this epoch."""
         self._steps_before = self._batches_before = 0
         """How many nominal steps and batches the epochs before had."""
 
@@ -107,21 +108,38 @@ class TrainerData(ClaimedData):
     def _begin_epoch(self) -> None:
         trainer, combined = self._trainer, self._combined
         unit_size = trainer.accumulate_grad_batches
-        limit = trainer.num_training_batches * self.num_ranks
-        if trainer.fit_loop.max_steps >= 0:
-            left = max(0, trainer.fit_loop.max_steps - self._steps_before)
-            limit = min(limit, left * unit_size * self.num_ranks)
+        number = trainer.fit_loop.epoch_progress.current.processed
         if self._session.phase is Phase.JOINED:
             self._session.enter(Phase.TRAINING)  # from its first claim on it meets the others
         self.begin_epoch(
-            trainer.fit_loop.epoch_progress.current.processed,
+            number,
             combined.flattened,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
             shortest=combined._mode == "min_size",
             cycles=combined._mode == "max_size_cycle",
-            limit=limit,
+            limit=self._limit(number, unit_size),
             unit_size=unit_size,
         )
+
+    def _limit(self, number: int, unit_size: int) -> float:
+        """Returns how many batches an epoch has at most, of all ranks.
+
+        An epoch that a resume goes on with has as many as before, whatever the number of ranks.
+        """
+        if number == self._unclaimed_epoch:
+            raise ValueError(
+                "an epoch must go on with the data= that it began with, got a checkpoint within an "
+                'epoch of data="equal" with data="claimed"; resume with data="equal", or from a '
+                "checkpoint of an epoch's end"
+            )
+        if self._state is not None and self._state["epoch"][0] == number:
+            limit: float = self._state.get("num_batches", float("inf"))
+            return limit
+        limit = self._trainer.num_training_batches * self.num_ranks
+        if self._trainer.fit_loop.max_steps >= 0:
+            left = max(0, self._trainer.fit_loop.max_steps - self._steps_before)
+            limit = min(limit, left * unit_size * self.num_ranks)
+        return limit
 
     # ---- progress ----
 
@@ -151,11 +169,16 @@ class TrainerData(ClaimedData):
 
     def schedule_end(self) -> None:
         """Has all schedulers come to the end of the epoch, unless they had before a resume."""
+        self.schedule(self._length)
+        self.schedule_epoch()
+
+    def schedule_epoch(self) -> None:
+        """Has the schedulers of epochs make the step of this epoch, once."""
         if not self._has_ended:
             self._has_ended = True
-            self.schedule(self._length)
-            loop = self._trainer.fit_loop.epoch_loop
-            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            self._trainer.fit_loop.epoch_loop._update_learning_rates(
+                interval="epoch", update_plateau_schedulers=False
+            )
 
     def count_validation(self) -> None:
         """Notes that this rank validates."""
@@ -209,11 +232,15 @@ class TrainerData(ClaimedData):
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Adds the claims to a checkpoint; all ranks call it."""
         if self.is_used:
-            checkpoint[_KEY] = self.state() | {"counts": self.counts()}
+            counted = {"counts": self.counts(), "num_batches": self.num_batches}
+            checkpoint[record.CLAIMS] = self.state() | counted
 
     def restore(self, checkpoint: Any) -> None:
         """Goes on with the claims in a checkpoint, once the network is there."""
-        self._state = checkpoint.get(_KEY)
+        self._state = checkpoint.get(record.CLAIMS)
+        if self._state is None and self._session.takes_part and seams.is_within_epoch(checkpoint):
+            epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+            self._unclaimed_epoch = epochs["processed"]
         if self._state is not None:
             self.take_counts(self._state["counts"])
             self.load_state(self._state)
@@ -314,8 +341,10 @@ def _take_epoch_loop(trainer: Any, epochs: ClaimedEpochs, data: TrainerData) -> 
             return data.is_unit_over
 
         def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-            if interval == "epoch" or update_plateau_schedulers:  # else see `TrainerData.schedule`
+            if update_plateau_schedulers:
                 super().update_lr_schedulers(interval, update_plateau_schedulers)
+            elif interval == "epoch":  # for those of steps see `TrainerData.schedule`
+                data.schedule_epoch()
 
         def _should_check_val_fx(self, data_fetcher: Any) -> bool:
             if self.restarting:

@@ -80,11 +80,13 @@ def fit(
     model: Any = None,
     train: Any = None,
     ckpt_path: str | None = None,
+    data: str = "claimed",
     **kwargs: Any,
 ) -> tuple[Writing, L.Trainer]:
     torch.set_num_threads(1)
     model = model or Writing()
-    fitted = trainer(claimed(), int(os.environ["WORLD_SIZE"]), **kwargs)
+    strategy = STRATEGIES["popsgd"](timeout_s=60.0, data=data)
+    fitted = trainer(strategy, int(os.environ["WORLD_SIZE"]), **kwargs)
     if train is None:
         workers_live = {"num_workers": workers, "persistent_workers": workers > 0}
         train = DataLoader(Numbered(size), batch_size, shuffle=True, **workers_live)
@@ -238,19 +240,79 @@ class LongCycle(OneCycle):
     num_more = 20
 
 
-def save(folder: str) -> Any:
+def save(folder: str, data: str = "claimed", **limits: int) -> Any:
     """Trains an epoch with a validation and a checkpoint in its middle and at its end."""
     saver = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=False)
     model, _ = fit(
         48, model=LongCycle(0.03), callbacks=[saver], enable_checkpointing=True,
-        val_check_interval=0.5,
+        val_check_interval=0.5, data=data, **limits,
     )  # fmt: skip
     return model.samples[0], model.seen[1]
 
 
-def resume(path: str, max_epochs: int) -> Any:
-    model, fitted = fit(48, model=LongCycle(), ckpt_path=path, max_epochs=max_epochs)
+def resume(path: str, max_epochs: int, data: str = "claimed", **limits: int) -> Any:
+    model, fitted = fit(
+        48, model=LongCycle(), ckpt_path=path, max_epochs=max_epochs, data=data, **limits
+    )
     return model.samples, model.schedule.last_epoch, fitted.current_epoch
+
+
+def resume_alone(folder: str, limits: dict[str, int]) -> Any:
+    return resume(str(oldest(folder)), 1, **limits)
+
+
+def save_limited(folder: str, limits: dict[str, int]) -> Any:
+    return save(folder, **limits)
+
+
+def oldest(folder: str) -> Path:
+    return min(Path(folder).glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+
+
+@cases("limits", now=[{"limit_train_batches": 10}], later=[{"max_steps": 10}])
+def test_a_limited_epoch_goes_on_with_another_number_of_ranks(
+    limits: dict[str, int], tmp_path: Path
+) -> None:
+    """It has as many batches as it had: 20, as of two ranks with 10 each."""
+    ranks = run(2, save_limited, str(tmp_path), limits)
+    before = [i for samples, at in ranks for i in samples[:at]]
+    ((samples, *_),) = run(1, resume_alone, str(tmp_path), limits)
+    assert len(before) < 40
+    assert len({*before, *samples[-1]}) == len(before + samples[-1]) == 40
+
+
+def resume_with_other_data(folder: str) -> str:
+    """Both ways, from a checkpoint within an epoch."""
+    texts = []
+    for saved, other in (("claimed", "equal"), ("equal", "claimed")):
+        own = f"{folder}/{saved}"
+        save(own, saved)
+        with pytest.raises(ValueError, match="data= that it began with") as caught:
+            resume(str(oldest(own)), 1, other)
+        texts.append(str(caught.value))
+    return " ".join(texts)
+
+
+def test_an_epoch_does_not_go_on_with_data_dealt_otherwise(tmp_path: Path) -> None:
+    for text in run(2, resume_with_other_data, str(tmp_path)):
+        assert 'epoch of data="claimed" with data="equal"' in text
+        assert 'epoch of data="equal" with data="claimed"' in text
+
+
+class Skipping(LongCycle):
+    """Rank 0 skips the rest of the epoch at its second batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.global_rank == 0 and batch_idx == 1 else None
+
+
+def skip() -> int:
+    _, fitted = fit(16, model=Skipping(0.01), limit_val_batches=0)
+    return int(fitted.lr_scheduler_configs[1].scheduler.last_epoch)
+
+
+def test_a_rank_that_skips_the_rest_of_an_epoch_steps_its_schedules_once() -> None:
+    assert run(2, skip) == [1] * 2
 
 
 @cases("world_size", now=[2], later=[3])
