@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from lightning_dsgd.elastic.launch import notice as notice_module
 from lightning_dsgd.elastic.launch.notice import Notice
 from tests.elastic.launch.test_joining import check_end, free_address, job, where
-from tests.support.launched import Launched, until
+from tests.support.launched import Launched, is_alive, until
 
 AWS = "/latest/meta-data/spot/instance-action"
 GOOGLE = "/computeMetadata/v1/instance/preempted"
@@ -147,6 +148,18 @@ def test_files_and_commands_say_whether_there_is_notice(tmp_path):
     ):
         given, (said,) = look(source)
         assert (given, trouble in said) == ("", True), said
+
+
+def test_what_a_command_that_hangs_has_started_is_ended_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(notice_module, "_ANSWER_WITHIN_S", 0.2)
+    file = tmp_path / "pid"
+    # The shell waits for a child of its own, which would be left behind.
+    given, (said,) = look(f"sleep 1000 & echo $! >> {file}; wait")
+    assert given == ""
+    assert "TimeoutExpired" in said
+    pids = [int(line) for line in file.read_text().split()]
+    assert len(pids) == 3  # of three looks
+    until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.exhaustive

@@ -274,6 +274,35 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path):
     assert not any(map(is_alive, pids))
 
 
+# Told to end by SIGTERM, which it does not heed; its first process fails.
+DEAF = (
+    SCRIPT
+    + """
+signal.signal(signal.SIGTERM, on_interrupt)
+sys.exit = print
+tell("deaf", "")
+while rank != "0" or not list(Path(sys.argv[1]).glob("deaf_1")): time.sleep(0.1)
+os._exit(5)
+"""
+)
+
+
+def test_a_rank_that_does_not_end_by_itself_gets_sigterm_and_then_sigkill(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(supervisor, "_TERM_S", 0.5)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    file = tmp_path / "script.py"
+    file.write_text(DEAF)
+    ranks = [sys.executable, "-u", str(file), str(tmp_path)]
+    place = Place(2, 1, 0, "127.0.0.1", 0)
+    assert supervisor.Supervisor(ranks, place, tmp_path / "logs", 0.2, 3).run() == 1
+    assert (tmp_path / "interrupted_1").exists()  # so it had SIGTERM first
+    said = capsys.readouterr().err
+    assert "rank 0 ended with 5" in said
+    assert "rank 1 ended with -9" in said
+
+
 def test_no_process_of_a_rank_is_left_when_the_rank_is_killed(tmp_path):
     forks = SCRIPT + 'if not os.fork(): rank += "_child"\n' + WAITS.removeprefix(SCRIPT)
     with Launched(tmp_path, forks, "--ranks", "1") as job:
