@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +21,15 @@ from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.fabric.collectives import FabricSession
 from lightning_dsgd.lab.callbacks import gathered
+from lightning_dsgd.session.last_resort import NOTICE_WITHIN_S
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
-from lightning_dsgd.session.phases import Phase
+from lightning_dsgd.session.phases import FOLLOWING, Phase
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.simulated import Killed
 from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.sessions import TrainerSession
+from lightning_dsgd.transport import PeerLost
 from lightning_dsgd.transport.view import View
 
 CHOSEN = choose("a test", Options, {"timeout_s": 10.0, "heartbeat_timeout_s": 10.0})
@@ -208,6 +211,84 @@ def test_fabric_ends_a_rank_that_has_left_where_it_calls_something():
     ):
         with pytest.raises(SystemExit, match="rank 1 received SIGTERM and has left"):
             call()
+
+
+# ---- the last resort ----
+class Timers:
+    """In the place of timers: what they do, and whether they still would."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def __call__(self, seconds: float, action: Callable[..., None], args: Any) -> Any:
+        timer = SimpleNamespace(seconds=seconds, action=partial(action, *args), is_due=False)
+        timer.start = lambda: setattr(timer, "is_due", True)
+        timer.cancel = lambda: setattr(timer, "is_due", False)
+        self.made.append(timer)
+        return timer
+
+    def pass_by(self) -> None:
+        for timer in self.made:
+            if timer.is_due:
+                timer.action()
+
+
+@pytest.fixture
+def timers(monkeypatch) -> Timers:
+    made = Timers()
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("lightning_dsgd.session.last_resort.threading.Timer", made)
+    monkeypatch.setattr("lightning_dsgd.session.last_resort.os._exit", end)
+    return made
+
+
+def hanging() -> Session[Any]:
+    """A session whose training thread does nothing, as one that hangs in a library."""
+    session = Session[Any](Untrained(Opening(CHOSEN, print), None))
+    session._net = SimpleNamespace(ends_with_peers=False)  # type: ignore[assignment]
+    session.training, session._phase = SimpleNamespace(stop_lanes=lambda: ()), Phase.TRAINING
+    return session
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_a_rank_that_has_left_is_not_ended_for_a_loss(timers, is_before):
+    session, lost = hanging(), PeerLost(1, "died")
+    if is_before:
+        session._last_resort.await_notice(lost)
+    session._net.close = lambda: session._last_resort.await_notice(lost)  # type: ignore[union-attr]
+    session.depart()
+    timers.pass_by()
+
+
+def test_a_rank_is_ended_for_a_loss_that_training_does_not_notice_also_in_another_view(timers):
+    session = hanging()
+    session._last_resort.await_notice(PeerLost(1, "died"))
+    session._net = SimpleNamespace(ends_with_peers=False)  # type: ignore[assignment]
+    with pytest.raises(SystemExit, match="1"):
+        timers.pass_by()
+    assert [timer.seconds for timer in timers.made] == [NOTICE_WITHIN_S]
+    session.enter(Phase.BROKEN)
+    timers.pass_by()
+
+
+# ---- where a session stands ----
+@pytest.mark.parametrize("before", Phase)
+def test_a_change_that_is_not_in_the_table_raises_and_names_both_phases(before):
+    for after in Phase:
+        session = Session[Any]()
+        session._phase = before
+        if after is before or not FOLLOWING[before]:
+            session.enter(after)
+            assert session.phase is before
+        elif after in FOLLOWING[before]:
+            session.enter(after)
+            assert session.phase is after
+        else:
+            with pytest.raises(AssertionError, match=f"that is {before.name} .* got {after.name}"):
+                session.enter(after)
 
 
 # ---- what is refused ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch.distributed as dist
 
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.newcomer import NewcomerTransport
-from lightning_dsgd.transport import TransportError
+from lightning_dsgd.transport import PeerLost, TransportError
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.support.doomed import write_whole
 from tests.support.launched import until
+from tests.support.thorough import cases
 from tests.support.worlds import StartWorld
 
 WORLD = StartWorld()
@@ -55,10 +57,10 @@ def begin(view: Any) -> None:
     view.sub("begin").barrier().wait()
 
 
-def member(folder: str) -> Any:
+def member(folder: str, dies: str) -> Any:
     rank = int(os.environ["RANK"])
     if rank == 3:
-        return newcomer(folder)
+        return newcomer(folder, dies)
     store = dist.FileStore(str(Path(folder, "store")), 3)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     net = ProcessGroupTransport(40.0, 20.0, native_devices=())
@@ -67,29 +69,57 @@ def member(folder: str) -> Any:
     write_whole(Path(folder, f"card_{rank}"), json.dumps(net.views.card()))
     calls = Calls(net, begin)
     calls.together(lambda: begin(calls.view))
-    counts = sum_ones(calls, Path(folder), 10 if rank == 2 else -1)
+    if rank == 2 and dies == "reached":
+        threading.Thread(target=die_once_reached, args=[Path(folder)], daemon=True).start()
+    counts = sum_ones(calls, Path(folder), 10 if rank == 2 and dies == "before" else -1)
     net.close()
     return counts, calls.view.members
 
 
-def newcomer(folder: str) -> Any:
+def die_once_reached(folder: Path) -> None:
+    until((folder / "reached").exists)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_first_contact(net: Any, folder: Path) -> None:
+    """Has the first rank that is reached die, and this one hear of that before it reaches more."""
+    connections, reaches = net.mesh.connections, net.mesh.connections.reaches
+
+    def reach(rank: int) -> bool:
+        is_reached = bool(reaches(rank))
+        if not (folder / "reached").exists():
+            write_whole(folder / "reached", "")
+            until(lambda: connections.made_to(rank).sock.fileno() < 0)
+        return is_reached
+
+    connections.reaches = reach
+
+
+def newcomer(folder: str, dies: str) -> Any:
     until(Path(folder, "begun").exists)
-    cards = {}
+    cards: dict[int, tuple[str, int]] = {}
+    told: list[PeerLost] = []
     net = NewcomerTransport(3, 40.0, 20.0)
-    for file in Path(folder).glob("card_*"):
+    for file in sorted(Path(folder).glob("card_*"), reverse=True):
         host, port, secret = json.loads(file.read_text())
         cards[int(file.name.removeprefix("card_"))] = host, port
     net.listen()
+    net.on_lost(told.append)
+    if dies == "reached":
+        lose_first_contact(net, Path(folder))
     net.join(cards, bytes.fromhex(secret), None, WITHIN_S)
     calls = Calls(net, begin, is_newcomer=True)
     calls.join()
     counts = sum_ones(calls, Path(folder))
     net.close()
+    assert not told, "a loss of another rank would end this process, though it is let in"
     return counts, calls.view.members
 
 
-def test_a_newcomer_takes_the_place_of_a_lost_rank(tmp_path):
-    outcomes = WORLD.outcomes(4, member, str(tmp_path))
+@cases("dies", now=["before"], later=["reached"])
+def test_a_newcomer_takes_the_place_of_a_lost_rank(dies, tmp_path):
+    """Who is lost may be the first whom the newcomer has reached."""
+    outcomes = WORLD.outcomes(4, member, str(tmp_path), dies)
     assert [o.error for o in outcomes] == ["", "", "died", ""]
     for rank in (0, 1, 3):
         counts, members = outcomes[rank].result
