@@ -120,6 +120,11 @@ class Algorithm:
     of these are in the sums, as `updates_kept`.
     """
 
+    engine_takes_rounded: ClassVar[bool] = False
+    """Whether the network's engine, such as NCCL, carries what a `wire_dtype` has rounded; else
+    messages do.
+    """
+
     holds_back: ClassVar[bool] = False
     """Whether the algorithm keeps what it will apply later, which a resume with another number of
     ranks has to `carry_over`.

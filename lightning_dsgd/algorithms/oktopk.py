@@ -69,6 +69,7 @@ class OkTopk(ErrorFeedback):
         memory="2 |g|; at most |g| more for the region",
     )
 
+    engine_takes_rounded: ClassVar[bool] = True
     printed: ClassVar[dict[str, Any]] = {
         "rule": "paper",
         "wire_dtype": "float32",

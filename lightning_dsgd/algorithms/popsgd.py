@@ -84,6 +84,7 @@ class PopSGD(Algorithm):
         "more with a `wire_dtype`",
     )
 
+    engine_takes_rounded: ClassVar[bool] = True
     printed: ClassVar[dict[str, Any]] = {
         **{"blocking": True, "wire_dtype": "float32", "scale_steps": False}
     }

@@ -74,6 +74,7 @@ class SGP(Algorithm):
         "|g| more with `hierarchical`",
     )
 
+    engine_takes_rounded: ClassVar[bool] = True
     printed: ClassVar[dict[str, Any]] = {"wire_dtype": "float32", "scale_steps": False}
 
     num_peers: int = at_least(

@@ -44,6 +44,7 @@ class SparseLoCo(ErrorFeedback):
         sends="about 1.3k (P-1) / `local_steps`",
         memory="2 |x|",
     )
+    engine_takes_rounded: ClassVar[bool] = True
     keeps_updates: ClassVar[bool] = False
     exchanges: ClassVar[str | None] = "changes"  # type: ignore[misc]
 

@@ -51,6 +51,7 @@ each time.  A `wire_dtype` divides the bytes by 2, 3.88 or 7.53.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ from lightning_dsgd.transport import Transport
 
 MOST_GROUPS: Final = 8
 """In so many groups, each with a communicator, a rank may be; at powers of two it is in 2 to 7."""
+_MOST_TRIED: Final = 32
+"""So many other sizes of groups are tried, in search of one that needs fewer groups."""
 _log: Final = logging.getLogger("lightning_dsgd")
 
 
@@ -227,10 +230,22 @@ class WAGMA(Algorithm):
         groups = topology.recurring_groups(of, size, MOST_GROUPS)
         net.fix_groups(groups)
         if not groups and net.job_rank == 0:
-            _log.info(
-                f"wagma's groups are sums of messages, not of {net.sum_engine}: with group_size="
-                f"{size} of {of}, a rank is in more than {MOST_GROUPS}; powers of two need fewer."
-            )
+            _log.warning(self._too_many_groups(net))
+
+    def _too_many_groups(self, net: Transport) -> str:
+        """Says that messages make the sums in groups, and which sizes would have the engine."""
+        size, of = self.size, net.world_size
+        whom = "nodes" if self.hierarchical else "ranks"
+        likest = sorted(range(2, of), key=lambda other: abs(math.log(other / size)))[:_MOST_TRIED]
+        fit = [each for each in likest if topology.recurring_groups(of, each, MOST_GROUPS)]
+        ways = [f"group_size={each}" for each in sorted(fit[:3])]
+        ways += [f"a number of {whom} and a group_size that are powers of two"]
+        return (
+            f"{net.sum_engine} must have a communicator for each of wagma's groups, got more than "
+            f"{MOST_GROUPS} for a rank with group_size={size} of {of} {whom}: messages make these "
+            f"sums, through the host's memory, which takes longer; {net.sum_engine} makes them "
+            f"with {', or '.join(ways)}"
+        )
 
     def _engine(self, net: Transport, first_version: int = 0) -> WaitAvoiding:
         all_reduce = exact if self.sums is None else self.sums.all_reduce

@@ -15,9 +15,11 @@ from typing import Any, Final
 from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.devices import is_on_host
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.primitives.quantised import LEAST_PIECE
 from lightning_dsgd.session.session import Session
+from lightning_dsgd.transport import Transport
 
 FEW_ENTRIES: Final = 100
 """With fewer selected entries per exchange, sparse gradients train badly."""
@@ -66,12 +68,29 @@ def tell(
     sizes = [len(part.x) for part in parts]
     for text in notices(Facts(algorithm, optimizers, sizes, replica.net.world_size, num_steps)):
         warnings.warn(text, stacklevel=3)
+    for text in engines(algorithm, replica.net, on_device=not is_on_host(parts[0].x)):
+        announce(text)
     if isinstance(algorithm, ErrorFeedback):
         sent = sum(algorithm.num_selected_of(size) for size in sizes)
         announce(
             f"Sparse exchanges: {sent:,} of {sum(sizes):,} weights are selected in each "
             f"(density={algorithm.share:g})."
         )
+
+
+def engines(algorithm: Algorithm, net: Transport, *, on_device: bool) -> list[str]:
+    """Returns what the network's own line on engines leaves open: groups, and rounded values."""
+    texts, wire_dtype = [], getattr(algorithm, "wire_dtype", "float32")
+    if net.num_fixed_groups:
+        texts.append(f"{net.sum_engine} makes the sums of {net.num_fixed_groups} fixed groups too.")
+    if on_device and wire_dtype != "float32" and net.world_size > 1:
+        carrier = "messages carry what is rounded, through the host's memory"
+        if net.sum_engine and algorithm.engine_takes_rounded:
+            carrier = f"{net.sum_engine} carries what is rounded"
+        elif net.sum_engine:
+            carrier += f', and not {net.sum_engine}, as with wire_dtype="float32"'
+        texts.append(f'With wire_dtype="{wire_dtype}" {carrier}.')
+    return texts
 
 
 def notices(facts: Facts) -> list[str]:

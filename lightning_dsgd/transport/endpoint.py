@@ -35,6 +35,7 @@ class Endpoint(Verbs, Transport):
 
     ends_with_peers = False
     sum_engine = ""
+    num_fixed_groups = 0
 
     def __init__(
         self, rank: int, world_size: int, timeout_s: float, counters: Counters, path: str = ""

@@ -142,6 +142,11 @@ class Native:
         self._net.sub("native-groups").barrier().wait()  # all know them before one asks
         self._numbers.update(numbers)
 
+    @property
+    def num_fixed_groups(self) -> int:
+        """The number of groups, besides all ranks, that have a communicator."""
+        return len(self._numbers) - 1
+
     # ---- any thread ----
 
     def can_take(self, x: Tensor, members: tuple[int, ...] | None = None) -> bool:

@@ -72,7 +72,7 @@ class ProcessGroupTransport(ProcessTransport):
         elif kind in COLLECTIVES:
             faster.append(f"an MPI library that reads the memory of {kind}, for messages")
         if self._native is not None:
-            line += f"; {self.sum_engine} makes the sums of all ranks and of fixed groups"
+            line += f"; {self.sum_engine} makes the sums of all ranks"
             line += ", and carries what partners exchange"
         else:
             line += "; sums are made of messages too"
@@ -91,6 +91,10 @@ class ProcessGroupTransport(ProcessTransport):
                 native.close()
         finally:
             super().close()
+
+    @property
+    def num_fixed_groups(self) -> int:  # type: ignore[override]
+        return 0 if self._native is None else self._native.num_fixed_groups
 
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
         if self._native is not None:

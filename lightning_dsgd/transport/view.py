@@ -125,6 +125,10 @@ class View(Endpoint):
     def _mark(self, channel: int) -> int:
         return self.number % (1 << _NUMBER_BITS) << _REST_BITS | channel & _REST
 
+    @property
+    def num_fixed_groups(self) -> int:  # type: ignore[override]
+        return self.below.num_fixed_groups
+
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
         views = self._alike or [self.members]
         if sum(map(len, views)) == self.below.world_size:  # else not all ranks call it

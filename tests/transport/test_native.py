@@ -44,8 +44,8 @@ def sum_by_torch(net: Any) -> str:
 @every_mpi
 def test_torch_sums_under_mpiexec_too(python: str, mpi_jobs: Callable[[str], MPIJob]) -> None:
     line = (
-        "Messages travel over MPI; gloo makes the sums of all ranks and of fixed groups, and "
-        "carries what partners exchange."
+        "Messages travel over MPI; gloo makes the sums of all ranks, and carries what partners "
+        "exchange."
     )
     world = MPIWorld(job=mpi_jobs(python), native_devices=("cpu",))
     assert world.run(3, sum_by_torch) == [line] * 3
