@@ -30,6 +30,18 @@ def pytest_configure(config: pytest.Config) -> None:
             config.addinivalue_line("markers", f"{mark}: nothing, as its plugin is not installed")
 
 
+LATER_S = 300
+"""How long a test may take that is exhaustive, unless it has a limit of its own."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives what takes long a longer limit than the configuration, which is for what hangs."""
+    for item in items:
+        is_later = item.get_closest_marker("exhaustive") or item.get_closest_marker("versions")
+        if is_later and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LATER_S))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     needs = [mark.args for mark in item.iter_markers("gpu")]
     if needs and not torch.accelerator.is_available():

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
+from tests.conftest import pytest_collection_modifyitems
 from tests.suite import UNSTEADY
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +79,28 @@ def test_no_test_fails_where_srun_is_installed(tmp_path, monkeypatch) -> None:
     SLURMEnvironment()
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     assert trainer.world_size == 1
+
+
+def test_a_hang_is_noticed_in_a_minute_but_for_what_takes_long() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert options["timeout"] == 60
+    now, later, own = Item(), Item(exhaustive=()), Item(exhaustive=(), timeout=(600,))
+    pytest_collection_modifyitems([now, later, own])  # type: ignore[list-item]
+    limits = [each.marks.get("timeout") for each in (now, later, own)]
+    assert limits == [None, (300,), (600,)]
+
+
+class Item:
+    """A test as pytest gives it to `conftest`, with marks and their arguments."""
+
+    def __init__(self, **marks: tuple[int, ...]) -> None:
+        self.marks = marks
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+    def add_marker(self, mark: Any) -> None:
+        self.marks[mark.name] = mark.args
 
 
 def test_no_test_is_unsteady_again_and_again() -> None:

@@ -150,6 +150,8 @@ def hpsgd_bytes(world_size: int, size: int) -> float:
     return reduce_bytes(world_size, size) + 3 * flag_bytes(world_size)
 
 
+ROUNDED_NOW = "hpsgd_int4"
+"""The row whose sums are rounded and that stands for all such rows in `make test`."""
 TABLE = {
     "allreduce": Row(
         "allreduce", lambda p, size: reduce_bytes(p, size) + flag_bytes(p), **GRADIENTS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,24 @@ def test_all_ranks_end_where_what_they_train_is_not_finite():
         assert "must be finite, got NaN or inf on rank 2 at step 9; look at" in errors[rank]
         assert outcomes[rank].seconds < WORLD.timeout_s
     assert errors[1].startswith("PeerLost: rank ")
+
+
+def compile_on_rank_1(busy_s: float) -> tuple[int, ...]:
+    """In Python, so that the other threads of its process hardly get the interpreter."""
+    model, optimizer = make_calm()
+    limits = SURVIVES | {"heartbeat_timeout_s": busy_s / 3}
+    with replica_of(model, optimizer, algorithm_of("wagma"), **limits) as replica:
+        end = time.monotonic() + busy_s * (replica.rank == 1)
+        for batch in replica.batches(loader_of(replica.rank, 8)):
+            while time.monotonic() < end:
+                pass
+            steps(model, optimizer, [batch])
+        return replica.members
+
+
+@exhaustive
+def test_a_rank_that_compiles_for_longer_than_the_heartbeat_is_not_lost():
+    assert WORLD.run(3, compile_on_rank_1, 18.0) == [(0, 1, 2)] * 3
 
 
 @exhaustive

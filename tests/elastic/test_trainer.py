@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_dsgd import STRATEGIES
+from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.elastic.views import ChangingViews
 from lightning_dsgd.lab.callbacks import CommunicationMonitor
@@ -24,8 +25,9 @@ from lightning_dsgd.trainer.children import Processes
 from lightning_dsgd.trainer.sessions import TrainerSession
 from tests.elastic.test_plain import LOSS_UNTRAINED, PERIODS, SURVIVES
 from tests.support.doomed import Doomed, Plan, await_leave
+from tests.support.killed import NUM_RANKS, kill_after, kill_at_random
 from tests.support.models import loader, trainer
-from tests.support.thorough import cases
+from tests.support.thorough import cases, some
 from tests.support.worlds import FitWorld
 
 WORLD = FitWorld(timeout_s=60.0)
@@ -45,15 +47,34 @@ class Logging(Doomed):
         self.log("error", torch.ones(()), sync_dist=True)
 
 
-def fit(name: str, folder: str, plan: Plan) -> dict[str, Any]:
+class KilledLater(Logging):
+    """One rank is killed some time after its first batch has begun."""
+
+    def __init__(self, folder: str, lost: int, after_s: float) -> None:
+        super().__init__(folder, ())
+        self.lost, self.after_s = lost, after_s
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.num_batches == 0 and self.global_rank == self.lost:
+            kill_after(self.after_s)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_until_killed(name: str, folder: str, lost: int, after_s: float) -> dict[str, Any]:
+    return fit(name, folder, None, KilledLater(folder, lost, after_s), NUM_RANKS)
+
+
+def fit(
+    name: str, folder: str, plan: Plan | None, model: Logging | None = None, devices: int = 3
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     saver = ModelCheckpoint(folder, "saved", save_last=True)
     callbacks = [saver, EarlyStopping("error", patience=100), CommunicationMonitor()]
     options = {"enable_checkpointing": True, "callbacks": callbacks, "max_epochs": NUM_EPOCHS}
     options |= {"logger": CSVLogger(folder, "logs"), "log_every_n_steps": 1}
     given = SURVIVES | PERIODS.get(name, {})
-    train = trainer(STRATEGIES[name](**given), 3, **options)
-    model = Logging(folder, (plan,))
+    train = trainer(STRATEGIES[name](**given), devices, **options)
+    model = Logging(folder, () if plan is None else (plan,)) if model is None else model
     train.fit(model, loader(256), loader(32))
     if train.strategy.session.ranks.has_changed:
         with pytest.raises(ValueError, match="must not be used again once ranks were lost"):
@@ -113,6 +134,21 @@ def test_a_rank_that_gets_sigterm_leaves_and_the_others_train_to_the_end(name, l
         f"rank {leaves} received SIGTERM and has left; the others go on"
     )
     check(outcomes, leaves, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", some(ALGORITHMS, ("local_sgd", "hpsgd")))
+def test_any_rank_is_killed_at_any_time(name, tmp_path):
+    """A rank may be lost after the last epoch: the others then count it, or do not."""
+    for outcomes, lost, folder in kill_at_random(WORLD, fit_until_killed, name, tmp_path, 2.0):
+        left = [each for rank, each in enumerate(outcomes) if rank not in lost]
+        for outcome in left:
+            assert (outcome.error, outcome.exitcode) == ("", 0)
+            assert outcome.result["weights"] == left[0].result["weights"]
+            assert outcome.result["epoch"] == NUM_EPOCHS
+            assert outcome.result["num_members"] in range(len(left), NUM_RANKS + 1)
+        saved = torch.load(folder / "last.ckpt", weights_only=True)
+        assert saved["epoch"] == NUM_EPOCHS - 1
 
 
 def test_ranks_that_are_forked_are_refused():

@@ -119,7 +119,13 @@ class ProcessWorld:
                 theirs.close()
                 ranks.append((process, ours))
             begin = time.monotonic()
-            outcomes = collect([ours for _, ours in ranks], limit_s, stopped)
+            try:
+                outcomes = collect([ours for _, ours in ranks], limit_s, stopped)
+            except BaseException:  # such as the limit of a test: nobody would end the ranks
+                for process, _ in ranks:
+                    process.kill()
+                    process.join()
+                raise
             for rank, ((process, _), outcome) in enumerate(zip(ranks, outcomes, strict=True)):
                 left_s = 0.0 if rank in stopped else begin + limit_s - time.monotonic()
                 process.join(max(0.1, left_s))

@@ -16,7 +16,7 @@ from lightning_dsgd.session.checkpoint import replicas_folder
 from tests.support.launched import Launched, until
 from tests.support.mpi import ROOT
 from tests.support.ports import free_port
-from tests.support.thorough import some
+from tests.support.thorough import cases, some
 
 FEW = ("wagma", "popsgd:claimed", "local_sgd:sums")
 SCRIPT = (ROOT / "tests/support/scripts/joined.py").read_text()
@@ -69,8 +69,7 @@ def kill_and_let_join(folder: Path, name: str, lost: int, ranks: int) -> None:
     assert check_end(folder, list(range(ranks))) == 20  # as at the start
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", some([*ALGORITHMS, *FEW], FEW))
+@cases("name", now=[FEW[0]], later=some([n for n in (*ALGORITHMS, *FEW) if n != FEW[0]], FEW[1:]))
 def test_a_rank_is_killed_and_started_again_and_trains_with_the_others(tmp_path, name):
     """In the simulated world, all algorithms let others join: test_algorithms.py."""
     kill_and_let_join(tmp_path, name, 0, 3)
