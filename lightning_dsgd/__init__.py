@@ -12,10 +12,13 @@ asked for, and the strategies are registered as soon as Lightning is there.
 """
 
 import importlib
+import traceback
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from lightning_dsgd import wings
 from lightning_dsgd.arrival import when_imported
+from lightning_dsgd.hyperparameters import NAMES_ALIKE
 
 __version__ = "0.1.0.dev0"
 
@@ -78,9 +81,23 @@ def __getattr__(name: str) -> Any:
         try:
             value = getattr(home, name)
         except AttributeError:
-            raise AttributeError(f"module 'lightning_dsgd' has no attribute {name!r}") from None
+            raise _unknown(name) from None
     globals()[name] = value
     return value
+
+
+def _unknown(name: str) -> Exception:
+    """Returns the error about a name that nothing public has, with the name that may be meant."""
+    known = {each.lower(): each for each in [*_HOMES, *_algorithms(), *_strategies()]}
+    near = [known[low] for low in get_close_matches(name.lower(), known, 1, NAMES_ALIKE)]
+    meant = f"; did you mean {near[0]}?" if near else ""
+    text = f"module 'lightning_dsgd' has no attribute {name!r}{meant}"
+    # `from lightning_dsgd import NAME` drops the text of an AttributeError.  It asks twice whether
+    # there is the name, the first time from this function of Python's.
+    callers = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
+    if near and "_handle_fromlist" in callers[:3]:
+        return ImportError(text)
+    return AttributeError(text)
 
 
 def __dir__() -> list[str]:

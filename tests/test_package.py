@@ -51,8 +51,8 @@ CORE = {
     "fabric": "algorithm algorithms devices keywords plain session trainer transport wings",
     "pytorch_lightning": "keywords trainer",
     "tasks": "",
-    PACKAGE.name: "algorithm algorithms arrival fabric plain trainer transport wings "
-    "sharded tasks lab elastic",  # public names, which type checkers alone import there
+    PACKAGE.name: "algorithm algorithms arrival fabric hyperparameters plain trainer transport "
+    "wings sharded tasks lab elastic",  # public names, which type checkers alone import there
     "cli": f"{PACKAGE.name} hyperparameters trainer wings",
     "__main__": "cli",
 }  # fmt: skip

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.algorithms.written import check_algorithm, written
 from lightning_dsgd.fabric.collectives import CollectivesMixin, FabricSession
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
@@ -56,6 +57,7 @@ class FabricMixin(CollectivesMixin):
 
     def __init__(self, algorithm: Algorithm | str, **given: Unpack[FabricOptions]) -> None:
         made = make_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
+        check_algorithm(made, "FabricStrategy({})")
         super().__init__(made, FabricOptions, given)
         self._backward_sync_control: Any = _NothingToSync()
         self._clips: dict[int, Callable[[Iterable[Tensor]], Any]] = {}
@@ -321,7 +323,13 @@ def make_known(package: str, strategy: type) -> None:
     for name in every:
         description = (inspect.getdoc(ALGORITHMS.get(name)) or name).splitlines()[0]
         names.register(registry, name, strategy, description, algorithm=name)
-    names.hint_in(f"{package}.connector", "_Connector", every)
+    home = strategy.__module__ if package == "lightning_fabric" else "lightning_dsgd"
+    names.hint_in(
+        f"{package}.connector",
+        "_Connector",
+        every,
+        lambda algorithm: f"{home}.FabricStrategy({written(algorithm)})",
+    )
 
 
 make_known("lightning.fabric", FabricStrategy)

@@ -71,25 +71,31 @@ class Loop:
         self._conditions: Conditions = ORDINARY
         self._num_builds = 0
         self._units: UnitSteps | None = None
+        self._num_batches = 0
+        """How many batches this rank has made."""
 
     @property
     def rank(self) -> int:
         """The rank of this process."""
+        self._check_met("rank")
         return self._session.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks; with `on_loss="continue"`, the number of ranks that are left."""
+        self._check_met("world_size")
         return self._session.world_size
 
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that train; with `on_loss="continue"`, the ranks that are left."""
+        self._check_met("members")
         return self._session.ranks.members
 
     @property
     def is_first(self) -> bool:
         """Whether this rank is the lowest that trains, which prints, logs and writes files."""
+        self._check_met("is_first")
         return self._session.ranks.is_first
 
     @property
@@ -101,6 +107,12 @@ class Loop:
     def num_steps(self) -> int:
         """The number of steps that this rank's optimizers have made."""
         return 0 if self._steps is None else self._steps.num_steps
+
+    def _check_met(self, what: str) -> None:
+        """Raises where this rank has not met the others yet, and `what` needs that."""
+
+    def _check_inside(self, what: str) -> None:
+        """Raises where ranks do not train yet, or no more, and `what` needs that."""
 
     def check_may_load(self, way_out: str) -> None:
         """Raises after a step or the like, which a checkpoint would not restore."""
@@ -192,7 +204,7 @@ class Loop:
         self._units = UnitSteps(self._session, balancing, self._algorithm.micro_batches)
 
     def _announce(self, text: str) -> None:
-        if self.rank == 0:
+        if self._session.rank == 0:
             _log.info(text)
 
     # ---- training ----
@@ -205,10 +217,14 @@ class Loop:
         With weigh_by="samples" each batch counts as one that is trained on.
         """
         self._session.ranks.check_stays()
+        self._check_inside("batches")
         self._session.signals.take()
         if self.claimed is not None:
             loader = self.claimed.of(loader, self.together)
-        return _Batches(loader, self._session)
+        return _Batches(loader, self._session, self._count_batch)
+
+    def _count_batch(self) -> None:
+        self._num_batches += 1
 
     def steps(
         self, loader: Any, accumulate: int = 1, move: Callable[[Any], Any] | None = None
@@ -236,6 +252,7 @@ class Loop:
 
         Call it where a batch does not tell, or to count something else, such as tokens.
         """
+        self._check_inside("count")
         self._session.count(num_samples)
 
     def reduce_gradients(self, *optimizers: Optimizer) -> None:
@@ -244,8 +261,8 @@ class Loop:
         Args:
             *optimizers: the optimizers that step next; all, if left out
         """
-        if self._steps is None:
-            raise RuntimeError("gradients must be reduced inside of `with decentralized(...)`")
+        self._check_inside("reduce_gradients")
+        assert self._steps is not None, "the optimizers are known where ranks train"
         for optimizer in optimizers or self._steps.optimizers:
             self._steps.exchange(optimizer)
 
@@ -254,11 +271,13 @@ class Loop:
         """The number of batches that each rank had made by now, if all made as many.
 
         With data="claimed" a learning rate that follows it is the same on all ranks for batches
-        that lie beside each other in the epoch, whoever makes them.
+        that lie beside each other in the epoch, whoever makes them.  With data="equal" it is the
+        number of this rank's own batches, in all epochs.
         """
-        if self.claimed is None:
-            raise RuntimeError('batches count nominally with data="claimed", got data="equal"')
-        return int(self.claimed.nominal_batches)
+        self._check_inside("nominal_batches")
+        if self.claimed is not None:
+            return int(self.claimed.nominal_batches)
+        return self._num_batches
 
     # ---- where all ranks meet ----
 
@@ -310,6 +329,7 @@ class Loop:
             ValueError: on every rank, unless all do the same
         """
         session = self._session
+        self._check_inside(what)
         with failing(session):
             if what != "load":  # which has the training begin anew
                 session.begin_training()
@@ -360,9 +380,12 @@ def _as_it_is(batch: Any) -> Any:
 class _Batches(Generic[T]):
     """Yields a loader's batches, between which all ranks can stop."""
 
-    def __init__(self, loader: Iterable[T], session: Session[Any]) -> None:
+    def __init__(
+        self, loader: Iterable[T], session: Session[Any], count: Callable[[], None]
+    ) -> None:
         self._loader = loader
         self._session = session
+        self._count = count
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -371,5 +394,8 @@ class _Batches(Generic[T]):
         for batch in self._loader:
             with failing(self._session):
                 self._session.begin_batch(batch)
-            yield batch
+            try:
+                yield batch
+            finally:  # a loop may leave a batch by `break`
+                self._count()
             self._session.end_batch()

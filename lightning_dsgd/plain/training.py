@@ -29,6 +29,8 @@ from torch.optim import Optimizer
 
 from lightning_dsgd import devices, keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
+from lightning_dsgd.algorithms.written import check_algorithm
+from lightning_dsgd.plain import outside
 from lightning_dsgd.plain.launch import Launch, find_launch
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
@@ -74,14 +76,14 @@ class decentralized(Loop):
         **given: Unpack[WholeOptions],
     ) -> None:
         chosen = options.choose("decentralized", WholeOptions, given)
-        _check_algorithm(algorithm)
+        check_algorithm(algorithm, "decentralized(model, optimizer, {})")
         _check_model(model)
         self._opening = Opening(chosen, self._announce)
         session: Session[Training] = Session(options.ranks_of(chosen, self._opening))
         super().__init__(session, algorithm, chosen, lambda: self._optimizers)
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        _check_optimizers(self._optimizers)
+        _check_optimizers(self._optimizers, model)
         self._scaler = scaler
         self._replicas = replicas
         if replicas is not None and self.claims:
@@ -100,6 +102,15 @@ class decentralized(Loop):
                 "between them, got scaler=...; use bfloat16, as in "
                 "fully_shard(..., mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))"
             )
+        outside.refuse_steps(self._optimizers)
+
+    def _check_met(self, what: str) -> None:
+        if self._session.phase is Phase.OPENING:
+            raise outside.must_be_inside(what)
+
+    def _check_inside(self, what: str) -> None:
+        if self._session.phase in (Phase.OPENING, Phase.OVER):
+            raise outside.must_be_inside(what)
 
     # ---- entering ----
 
@@ -108,6 +119,7 @@ class decentralized(Loop):
             raise RuntimeError(
                 "decentralized(...) must be entered once, got a second time; make another one"
             )
+        outside.allow_steps(self._optimizers)
         try:
             self._open()
         except BaseException as error:
@@ -169,6 +181,7 @@ class decentralized(Loop):
             "state_dict": self._model.state_dict(),
             "optimizer_states": [optimizer.state_dict() for optimizer in self._optimizers],
             "extras": extras,
+            "num_batches": self._num_batches,
         }
         if self._scaler is not None:
             checkpoint["scaler"] = self._scaler.state_dict()
@@ -183,8 +196,7 @@ class decentralized(Loop):
             The extras that `save` was given.
         """
         way_out = "call load as the first in `with decentralized(...) as replica:`"
-        if self._steps is None:
-            raise RuntimeError(f"a checkpoint must be loaded where the ranks have met; {way_out}")
+        self._check_inside("load")
         self.check_may_load(way_out)
         self.together("load")
         with failing(self._session):
@@ -211,6 +223,7 @@ class decentralized(Loop):
         if self._scaler is not None and "scaler" in checkpoint:
             self._scaler.load_state_dict(checkpoint["scaler"])
         self.build(self._model, self._optimizers, self._scaler, own)
+        self._num_batches = checkpoint.get("num_batches", 0)
         if self.claimed is not None:
             self.claimed.restore(checkpoint)
         record.carry_over(checkpoint, trained(session.training).replica)
@@ -234,15 +247,6 @@ class decentralized(Loop):
             raise lost from exception
 
 
-def _check_algorithm(algorithm: Any) -> None:
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(
-            f"the algorithm must be one of lightning_dsgd, got {algorithm!r}; use for example "
-            "lightning_dsgd.LocalSGD(sync_period=8)"
-        )
-    algorithm.check_hyperparameters()
-
-
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
@@ -251,7 +255,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_optimizers(optimizers: Sequence[Any]) -> None:
+def _check_optimizers(optimizers: Sequence[Any], model: nn.Module) -> None:
     if not optimizers:
         raise ValueError("there must be something to train, got no optimizer; give one or several")
     for optimizer in optimizers:
@@ -262,6 +266,17 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
                 "an optimizer must be torch's, or a subclass that calls its __init__, got "
                 f"{type(optimizer).__name__}; give the optimizer in it, as in optimizer.optimizer"
             ) from err
+    # One of several may train what is no part of the model, such as the weights of a loss.
+    of_model = set(map(id, model.parameters()))
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    if not any(id(parameter) in of_model for group in groups for parameter in group):
+        kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ValueError(
+            f"the optimizer must train the model, got {kinds} with {sum(map(len, groups))} "
+            f"parameters, none of which is one of the {len(of_model)} of the "
+            f"{type(model).__name__}; make it from model.parameters(), and after what gives the "
+            "model other parameters"
+        )
 
 
 def _check_extras(extras: dict[str, Any]) -> None:

@@ -13,12 +13,13 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Mapping
+from functools import partial
 from inspect import Parameter
 from typing import Any, Final, get_type_hints
 
 from lightning_dsgd import hyperparameters, keywords, wings
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, warn_of_one_left_out
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, warn_of_one_left_out, written
 from lightning_dsgd.trainer import names
 from lightning_dsgd.trainer.arguments import TrainerOptions
 from lightning_dsgd.trainer.balanced import BalancedMixin
@@ -115,7 +116,23 @@ def make_known(package: str, strategies: Mapping[str, type], base: type) -> None
     for name in wings.ALGORITHMS:
         names.register(registry, name, OfWing(name, base), description=name)
     connectors = f"{package}.trainer.connectors.accelerator_connector"
-    names.hint_in(connectors, "_AcceleratorConnector", [*strategies, *wings.ALGORITHMS])
+    home = base.__module__ if package == "pytorch_lightning" else "lightning_dsgd"
+    names.hint_in(
+        connectors,
+        "_AcceleratorConnector",
+        [*strategies, *wings.ALGORITHMS],
+        partial(_written_as_strategy, home),
+    )
+
+
+def _written_as_strategy(home: str, algorithm: Algorithm) -> str:
+    """Returns the call, or the name, of the Trainer's strategy with an algorithm."""
+    is_public = home == "lightning_dsgd" and written.is_ours(algorithm)
+    if algorithm.name in wings.ALGORITHMS and not is_public:
+        return f'"{algorithm.name}"'
+    if is_public or algorithm.name in (*ALGORITHMS, *BY_UNITS):
+        return f"{home}.{type(algorithm).__name__}Strategy({written.arguments(algorithm)})"
+    return f"{home}.DecentralizedStrategy({written.written(algorithm)})"
 
 
 def class_of(name: str, package: str = "lightning.pytorch") -> type | None:

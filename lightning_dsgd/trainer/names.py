@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import Any, Final
 
+from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.algorithms.written import meant
 from lightning_dsgd.hyperparameters import NAMES_ALIKE
 
 ALIAS: Final = "ddp_"
@@ -89,8 +91,17 @@ def _bare(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower()).removesuffix("strategy")
 
 
-def hint_in(module: str, connector: str, ours: Collection[str]) -> None:
-    """Adds a hint to the error of the Trainer, or the Fabric, of one of Lightning's packages."""
+def hint_in(
+    module: str, connector: str, ours: Collection[str], write: Callable[[Algorithm], str]
+) -> None:
+    """Adds a hint to the error of the Trainer, or the Fabric, of one of Lightning's packages.
+
+    Args:
+        module: the module of the connector
+        connector: the private class that reads the arguments
+        ours: the names of our strategies
+        write: returns what is to be written for the strategy with an algorithm
+    """
 
     def wrap(check: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(check)
@@ -98,13 +109,19 @@ def hint_in(module: str, connector: str, ours: Collection[str]) -> None:
             try:
                 return check(self, *args, **kwargs)
             except ValueError as error:
-                name = getattr(self, "_strategy_flag", None)
-                if isinstance(name, str) and "invalid strategy name" in str(error):
+                if "invalid strategy name" not in str(error):
+                    raise
+                given = getattr(self, "_strategy_flag", None)
+                if isinstance(given, str):
                     theirs = set(getattr(self, "_registered_strategies", ())) - set(ours)
                     theirs -= {f"{ALIAS}{own}" for own in ours}
-                    if more := hint(name, ours, theirs):
-                        raise ValueError(f"{error}. {more}") from None  # ours: told in a line
-                raise
+                    more = hint(given, ours, theirs)
+                else:
+                    found = meant(given)
+                    more = f"Write strategy={write(found)}." if found is not None else ""
+                if not more:
+                    raise
+                raise ValueError(f"{error}. {more}") from None  # ours: told in a line
 
         return checked
 

@@ -72,6 +72,11 @@ class StepTrace(pl.Callback):
     """
 
     def __init__(self, folder: str | Path, max_mb: float = DEFAULT_MB, skip_steps: int = 0) -> None:
+        if not isinstance(folder, str | Path):
+            raise TypeError(
+                f'folder must be a path, got {folder!r}; write StepTrace("run/"), and '
+                'StepTrace("run/", skip_steps=10) to leave out the first steps'
+            )
         if not max_mb > 0:
             raise ValueError(f"max_mb must be positive, got max_mb={max_mb}; try {DEFAULT_MB:g}")
         if skip_steps < 0:
