@@ -2,7 +2,8 @@
 
 All ranks come to the end of the `for`, and the epoch is over once all are there.  If a rank is lost
 until then, the others go on with what it has left.  A loop may leave its `for` early, but then all
-ranks' must: the next `for` is the next epoch, and an error says which ranks are in which.
+ranks' must: the next `for` is the next epoch, and an error says which ranks are in which.  No rank
+begins that epoch before all have left the last one, as the dealer deals one epoch at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -36,7 +38,10 @@ class LoopData(ClaimedData):
         """Whether a checkpoint was saved within the epoch of this number."""
         self._batches_before = 0
         self._seed: int | None = None
-        self._twins: dict[int, tuple[Any, Any]] = {}
+        self._twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """By the user's loader, which alone keeps its twin, and the twin's workers, alive."""
+        self._num_begun = 0
+        """How many times a loop has begun to read, or to go on with, an epoch."""
 
     def of(self, loader: Any, meet: Callable[[str], None]) -> Any:
         """Returns what is to be read in place of a loader; a stream keeps its own split.
@@ -54,14 +59,14 @@ class LoopData(ClaimedData):
                     type(inner).__name__,
                 )
             return loader
-        if id(loader) not in self._twins:
-            twin = claimed(inner, self, lambda: self._begin(twin))
+        if loader not in self._twins:
+            twin = claimed(inner, self, self._begin)
             outer = twin
             if inner is not loader:
                 outer = copy.copy(loader)
                 outer._dataloader = twin
-            self._twins[id(loader)] = loader, outer
-        return _Epoch(self, self._twins[id(loader)][1], meet)
+            self._twins[loader] = outer
+        return _Epoch(self, self._twins[loader], meet)
 
     @property
     def nominal_batches(self) -> int:
@@ -69,10 +74,16 @@ class LoopData(ClaimedData):
         now = self.nominal_before(self.unit) if self.unit >= 0 else 0
         return self._batches_before + (self.nominal(self.num_batches) if self._is_over else now)
 
-    def begin_next(self) -> None:
-        """Begins the next epoch, or goes on with the one that a checkpoint was saved in."""
+    def begin_next(self, meet: Callable[[str], None]) -> int:
+        """Begins the next epoch, or goes on with the one that a checkpoint was saved in.
+
+        Returns:
+            The number of this call, for `check_newest`.
+        """
         session = self._session
         session.begin_training()
+        if not self._is_over and not self._goes_on:
+            meet("the next epoch, as the last one was left early")
         if self._seed is None:
             mine = os.environ.get("PL_GLOBAL_SEED") or str(torch.initial_seed() % (1 << 32))
             self._seed = int(session.text_of_rank_0(mine))
@@ -80,6 +91,18 @@ class LoopData(ClaimedData):
             self._batches_before += self.nominal(self.num_batches)
             self._number += 1
         self._goes_on = self._is_over = False
+        self._num_begun += 1
+        return self._num_begun
+
+    def check_newest(self, number: int) -> None:
+        """Raises where a loop asks for more of an epoch, and has begun another one meanwhile."""
+        if number != self._num_begun:
+            raise ValueError(
+                'with data="claimed" one loader must be read at a time, got a second one that was '
+                "begun meanwhile, as by zip(replica.batches(a), replica.batches(b)); read one "
+                "DataLoader of a torch.utils.data.StackDataset of both datasets, or use "
+                'data="equal"'
+            )
 
     def _begin(self, twin: Any) -> None:
         assert self._seed is not None
@@ -126,9 +149,11 @@ class _Epoch:
 
     def __iter__(self) -> Iterator[Any]:
         data = self._data
-        data.begin_next()
+        number = data.begin_next(self._meet)
         while True:
-            yield from self._loader
+            for batch in self._loader:
+                yield batch
+                data.check_newest(number)
             self._meet("the end of an epoch")
             if not data.has_left():
                 return

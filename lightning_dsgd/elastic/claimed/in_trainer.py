@@ -105,7 +105,8 @@ class TrainerData(ClaimedData):
     def _combined(self) -> Any:
         return self._trainer.fit_loop._combined_loader
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, loader: Any) -> None:
+        """Begins the epoch of all loaders that are read together with this one."""
         trainer, combined = self._trainer, self._combined
         unit_size = trainer.accumulate_grad_batches
         number = trainer.fit_loop.epoch_progress.current.processed

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -256,13 +257,14 @@ def is_claimable(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def claimed(loader: Any, data: ClaimedData, begin: Callable[[], None]) -> Any:
+def claimed(loader: Any, data: ClaimedData, begin: Callable[[Any], None]) -> Any:
     """Returns a twin of a loader, with the batches that this rank claims.
 
     Args:
         loader: a loader of which `is_claimable` is true
         data: the claims
-        begin: has `data` begin the epoch, or go on with it; called before the first batch
+        begin: has `data` begin the epoch, or go on with it; called with the twin before the first
+            batch
     """
     check(loader)
     twin = copy.copy(loader)
@@ -297,7 +299,7 @@ def _class_like(base: Any) -> Any:
         def load(self, batches: _Batches) -> Any:
             """Begins to load what `batches` hands over."""
             self.claimed_sampler = self.claimed_sampler or _Handed()
-            self.claimed_sampler.batches = batches
+            self.claimed_sampler.batches = weakref.ref(batches)
             return super().__iter__()
 
     Claimed.__name__, Claimed.__qualname__ = base.__name__, base.__qualname__
@@ -305,15 +307,20 @@ def _class_like(base: Any) -> Any:
 
 
 class _Handed:
-    """Stands in the place of a loader's sampler, also where its workers live for several epochs."""
+    """Stands in the place of a loader's sampler, also where its workers live for several epochs.
 
-    batches: _Batches
+    Who reads an epoch keeps its batches alive, and no loader: else workers would outlive a `for`.
+    """
+
+    batches: weakref.ref[_Batches]
 
     def __iter__(self) -> _Handed:
         return self
 
     def __next__(self) -> Any:
-        return self.batches.next_to_load()
+        batches = self.batches()
+        assert batches is not None, "a loader loads while an epoch is read"
+        return batches.next_to_load()
 
 
 class _Batches:
@@ -325,7 +332,7 @@ class _Batches:
         begin: begins the epoch
     """
 
-    def __init__(self, loader: Any, data: ClaimedData, begin: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, data: ClaimedData, begin: Callable[[Any], None]) -> None:
         self._loader, self._data, self._begin = loader, data, begin
         self._inner: Any = None
         self._cursor = NONE
@@ -338,7 +345,7 @@ class _Batches:
 
     def __next__(self) -> Any:
         if self._cursor == NONE:
-            self._begin()
+            self._begin(self._loader)
             self._cursor = self._data.first_of(self._loader)
         while self._handed or self._has_more():
             if not self._handed:

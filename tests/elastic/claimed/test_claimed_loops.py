@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import signal
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_dsgd as dsgd
 from lightning_dsgd.elastic.claimed.dealing import Dealing
 from tests.elastic.claimed.test_claimed_fits import Numbered, all_once
-from tests.support.fits import run
+from tests.support.fits import errors, run
 from tests.support.worlds import FitWorld
 
 SIZE, BATCH = 48, 2
@@ -122,6 +125,67 @@ def test_an_epoch_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     rest = [[before + first, second] for before, (first, second), _ in ranks]
     assert all_once(rest, SIZE)
     assert [streamed for *_, streamed in ranks] == [3] * 2
+
+
+def leave_early(others_too: bool) -> Any:
+    """The dealer reads on where another rank has left two epochs; then there is a whole one."""
+    model, optimizer = make()
+    rank, loader = int(os.environ["RANK"]), loader_of()
+    with replica_of(model, optimizer) as replica:
+        for _ in range(2):
+            for number, batch in enumerate(replica.batches(loader), 1):
+                step(model, optimizer, batch, slow_s=0.01)
+                if rank == 0:
+                    time.sleep(0.2)
+                if number == 1 + 2 * (rank == 0) and (rank or others_too):
+                    break
+        batches = replica.batches(loader)
+        return [[i for batch in batches for i in step(model, optimizer, batch, slow_s=0.01)]]
+
+
+def test_a_loop_may_leave_its_epoch_early_if_all_do() -> None:
+    assert all_once(run(2, leave_early, True), SIZE)
+
+
+def test_ranks_that_do_not_leave_their_epoch_together_are_told() -> None:
+    for error in errors(2, leave_early, False):
+        assert "got the end of an epoch on rank 0, the next epoch, as the last one was" in error
+
+
+def read_two_at_once() -> None:
+    model, optimizer = make()
+    with replica_of(model, optimizer) as replica:
+        first, second = (replica.batches(loader_of()) for _ in range(2))
+        for batch, _ in zip(first, second, strict=True):
+            step(model, optimizer, batch)
+
+
+def test_two_claimed_loaders_at_once_are_refused() -> None:
+    for error in errors(2, read_two_at_once):
+        assert "one loader must be read at a time" in error
+        assert "StackDataset" in error
+
+
+def make_loaders_anew() -> Any:
+    """A loader with workers for each epoch, of which the second is left early."""
+    model, optimizer = make()
+    left = []
+    with replica_of(model, optimizer) as replica:
+        for epoch in range(3):
+            loader = loader_of(num_workers=1, persistent_workers=epoch > 0)
+            for number, batch in enumerate(replica.batches(loader)):
+                step(model, optimizer, batch, slow_s=0.01)
+                if (epoch, number) == (1, 1):
+                    break
+            known = weakref.ref(loader)
+            del loader
+            gc.collect()
+            left.append((known() is None, len(multiprocessing.active_children())))
+    return left
+
+
+def test_loaders_and_their_workers_end_with_their_epochs() -> None:
+    assert run(2, make_loaders_anew) == [[(True, 0)] * 3] * 2
 
 
 def leave_together(folder: str) -> Any:
