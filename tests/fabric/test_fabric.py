@@ -127,6 +127,37 @@ def test_what_was_held_back_is_clipped_too() -> None:
         assert max(moved) < 1e-6
 
 
+def clip_and_reduce() -> tuple[list[tuple[float, float]], list[str]]:
+    """Norms as clipping returns and as torch has them; warnings of reductions that are rare."""
+    model, optimizer = make(Plain)
+    fabric = fabric_of(dsgd.LocalSGD(4))
+    net, optimizer = fabric.setup(model.net, optimizer)
+    batches = loader_of(fabric.global_rank, 8)
+    norms = []
+    with fabric.strategy, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for kind in (1.0, torch.inf):
+            optimizer.zero_grad()
+            x, y = next(iter(batches))
+            fabric.backward(((net(x) - y) ** 2).mean())
+            grads = torch.cat([p.grad.flatten() for p in model.parameters()])
+            clipped = fabric.clip_gradients(net, optimizer, max_norm=0.1, norm_type=kind)
+            norms.append((float(clipped), float(grads.norm(kind))))
+            optimizer.step()
+        for num_steps in (1, 1, 2, 1, 1, 2, 1):
+            for _ in range(num_steps):
+                steps(fabric, net, optimizer, [next(iter(batches))])
+            fabric.all_reduce(torch.zeros(()))
+    return norms, [str(w.message) for w in caught]
+
+
+def test_clipping_takes_any_norm_and_rare_reductions_are_not_warned_of() -> None:
+    for norms, said in run(2, clip_and_reduce):
+        for clipped, expected in norms:
+            assert clipped == pytest.approx(expected, rel=1e-5)
+        assert not [text for text in said if "was called after each" in text]
+
+
 # ---- checkpoints ----
 def save_and_load_models(folder: str) -> None:
     """Of models alone, set up or not, before there is training: as with ddp."""

@@ -127,6 +127,34 @@ def test_an_epoch_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert [streamed for *_, streamed in ranks] == [3] * 2
 
 
+def resumes_in_fabric(folder: str) -> Any:
+    """The same in Fabric, whose loader makes the twin of a twin."""
+    path, parts = f"{folder}/saved.ckpt", []
+    for resumes in (False, True):
+        strategy = dsgd.FabricStrategy(dsgd.PopSGD(), timeout_s=60.0, data="claimed")
+        size = int(os.environ["WORLD_SIZE"])
+        fabric = L.Fabric(accelerator="cpu", devices=size, strategy=strategy)
+        fabric.launch()
+        model, optimizer = fabric.setup(*make())
+        state = {"model": model, "optimizer": optimizer}
+        loader = fabric.setup_dataloaders(loader_of(), use_distributed_sampler=False)
+        with fabric.strategy:
+            if resumes:
+                assert fabric.load(path, state) == {}
+            parts.append([])
+            for number, batch in enumerate(strategy.batches(loader)):
+                parts[-1] += step(model, optimizer, batch, slow_s=0.01)
+                if (resumes, number) == (False, 3):
+                    fabric.save(path, state)
+                    break
+    return parts
+
+
+def test_an_epoch_goes_on_from_a_checkpoint_of_fabrics(tmp_path: Path) -> None:
+    ranks = run(2, resumes_in_fabric, str(tmp_path))
+    assert all_once([[before + after] for before, after in ranks], SIZE)
+
+
 def leave_early(others_too: bool) -> Any:
     """The dealer reads on where another rank has left two epochs; then there is a whole one."""
     model, optimizer = make()
