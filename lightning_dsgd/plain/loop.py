@@ -219,6 +219,8 @@ class Loop:
         self._session.ranks.check_stays()
         self._check_inside("batches")
         self._session.signals.take()
+        of_torch = getattr(loader, "_dataloader", loader)  # which Fabric wraps
+        self._session.reads_indices = options.is_claimable(of_torch)
         if self.claimed is not None:
             loader = self.claimed.of(loader, self.together)
         return _Batches(loader, self._session, self._count_batch)

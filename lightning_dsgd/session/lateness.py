@@ -57,9 +57,23 @@ class Lateness:
         return torch.tensor([int(1e6 * elapsed_s), int(1e6 * held_up_s), self.num_steps])
 
     def end(
-        self, figures: Tensor, members: Sequence[int], algorithm: Algorithm, *, claims: bool
+        self,
+        figures: Tensor,
+        members: Sequence[int],
+        algorithm: Algorithm,
+        *,
+        claims: bool,
+        may_claim: bool = True,
     ) -> str:
-        """Ends counting, where all ranks have met; returns a text that names new late ranks."""
+        """Ends counting, where all ranks have met; returns a text that names new late ranks.
+
+        Args:
+            figures: what `figures` has returned on each rank, in the order of the ranks
+            members: the ranks' numbers
+            algorithm: how the ranks learn from one another
+            claims: whether ranks claim their batches
+            may_claim: whether ranks could claim their batches
+        """
         elapsed_us, held_up_us, num_steps = figures.view(-1, NUM_FIGURES).unbind(1)
         self.begin()
         if not num_steps.any():  # between a standstill and a save, for one
@@ -82,7 +96,10 @@ class Lateness:
         if claims:
             way_out = "the others wait for its last batch: have longer epochs, or smaller batches"
         elif algorithm.lockstep:
-            way_out = 'use a strategy that waits less, such as "popsgd", with data="claimed"'
+            claimed = ', with data="claimed"' if may_claim else ""
+            way_out = f'use a strategy that waits less, such as "popsgd"{claimed}'
+        elif not may_claim:
+            way_out = f"relieve {name}, or give it smaller batches"
         else:
             way_out = f'use data="claimed", which deals {name} fewer batches'
         return (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypedDict
 
 from torch.optim import LBFGS
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm
@@ -151,6 +152,11 @@ def _check_units(chosen: Mapping[str, Any], algorithm: Algorithm) -> None:
             f'strategy="{algorithm.name}" ends with a lost rank, got on_loss="continue"; leave '
             'on_loss out and start again from a checkpoint, or use a strategy such as "popsgd"'
         )
+
+
+def is_claimable(loader: Any) -> bool:
+    """Returns whether a loader's batches can be claimed: those of a stream are not known before."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def samples_of(chosen: Mapping[str, Any], optimizers: Callable[[], Sequence[Any]]) -> Any:

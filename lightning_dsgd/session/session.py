@@ -61,6 +61,7 @@ class Session(Face, Generic[TrainingT]):
         signals: what SIGTERM and Ctrl-C do to this rank
         sharding: which ranks of the newest view hold the same shard of a replica, or all of it
         samples: of how many samples steps are made, where means are weighted by them
+        reads_indices: whether ranks could claim what they train on, as far as the face knows it
 
     Args:
         ranks: the ranks; by default a loss ends the job
@@ -77,6 +78,7 @@ class Session(Face, Generic[TrainingT]):
         self.clip: Callable[[Optimizer], None] = unclipped
         self.sharding = Sharding()
         self.samples: Any = None
+        self.reads_indices = True
         self._net: Transport | None = None
         self._meetings: Transport | None = None
         self._lateness: Lateness | None = None
@@ -333,8 +335,13 @@ class Session(Face, Generic[TrainingT]):
             are_all_here = int(votes[what]) == self.world_size
             are_between_batches = not votes[[*AFTER_BATCH]].any()
             if are_between_batches:
-                members, claims = self.ranks.members, training.claimed is not None
-                late = lateness.end(figures, members, training.algorithm, claims=claims)
+                late = lateness.end(
+                    figures,
+                    self.ranks.members,
+                    training.algorithm,
+                    claims=training.claimed is not None,
+                    may_claim=self.reads_indices and not self.sharding.in_rows,
+                )
                 if late and self.ranks.is_first:
                     _log.warning(late)  # a Python warning could end what some ranks do
             are_all_here = self._agree(what, votes, are_all_here=are_all_here)

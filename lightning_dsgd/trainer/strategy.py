@@ -120,6 +120,8 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)
+        if self._trainer.training and not options.is_claimable(loader):
+            self.session.reads_indices = False
         if self._claimed is None or not self._trainer.training:
             return loader
         return self._claimed.take(loader)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import make_algorithm
@@ -21,8 +23,9 @@ from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import Transport
 from tests.support.faces import FACES, Loop
 from tests.support.fake_device import FakeDevice
-from tests.support.fits import Plain, fit, run
+from tests.support.fits import Plain, fit, run, strategy
 from tests.support.heard import Heard
+from tests.support.models import trainer
 from tests.support.thorough import cases
 from tests.support.worlds import FakeFitWorld
 
@@ -58,7 +61,9 @@ LATE: dict[str, tuple[Steps, list[str]]] = {
 }
 
 
-def lines(net: Transport, steps: Steps, name: str, num_meetings: int, claims: bool) -> list[str]:
+def lines(
+    net: Transport, steps: Steps, name: str, num_meetings: int, options: dict[str, bool]
+) -> list[str]:
     found, algorithm = Lateness(net), make_algorithm(name)
     said = []
     for n in range(num_meetings):
@@ -70,15 +75,16 @@ def lines(net: Transport, steps: Steps, name: str, num_meetings: int, claims: bo
         found.num_steps += number
         figures = torch.stack(net.all_gather(found.figures()).wait())
         members = range(net.world_size)
-        said.append(found.end(figures.view(-1), members, algorithm, claims=claims))
+        said.append(found.end(figures.view(-1), members, algorithm, **options))
     return [line for line in said if line]
 
 
 def simulated(
-    steps: Steps, name: str = "no_sync", num_meetings: int = 60, claims: bool = False
+    steps: Steps, name: str = "no_sync", num_meetings: int = 60, **options: bool
 ) -> list[str]:
     """What all ranks find alike."""
-    first, *others = SimulatedWorld(3).run(lines, steps, name, num_meetings, claims)
+    given = {"claims": False, **options}
+    first, *others = SimulatedWorld(3).run(lines, steps, name, num_meetings, given)
     assert all(other == first for other in others)
     return first
 
@@ -105,6 +111,10 @@ def test_what_is_proposed_is_what_helps() -> None:
     assert 'a strategy that waits less, such as "popsgd", with data="claimed"' in line
     (line,) = simulated(steps, claims=True)
     assert "; the others wait for its last batch: have longer epochs, or smaller batches" in line
+    (line,) = simulated(steps, may_claim=False)
+    assert "; relieve rank 1, or give it smaller batches (page" in line
+    (line,) = simulated(steps, "allreduce", may_claim=False)
+    assert 'such as "popsgd" (page' in line
 
 
 # ---- in each face: real ranks ----
@@ -144,6 +154,32 @@ def train(
         batches = [(torch.ones(4, 10), torch.ones(4, 1))] * NUM_STEPS
         FACES[face](Loop(Slow(seconds), make_algorithm(name), batches, epochs=2))
     return late(heard)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]
+        return iter([(torch.ones(4, 10), torch.ones(4, 1))] * NUM_STEPS)
+
+
+def train_on_a_stream(face: str) -> list[str]:
+    heard = listen(0.3)
+    model, loader = Slow((0.1, 0.01)[int(os.environ["RANK"])]), DataLoader(Stream(), None)
+    if face == "plain":
+        optimizer = model.configure_optimizers()
+        with dsgd.decentralized(model, optimizer, make_algorithm("no_sync")) as replica:
+            for batch in replica.batches(loader):
+                model.loss(batch).backward()
+                optimizer.step()
+    else:
+        trainer(strategy("no_sync"), 2).fit(model, loader)
+    return late(heard)
+
+
+@pytest.mark.parametrize("face", ["plain", "Trainer"])
+def test_no_claims_are_proposed_to_ranks_that_read_streams(face: str) -> None:
+    (line,), other = run(2, train_on_a_stream, face)
+    assert other == []
+    assert "; relieve rank 0, or give it smaller batches (page" in line
 
 
 ONE_SLOW = (0.2, 0.02, 0.02)

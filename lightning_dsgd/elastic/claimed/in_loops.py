@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed, is_claimable
+from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed
+from lightning_dsgd.session.options import is_claimable
 from lightning_dsgd.session.session import Session
 
 _log: Final = logging.getLogger("lightning_dsgd")

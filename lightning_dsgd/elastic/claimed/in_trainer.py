@@ -36,8 +36,9 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dsgd.elastic.claimed.claims import NONE
-from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed, is_claimable
+from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed
 from lightning_dsgd.session import record
+from lightning_dsgd.session.options import is_claimable
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.trainer import seams

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
 from lightning_dsgd.elastic.claimed.claims import NONE, Claims, Epoch
 from lightning_dsgd.elastic.claimed.dealing import Dealing
@@ -252,16 +252,11 @@ def check(loader: Any) -> None:
         )
 
 
-def is_claimable(loader: Any) -> bool:
-    """Returns whether a loader's batches can be claimed: those of a stream are not known before."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-
-
 def claimed(loader: Any, data: ClaimedData, begin: Callable[[Any], None]) -> Any:
     """Returns a twin of a loader, with the batches that this rank claims.
 
     Args:
-        loader: a loader of which `is_claimable` is true
+        loader: a loader of which `options.is_claimable` is true
         data: the claims
         begin: has `data` begin the epoch, or go on with it; called with the twin before the first
             batch
