@@ -32,13 +32,13 @@ import torch
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.bench import target_cell
-from lightning_dsgd.lab.bench.cells import Cell, finish, measured
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS
-from lightning_dsgd.lab.bench.target_rows import label, to_target
 from lightning_dsgd.lab.in_force import in_force
+from lightning_dsgd.lab.jobs.cells import Cell, finish, measured
 from lightning_dsgd.lab.results import provenance, typed
 from lightning_dsgd.lab.simulate.processors import on_one_core
+from lightning_dsgd.lab.target_rows import label, to_target
 from lightning_dsgd.simulated import SimulatedWorld
 
 STEPS, EPOCH, OWN = 120, 30, 0.8

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from lightning_dsgd.elastic.claimed.claims import Epoch
 from lightning_dsgd.elastic.claimed.dealing import Dealing
-from lightning_dsgd.lab.bench.cells import Cell, finish
-from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 NUM_RANKS = 4

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.cells import Cell, finish
-from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.job import Job
 
 WAGMA = ("wagma", "wagma:overlap=true", "wagma:grace_s=0", "wagma:group_size=3:sync_period=3")
 TIMEOUT_S = 60

@@ -30,14 +30,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_dsgd import StepTrace
 from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.cells import Cell, finish
-from lightning_dsgd.lab.bench.job import Job
-from lightning_dsgd.lab.bench.network import INTERFACE, Link, why_not
 from lightning_dsgd.lab.diagnose import times
 from lightning_dsgd.lab.diagnose.remedies import advised, chosen, remedies
 from lightning_dsgd.lab.diagnose.verdict import judge
 from lightning_dsgd.lab.diagnose.words import lines
 from lightning_dsgd.lab.in_force import in_force
+from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.job import Job
+from lightning_dsgd.lab.jobs.network import INTERFACE, Link, why_not
 
 RANKS = 4
 VICTIM = 2

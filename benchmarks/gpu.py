@@ -65,9 +65,9 @@ import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.devices import Port, port_of, until
 from lightning_dsgd.lab import accelerators
-from lightning_dsgd.lab.bench.cells import Cell
-from lightning_dsgd.lab.bench.job import Job
 from lightning_dsgd.lab.bench.throughput import flatten
+from lightning_dsgd.lab.jobs.cells import Cell
+from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.lab.results import provenance, save
 from lightning_dsgd.primitives import sparse
 from lightning_dsgd.transport.flow import Window

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.lab.bench import target_cell
-from lightning_dsgd.lab.bench.cells import Cell, finish, measured
 from lightning_dsgd.lab.bench.situations import SITUATIONS
-from lightning_dsgd.lab.bench.target_rows import to_target
 from lightning_dsgd.lab.in_force import in_force
+from lightning_dsgd.lab.jobs.cells import Cell, finish, measured
 from lightning_dsgd.lab.results import provenance
+from lightning_dsgd.lab.target_rows import to_target
 
 SETTINGS: Final = {"task": "digits", "steps": 120, "epoch_steps": 30, "validation_s": 1.0}
 BASELINE: Final = "allreduce"

@@ -38,13 +38,13 @@ from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.hyperparameters import one_of, setting
 from lightning_dsgd.lab.bench import target_cell
-from lightning_dsgd.lab.bench.cells import Cell, finish, measured
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS
 from lightning_dsgd.lab.bench.target_cell import Training
-from lightning_dsgd.lab.bench.target_rows import best_lr, shares, to_target
 from lightning_dsgd.lab.in_force import in_force
+from lightning_dsgd.lab.jobs.cells import Cell, finish, measured
 from lightning_dsgd.lab.results import provenance
+from lightning_dsgd.lab.target_rows import best_lr, shares, to_target
 
 WAYS: Final = {
     "equal": Situation("a step takes 0.97 to 1.03 s"),

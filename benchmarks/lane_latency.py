@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dsgd.lab.bench.cells import Cell, finish
-from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.transport import LaneStopped
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 

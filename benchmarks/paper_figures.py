@@ -26,7 +26,7 @@ import matplotlib as mpl
 import paper_training
 from tqdm import tqdm
 
-from lightning_dsgd.lab.bench.cells import Cell, measured
+from lightning_dsgd.lab.jobs.cells import Cell, measured
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.comparison import compare, plot
 from lightning_dsgd.lab.simulate.machines import MACHINES

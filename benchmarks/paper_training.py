@@ -24,10 +24,10 @@ from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.hyperparameters import one_of, setting
-from lightning_dsgd.lab.bench.cells import Cell
 from lightning_dsgd.lab.bench.situations import Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS, Task
 from lightning_dsgd.lab.bench.target_cell import LATENCY_S, Training
+from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.simulate.machines import MACHINES
 from lightning_dsgd.lab.simulate.model import message_bytes
 from lightning_dsgd.lab.simulate.processors import on_one_core

@@ -42,13 +42,13 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_dsgd import StragglerInjector
 from lightning_dsgd.lab.bench import contestants, convergence
-from lightning_dsgd.lab.bench.cells import Cell
-from lightning_dsgd.lab.bench.job import Job
-from lightning_dsgd.lab.bench.network import demanded
-from lightning_dsgd.lab.bench.run_cells import rank_of_this_process
 from lightning_dsgd.lab.drawing import chart
 from lightning_dsgd.lab.drawing.style import Picture
 from lightning_dsgd.lab.in_force import in_force
+from lightning_dsgd.lab.jobs.cells import Cell
+from lightning_dsgd.lab.jobs.job import Job
+from lightning_dsgd.lab.jobs.network import demanded
+from lightning_dsgd.lab.jobs.run_cells import rank_of_this_process
 from lightning_dsgd.lab.results import save
 from lightning_dsgd.tasks.language import Encoder, TextData
 from lightning_dsgd.tasks.text import NUM_SMALLEST

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.lab.bench.network import Link, Network, demanded
 from lightning_dsgd.lab.in_force import in_force
+from lightning_dsgd.lab.jobs.network import Link, Network, demanded
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.transport import TransportError
 from lightning_dsgd.transport.process_group import ProcessGroupTransport

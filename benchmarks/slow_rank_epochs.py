@@ -21,11 +21,11 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.cells import Cell, finish
 from lightning_dsgd.lab.bench.convergence_cell import Paced
-from lightning_dsgd.lab.bench.job import Job
-from lightning_dsgd.lab.bench.run_cells import rank_of_this_process
 from lightning_dsgd.lab.in_force import in_force
+from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.job import Job
+from lightning_dsgd.lab.jobs.run_cells import rank_of_this_process
 from lightning_dsgd.tasks.digits import DigitsClassifier, DigitsData
 
 STRATEGIES = "ddp,allreduce,wagma,wagma:overlap=true,popsgd,adpsgd,hpsgd"

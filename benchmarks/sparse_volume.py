@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.oktopk import OkTopk
-from lightning_dsgd.lab.bench.cells import Cell, finish
-from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from tests.algorithms.test_oktopk import GRADIENTS
 

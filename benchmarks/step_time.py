@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.cells import Cell, finish
-from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.job import Job
 
 CASES = (
     (2, "ddp", "allreduce"),

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd import StepTrace
 from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.cells import Cell, finish
-from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.lab.timeline.recorder import Recorder
 
 RANKS = 2

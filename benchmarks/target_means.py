@@ -21,7 +21,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_dsgd.lab.bench.target_rows import BASELINE
+from lightning_dsgd.lab.target_rows import BASELINE
 
 SHARE = 0.99
 TICK_S = 0.1

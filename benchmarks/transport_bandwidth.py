@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dsgd.lab.bench.cells import Cell, finish
-from lightning_dsgd.lab.bench.job import Job
+from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.mpi.wire import MPITransport
 from lightning_dsgd.transport.mpi_job import library
 from lightning_dsgd.transport.process_group import ProcessGroupTransport

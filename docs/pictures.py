@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dsgd.lab import decisions
-from lightning_dsgd.lab.bench.target_rows import label
 from lightning_dsgd.lab.decisions import DDP, OWN_RATE, Choice
 from lightning_dsgd.lab.drawing import chart
 from lightning_dsgd.lab.drawing.chart import Dots, Series
 from lightning_dsgd.lab.drawing.style import INK, OTHER, Picture, colour
+from lightning_dsgd.lab.target_rows import label
 from lightning_dsgd.primitives import topology
 
 ROOT = Path(__file__).parents[1]

@@ -21,10 +21,10 @@ from statistics import geometric_mean
 from typing import Any
 
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.lab import decisions
+from lightning_dsgd.lab import decisions, target_rows
 from lightning_dsgd.lab.adaptive import own_rate
 from lightning_dsgd.lab.advise import accuracy, memory
-from lightning_dsgd.lab.bench import target_rows, target_tables
+from lightning_dsgd.lab.bench import target_tables
 from lightning_dsgd.lab.bench.situations import SITUATIONS
 from lightning_dsgd.lab.catalogue import BRIEF, markdown
 from lightning_dsgd.lab.decisions import Choice, Situation

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from lightning_dsgd import hyperparameters
-from lightning_dsgd.lab.bench import network
+from lightning_dsgd.lab.jobs import network
 from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.progress import of_checks
 

@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dsgd import STRATEGIES
-from lightning_dsgd.lab.bench.job import is_of_mpich
+from lightning_dsgd.lab.jobs.job import is_of_mpich
 from lightning_dsgd.session import last_resort
 from lightning_dsgd.trainer.children import Processes
 from tests.support import doomed

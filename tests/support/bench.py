@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lightning_dsgd.lab.bench import job
+from lightning_dsgd.lab.jobs import job
 from tests.support.ports import free_port
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.lab.bench import network
+from lightning_dsgd.lab.jobs import network
 from tests.support.worlds import ProcessWorld
 
 shaped = pytest.mark.skipif(bool(network.why_not()), reason=network.why_not() or "possible here")

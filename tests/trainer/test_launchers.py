@@ -1,6 +1,6 @@
 """A user's script under every launcher: ranks on one node or on two.
 
-Nodes are network namespaces, for which `lightning_dsgd.lab.bench.network` needs root.
+Nodes are network namespaces, for which `lightning_dsgd.lab.jobs.network` needs root.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.lab.bench.job import is_of_mpich
-from lightning_dsgd.lab.bench.network import INTERFACE, Link, Network
+from lightning_dsgd.lab.jobs.job import is_of_mpich
+from lightning_dsgd.lab.jobs.network import INTERFACE, Link, Network
 from tests.support.mpi import ROOT, ended, environment, every_mpi, mpiexec
 from tests.support.nodes import shaped
 from tests.support.torchrun import run_forked_by_torchrun

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dsgd.lab.bench.network import Link, Network
+from lightning_dsgd.lab.jobs.network import Link, Network
 from lightning_dsgd.transport import ANY, PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.connection import Connection
 from lightning_dsgd.transport.connections import own_address

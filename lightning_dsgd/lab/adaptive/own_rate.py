@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from lightning_dsgd.lab.advise.accuracy import Cost
 from lightning_dsgd.lab.advise.candidates import BASELINE
-from lightning_dsgd.lab.bench.target_rows import summarize
+from lightning_dsgd.lab.target_rows import summarize
 
 FILE: Final = "own_rate.json"
 SOURCES: Final = (

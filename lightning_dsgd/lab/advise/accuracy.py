@@ -17,8 +17,8 @@ from importlib import resources
 from typing import Any, Final
 
 from lightning_dsgd.lab.advise.candidates import BASELINE
-from lightning_dsgd.lab.bench.target_rows import summarize
 from lightning_dsgd.lab.simulate.recorded import Recorded
+from lightning_dsgd.lab.target_rows import summarize
 
 FILE: Final = "accuracy.json"
 _SLOW_LINK: Final = 1.0

@@ -9,8 +9,8 @@ from typing import Final
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab import decisions
-from lightning_dsgd.lab.bench.target_rows import label
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
+from lightning_dsgd.lab.target_rows import label
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 
 BOUND: Final = "no_sync"

@@ -18,10 +18,10 @@ from typing import Any, Final
 
 from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND, Candidate
 from lightning_dsgd.lab.advise.ranking import Ranking
-from lightning_dsgd.lab.bench.cells import in_turn
-from lightning_dsgd.lab.bench.job import Job
-from lightning_dsgd.lab.bench.network import Link, demanded
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
+from lightning_dsgd.lab.jobs.cells import in_turn
+from lightning_dsgd.lab.jobs.job import Job
+from lightning_dsgd.lab.jobs.network import Link, demanded
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import run
 

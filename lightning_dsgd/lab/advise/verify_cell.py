@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.cells import Cell
-from lightning_dsgd.lab.bench.run_cells import rank_of_this_process
 from lightning_dsgd.lab.bench.throughput_cell import Clock, Sleeper
+from lightning_dsgd.lab.jobs.cells import Cell
+from lightning_dsgd.lab.jobs.run_cells import rank_of_this_process
 
 
 class Replayer(Sleeper):

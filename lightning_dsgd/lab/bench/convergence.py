@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dsgd.lab.bench import job_arguments
-from lightning_dsgd.lab.bench.cells import Cell, finish, in_turn
 from lightning_dsgd.lab.bench.workloads import WORKLOADS
+from lightning_dsgd.lab.jobs.cells import Cell, finish, in_turn
 from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.results import typed
 

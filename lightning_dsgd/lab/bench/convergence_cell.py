@@ -9,11 +9,11 @@ import lightning as L
 import torch
 
 from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.cells import Cell
 from lightning_dsgd.lab.bench.contestants import communication
-from lightning_dsgd.lab.bench.run_cells import load
 from lightning_dsgd.lab.bench.workloads import WORKLOADS
 from lightning_dsgd.lab.callbacks import StragglerInjector
+from lightning_dsgd.lab.jobs.cells import Cell
+from lightning_dsgd.lab.jobs.run_cells import load
 
 _SHOWN: Final = ("consensus_distance", "late_share", "staleness", "wait_s")
 """Figures of a strategy that are stored after each epoch."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lightning_dsgd.lab.bench.job import LAUNCHERS, Job
-from lightning_dsgd.lab.bench.network import Link, why_not
+from lightning_dsgd.lab.jobs.job import LAUNCHERS, Job
+from lightning_dsgd.lab.jobs.network import Link, why_not
 
 
 def add_to(

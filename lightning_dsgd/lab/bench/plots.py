@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.lab.bench import target_rows
+from lightning_dsgd.lab import target_rows
 from lightning_dsgd.lab.drawing.style import colour
 
 _MARKERS = "osD^vP*Xhd"

@@ -61,15 +61,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.lab import epochs
-from lightning_dsgd.lab.bench.cells import Cell, finish, measured, take_core
-from lightning_dsgd.lab.bench.job import Job
-from lightning_dsgd.lab.bench.network import why_not
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
-from lightning_dsgd.lab.bench.target_rows import BASELINE, Chosen, curves, label, summarize
 from lightning_dsgd.lab.bench.target_tables import tables
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
+from lightning_dsgd.lab.jobs.cells import Cell, finish, measured, take_core
+from lightning_dsgd.lab.jobs.job import Job
+from lightning_dsgd.lab.jobs.network import why_not
 from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.results import provenance, typed
+from lightning_dsgd.lab.target_rows import BASELINE, Chosen, curves, label, summarize
 
 STRATEGIES: Final = (
     "allreduce,allreduce:wire_dtype=int8:overlap=true,allreduce:wire_dtype=int8:delay=1,"

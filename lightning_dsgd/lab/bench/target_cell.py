@@ -24,10 +24,10 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.lab.bench.cells import Cell
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import BATCH, TASKS, Networks, Task
 from lightning_dsgd.lab.epochs import EQUAL, Epochs
+from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.simulate.model import passes
 from lightning_dsgd.lab.simulate.processors import on_one_core
 from lightning_dsgd.primitives import step_scaling

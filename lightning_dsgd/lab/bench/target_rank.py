@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.lab.bench.cells import Cell
-from lightning_dsgd.lab.bench.network import Link
 from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.bench.small_tasks import TASKS, Task
 from lightning_dsgd.lab.bench.target_cell import Training, bandwidth_bytes_s
+from lightning_dsgd.lab.jobs.cells import Cell
+from lightning_dsgd.lab.jobs.network import Link
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 LEAST_BYTES_S: Final = 5e6

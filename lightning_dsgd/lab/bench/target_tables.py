@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_dsgd.lab.bench.target_rows import BASELINE, SHARES, Row
+from lightning_dsgd.lab.target_rows import BASELINE, SHARES, Row
 
 
 def tables(result: dict[str, Any]) -> str:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.lab.bench import job_arguments
-from lightning_dsgd.lab.bench.cells import Cell, finish, in_turn
-from lightning_dsgd.lab.bench.network import Link
+from lightning_dsgd.lab.jobs.cells import Cell, finish, in_turn
+from lightning_dsgd.lab.jobs.network import Link
 from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.results import typed
 from lightning_dsgd.lab.simulate.machines import EMULATED

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.cells import Cell
 from lightning_dsgd.lab.bench.contestants import communication
 from lightning_dsgd.lab.bench.throughput import LINK_CHECK
 from lightning_dsgd.lab.callbacks import StragglerInjector
+from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 _MOST_CHECKED_PARAMS: Final = 10_000_000

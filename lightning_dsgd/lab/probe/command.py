@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _launched(num_ranks: int, accelerator: str) -> list[dict[str, Any]]:
     """Returns what rank 0 has found; on the others, nothing."""
-    from lightning_dsgd.lab.bench.run_cells import rank_of_this_process
+    from lightning_dsgd.lab.jobs.run_cells import rank_of_this_process
     from lightning_dsgd.lab.probe import ranks
     from lightning_dsgd.lab.progress import of_stages
 
@@ -73,8 +73,8 @@ def _launched(num_ranks: int, accelerator: str) -> list[dict[str, Any]]:
 
 def _started_here(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns what ranks have found that are processes of this machine."""
-    from lightning_dsgd.lab.bench.job import Job
-    from lightning_dsgd.lab.bench.network import demanded
+    from lightning_dsgd.lab.jobs.job import Job
+    from lightning_dsgd.lab.jobs.network import demanded
 
     num_ranks = 2 if args.ranks is None else args.ranks
     if num_ranks < 2:

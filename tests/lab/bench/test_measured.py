@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.lab.bench import convergence, network, report, throughput, throughput_cell
-from lightning_dsgd.lab.bench.run_cells import load
+from lightning_dsgd.lab.bench import convergence, report, throughput, throughput_cell
 from lightning_dsgd.lab.bench.workloads import WORKLOADS
+from lightning_dsgd.lab.jobs import network
+from lightning_dsgd.lab.jobs.run_cells import load
 from tests.support.bench import run_bench
 from tests.support.fake_device import FakeDevice
 from tests.support.fits import accelerator_of

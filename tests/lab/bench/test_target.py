@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dsgd.lab.bench import report, target, target_cell, target_rows
-from lightning_dsgd.lab.bench.network import why_not
+from lightning_dsgd.lab import target_rows
+from lightning_dsgd.lab.bench import report, target, target_cell
 from lightning_dsgd.lab.bench.small_tasks import TASKS, Networks
+from lightning_dsgd.lab.jobs.network import why_not
 from tests.support.bench import run_bench
 from tests.support.fits import some_now
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.lab.bench import network
-from lightning_dsgd.lab.bench.job import Job
-from lightning_dsgd.lab.bench.network import Link, Network
+from lightning_dsgd.lab.jobs import network
+from lightning_dsgd.lab.jobs.job import Job
+from lightning_dsgd.lab.jobs.network import Link, Network
 from tests.support.bench import namespaces
 from tests.support.nodes import shaped
 
@@ -65,8 +65,8 @@ def endless(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process whose job never ends, once all ranks are in it."""
     link = "None" if network.why_not() else "Link(1e9)"
     code = (
-        "from pathlib import Path; from lightning_dsgd.lab.bench.job import Job; "
-        "from lightning_dsgd.lab.bench.network import Link; "
+        "from pathlib import Path; from lightning_dsgd.lab.jobs.job import Job; "
+        "from lightning_dsgd.lab.jobs.network import Link; "
         f"Job({f'{CELLS_OF_TESTS}:wait_for_end'!r}, {{'folder': {str(tmp_path)!r}}}, 2, {link})"
         f".run([{{}}], Path({str(tmp_path / 'out.json')!r}))"
     )

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.lab.bench.cells import Cell, measured, name
-from lightning_dsgd.lab.bench.network import INTERFACE, Link, Network, describe
+from lightning_dsgd.lab.jobs.cells import Cell, measured, name
+from lightning_dsgd.lab.jobs.network import INTERFACE, Link, Network, describe
 from lightning_dsgd.lab.results import provenance
 
 LAUNCHERS: Final = ("subprocess", "torchrun", "mpiexec")

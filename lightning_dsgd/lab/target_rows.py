@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from lightning_dsgd.lab.bench.cells import Cell
+from lightning_dsgd.lab.jobs.cells import Cell
 
 BASELINE: Final = "allreduce"
 SHARES: Final = (0.99, 1.0)

@@ -1,0 +1,1 @@
+"""Jobs of several ranks on this machine: their cells, processes and networks."""
