@@ -2,7 +2,7 @@
 
     python benchmarks/adaptive.py --seeds 3 --output docs/results/adaptive/adaptive.json
 
-Digits, 8 ranks of the simulated world, 120 steps in epochs of 30, as `lightning-dsgd bench target`
+Digits, 8 ranks of the simulated world, 120 steps in epochs of 30, as `python -m benchmarks target`
 has it.  `adaptive` and all-reduce have all-reduce's best learning rate, 0.8.  The fixed choices
 have what is best for each in docs/time_to_target.md, or all-reduce's, "at 0.8".  In rows with
 "claimed" ranks claim their batches.
@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.compare import target_cell
+from benchmarks.compare.situations import SITUATIONS, Situation
+from benchmarks.compare.small_tasks import TASKS
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.lab.bench import target_cell
-from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
-from lightning_dsgd.lab.bench.small_tasks import TASKS
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.cells import Cell, finish, measured
 from lightning_dsgd.lab.results import provenance, typed

@@ -34,9 +34,9 @@ from lightning_dsgd.lab.adaptive import algorithm as adaptive
 from lightning_dsgd.lab.adaptive.decision import Decision, State
 from lightning_dsgd.lab.adaptive.prediction import HOME, ROUNDED
 from lightning_dsgd.lab.adaptive.strategy import AdaptiveStrategy
-from lightning_dsgd.lab.bench.throughput_cell import Sleeper
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.cells import Cell, finish, measured
+from lightning_dsgd.lab.jobs.fit import Sleeper
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.lab.simulate.model import passes
 from lightning_dsgd.simulated import SimulatedWorld

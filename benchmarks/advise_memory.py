@@ -27,12 +27,12 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.compare import contestants
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.advise import memory
 from lightning_dsgd.lab.advise.candidates import BOUND, all_for
-from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.throughput_cell import Sleeper
 from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.fit import Sleeper
 from lightning_dsgd.lab.jobs.job import Job
 
 RANKS, PARAMS, STEPS, PERIOD = 4, 2048**2, 9, 4

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from benchmarks.compare import contestants
 from lightning_dsgd import StepTrace
-from lightning_dsgd.lab.bench import contestants
 from lightning_dsgd.lab.diagnose import times
 from lightning_dsgd.lab.diagnose.remedies import advised, chosen, remedies
 from lightning_dsgd.lab.diagnose.verdict import judge

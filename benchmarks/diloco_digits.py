@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from simulated_digits import TEST, data, error, train
 from torch import Tensor, nn
 
+from benchmarks.simulated_digits import TEST, data, error, train
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.results import provenance, write_result

@@ -20,7 +20,7 @@ It runs from a checkout, which need not be installed; torch, Lightning and pytes
     launched    `Trainer(accelerator="gpu")` as a user starts it: alone, by torchrun, by mpiexec
     slow_kernel what the other ranks' steps take while one rank's kernel is slow, with messages, and
                 with an NCCL that takes each rank for one on a node of its own
-    throughput  steps a second where a random rank's kernel is slow, as in `bench throughput`
+    throughput  steps a second where a random rank's kernel is slow, as in `benchmarks throughput`
 
 Writes docs/results/gpus/NAME.json, NAME that of the device, anew after each figure and each test:
 whatever ends it, nothing that it has found is lost.  A part that fails is noted with its error, and
@@ -56,16 +56,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))  # before what is installed, if anything is
 
-import slow_kernel
-
 import lightning_dsgd as dsgd
+from benchmarks import slow_kernel
+from benchmarks.compare.throughput import flatten
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.devices import Port, port_of, until
 from lightning_dsgd.lab import accelerators
-from lightning_dsgd.lab.bench.throughput import flatten
 from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.lab.results import provenance, save
@@ -395,7 +393,7 @@ def throughput(
         "params": params, "device": kind, "shares_device": kind != "cpu", "link_bit_s": None,
         "delay_on": "host" if kind == "cpu" else "device",
     }  # fmt: skip
-    job = Job("lightning_dsgd.lab.bench.throughput_cell:run", settings, RANKS, cell_timeout_s=60.0)
+    job = Job("benchmarks.compare.throughput_cell:run", settings, RANKS, cell_timeout_s=60.0)
     names = ("allreduce_bandwidth", *specs)
     for row in rows_of(job, [{"strategy": name, "round": 0} for name in names]):
         is_rate = "error" not in row and row["strategy"] in specs

@@ -2,7 +2,7 @@
 
     python benchmarks/growing_period.py --output docs/results/choosing/growing_period.json
 
-Ranks are simulated, as in `lightning-dsgd bench target`: digits, epochs of 30 steps, claimed
+Ranks are simulated, as in `python -m benchmarks target`: digits, epochs of 30 steps, claimed
 batches, all-reduce's own learning rate.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.lab.bench import target_cell
-from lightning_dsgd.lab.bench.situations import SITUATIONS
+from benchmarks.compare import target_cell
+from benchmarks.compare.situations import SITUATIONS
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.cells import Cell, finish, measured
 from lightning_dsgd.lab.results import provenance

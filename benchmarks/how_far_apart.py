@@ -2,7 +2,7 @@
 
     python benchmarks/how_far_apart.py --task digits --output docs/results/wagma/apart_digits.json
 
-Ranks are simulated as in `lightning-dsgd bench target`: 8 ranks, epochs of 30 steps, and claimed
+Ranks are simulated as in `python -m benchmarks target`: 8 ranks, epochs of 30 steps, and claimed
 batches for all but all-reduce.  On digits each strategy, all-reduce too, has the rate that ends
 best with seeds that are not reported; elsewhere all have one rate.  All ranks know here at once,
 and for nothing, what one of them has decided, and how far apart all are: these are bounds of what a
@@ -29,6 +29,10 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
+from benchmarks.compare import target_cell
+from benchmarks.compare.situations import SITUATIONS, Situation
+from benchmarks.compare.small_tasks import TASKS
+from benchmarks.compare.target_cell import Training
 from lightning_dsgd.agreement import average, num_active
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import ALGORITHMS
@@ -37,10 +41,6 @@ from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.hyperparameters import one_of, setting
-from lightning_dsgd.lab.bench import target_cell
-from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
-from lightning_dsgd.lab.bench.small_tasks import TASKS
-from lightning_dsgd.lab.bench.target_cell import Training
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.cells import Cell, finish, measured
 from lightning_dsgd.lab.results import provenance

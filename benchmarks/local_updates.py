@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from text_pieces import pieces
 from torch import Tensor, nn
 
+from benchmarks.text_pieces import pieces
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result

@@ -25,9 +25,9 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
-from text_pieces import pieces
 from torch import Tensor, nn
 
+from benchmarks.text_pieces import pieces
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives import sparse

@@ -2,9 +2,9 @@
 
     python benchmarks/oktopk_changes.py --output docs/results/oktopk/oktopk_changes.json
 
-8 ranks of the simulated world train the language model or the digits of `bench target`, with its
-batches and its schedule.  "@0.3" after a strategy is Adam's first beta, if it is not 0.9.  A row
-has the strategy's best learning rate with the first seed.  The bytes are those of a rank, in a
+8 ranks of the simulated world train the language model or the digits of `benchmarks target`, with
+its batches and its schedule.  "@0.3" after a strategy is Adam's first beta, if it is not 0.9.  A
+row has the strategy's best learning rate with the first seed.  The bytes are those of a rank, in a
 step; the paper's bound is 6k (P-1)/P numbers of 4 bytes, with k of 1% of the weights.
 
 Each cell is printed and written at once; a cell that is in the file is not computed again.
@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from lightning_dsgd.lab.bench import target_cell
-from lightning_dsgd.lab.bench.situations import Situation
-from lightning_dsgd.lab.bench.small_tasks import TASKS
-from lightning_dsgd.lab.bench.target_cell import Training
+from benchmarks.compare import target_cell
+from benchmarks.compare.situations import Situation
+from benchmarks.compare.small_tasks import TASKS
+from benchmarks.compare.target_cell import Training
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", help="all-reduce first; by default all")
     parser.add_argument("--lrs", type=float, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="by default those of `bench target`")
+    parser.add_argument("--steps", type=int, help="by default those of `benchmarks target`")
     parser.add_argument("--output", type=Path, default=Path("oktopk_changes.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -30,9 +30,9 @@ from typing import Any, ClassVar
 
 import torch
 from matplotlib import pyplot as plt
-from text_pieces import pieces
 from torch import Tensor, nn
 
+from benchmarks.text_pieces import pieces
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.hyperparameters import at_least, parse

@@ -2,9 +2,10 @@
 
     python benchmarks/oktopk_rules.py --output docs/results/oktopk/oktopk_rules.json
 
-8 ranks train the small tasks of `bench target` for as many steps, with its batches and schedules,
-at a density of 1%.  What is sent is computed densely here, by one process for all ranks, with exact
-thresholds: `tests/algorithms/test_oktopk.py` requires that the algorithm equals this to the bit.
+8 ranks train the small tasks of `benchmarks target` for as many steps, with its batches and
+schedules, at a density of 1%.  What is sent is computed densely here, by one process for
+all ranks, with exact thresholds: `tests/algorithms/test_oktopk.py` requires that the algorithm
+equals this to the bit.
 
     dense         the mean of all gradients
     allgather     all that a rank has selected is applied
@@ -34,8 +35,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.compare.small_tasks import BATCH, TASKS, Networks
 from lightning_dsgd.hyperparameters import parse
-from lightning_dsgd.lab.bench.small_tasks import BATCH, TASKS, Networks
 from lightning_dsgd.lab.results import provenance, write_result
 
 RANKS, DENSITY = 8, 0.01

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import matplotlib as mpl
-import paper_training
 from tqdm import tqdm
 
+from benchmarks import paper_training
 from lightning_dsgd.lab.jobs.cells import Cell, measured
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.comparison import compare, plot

@@ -13,20 +13,22 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final
 
-import ablations  # noqa: F401 - registers them
-import popsgd_least_squares
 import torch
-from oktopk_accuracy import train as watched
-from text_pieces import pieces
 from torch import Tensor, nn
 
+from benchmarks import (
+    ablations,  # noqa: F401 - registers them
+    popsgd_least_squares,
+)
+from benchmarks.compare.situations import Situation
+from benchmarks.compare.small_tasks import TASKS, Task
+from benchmarks.compare.target_cell import LATENCY_S, Training
+from benchmarks.oktopk_accuracy import train as watched
+from benchmarks.text_pieces import pieces
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.hyperparameters import one_of, setting
-from lightning_dsgd.lab.bench.situations import Situation
-from lightning_dsgd.lab.bench.small_tasks import TASKS, Task
-from lightning_dsgd.lab.bench.target_cell import LATENCY_S, Training
 from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.simulate.machines import MACHINES
 from lightning_dsgd.lab.simulate.model import message_bytes

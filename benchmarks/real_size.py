@@ -40,12 +40,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from benchmarks.compare import contestants, convergence
 from lightning_dsgd import StragglerInjector
-from lightning_dsgd.lab.bench import contestants, convergence
 from lightning_dsgd.lab.drawing import chart
 from lightning_dsgd.lab.drawing.style import Picture
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.cells import Cell
+from lightning_dsgd.lab.jobs.fit import communication
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.lab.jobs.network import demanded
 from lightning_dsgd.lab.jobs.run_cells import rank_of_this_process
@@ -148,11 +149,11 @@ class Clock(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         torch.distributed.barrier()
-        self.sent = contestants.communication(trainer).get("bytes_sent", 0.0)
+        self.sent = communication(trainer).get("bytes_sent", 0.0)
         self.begin_s, self.core_begin_s = time.monotonic(), time.process_time()
 
     def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        sent = contestants.communication(trainer).get("bytes_sent")
+        sent = communication(trainer).get("bytes_sent")
         self.rows.append(
             {
                 "step": trainer.global_step,
@@ -267,7 +268,7 @@ class Results:
         )
 
     def comparison(self, situation: str) -> dict[str, Any] | None:
-        """One situation as `bench convergence` reports it; None before DDP has trained."""
+        """One situation as `benchmarks convergence` reports it; None before DDP has trained."""
         cells = self.reported(situation)
         if not cells:
             return None

@@ -36,8 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from launched import said_of_steps
-
+from benchmarks.launched import said_of_steps
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 

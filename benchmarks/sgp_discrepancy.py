@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import simulated_digits
 import torch
-from simulated_digits import TEST, error
 from torch import Tensor, nn
 
+from benchmarks import simulated_digits
+from benchmarks.simulated_digits import TEST, error
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.simulated import SimulatedWorld

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_memory import RANKS, join, sharded_model
 
 import lightning_dsgd as dsgd
+from benchmarks.sharded_memory import RANKS, join, sharded_model
 from lightning_dsgd.lab.results import provenance, write_result
 
 WARM_UP = 5

@@ -20,8 +20,8 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.convergence_cell import Paced
+from benchmarks.compare import contestants
+from benchmarks.compare.convergence_cell import Paced
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.compare import contestants
 from lightning_dsgd import StepTrace
-from lightning_dsgd.lab.bench import contestants
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.lab.timeline.recorder import Recorder

@@ -36,9 +36,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from launched import Job, said_of_steps
-from replaced_ranks import until_back
-
+from benchmarks.launched import Job, said_of_steps
+from benchmarks.replaced_ranks import until_back
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 

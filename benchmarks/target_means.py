@@ -3,12 +3,12 @@
     python benchmarks/target_means.py docs/results/choosing/target_real.json \
         docs/results/choosing/target_simulated.json
 
-`lightning-dsgd bench target` gives the median over the seeds of their own seconds, which hang on a
+`python -m benchmarks target` gives the median over the seeds of their own seconds, which hang on a
 few right answers of single seeds.  Here the qualities are averaged first, at each moment: the
 seconds are those until their mean is 99% of what all-reduce ends with, in the mean too.
 
-The files are results of `bench target` where a higher quality is better.  Of a second one, of the
-same training, the same figures and how much of them the first one's are.
+The files are results of `benchmarks target` where a higher quality is better.  Of a second one, of
+the same training, the same figures and how much of them the first one's are.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def cells(of: Figures) -> list[str]:
-    """As in the tables of `bench target`."""
+    """As in the tables of `benchmarks target`."""
     there = f"{of.seconds:.0f} s ({of.share:.2f})" if math.isfinite(of.seconds) else "never"
     return [f"{of.steps_per_s:.2f}", there]
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.compare import contestants
 from lightning_dsgd import StepTrace, StragglerInjector
-from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.throughput_cell import Sleeper
 from lightning_dsgd.lab.drawing import picture
 from lightning_dsgd.lab.drawing.style import WIDTH
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.cells import Cell, finish
+from lightning_dsgd.lab.jobs.fit import Sleeper
 from lightning_dsgd.lab.jobs.job import Job
 
 STRATEGIES = "ddp,local_sgd,wagma,hpsgd"

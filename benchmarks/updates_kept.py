@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ablations import PapersRule
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from benchmarks.ablations import PapersRule
 from lightning_dsgd.agreement import average
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.adpsgd import ADPSGD

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from updates_kept import HELD_OUT, PERIOD, RANKS, SITUATIONS, SIZE, digits, step_s
 
+from benchmarks.updates_kept import HELD_OUT, PERIOD, RANKS, SITUATIONS, SIZE, digits, step_s
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
 from lightning_dsgd.algorithms.local_sgd import LocalSGD

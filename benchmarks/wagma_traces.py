@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import simulated_digits
 import torch
-from ablations import FixedGroups
 from torch import Tensor, nn
 
+from benchmarks import simulated_digits
+from benchmarks.ablations import FixedGroups
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
 from lightning_dsgd.algorithms.wagma import WAGMA

@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from benchmarks.compare import target_tables
+from benchmarks.compare.situations import SITUATIONS
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.lab import decisions, target_rows
 from lightning_dsgd.lab.adaptive import own_rate
 from lightning_dsgd.lab.advise import accuracy, memory
-from lightning_dsgd.lab.bench import target_tables
-from lightning_dsgd.lab.bench.situations import SITUATIONS
 from lightning_dsgd.lab.catalogue import BRIEF, markdown
 from lightning_dsgd.lab.decisions import Choice, Situation
 from lightning_dsgd.lab.epochs import CLAIMED
@@ -205,7 +205,7 @@ def measured_row(choice: Choice, situation: Situation) -> dict[str, Any]:
 
 
 def targets(of: str) -> dict[str, Any]:
-    """A result of `lightning-dsgd bench target`, with the rows of the baseline and of those chosen.
+    """A result of `python -m benchmarks target`, with the rows of the baseline and of those chosen.
 
     Args:
         of: "FILE", or "FILE of popsgd,wagma"; a strategy's rows with claimed batches go with it

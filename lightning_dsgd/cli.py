@@ -23,7 +23,6 @@ COMMANDS: Final = {
     "strategies": "the table of strategies; with a name, the details of one",
     "doctor": "what works on this machine, and what to do about the rest",
     "recipes": "the list of recipes and examples; with a name, a copy of one",
-    "bench": "measure strategies side by side (`lightning-dsgd bench throughput --help`)",
     "simulate": "predict throughput on many ranks (`lightning-dsgd simulate --help`)",
     "probe": "measure what messages and sums cost on this cluster (`lightning-dsgd probe --help`)",
     "advise": "which strategy is fastest for you (`lightning-dsgd advise --help`)",

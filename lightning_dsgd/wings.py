@@ -22,7 +22,6 @@ COMMANDS: Final = {
     "strategies": "lab.strategies",
     "doctor": "lab.doctor",
     "recipes": "lab.recipes",
-    "bench": "lab.bench.command",
     "simulate": "lab.simulate.command",
     "probe": "lab.probe.command",
     "advise": "lab.advise.command",

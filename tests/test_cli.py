@@ -51,7 +51,6 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
         ["usage: lightning-dsgd", f"must be one of {', '.join(COMMANDS)}, got 'train'\n"],
     ),
     "a mistyped command": (["simulat"], 2, ["got 'simulat'; did you mean simulate?"]),
-    "a mistyped bench": (["bench", "thruput"], 2, ["got 'thruput'; did you mean throughput?"]),
     "a launch of no script": (
         ["launch", "--ranks", "4"],
         2,
@@ -107,7 +106,7 @@ def test_a_recipe_is_copied_and_no_file_of_the_users_lost(
     assert copy.read_text() == "mine"
 
 
-HELP = ("", "strategies", "simulate", "bench throughput")
+HELP = ("", "strategies", "simulate")
 
 
 def test_help_of_the_console_script_loads_nothing_slow(tmp_path: Path) -> None:

@@ -67,8 +67,7 @@ WINGS = {
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (
-    "lab.advise.verify_cell lab.probe.ranks lab.bench.peer lab.bench.contestants "
-    "lab.bench.throughput_cell lab.bench.convergence_cell lab.callbacks lab.timeline.step_trace "
+    "lab.advise.verify_cell lab.probe.ranks lab.jobs.fit lab.callbacks lab.timeline.step_trace "
     "lab.checkpoint_artifacts lab.loggers lab.trackers lab.adaptive.strategy"
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
@@ -84,7 +83,6 @@ BEHIND_THE_CONTRACT = {
     "transport.process_group": "session.opening elastic lab mpi",
     "transport.rendezvous": "session.opening elastic lab",
     "transport.names": "session.opening plain.launch elastic",
-    "transport.connections": "lab",
 }
 # What is not ours, and who alone may know it; all but ground and launchers may know torch.
 LIBRARIES = {
@@ -99,7 +97,7 @@ LIBRARIES = {
     "triton": "primitives.sparse_triton",
     "wandb": "lab",
     "PIL gymnasium sklearn tokenizers": "tasks lab",
-    "decent_dp hivemind loguru matplotlib torchft tqdm": "lab",
+    "matplotlib tqdm": "lab",
     "torch": "agreement algorithm algorithms buffers data devices elastic fabric lab mpi plain "
     "primitives replica session sharded simulated tasks trainer transport",
 }
@@ -212,7 +210,8 @@ WRONG = {
     "self._survivors.share(first)": "trainer.strategy",
     "from lightning_dsgd.elastic.members import Members": "session.session",
     "import lightning_dsgd": "algorithm",
-    "import lightning as L": "lab.bench.report",
+    "import lightning as L": "lab.simulate.check",
+    "from benchmarks.compare import target": "lab.simulate.command",
 }
 
 
@@ -360,7 +359,13 @@ def test_sdist_is_small_and_has_all_but_the_results(dist: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {name.partition("/")[0] for name in names} == {*IN_THE_SDIST}
     assert not [name for name in names if name.startswith("docs/results/")]
-    patterns = ("benchmarks/*.py", "docs/*", "lightning_dsgd/**/*.py", "tests/**/*.py", "recipes/*")
+    patterns = (
+        "benchmarks/**/*.py",
+        "docs/*",
+        "lightning_dsgd/**/*.py",
+        "tests/**/*.py",
+        "recipes/*",
+    )
     kept = on_disk(*patterns) - {"recipes/paper", "recipes/sweeps"}
     assert {name for name in kept if ROOT.joinpath(name).is_file()} <= names
 

@@ -68,7 +68,7 @@ class Situation:
         short: the situation in a few words
         text: how a reader recognises it
         choices: the first one to try comes first
-        measured: its name in `bench target`; empty where it was not measured there
+        measured: its name in `benchmarks target`; empty where it was not measured there
         causes: those verdicts of `diagnose` that are this situation
         page: where docs/ tells more of it
     """
@@ -299,7 +299,7 @@ def of_cause(cause: str, num_ranks: int) -> Choice | None:
 
 
 def measured_as(name: str) -> Situation:
-    """Returns the situation that `bench target` calls so."""
+    """Returns the situation that `benchmarks target` calls so."""
     return next(each for each in SITUATIONS.values() if each.measured == name)
 
 

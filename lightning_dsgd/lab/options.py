@@ -11,15 +11,14 @@ class Parser(argparse.ArgumentParser):
     """Parses the options of one command.
 
     Args:
-        command: what follows `lightning-dsgd`
+        command: what follows `lightning-dsgd`, unless `prog` is given
         text: what the help says of the command; indented lines stay as they are
         **given: of the class that this one builds upon
     """
 
     def __init__(self, command: str, text: str | None, **given: Any) -> None:
-        super().__init__(
-            prog=f"lightning-dsgd {command}", description=text, formatter_class=_Help, **given
-        )
+        given.setdefault("prog", f"lightning-dsgd {command}")
+        super().__init__(description=text, formatter_class=_Help, **given)
 
     def add_renamed(self, before: str, now: str) -> None:
         """Refuses an option that has another name now, and names it."""

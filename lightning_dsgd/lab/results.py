@@ -1,7 +1,7 @@
 """Result files: JSON with one record per line, and how the figures were made.
 
     {
-     "command": "lightning-dsgd bench throughput --ranks 4",
+     "command": "python -m benchmarks throughput --ranks 4",
      "cells": [
       {"strategy": "ddp", "round": 0, "seconds": [7.1, 7.2, 7.1, 7.3]},
       {"strategy": "wagma", "round": 0, "seconds": [6.0, 6.1, 6.2, 6.0]}

@@ -1,4 +1,4 @@
-"""What the cells of `bench target` say: the best learning rates, and how soon who is there.
+"""What the cells of `benchmarks target` say: the best learning rates, and how soon who is there.
 
 A learning rate, and a number of steps, are chosen with seeds that are reported nowhere, where there
 are such seeds.  A target is reached at the first of three looks in a row that are as good.  A seed

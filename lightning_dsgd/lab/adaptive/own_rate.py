@@ -1,6 +1,6 @@
 """Which settings were as good as all-reduce with its own learning rate: `own_rate.json`.
 
-The file holds, of results of `lightning-dsgd bench target`, the rows with the learning rate that is
+The file holds, of results of `python -m benchmarks target`, the rows with the learning rate that is
 best for all-reduce.  The user's rate was most likely tuned so, and `adaptive` leaves it alone.
 """
 

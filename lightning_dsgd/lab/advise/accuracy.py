@@ -1,6 +1,6 @@
 """What a strategy has cost in accuracy where that was measured: `accuracy.json`.
 
-The file holds the results of `lightning-dsgd bench target` in epochs for one small task, in five
+The file holds the results of `python -m benchmarks target` in epochs for one small task, in five
 situations: see docs/time_to_target.md.  Which of them is most like the run in question follows from
 its step times and from what an all-reduce takes.  It is a direction, not a promise: another model
 is another task.
@@ -35,8 +35,8 @@ class Cost:
         points: points of accuracy beside all-reduce's; negative where the strategy was worse
         reached: the number of seeds that came to 99% of all-reduce's accuracy
         seeds: the number of all seeds
-        time: the time until then, over all-reduce's, as `bench target` has it: a seed that did not
-            come there counts as the time limit
+        time: the time until then, over all-reduce's, as `benchmarks target` has it: a seed that did
+            not come there counts as the time limit
     """
 
     points: float
@@ -51,7 +51,7 @@ class Cost:
 
 
 def distilled(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what is kept of `bench target`'s results: all relative to `BASELINE`.
+    """Returns what is kept of `benchmarks target`'s results: all relative to `BASELINE`.
 
     Where another strategy is the baseline of a result, figures are taken anew from its curves.
     """

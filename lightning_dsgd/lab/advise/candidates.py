@@ -32,7 +32,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """What a row is called, here and in the results of `bench target`."""
+        """What a row is called, here and in the results of `benchmarks target`."""
         return label({"strategy": self.spec} | ({} if self.data == EQUAL else {"data": self.data}))
 
     @property

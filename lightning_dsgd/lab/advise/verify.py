@@ -34,14 +34,14 @@ _CLAIMED: Final = f":data={CLAIMED}"
 def specs_of(ranking: Ranking) -> list[str]:
     """Returns the bound, all-reduce, the advised strategy, and what ends soonest besides.
 
-    They are written as `bench throughput` takes them: `popsgd:data=claimed`.
+    They are written as `benchmarks throughput` takes them: `popsgd:data=claimed`.
     """
     first = [row.candidate for row in (ranking.advised, *ranking.rows) if row.is_strategy]
     return [BOUND, BASELINE, *dict.fromkeys(map(spec_of, first[: 1 + MOST]))][: 2 + MOST]
 
 
 def spec_of(candidate: Candidate) -> str:
-    """Returns a candidate as `bench throughput` takes it."""
+    """Returns a candidate as `benchmarks throughput` takes it."""
     return candidate.spec + (_CLAIMED if candidate.data == CLAIMED else "")
 
 

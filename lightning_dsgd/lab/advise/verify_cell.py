@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.throughput_cell import Clock, Sleeper
+from lightning_dsgd.lab.jobs import fit
 from lightning_dsgd.lab.jobs.cells import Cell
+from lightning_dsgd.lab.jobs.fit import Clock, Sleeper
 from lightning_dsgd.lab.jobs.run_cells import rank_of_this_process
 
 
@@ -36,9 +36,8 @@ def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     times = settings["times"][cell["round"]][rank_of_this_process()]
     clock = Clock(steps)
     L.seed_everything(cell["round"], verbose=False)
-    trainer = contestants.trainer(
-        cell["strategy"], ranks, max_steps=steps, max_epochs=-1, callbacks=[clock]
-    )
+    strategy = fit.strategy(cell["strategy"])
+    trainer = fit.trainer(strategy, ranks, max_steps=steps, max_epochs=-1, callbacks=[clock])
     data = DataLoader(TensorDataset(torch.zeros(steps * ranks, 1)))
     trainer.fit(Replayer(settings["params"], times), data)
     return {"seconds": clock.end - clock.begin, "core_s": clock.core_s}

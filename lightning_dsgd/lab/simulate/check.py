@@ -1,4 +1,4 @@
-"""Predictions beside measurements: the strategies of a result file of `bench throughput`."""
+"""Predictions beside measurements: the strategies of a result file of `benchmarks throughput`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(
     much as `no_sync`, which sends nothing, was slower than its stragglers explain.
 
     Args:
-        result: the result of `bench throughput`
+        result: the result of `benchmarks throughput`
         changed: gives the machine to predict for, from the one that the result's settings describe
 
     Returns:
@@ -39,7 +39,7 @@ def check(
         measured = {row["strategy"]: row["steps_per_s"] for row in result["summary"]}
     except KeyError as err:
         raise ValueError(
-            "a result file must be one of `lightning-dsgd bench throughput` with its settings, "
+            "a result file must be one of `python -m benchmarks throughput` with its settings, "
             f"got one without {err}"
         ) from err
     overhead_s = 0.0
@@ -72,7 +72,7 @@ def _machine(settings: dict[str, Any]) -> Machine:
 def predict(
     spec: str, world_size: int, machine: Machine, num_steps: int, rounds: Sequence[int]
 ) -> float:
-    """Predicts steps per second as `bench throughput` measures them: the median over the rounds.
+    """Predicts steps per second as `benchmarks throughput` does: the median over the rounds.
 
     A round's index is the seed of its stragglers.
     """

@@ -3,7 +3,7 @@ r"""How fast a strategy would be on a machine that is not here.
     lightning-dsgd simulate --strategies wagma,allreduce --ranks 4,16,64,256 --profile piz-daint \
         --params 25e6 --steps 50 --output simulated.json --plot simulated.png
     lightning-dsgd simulate --cluster cluster.json --recorded run/ --ranks 8,64 --params 25e6
-    lightning-dsgd simulate --check throughput.json    # a file of `lightning-dsgd bench throughput`
+    lightning-dsgd simulate --check throughput.json    # a file of `python -m benchmarks throughput`
 
 The profile, or the cluster's file, says what steps, messages and sums take.
 """
@@ -66,7 +66,9 @@ def main(argv: list[str] | None = None) -> None:
         "--recorded", type=Path, metavar="RUN", help="a folder of StepTrace: its step times"
     )
     parser.add_argument("--trace", type=Path, help="a folder to write, for `timeline`")
-    parser.add_argument("--check", type=Path, help="compares with this file of `bench throughput`")
+    parser.add_argument(
+        "--check", type=Path, help="compares with this file of `benchmarks throughput`"
+    )
     args = parser.parse_args(argv)
     if args.check and args.trace:
         parser.error("--trace must be left out with --check, which runs each strategy many times")

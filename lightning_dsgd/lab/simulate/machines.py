@@ -246,7 +246,7 @@ _STATION = Machine(
 )
 
 # Ranks in network namespaces behind shaped links, a sleep as computation, two stragglers: the
-# defaults of `lightning-dsgd bench throughput`, which takes them from here.  Selection as in one
+# defaults of `python -m benchmarks throughput`, which takes them from here.  Selection as in one
 # run of benchmarks/sparse_selection.py on 2 threads (25M elements: top-k 514.68 ms, accumulating
 # and marking 29.52 ms).
 EMULATED = Machine(

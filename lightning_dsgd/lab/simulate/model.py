@@ -95,7 +95,7 @@ class Run:
 
     @property
     def slowest_steps_per_s(self) -> float:
-        """Steps per second until the slowest rank's last step, as in `bench throughput`.
+        """Steps per second until the slowest rank's last step, as in `benchmarks throughput`.
 
         It is the job's rate: as many batches as there are ranks, on whichever rank.
         """

@@ -13,12 +13,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_dsgd
+from benchmarks.compare.situations import SITUATIONS, Situation
 from lightning_dsgd import Adaptive
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.lab.adaptive.prediction import ROUNDED
-from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.epochs import Epochs
 from lightning_dsgd.lab.simulate.model import passes
 from lightning_dsgd.simulated import SimulatedWorld

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compare.situations import SITUATIONS, Situation
 from lightning_dsgd.lab.adaptive import own_rate
 from lightning_dsgd.lab.adaptive.decision import State, decide
 from lightning_dsgd.lab.adaptive.prediction import HOME, ROUNDED, Seen
 from lightning_dsgd.lab.advise.candidates import BASELINE
-from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
 from tests.support.thorough import tries
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.compare.situations import SITUATIONS
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.lab.advise import accuracy, memory
 from lightning_dsgd.lab.advise.accuracy import Cost
 from lightning_dsgd.lab.advise.candidates import CANDIDATES, Candidate, with_claims
 from lightning_dsgd.lab.advise.ranking import Ranking, Row, rank
 from lightning_dsgd.lab.advise.words import advice, table
-from lightning_dsgd.lab.bench.situations import SITUATIONS
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.recorded import Recorded
 

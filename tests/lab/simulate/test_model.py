@@ -177,7 +177,7 @@ def test_check_compares_with_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
     rates = {"ddp": 3.0, "no_sync": 6.0, "ddp_powersgd:rank=2": 4.0}
     network = {"rate_bit_s": 8e8, "latency_s": 0.0, "emulated": True}
     settings = {"ranks": 4, "compute_s": 0.1, "delay_s": 0.05, "delayed_ranks": 4, "steps": 10}
-    report = {  # as `bench throughput` writes it
+    report = {  # as `benchmarks throughput` writes it
         "summary": [{"strategy": spec, "steps_per_s": rate} for spec, rate in rates.items()],
         "cells": [{"round": 0}, {"round": 1}],
         "settings": settings | {"params": "25e5", "network": network},

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dsgd.lab.bench.peer import Peer
+from benchmarks.compare.peer import Peer
 from lightning_dsgd.transport.connections import own_address
 
 _TIMEOUT = timedelta(seconds=300)

@@ -1,4 +1,4 @@
-"""`lightning-dsgd bench throughput` and `bench convergence`."""
+"""`python -m benchmarks throughput` and `benchmarks convergence`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.lab.bench import convergence, report, throughput, throughput_cell
-from lightning_dsgd.lab.bench.workloads import WORKLOADS
+from benchmarks.compare import convergence, report, throughput, throughput_cell
+from benchmarks.compare.workloads import WORKLOADS
 from lightning_dsgd.lab.jobs import network
 from lightning_dsgd.lab.jobs.run_cells import load
 from tests.support.bench import run_bench

@@ -1,4 +1,4 @@
-"""What slows the ranks of `bench target` down, by name."""
+"""What slows the ranks of `benchmarks target` down, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tasks with gradients for many ranks at once: what `bench target` trains.
+"""Small tasks with gradients for many ranks at once: what `benchmarks target` trains.
 
     task = TASKS["digits"]()
     networks = Networks(task, num_ranks=8)

@@ -1,4 +1,4 @@
-"""What `bench convergence` trains, by name: `--task`."""
+"""What `benchmarks convergence` trains, by name: `--task`."""
 
 from __future__ import annotations
 

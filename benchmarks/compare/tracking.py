@@ -13,12 +13,12 @@ from typing import Any
 
 import wandb
 
+from benchmarks.compare.plots import plot_convergence
 from lightning_dsgd.hyperparameters import parse
-from lightning_dsgd.lab.bench.plots import plot_convergence
 
 
 def log_comparison(report: dict[str, Any], output: Path, project: str) -> None:
-    """Logs what `bench convergence` has written.
+    """Logs what `benchmarks convergence` has written.
 
     Args:
         report: the contents of the result file

@@ -1,6 +1,6 @@
 r"""How soon is a model as good as with all-reduce?
 
-    lightning-dsgd bench target --task digits --strategies allreduce,wagma,popsgd \
+    python -m benchmarks target --task digits --strategies allreduce,wagma,popsgd \
         --epoch-steps 30 --data equal,claimed --output FILE.json
 
 Ranks of the simulated world compute real gradients of a small network; time and network are
@@ -60,9 +60,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.compare.situations import SITUATIONS, Situation
+from benchmarks.compare.target_tables import tables
 from lightning_dsgd.lab import epochs
-from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
-from lightning_dsgd.lab.bench.target_tables import tables
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.lab.jobs.cells import Cell, finish, measured, take_core
 from lightning_dsgd.lab.jobs.job import Job
@@ -143,7 +143,7 @@ def _measured(
 
 
 def _higher_is_better(task: str) -> bool:
-    from lightning_dsgd.lab.bench.small_tasks import TASKS  # loads Lightning
+    from benchmarks.compare.small_tasks import TASKS  # loads Lightning
 
     return TASKS[task].higher_is_better
 
@@ -203,8 +203,8 @@ def _refuse_data(args: argparse.Namespace) -> None:
 
 
 def _refuse_real(args: argparse.Namespace) -> None:
-    from lightning_dsgd.lab.bench import target_rank
-    from lightning_dsgd.lab.bench.small_tasks import TASKS
+    from benchmarks.compare import target_rank
+    from benchmarks.compare.small_tasks import TASKS
 
     if not args.real_ms > 0:
         raise ValueError(f"--real-ms must be positive, got --real-ms {args.real_ms}; try 200")
@@ -225,7 +225,7 @@ def _measure(cells: Sequence[Cell], settings: dict[str, Any], num_jobs: int) -> 
     if "step_s" in settings:
         yield from _measure_real(cells, settings)
         return
-    from lightning_dsgd.lab.bench import target_cell  # loads torch and Lightning
+    from benchmarks.compare import target_cell  # loads torch and Lightning
 
     run = partial(target_cell.run, settings=settings)
     with contextlib.ExitStack() as ending:
@@ -241,12 +241,12 @@ def _measure(cells: Sequence[Cell], settings: dict[str, Any], num_jobs: int) -> 
 
 def _measure_real(cells: Sequence[Cell], settings: dict[str, Any]) -> Iterator[Cell]:
     """Starts the ranks once for all cells of a situation that follow one another."""
-    from lightning_dsgd.lab.bench import target_rank
+    from benchmarks.compare import target_rank
 
     for name, group in groupby(cells, key=lambda cell: str(cell["situation"])):
         situation = SITUATIONS[name]
         link = target_rank.link_of(situation, settings)
-        job = Job("lightning_dsgd.lab.bench.target_rank:run", settings, situation.ranks, link)
+        job = Job("benchmarks.compare.target_rank:run", settings, situation.ranks, link)
         for result in job.measure(list(group)):
             ranks = result.pop("ranks")
             rates = [rank["steps_per_s"] for rank in ranks]
@@ -266,7 +266,7 @@ def _floor_s(args: argparse.Namespace, situation: Situation) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     """Measures what is missing, prints the tables and writes the result file."""
-    parser = Parser("bench target", __doc__)
+    parser = Parser("target", __doc__, prog="python -m benchmarks target")
     parser.add_argument("--task", choices=DEFAULTS, default="digits", help="what is trained")
     parser.add_argument("--situations", default=",".join(SITUATIONS), help="separated by commas")
     parser.add_argument("--strategies", default=STRATEGIES, help="separated by commas")
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> None:
     num_ranks = (SITUATIONS[name].ranks for name in situations)
     choices = {"lrs": args.lrs, "stretch": args.stretch, "seeds": args.seeds}
     choices |= {"tuning_seeds": list(tuning), "baseline": args.baseline, "data": args.data}
-    report = provenance(typed("lightning-dsgd bench target", argv)) | {
+    report = provenance(typed("python -m benchmarks target", argv)) | {
         "settings": settings | choices | {"situations": situations},
         "hyperparameters": in_force(args.strategies.split(","), num_ranks),
         "higher_is_better": higher_is_better,

@@ -29,21 +29,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.compare.decent_dp_peer import DecentDPStrategy
+from benchmarks.compare.hivemind_peer import HivemindStrategy
+from benchmarks.compare.torchft_peers import DiLoCoStrategy, TorchFTStrategy
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.hyperparameters import parse
-from lightning_dsgd.lab.adaptive.strategy import AdaptiveStrategy
-from lightning_dsgd.lab.bench.decent_dp_peer import DecentDPStrategy
-from lightning_dsgd.lab.bench.hivemind_peer import HivemindStrategy
-from lightning_dsgd.lab.bench.torchft_peers import DiLoCoStrategy, TorchFTStrategy
-from lightning_dsgd.lab.catalogue import strategy_called
-from lightning_dsgd.trainer.named import STRATEGIES
-from lightning_dsgd.trainer.strategy import DecentralizedStrategy
+from lightning_dsgd.lab.jobs import fit
 
 
 def strategy(spec: str) -> Any:
     """Returns what `Trainer(strategy=...)` takes."""
-    name, options = parse(spec)
-    return strategy_called(name, {**PEERS, "adaptive": AdaptiveStrategy, **STRATEGIES})(**options)
+    return fit.strategy(spec, PEERS)
 
 
 def check(spec: str, ranks: int) -> None:
@@ -63,28 +59,9 @@ def check(spec: str, ranks: int) -> None:
         algorithm.check(ranks, Conditions(ranks_per_node=ranks))
 
 
-def communication(trainer: L.Trainer) -> dict[str, float]:
-    """Returns what a strategy of ours has sent and waited for; other strategies do not count."""
-    strategy = trainer.strategy
-    return strategy.communication() if isinstance(strategy, DecentralizedStrategy) else {}
-
-
-def trainer(
-    spec: str, ranks: int, *, device: str = "cpu", shares_device: bool = False, **options: Any
-) -> L.Trainer:
-    """Makes a Trainer that does nothing but train with a strategy, unless options say otherwise."""
-    made = strategy(spec)
-    if shares_device:
-        made.parallel_devices = [torch.device(device, 0)] * ranks
-    bare = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    chosen = {**bare, "devices": "auto" if shares_device else ranks, **options}
-    return L.Trainer(strategy=made, accelerator=device, **chosen)
+def trainer(spec: str, ranks: int, **options: Any) -> L.Trainer:
+    """Makes a Trainer that does nothing but train with a strategy; see `fit.trainer`."""
+    return fit.trainer(strategy(spec), ranks, **options)
 
 
 class _DDPWithHook(DDPStrategy):

@@ -1,4 +1,4 @@
-"""`lightning-dsgd bench target`."""
+"""`python -m benchmarks target`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.compare import report, target, target_cell
+from benchmarks.compare.small_tasks import TASKS, Networks
 from lightning_dsgd.lab import target_rows
-from lightning_dsgd.lab.bench import report, target, target_cell
-from lightning_dsgd.lab.bench.small_tasks import TASKS, Networks
 from lightning_dsgd.lab.jobs.network import why_not
 from tests.support.bench import run_bench
 from tests.support.fits import some_now

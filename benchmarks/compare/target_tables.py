@@ -1,4 +1,4 @@
-"""The tables of `bench target`, in Markdown."""
+"""The tables of `benchmarks target`, in Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does for one cell of `bench convergence`: a fit of one strategy and seed."""
+"""What each rank does for one cell of `benchmarks convergence`: a fit of one strategy and seed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Final
 import lightning as L
 import torch
 
-from lightning_dsgd.lab.bench import contestants
-from lightning_dsgd.lab.bench.contestants import communication
-from lightning_dsgd.lab.bench.workloads import WORKLOADS
+from benchmarks.compare import contestants
+from benchmarks.compare.workloads import WORKLOADS
 from lightning_dsgd.lab.callbacks import StragglerInjector
 from lightning_dsgd.lab.jobs.cells import Cell
+from lightning_dsgd.lab.jobs.fit import communication
 from lightning_dsgd.lab.jobs.run_cells import load
 
 _SHOWN: Final = ("consensus_distance", "late_share", "staleness", "wait_s")

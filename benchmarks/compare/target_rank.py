@@ -1,4 +1,4 @@
-"""One cell of `bench target --real-ms`: the training of `target_cell`, between real processes.
+"""One cell of `benchmarks target --real-ms`: the training of `target_cell`, between real processes.
 
 A step of so many milliseconds is one second of the curve, and computation is a sleep, but for the
 few milliseconds that the gradient takes; network and algorithm take what they take.  Each rank
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.compare.situations import SITUATIONS, Situation
+from benchmarks.compare.small_tasks import TASKS, Task
+from benchmarks.compare.target_cell import Training, bandwidth_bytes_s
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
-from lightning_dsgd.lab.bench.small_tasks import TASKS, Task
-from lightning_dsgd.lab.bench.target_cell import Training, bandwidth_bytes_s
 from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.jobs.network import Link
 from lightning_dsgd.transport.process_group import ProcessGroupTransport

@@ -45,7 +45,7 @@ def add_to(
 def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Ends the program, in one line, for what each rank would end with a traceback for."""
     # Loads torch and Lightning, which a help text does without.
-    from lightning_dsgd.lab.bench import contestants
+    from benchmarks.compare import contestants
 
     try:
         if args.ranks < 1:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_dsgd.lab.bench.peer import Peer
+from benchmarks.compare.peer import Peer
 from lightning_dsgd.transport.connections import own_address
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_dsgd.lab.bench.peer import Peer
+from benchmarks.compare.peer import Peer
 
 
 class DecentDPStrategy(Peer):

@@ -1,6 +1,6 @@
 r"""Steps, seconds and bytes that strategies need to train a task, seed by seed, in one job.
 
-    lightning-dsgd bench convergence --task digits --strategies allreduce,wagma,wagma:group_size=1 \
+    python -m benchmarks convergence --task digits --strategies allreduce,wagma,wagma:group_size=1 \
         --ranks 4 --epochs 20 --seeds 3 --compute-ms 20 --delay-ms 16 --delayed-ranks 2 \
         --target 0.97 --output FILE.json
 
@@ -25,8 +25,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.lab.bench import job_arguments
-from lightning_dsgd.lab.bench.workloads import WORKLOADS
+from benchmarks.compare import job_arguments
+from benchmarks.compare.workloads import WORKLOADS
 from lightning_dsgd.lab.jobs.cells import Cell, finish, in_turn
 from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.results import typed
@@ -127,7 +127,7 @@ def _json(text: str) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the job and writes the result file."""
-    parser = Parser("bench convergence", __doc__)
+    parser = Parser("convergence", __doc__, prog="python -m benchmarks convergence")
     parser.add_argument("--task", choices=WORKLOADS, default="digits", help="what is trained")
     job_arguments.add_to(
         parser,
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.task}, {args.ranks} ranks, {network}")
     workload, specs = WORKLOADS[args.task], args.strategies.split(",")
     job = job_arguments.job(
-        "lightning_dsgd.lab.bench.convergence_cell:run",
+        "benchmarks.compare.convergence_cell:run",
         args,
         link,
         {
@@ -183,7 +183,7 @@ def main(argv: list[str] | None = None) -> None:
     cells.sort(key=lambda cell: (specs.index(cell["strategy"]), cell["seed"]))
     from lightning_dsgd.lab.in_force import in_force  # loads torch
 
-    report = job.provenance(typed("lightning-dsgd bench convergence", argv))
+    report = job.provenance(typed("python -m benchmarks convergence", argv))
     report["hyperparameters"] = in_force(args.strategies.split(","), [args.ranks])
     report |= {"network": network, "monitor": workload.monitor, "target": args.target}
     report["higher_is_better"] = workload.higher_is_better
@@ -195,7 +195,7 @@ def main(argv: list[str] | None = None) -> None:
     print("\n" + table(report["summary"], percent=percent, target=args.target))
     finish(report, args.output)
     if args.wandb is not None:
-        from lightning_dsgd.lab.bench import tracking  # loads wandb, which a help text does without
+        from benchmarks.compare import tracking  # loads wandb, which a help text does without
 
         tracking.log_comparison(report, args.output, args.wandb)
 

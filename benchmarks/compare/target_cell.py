@@ -1,4 +1,4 @@
-"""One cell of `bench target`: a strategy trains a task in the simulated world.
+"""One cell of `benchmarks target`: a strategy trains a task in the simulated world.
 
 Each rank computes real gradients; only time and the network are simulated.  The quality is that of
 the mean of all ranks' weights, as they are at a moment of the virtual time: looking costs nothing.
@@ -22,10 +22,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from benchmarks.compare.situations import SITUATIONS, Situation
+from benchmarks.compare.small_tasks import BATCH, TASKS, Networks, Task
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.lab.bench.situations import SITUATIONS, Situation
-from lightning_dsgd.lab.bench.small_tasks import BATCH, TASKS, Networks, Task
 from lightning_dsgd.lab.epochs import EQUAL, Epochs
 from lightning_dsgd.lab.jobs.cells import Cell
 from lightning_dsgd.lab.simulate.model import passes

@@ -1,6 +1,6 @@
 r"""Steps per second of several strategies, in one job, with simulated computation and stragglers.
 
-    lightning-dsgd bench throughput --strategies ddp,wagma,wagma:overlap=true,no_sync --ranks 8 \
+    python -m benchmarks throughput --strategies ddp,wagma,wagma:overlap=true,no_sync --ranks 8 \
         --network 1gbit --compute-ms 400 --delay-ms 320 --delayed-ranks 2 --params 1e6 --steps 30 \
         --output FILE.json
 
@@ -19,7 +19,7 @@ import statistics
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.lab.bench import job_arguments
+from benchmarks.compare import job_arguments
 from lightning_dsgd.lab.jobs.cells import Cell, finish, in_turn
 from lightning_dsgd.lab.jobs.network import Link
 from lightning_dsgd.lab.options import Parser
@@ -98,7 +98,7 @@ def _or_dash(value: float | None, form: str, factor: float = 1.0) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the job and writes the result file."""
-    parser = Parser("bench throughput", __doc__)
+    parser = Parser("throughput", __doc__, prog="python -m benchmarks throughput")
     job_arguments.add_to(
         parser,
         strategies="ddp,ddp_bf16,ddp_powersgd,allreduce:wire_dtype=int8:overlap=true,"
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.ranks} ranks, {network}")
     specs = args.strategies.split(",")
     job = job_arguments.job(
-        "lightning_dsgd.lab.bench.throughput_cell:run",
+        "benchmarks.compare.throughput_cell:run",
         args,
         link,
         {
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     results = job.run(plan, args.output)
     from lightning_dsgd.lab.in_force import in_force  # loads torch
 
-    report = job.provenance(typed("lightning-dsgd bench throughput", argv))
+    report = job.provenance(typed("python -m benchmarks throughput", argv))
     report["hyperparameters"] = in_force(args.strategies.split(","), [args.ranks])
     report["network"] = network
     if args.ranks > 1:

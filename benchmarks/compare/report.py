@@ -1,6 +1,6 @@
 """Tables and plots of result files that `throughput`, `convergence` and `target` have written.
 
-    lightning-dsgd bench report throughput_4.json throughput_8.json --output report
+    python -m benchmarks report throughput_4.json throughput_8.json --output report
 
 Each throughput file gives a table, and all of them together a plot: steps per second of all ranks
 together against the number of ranks, with the ideal line (ranks that never wait for one another),
@@ -15,13 +15,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_dsgd.lab.bench import convergence, plots, target_tables, throughput
+from benchmarks.compare import convergence, plots, target_tables, throughput
 from lightning_dsgd.lab.options import Parser
 
 
 def main(argv: list[str] | None = None) -> None:
     """Writes the report."""
-    parser = Parser("bench report", __doc__)
+    parser = Parser("report", __doc__, prog="python -m benchmarks report")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="result files")
     parser.add_argument("--output", type=Path, default=Path("report"), help="folder to write")
     args = parser.parse_args(argv)
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
             if not isinstance(result, dict) or not {"command", "summary"} <= result.keys():
                 raise ValueError(f"{path} is another kind of file")
     except (OSError, ValueError) as err:
-        parser.error(f"a result file must be one that `lightning-dsgd bench` has written: {err}")
+        parser.error(f"a result file must be one that `python -m benchmarks` has written: {err}")
     args.output.mkdir(parents=True, exist_ok=True)
     throughputs = [result for _, result in results if _is_throughput(result)]
     sections = [_section(path, result, args.output) for path, result in results]

@@ -1,0 +1,1 @@
+"""The research tree: what measures the package, run from a clone of the repository."""

@@ -1,0 +1,1 @@
+"""Measurements of any strategies side by side: `python -m benchmarks throughput`."""

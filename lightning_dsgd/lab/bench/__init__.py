@@ -1,1 +1,0 @@
-"""Measurements of the strategies: in real processes, and in the simulated world."""
