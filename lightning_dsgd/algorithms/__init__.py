@@ -50,14 +50,15 @@ BY_UNITS: Final[dict[str, type[Algorithm]]] = {Balanced.name: Balanced}
 def make_algorithm(spec: str) -> Algorithm:
     """Makes an algorithm from its name and hyperparameters, as in `wagma:overlap=true`."""
     name, options = parse(spec)
-    all_names = [*ALGORITHMS, *wings.ALGORITHMS]
+    ours = BY_UNITS | ALGORITHMS
+    all_names = [*ours, *wings.ALGORITHMS]
     if name not in all_names:
         raise ValueError(
             f"an algorithm must be one of {', '.join(all_names)}, "
             f"with hyperparameters as in wagma:overlap=true, got {spec!r}"
             f"{did_you_mean(name, all_names)}"
         )
-    kind = ALGORITHMS.get(name) or wings.load(f"{wings.ALGORITHMS[name]}.algorithm", name).ALGORITHM
+    kind = ours.get(name) or wings.load(f"{wings.ALGORITHMS[name]}.algorithm", name).ALGORITHM
     known = names(kind)
     for option, value in options.items():
         if option not in known:

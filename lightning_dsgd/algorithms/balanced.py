@@ -144,6 +144,13 @@ class Balanced(Algorithm):
         self._taken, self.notes = g, int(flags[-1])
         return g, flags[:-1]
 
+    def before_update(self, x: Tensor, g: Tensor) -> None:
+        if len(g):
+            raise ValueError(
+                "balanced sums the micro-batches of a step one by one, got the gradient of a whole "
+                "step; train with the Trainer, Fabric or decentralized(...), or use allreduce here"
+            )
+
     def _give_back(self) -> None:
         if self._taken is not None:
             self._pool.append((self._taken, self._port.mark()))

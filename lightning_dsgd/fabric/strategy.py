@@ -26,13 +26,14 @@ from importlib import import_module
 from typing import Any, Self, Unpack
 
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
-from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.algorithms.written import check_algorithm, written
 from lightning_dsgd.fabric.collectives import CollectivesMixin, FabricSession
 from lightning_dsgd.plain.loop import Loop
@@ -67,6 +68,7 @@ class FabricMixin(CollectivesMixin):
         self._loop = Loop(self.session, made, self.in_force, lambda: self._optimizers)
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
+        self._num_epochs: dict[int, int] = {}  # of each loader, where ranks share micro-batches
 
     # ---- set-up ----
 
@@ -172,6 +174,27 @@ class FabricMixin(CollectivesMixin):
         if self._loop.claims and self.session.training is None:
             self._build()
         return self._loop.batches(loader)
+
+    def steps(self, loader: Any, accumulate: int = 1) -> Iterator[Iterator[Any]]:
+        """Yields the steps of an epoch, each as the micro-batches that this rank computes.
+
+        For strategy="balanced" alone: see `lightning_dsgd.decentralized.steps`.
+
+        Args:
+            loader: has been set up by `fabric.setup_dataloaders`
+            accumulate: of how many batches of each rank a step is made; do not divide the loss
+        """
+        if self.session.training is None:
+            self._build()
+        inner = getattr(loader, "_dataloader", loader)
+        move = None
+        if inner is not loader:  # else the script moves batches, and shuffles
+            move = partial(move_data_to_device, device=self.root_device)
+            number = self._num_epochs.setdefault(id(loader), 0)
+            self._num_epochs[id(loader)] += 1
+            if hasattr(inner.sampler, "set_epoch"):
+                inner.sampler.set_epoch(number)
+        return self._loop.steps(inner, accumulate, move)
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -319,9 +342,9 @@ class FabricStrategy(FabricMixin, DDPStrategy):
 def make_known(package: str, strategy: type) -> None:
     """Makes the algorithms' names known to one of the packages that have a Fabric."""
     registry = import_module(f"{package}.strategies").STRATEGY_REGISTRY
-    every = [*ALGORITHMS, *wings.ALGORITHMS]
+    every = [*BY_UNITS, *ALGORITHMS, *wings.ALGORITHMS]
     for name in every:
-        description = (inspect.getdoc(ALGORITHMS.get(name)) or name).splitlines()[0]
+        description = (inspect.getdoc((ALGORITHMS | BY_UNITS).get(name)) or name).splitlines()[0]
         names.register(registry, name, strategy, description, algorithm=name)
     home = strategy.__module__ if package == "lightning_fabric" else "lightning_dsgd"
     names.hint_in(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -19,9 +20,12 @@ X = torch.randn(2 * 8 * 9, 10, generator=DRAW)
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
 
 
+def sampler_of(rank: int) -> Any:
+    return DistributedSampler(DATA, 2, rank, shuffle=False)
+
+
 def loader_of(rank: int) -> DataLoader[Any]:
-    sampler: Any = DistributedSampler(DATA, 2, rank, shuffle=False)
-    return DataLoader(DATA, 8, sampler=sampler)
+    return DataLoader(DATA, 8, sampler=sampler_of(rank))
 
 
 def make() -> tuple[Any, Any]:
@@ -46,10 +50,13 @@ def train(accumulate: int) -> tuple[Tensor, int]:
     return weights(model), num_units
 
 
-def train_alone(accumulate: int) -> Tensor:
+def train_alone(accumulate: int, samplers: list[Any]) -> Tensor:
     model, optimizer = make()
-    pairs = [*zip(loader_of(0), loader_of(1), strict=True)]
-    for _ in range(2):
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        ranks = [DataLoader(DATA, 8, sampler=sampler) for sampler in samplers]
+        pairs = [*zip(*ranks, strict=True)]
         for first in range(0, len(pairs), accumulate):
             optimizer.zero_grad()
             for pair in pairs[first : first + accumulate]:
@@ -63,8 +70,32 @@ def train_alone(accumulate: int) -> Tensor:
 def test_weights_are_those_of_one_process_on_all_batches(accumulate: int) -> None:
     ranks = run(2, train, accumulate)
     assert same([x for x, _ in ranks])
-    torch.testing.assert_close(ranks[0][0], train_alone(accumulate), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        ranks[0][0], train_alone(accumulate, [sampler_of(0), sampler_of(1)]), rtol=1e-5, atol=1e-6
+    )
     assert ranks[0][1] > ranks[1][1]
+
+
+def train_in_fabric() -> Tensor:
+    fabric = Fabric(strategy="balanced", accelerator="cpu", devices=2)
+    fabric.launch()
+    model, optimizer = fabric.setup(*make())
+    loader = fabric.setup_dataloaders(DataLoader(DATA, 8, shuffle=True))
+    for _ in range(2):
+        for batches in fabric.strategy.steps(loader, 4):  # type: ignore[attr-defined]
+            optimizer.zero_grad()
+            for batch in batches:
+                fabric.backward(((model.net(batch[0]) - batch[1]) ** 2).mean())
+            optimizer.step()
+    fabric.strategy.finish()  # type: ignore[attr-defined]
+    return weights(model)
+
+
+def test_fabrics_weights_are_those_of_one_process_on_all_batches() -> None:
+    samplers: list[Any] = [DistributedSampler(DATA, 2, rank, shuffle=True) for rank in (0, 1)]
+    expected = train_alone(4, samplers)
+    for x in run(2, train_in_fabric):
+        torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
 
 
 def leave_early() -> None:
