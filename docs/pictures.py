@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_dsgd.lab import decisions
-from lightning_dsgd.lab.decisions import DDP, OWN_RATE, Choice
+from lightning_dsgd.lab.decisions import DDP, OWN_RATE, SAME_LOSS, Choice
 from lightning_dsgd.lab.drawing import chart
 from lightning_dsgd.lab.drawing.chart import Dots, Series
 from lightning_dsgd.lab.drawing.style import INK, OTHER, Picture, colour
@@ -296,8 +296,9 @@ def tree() -> str:
     for name, question in QUESTIONS.items():
         here = decisions.SITUATIONS[name]
         answers = [spelled(here.first)]
-        if keeps := here.choice(OWN_RATE):
-            answers.append("DDP's learning rate: " + spelled(keeps))
+        if keeps := here.choice(SAME_LOSS) or here.choice(OWN_RATE):
+            kept = "loss" if keeps.case == SAME_LOSS else "learning rate"
+            answers.append(f"DDP's {kept}: {spelled(keeps)}")
         lines = [line for each in answers for line in wrapped(each, 31)]
         height = max(50, 18 * len(lines) + 14)
         picture.box(left, y, wide, height, "\n".join(wrapped(question, 25)))

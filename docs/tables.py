@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.compare import target_tables
 from benchmarks.compare.situations import SITUATIONS
-from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.lab import decisions, target_rows
 from lightning_dsgd.lab.adaptive import own_rate
 from lightning_dsgd.lab.advise import accuracy, memory
@@ -57,6 +57,7 @@ IN_SHORT = (
 GAINS = re.compile(r"(<!-- what the first choices gained, with pages in (\S+) -->\n)(?:.+\n)*")
 GAINED = ("random", "heavy-tail", "slow-rank", "slow-link")
 WORDS = {decisions.FIRST: "", decisions.THEN: "then ", decisions.OWN_RATE: "with DDP's rate: "}
+WORDS[decisions.SAME_LOSS] = "with DDP's loss curve: "
 EXAMPLES = re.compile(r"(<!-- what examples/\*.py say at their beginning -->\n)(?:.+\n)*")
 
 # A result, with a choice of its strategies: "docs/results/x.json of popsgd,wagma:overlap=true".
@@ -103,14 +104,16 @@ def used(choice: Choice | None, pages: str = "") -> str:
     if choice.strategy == decisions.DDP:
         return "Lightning's `ddp`"
     name, given = decisions.options(choice.strategy, choice.data)
-    module = ALGORITHMS[name].__module__ if name in ALGORITHMS else name
+    known = BY_UNITS | ALGORITHMS
+    module = known[name].__module__ if name in known else name
     page = module.rpartition(".")[2]
     settings = [f"`{key}={decisions.written(value)}`" for key, value in given.items()]
     if choice.data == CLAIMED:
         settings[-1] = f"[{settings[-1]}]({pages}claimed_batches.md)"
     *others, last = settings or [""]
     joined = f"{', '.join(others)} and {last}" if others else last
-    text = f"[`{name}`]({pages}algorithms/{page}.md)" + (f" with {joined}" if joined else "")
+    folder = "" if name in BY_UNITS else "algorithms/"
+    text = f"[`{name}`]({pages}{folder}{page}.md)" + (f" with {joined}" if joined else "")
     return text + (f" ({choice.least_ranks} ranks or more)" if choice.least_ranks > 2 else "")
 
 
@@ -119,9 +122,16 @@ def decisions_in_short(pages: str) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in IN_SHORT:
         here = decisions.SITUATIONS[name]
-        choices = (here.first, here.choice(decisions.OWN_RATE))
+        keeps = here.choice(decisions.SAME_LOSS) or here.choice(decisions.OWN_RATE)
+        if here.first.strategy in (decisions.DDP, decisions.BALANCED):
+            choices: tuple[Choice | None, ...] = (here.first, None)
+        else:
+            choices = (keeps, here.first)
         rows.setdefault(tuple(used(each, pages) for each in choices), []).append(here.short)
-    lines = ["| your situation | try first | if DDP's learning rate is to stay |", "|---|---|---|"]
+    lines = [
+        "| your situation | DDP's learning rate stays | a learning rate of its own |",
+        "|---|---|---|",
+    ]
     for cells, situations in rows.items():
         lines.append(f"| {', '.join(situations)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

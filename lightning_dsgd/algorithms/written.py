@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 
 _PACKAGE = __name__.partition(".")[0]
 _ENDING = "Strategy"
@@ -44,7 +44,7 @@ def meant(given: Any) -> Algorithm | None:
     if isinstance(given, str):
         return _named(given)
     if isinstance(given, type):
-        by_name = {kind.__name__: kind for kind in ALGORITHMS.values()}
+        by_name = {kind.__name__: kind for kind in (BY_UNITS | ALGORITHMS).values()}
         kind = given if issubclass(given, Algorithm) else None
         kind = kind or by_name.get(given.__name__.removesuffix(_ENDING))
         return None if kind is None else kind()

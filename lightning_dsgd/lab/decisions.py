@@ -4,8 +4,9 @@ README and docs/choosing.md show these tables (docs/tables.py writes them), `adv
 choices where others end at the same time, `diagnose` names them as remedies, and the strategies'
 "use it for" follows from them.  To decide otherwise, change a line here.
 
-A choice is for one of three cases:
+A choice is for one of four cases:
 
+    same loss  DDP's loss curve and learning rate stay: the optimizer makes DDP's steps
     first      try it first, with a learning rate of its own
     then       what to compare it with
     own rate   DDP's learning rate stays; it was as good as all-reduce with that
@@ -21,12 +22,13 @@ from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 
+SAME_LOSS: Final = "same loss"
 FIRST: Final = "first"
 THEN: Final = "then"
 OWN_RATE: Final = "own rate"
-DDP, ADAPTIVE = "ddp", "adaptive"
-NOT_COMPARED: Final = (DDP, ADAPTIVE)
-"""Lightning's own strategy, and the one that chooses itself."""
+DDP, ADAPTIVE, BALANCED = "ddp", "adaptive", "balanced"
+NOT_COMPARED: Final = (DDP, ADAPTIVE, BALANCED)
+"""Lightning's own strategy, the one that chooses itself, and the one whose loss is DDP's."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Choice:
     """Says what to use, and why.
 
     Args:
-        case: "first", "then" or "own rate"
+        case: "same loss", "first", "then" or "own rate"
         strategy: the strategy with its settings, as on the command line
         why: the reason, in one sentence
         data: how an epoch's batches are dealt, "equal" or "claimed"
@@ -97,6 +99,9 @@ class Situation:
         return self.choice(OWN_RATE, num_ranks) or self.first
 
 
+_BALANCED: Final = Choice(
+    SAME_LOSS, BALANCED, "The ranks share DDP's micro-batches as they have time."
+)
 _EPOCHS: Final = "choosing/target_epochs.json"
 _SLOW_LINK: Final = "choosing/target_epochs_slow_link.json"
 _WIDE: Final = Choice(
@@ -122,6 +127,7 @@ _LATE: Final = (
     ),
     Choice(THEN, "popsgd", "The same, in pairs: it sends less.", CLAIMED, _EPOCHS),
     _WIDE,
+    _BALANCED,
 )
 
 SITUATIONS: Final = {
@@ -137,9 +143,10 @@ SITUATIONS: Final = {
         (
             Choice(
                 FIRST,
-                DDP,
-                "Where weights are averaged, Adam's steps shrink: with `scale_steps=True` language "
-                "ended 1.7 to 4.2% above all-reduce's loss, translation up to 14 points below.",
+                BALANCED,
+                "It makes DDP's steps. Where weights are averaged, Adam's shrink: with "
+                "`scale_steps=True` language ended 1.7 to 4.2% above all-reduce's loss, "
+                "translation up to 14 points below.",
             ),
         ),
         page="coming_from_ddp.md#adam",
@@ -147,7 +154,10 @@ SITUATIONS: Final = {
     "unknown": Situation(
         "you do not know which, or it changes, on CPUs",
         "you do not know, or it changes, on CPUs",
-        (Choice(FIRST, ADAPTIVE, "It measures while it trains, and changes.", CLAIMED),),
+        (
+            Choice(FIRST, ADAPTIVE, "It measures while it trains, and changes.", CLAIMED),
+            _BALANCED,
+        ),
     ),
     "random": Situation(
         "ranks late at random",
@@ -175,6 +185,7 @@ SITUATIONS: Final = {
             ),
             Choice(THEN, "adpsgd", "The same, with less memory.", CLAIMED, _EPOCHS),
             _WIDE,
+            _BALANCED,
         ),
         measured="slow-rank",
         causes=("slow", "drift"),
