@@ -6,7 +6,6 @@ asks them to be let in, and is a rank from the first view that has it as a membe
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping
 
 import torch
@@ -63,7 +62,7 @@ class NewcomerTransport(ProcessGroupTransport):
             min_ranks: how many a view must have
             within_s: how long it asks
         """
-        atexit.register(self.end)
+        self._end_with_process()
         self.mesh.open({self.rank: self._address, **contacts}, secret)
         self.wire.open(self.mesh)
         try:

@@ -112,6 +112,7 @@ class Mesh:
         self.window = Window()
         self.connections = Connections(self, world_size)
         self.on_lost: Callable[[PeerLost], None] | None = None
+        self.at_exit: Callable[[], None] | None = None
         self.secret = b""
         self._most_bytes: int | None = None
         self._pid = os.getpid()

@@ -104,7 +104,7 @@ class ProcessTransport(Endpoint):
         except TransportError:
             self.mesh.connections.stop_listening()
             raise
-        atexit.register(self.end)
+        self._end_with_process()
         addresses = {
             rank: (str(card["host"]), int(card["port"])) for rank, card in enumerate(cards)
         }
@@ -179,9 +179,16 @@ class ProcessTransport(Endpoint):
     def close(self) -> None:
         if self.is_forks:
             return
-        atexit.unregister(self.end)
+        if self.mesh.at_exit is not None:
+            atexit.unregister(self.mesh.at_exit)
+            self.mesh.at_exit = None
         has_carried_messages = self.wire.close()
         self.mesh.close(is_last=not has_carried_messages)
+
+    def _end_with_process(self) -> None:
+        """Has the network end with the process, until it is closed on this endpoint or another."""
+        self.mesh.at_exit = self.end
+        atexit.register(self.mesh.at_exit)
 
     def end(self) -> None:
         """Ends the network with the process; other threads live while it waits for children."""

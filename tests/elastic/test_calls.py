@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.simulated import Killed
-from lightning_dsgd.transport import PeerLost, TransportError
+from lightning_dsgd.transport import PeerLost, TransportError, processes
+from lightning_dsgd.transport.process_group import ProcessGroupTransport
 from lightning_dsgd.transport.view import View
 from tests.support.thorough import times
+from tests.support.worlds import ProcessWorld
 
 END_S = 12.0
 """From when on the ranks end; all that happens to them begins before."""
@@ -148,3 +151,22 @@ def test_ranks_come_and_are_lost_in_thousands_of_schedules() -> None:
     """Ten thousand with TIMES=20."""
     for seed in times(500):
         run(10_000 + seed, may_end=seed % 2 == 1)
+
+
+def close_by_a_view(net: Any) -> int:
+    """How many functions are left to be called when the process ends."""
+    left: list[Any] = []
+
+    def unregister(function: Any) -> None:
+        left[:] = [other for other in left if other != function]
+
+    processes.atexit = SimpleNamespace(register=left.append, unregister=unregister)  # type: ignore[attr-defined]
+    other = ProcessGroupTransport(timeout_s=60.0)
+    assert len(left) == 1
+    View(other.sub("all"), range(net.world_size), 0).close()
+    return len(left)
+
+
+def test_a_network_that_a_view_has_closed_is_forgotten() -> None:
+    """Else each training's network would stay until the process ends, with all that it knows."""
+    assert ProcessWorld().run(2, close_by_a_view) == [0, 0]
