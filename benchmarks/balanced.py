@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
 
 SITUATIONS = ("alike", "slow", "late", "stalls")
@@ -135,7 +136,8 @@ def in_virtual_time(path: Path) -> None:
                     }
                     rows.append(row)
                     print(row, flush=True)
-    write_result({**provenance(), "rows": rows}, path)
+    told = {"hyperparameters": in_force(["balanced", "balanced:backups=false"], [4, 8, 16])}
+    write_result({**provenance(), **told, "rows": rows}, path)
 
 
 # ---- real processes ----
@@ -246,8 +248,9 @@ def real(path: Path, num_ranks: int, rounds: int, steps: int) -> None:
     rows = summary(cells)
     for row in rows:
         print(row)
+    told = {"hyperparameters": in_force(["balanced"], [num_ranks])}
     settings_in_force = {"ranks": num_ranks, "steps": steps, "unit_s": UNIT_S, "lr": 3e-3}
-    write_result({**provenance(), **settings_in_force, "rows": rows, "cells": cells}, path)
+    write_result({**provenance(), **told, **settings_in_force, "rows": rows, "cells": cells}, path)
 
 
 def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_dsgd import wings
-from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
 _OFF = (False, None, "equal")
@@ -25,7 +25,7 @@ def in_force(specs: Iterable[str], ranks: Iterable[int]) -> dict[str, dict[str, 
     each of these numbers of ranks.
     """
     sizes = sorted({*ranks})
-    ours = ALGORITHMS.keys() | wings.ALGORITHMS.keys()
+    ours = ALGORITHMS.keys() | BY_UNITS.keys() | wings.ALGORITHMS.keys()
     return {spec: _all(spec, sizes) for spec in specs if parse(spec)[0] in ours}
 
 
