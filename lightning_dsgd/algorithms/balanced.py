@@ -83,6 +83,7 @@ class Balanced(Algorithm):
         self._pool: list[tuple[Tensor, Mark]] = []
         self._views: dict[int, Sequence[Tensor]] = {}  # of each G_r, by where it lies
         self._taken: Tensor | None = None
+        self._last_made = -1
         self._home = net.sub("home")  # where the lane answers the training thread
         self._lane = net.spawn_lane(self._serve, "summer")
 
@@ -136,8 +137,8 @@ class Balanced(Algorithm):
         """Waits for a step's mean G; it is this rank's until it adds to the next step."""
         with self._lock:
             self._give_back()
-        while step not in self._made:
-            self._home.recv(_WORDS, self.net.rank).wait()
+        while self._last_made < step:
+            [self._last_made] = self._home.recv(_WORDS, self.net.rank).wait().tolist()
         g, flags, made = self._made.pop(step)
         made.hold()
         self._port.keep(g)
@@ -162,7 +163,8 @@ class Balanced(Algorithm):
             if mark.has_passed():  # no stream waits for another one's step
                 del self._pool[place]
                 return g
-        return torch.zeros_like(self._like)
+        like = self._like  # of which a step may be under way on another stream
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
     def consensus(self, x: Tensor) -> Tensor:
         # All ranks hold the same.
@@ -187,7 +189,7 @@ class Balanced(Algorithm):
             g /= net.world_size
             net.all_reduce(flags).wait()
             self._made[step] = g, flags, self._port.mark()
-            self._home.send(_WORDS, net.rank)
+            self._home.send(torch.tensor([step]), net.rank)
 
     def _finished(self, step: int) -> tuple[Tensor, Tensor]:
         """Returns what this rank has of a step; zeros where it has made no unit of it."""
