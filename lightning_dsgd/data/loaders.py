@@ -10,6 +10,7 @@ Private names of torch's loaders stand here.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
@@ -59,13 +60,12 @@ class UnitLoader:
     def draw(self) -> list[list[int]]:
         """Draws this rank's batches of an epoch, as the user's sampler has them."""
         drawn = list(self.source._index_sampler)
-        batches = [each if isinstance(each, list) else [each] for each in drawn]
-        if not all(isinstance(sample, int) for batch in batches for sample in batch):
-            raise ValueError(
-                'with strategy="balanced" samplers must give whole numbers, as ranks tell each '
-                f"other which samples are whose, got {_first_other(batches)!r}; number the samples"
-            )
-        return batches
+        is_of_lists = self.source._auto_collation or any(
+            isinstance(d, (list, tuple)) for d in drawn
+        )
+        self._order.is_of_samples = not is_of_lists
+        batches = [list(each) if is_of_lists else [each] for each in drawn]
+        return [[_number(sample) for sample in batch] for batch in batches]
 
     def begin_epoch(self, plan: Plan) -> None:
         """Begins to load an epoch's units."""
@@ -115,6 +115,7 @@ class _Order:
         asked_for: what is to be loaded at once: units with their samples
         under_way: the units that are being loaded, in the order in which they come
         num_loaded: how many are loaded and not used yet
+        is_of_samples: whether the data set is asked for a sample, and not for a list of samples
     """
 
     def __init__(self) -> None:
@@ -122,6 +123,7 @@ class _Order:
         self.asked_for: deque[tuple[Key, list[int]]] = deque()
         self.under_way: deque[Key] = deque()
         self.num_loaded = 0
+        self.is_of_samples = False
         self._most_ahead = 0
         self._own: Iterator[tuple[Key, list[int]]] = iter(())
 
@@ -143,7 +145,7 @@ class _Order:
     def __next__(self) -> Any:
         key, samples = self._next()
         self.under_way.append(key)
-        return samples
+        return samples[0] if self.is_of_samples else samples
 
     def _next(self) -> tuple[Key, list[int]]:
         if self.asked_for:
@@ -172,5 +174,11 @@ def check(loader: Any) -> None:
         )
 
 
-def _first_other(batches: list[list[int]]) -> Any:
-    return next(s for batch in batches for s in batch if not isinstance(s, int))
+def _number(sample: Any) -> int:
+    try:
+        return operator.index(sample)
+    except TypeError as err:
+        raise ValueError(
+            'with strategy="balanced" samplers must give whole numbers, as ranks tell each other '
+            f"which samples are whose, got {sample!r}; number the samples"
+        ) from err

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_dsgd.data.loaders import UnitLoader
@@ -88,3 +90,30 @@ def test_a_stream_is_refused_with_the_way_out() -> None:
 
     with pytest.raises(ValueError, match='"allreduce" or "ddp" for a stream'):
         UnitLoader(DataLoader(Stream()), rank=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"batch_size": None}, [0, 10, 20]),
+        ({"batch_size": None, "sampler": np.arange(3)}, [0, 10, 20]),
+        ({"batch_size": 2, "sampler": torch.arange(3)}, [[0, 10], [20]]),
+        ({"batch_sampler": [(0, 1), (2,)]}, [[0, 10], [20]]),
+        ({"batch_sampler": torch.tensor([[0, 1], [2, 3]])}, [[0, 10], [20, 30]]),
+    ],
+    ids=["one by one", "numpy", "tensor", "tuples", "tensor of batches"],
+)
+def test_whatever_numbers_a_sampler_gives(options: dict[str, Any], expected: list[Any]) -> None:
+    loader = UnitLoader(DataLoader(Numbers(), **options), rank=0)
+    drawn = loader.draw()
+    packed = torch.tensor([sample for batch in drawn for sample in batch])
+    plan = Plan(
+        [(packed, list(map(len, drawn)))],
+        limit=len(expected),
+        num_slots_of_step=4,
+        num_parts=1,
+    )
+    loader.begin_epoch(plan)
+    loader.begin_step(0, plan.units(0))
+    loaded = [loader.load(unit) for unit in range(len(expected))]
+    assert [each.tolist() if isinstance(each, Tensor) else each for each in loaded] == expected
