@@ -32,6 +32,9 @@ class Sums(Protocol):
     def add_unit(self, step: int, scale: float = 1.0) -> None:
         """Adds the gradients in hand, multiplied by a scale, to this rank's sum of a step."""
 
+    def drop_gradients(self) -> None:
+        """Drops the gradients in hand."""
+
     def close_step(self, step: int) -> None:
         """Has lanes sum a step over all ranks."""
 
@@ -106,6 +109,7 @@ class Balancing:
         """Goes on to a step of the epoch, of which this rank has no unit in hand."""
         self._sums.follow()
         self._step = self._first_step + within
+        self.unit = NONE  # of a step that was left in its midst
         self._units = self.plan.units(within)
         self._loader.begin_step(within, self._units)
         self._dealing.begin_step(self._step)
@@ -114,11 +118,13 @@ class Balancing:
         """Goes on to a slot, and begins a unit if there is one for this rank; returns it."""
         if self.plan.begins_step(slot):
             self.begin_step(self.plan.step_of(slot))
+        self.finish_without_gradient()
         self.unit = self._dealing.take(waits=False)
         return self.unit
 
     def next_unit(self) -> int:
         """Begins one more unit and returns it; NONE once all of the step are finished."""
+        self.finish_without_gradient()
         self.unit = self._dealing.take(waits=True)
         return self.unit
 
@@ -149,6 +155,15 @@ class Balancing:
         has_entered = self._dealing.finish(partial(self._sums.add_unit, self._step, scale))
         self.unit = NONE
         return has_entered
+
+    def finish_without_gradient(self) -> None:
+        """Has a unit in hand, if there is one, enter the sum with no gradient.
+
+        Such a unit has had no backward pass: its loss is None.
+        """
+        if self.unit != NONE:
+            self._sums.drop_gradients()
+            self.finish()
 
     def take_sums(self) -> None:
         """Waits for the sums of the step, and puts them into the gradients."""

@@ -293,9 +293,20 @@ class Replica:
     @torch.no_grad()
     def add_unit(self, step: int, scale: float = 1.0) -> None:
         """Adds the gradients in hand, of one micro-batch, to this rank's sum of a step."""
+        self._check_trains_the_same()
         for part in self.parts:
             part.add_unit(step, scale)
         self.drop_gradients()
+
+    def _check_trains_the_same(self) -> None:
+        for optimizer in self._optimizers:
+            if list(map(id, flat.trainable(optimizer))) != self._trained[id(optimizer)]:
+                raise ValueError(
+                    "parameters must be frozen and unfrozen before the first micro-batch of a "
+                    f"step, got other ones in its midst with strategy={self._pattern.name!r}; "
+                    "change requires_grad where an epoch begins, or before the first batch of a "
+                    "step"
+                )
 
     def drop_gradients(self) -> None:
         """Drops the gradients in hand."""

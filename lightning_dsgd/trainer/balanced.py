@@ -19,6 +19,7 @@ the units that this rank has computed, and with `sync_dist=True` over all ranks'
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -40,6 +41,7 @@ class BalancedMixin:
     _balancing: Balancing | None = None
     _loader: BalancedLoader | None = None
     _is_in_unit = False
+    _begins_step = False
     _output: Any = None
 
     # ---- set-up ----
@@ -75,6 +77,7 @@ class BalancedMixin:
     def _slots(self: Any) -> Iterator[Any]:
         """Yields the batch of each slot of an epoch."""
         trainer, balancing, loader = self._trainer, self._balancing, self._loader
+        _check_is_one(trainer.train_dataloader, loader)
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         balancing.begin_epoch(
             loader.units(trainer.global_rank),
@@ -85,28 +88,44 @@ class BalancedMixin:
         )
         before = None
         for slot in range(balancing.plan.first_slot, balancing.plan.num_slots):
+            self._begins_step = balancing.plan.begins_step(slot)
             if balancing.begin_slot(slot) != NONE:
                 before = balancing.batch()
             elif before is None:
                 before = balancing.own_batch()
             yield before
 
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        if self._begins_step:  # the hooks of a batch may have frozen parameters, or unfrozen them
+            self.session.follow()
+
     # ---- units ----
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._balancing is None or self._balancing.unit == NONE:
-            return (
-                torch.zeros((), device=self.root_device) if self._output is None else self._output
-            )
+            return self._output_before()
         self._logged_before = seams.logged(self._trainer)
+        with self._computing():
+            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if output is None:
+            self._balancing.finish_without_gradient()
+            return self._output_before()
+        self._output = _detached(output)
+        return output
+
+    def _output_before(self: Any) -> Any:
+        """Returns what `training_step` has returned last, where there is nothing new."""
+        return torch.zeros((), device=self.root_device) if self._output is None else self._output
+
+    @contextlib.contextmanager
+    def _computing(self: Any) -> Iterator[None]:
+        """Asks nothing of other ranks inside, as each computes as many units as it has time for."""
         self._is_in_unit = True
         try:
-            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+            yield
         finally:
             self._is_in_unit = False
-        if output is not None:
-            self._output = _detached(output)
-        return output
 
     def backward(
         self: Any, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any
@@ -116,7 +135,8 @@ class BalancedMixin:
             return closure_loss
         self.session.training.replica.drop_gradients()
         loss = closure_loss if balancing.weight == 1 else closure_loss * balancing.weight
-        super().backward(loss, optimizer, *args, **kwargs)  # type: ignore[misc]
+        with self._computing():
+            super().backward(loss, optimizer, *args, **kwargs)  # type: ignore[misc]
         logs = seams.logged_since(self._trainer, self._logged_before)
         self._first.note = int(any(how for _, how in logs.values()))
         if balancing.finish():
@@ -166,6 +186,32 @@ class BalancedMixin:
         if self._is_in_unit:
             return tensor  # after the step, over all units of it
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    def barrier(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._check_is_between_units("a barrier")
+        super().barrier(*args, **kwargs)  # type: ignore[misc]
+
+    def broadcast(self: Any, obj: Any, src: int = 0) -> Any:
+        self._check_is_between_units("a broadcast")
+        return super().broadcast(obj, src)  # type: ignore[misc]
+
+    def all_gather(self: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_is_between_units("all_gather")
+        gathered: Tensor = super().all_gather(tensor, *args, **kwargs)  # type: ignore[misc]
+        return gathered
+
+    def reduce_boolean_decision(self: Any, decision: bool, all: bool = True) -> bool:
+        self._check_is_between_units("a decision of all ranks")
+        return bool(super().reduce_boolean_decision(decision, all))  # type: ignore[misc]
+
+    def _check_is_between_units(self: Any, what: str) -> None:
+        if self._is_in_unit and self.world_size > 1:
+            raise ValueError(
+                "ranks compute different numbers of micro-batches, so training_step and the hooks "
+                f"of a backward pass must not wait for all ranks, got {what} there with "
+                'strategy="balanced"; do that in on_train_batch_end, or use strategy="allreduce" '
+                'or "ddp"'
+            )
 
     @property
     def _first(self: Any) -> Any:
@@ -268,10 +314,25 @@ def _detached(output: Any) -> Any:
     return {k: v.detach() if isinstance(v, Tensor) else v for k, v in output.items()}
 
 
+def _check_is_one(given: Any, loader: BalancedLoader) -> None:
+    if given is not loader:
+        raise ValueError(
+            f"ranks share the micro-batches of one loader, got a {type(given).__name__} of loaders "
+            'with strategy="balanced"; return one DataLoader, of a dataset that holds the samples '
+            'of all of them, or use strategy="allreduce" or "ddp"'
+        )
+
+
 def _check_trainer(trainer: Any) -> None:
     if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
             "ranks share the micro-batches of a step that Lightning makes, got a module with "
             'automatic_optimization=False and strategy="balanced"; use strategy="allreduce" or '
             '"ddp"'
+        )
+    if seams.fetches_itself(trainer.lightning_module):
+        raise ValueError(
+            "training_step must be given its micro-batch, as ranks share them, got "
+            'training_step(dataloader_iter) with strategy="balanced"; use training_step(batch, '
+            'batch_idx), or strategy="allreduce" or "ddp"'
         )

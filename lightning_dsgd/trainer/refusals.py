@@ -83,6 +83,11 @@ def check_sync_batchnorm(algorithm: Algorithm, device: torch.device) -> None:
             f"sync_batchnorm must be off where ranks do not step together, {got}; {way_out}, "
             'or, on GPUs, use strategy="allreduce"'
         )
+    if algorithm.sums_units:
+        raise ValueError(
+            "sync_batchnorm must be off where ranks compute different numbers of micro-batches, "
+            f'{got}; {way_out}, or use strategy="allreduce"'
+        )
     if algorithm.takes_pieces:
         raise ValueError(
             "sync_batchnorm must be off with overlap=True, as both would sum during the backward "

@@ -8,6 +8,7 @@ through the same epochs stand in `joint`, those of a rank that joins in `elastic
 from __future__ import annotations
 
 import importlib
+import inspect
 import signal
 import threading
 from collections import OrderedDict
@@ -114,6 +115,11 @@ def clip(trainer: Any, optimizer: Any) -> None:
         trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
     )
+
+
+def fetches_itself(module: Any) -> bool:
+    """Returns whether a module's `training_step` takes its batches from an iterator."""
+    return "dataloader_iter" in inspect.signature(module.training_step).parameters
 
 
 # ---- more than one micro-batch in a batch of the loop ----
