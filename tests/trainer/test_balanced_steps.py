@@ -17,6 +17,8 @@ from lightning.pytorch.callbacks import (
 )
 from torch import Tensor, nn
 
+from lightning_dsgd.algorithms.balanced import Balanced
+from lightning_dsgd.trainer.refusals import check_sync_batchnorm
 from tests.support.fits import LATER, Plain, Seeded, errors, fit, run, strategy
 from tests.support.models import loader, trainer, weights
 
@@ -144,6 +146,11 @@ def test_what_would_wait_or_differ_is_refused(fn: Any, given: Any, text: str) ->
         assert text in error
 
 
+def test_batchnorm_over_all_ranks_is_refused_on_every_device() -> None:
+    with pytest.raises(ValueError, match="different numbers of micro-batches"):
+        check_sync_batchnorm(Balanced(), torch.device("cuda"))
+
+
 # ---- callbacks that change what a step is ----
 
 
@@ -153,7 +160,8 @@ class Backbone(Plain):
         self.backbone, self.net = self.net[0], nn.Sequential(nn.Tanh(), self.net[2])
 
     def loss(self, batch: Any) -> Tensor:
-        return ((self.net(self.backbone(batch[0])) - batch[1]) ** 2).mean()
+        loss: Tensor = ((self.net(self.backbone(batch[0])) - batch[1]) ** 2).mean()
+        return loss
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -162,7 +170,8 @@ class Backbone(Plain):
 
 class Ema(WeightAveraging):
     def __init__(self) -> None:
-        super().__init__(multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        averaged = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+        super().__init__(multi_avg_fn=averaged)
 
 
 CALLBACKS: dict[str, tuple[Any, Callable[[], L.Callback]]] = {
