@@ -289,16 +289,17 @@ def tree() -> str:
     """From questions to a choice, as `decisions` has it."""
     picture = Picture(
         "Four questions lead to a strategy",
-        "lightning-dsgd diagnose answers the first three for your own job. With Adam, stay with "
-        "ddp where the final loss counts.",
+        "lightning-dsgd diagnose answers the first three for your own job. balanced keeps DDP's "
+        "loss, with Adam too.",
     )
     left, wide, y = 12.0, 186.0, picture.height + 2
     for name, question in QUESTIONS.items():
         here = decisions.SITUATIONS[name]
         answers = [spelled(here.first)]
-        if keeps := here.choice(SAME_LOSS) or here.choice(OWN_RATE):
-            kept = "loss" if keeps.case == SAME_LOSS else "learning rate"
-            answers.append(f"DDP's {kept}: {spelled(keeps)}")
+        if same := here.choice(SAME_LOSS):
+            answers = [spelled(same), "another loss curve: " + answers[0]]
+        elif keeps := here.choice(OWN_RATE):
+            answers.append("DDP's learning rate: " + spelled(keeps))
         lines = [line for each in answers for line in wrapped(each, 31)]
         height = max(50, 18 * len(lines) + 14)
         picture.box(left, y, wide, height, "\n".join(wrapped(question, 25)))

@@ -118,6 +118,7 @@ _SHORT_PERIOD: Final = Choice(
     "Every second step keeps DDP's learning rate; on digits it ended within 0.1 points.",
 )
 _LATE: Final = (
+    _BALANCED,
     Choice(
         FIRST,
         "wagma:overlap=true",
@@ -127,7 +128,6 @@ _LATE: Final = (
     ),
     Choice(THEN, "popsgd", "The same, in pairs: it sends less.", CLAIMED, _EPOCHS),
     _WIDE,
-    _BALANCED,
 )
 
 SITUATIONS: Final = {
@@ -155,8 +155,8 @@ SITUATIONS: Final = {
         "you do not know which, or it changes, on CPUs",
         "you do not know, or it changes, on CPUs",
         (
-            Choice(FIRST, ADAPTIVE, "It measures while it trains, and changes.", CLAIMED),
             _BALANCED,
+            Choice(FIRST, ADAPTIVE, "It measures while it trains, and changes.", CLAIMED),
         ),
     ),
     "random": Situation(
@@ -176,6 +176,7 @@ SITUATIONS: Final = {
         "a rank that is always slower",
         "some ranks are always slower",
         (
+            _BALANCED,
             Choice(
                 FIRST,
                 "popsgd",
@@ -185,7 +186,6 @@ SITUATIONS: Final = {
             ),
             Choice(THEN, "adpsgd", "The same, with less memory.", CLAIMED, _EPOCHS),
             _WIDE,
-            _BALANCED,
         ),
         measured="slow-rank",
         causes=("slow", "drift"),
