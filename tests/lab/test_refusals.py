@@ -13,7 +13,7 @@ from lightning_dsgd.lab.simulate.model import run
 from tests.lab.probe.test_measure import everything, measure
 
 REFUSED = {
-    "simulate --strategies wagmas": "must be one of wagma, eager_sgd",
+    "simulate --strategies wagmas": "must be one of balanced, wagma, eager_sgd",
     "simulate --strategies oktopk:density=2": "density must be None or a number above 0",
     "simulate --steps 0": "the number of ranks and of steps must be at least 1",
     "simulate --ranks 4 --delayed-ranks 5": "at most the number of ranks",

@@ -64,7 +64,23 @@ class Rank:
         taken_over = algorithm.state_dict()
         assert state.keys() == taken_over.keys()
         for key, value in state.items():
-            torch.testing.assert_close(taken_over[key], value, rtol=0, atol=0, msg=key)
+            _check_same(taken_over[key], value, key)
+
+
+def _check_same(found: Any, expected: Any, key: str) -> None:
+    """Raises unless two values of a state are equal to the bit, with all that is in them."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), key
+        for name, value in expected.items():
+            _check_same(found[name], value, f"{key}.{name}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), key
+        for number, value in enumerate(expected):
+            _check_same(found[number], value, f"{key}[{number}]")
+    elif isinstance(expected, str):
+        assert found == expected, key
+    else:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=key)
 
 
 def held_by(*objects: Any, x: Tensor) -> int:

@@ -54,6 +54,7 @@ def owners(package: str) -> list[Any]:
             None, 1, 1
         ),
         observer(package),
+        importlib.import_module(f"{package}.trainer.call"),
         joint.JointEpochs(SimpleNamespace(training=None), trainer_of(package), list),  # type: ignore[arg-type]
         MeanMetric(),
     ]

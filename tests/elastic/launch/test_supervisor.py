@@ -15,7 +15,7 @@ import torch
 from lightning.fabric import Fabric
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.elastic import register
 from lightning_dsgd.elastic.launch import command, supervisor
 from lightning_dsgd.elastic.launch.place import Place
@@ -236,7 +236,11 @@ def test_no_constructor_waits_for_a_launcher(monkeypatch):
     threads = threading.active_count()
     for name, strategy in dsgd.STRATEGIES.items():
         L.Trainer(strategy=strategy(), accelerator="cpu", devices=2, logger=False)
-        Fabric(strategy=dsgd.FabricStrategy(ALGORITHMS[name]()), accelerator="cpu", devices=2)
+        Fabric(
+            strategy=dsgd.FabricStrategy((BY_UNITS | ALGORITHMS)[name]()),
+            accelerator="cpu",
+            devices=2,
+        )
     assert threading.active_count() == threads
     assert not torch.distributed.is_initialized()
 

@@ -245,7 +245,10 @@ def test_a_loop_is_recorded_and_judged(face: str, tmp_path: Path) -> None:
     assert found.last_share > 0.7
     assert found.late_s > 0.9 * LATE_S
     remedies_ = {remedy.name for remedy in remedies(read(tmp_path), found)}
-    assert ("wagma" in remedies_) is not is_sharded
+    if is_sharded:
+        assert "wagma" not in remedies_
+    else:  # where processors are short, no strategy is named
+        assert "wagma" in remedies_ or "cores" in remedies_
 
 
 def test_what_is_no_ddp_is_refused(tmp_path: Path) -> None:
