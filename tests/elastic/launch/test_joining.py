@@ -18,7 +18,7 @@ from tests.support.mpi import ROOT
 from tests.support.ports import free_port
 from tests.support.thorough import cases, some
 
-FEW = ("wagma", "popsgd:claimed", "local_sgd:sums")
+FEW = ("wagma", "popsgd:claimed")
 SCRIPT = (ROOT / "tests/support/scripts/joined.py").read_text()
 
 
@@ -114,15 +114,8 @@ def test_a_third_rank_joins_two_and_they_go_on_from_their_checkpoint(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("name", "got"),
-    [
-        ("local_sgd", "got 11 parameters and buffers (checksum"),
-        ("local_sgd:sums", "sums by messages here and"),
-    ],
-)
-def test_a_newcomer_with_another_model_or_option_ends_and_the_others_go_on(name, got, tmp_path):
-    with job(tmp_path, name, 3, "--max-restarts", "1") as launched:
+def test_a_newcomer_with_another_model_ends_and_the_others_go_on(tmp_path):
+    with job(tmp_path, "local_sgd", 3, "--max-restarts", "1") as launched:
         until(lambda: all(where(tmp_path, rank)["epoch"] >= 1 for rank in range(3)))
         (tmp_path / "other").touch()
         os.kill(where(tmp_path, 1)["pid"], signal.SIGKILL)
@@ -130,7 +123,7 @@ def test_a_newcomer_with_another_model_or_option_ends_and_the_others_go_on(name,
         until(lambda: where(tmp_path, 0)["members"] == [0, 2])
         (tmp_path / "end").touch()
         assert launched.end() == 0, launched.said("stderr")
-    assert got in launched.said("logs/rank_1.1.log")
+    assert "got 11 parameters and buffers (checksum" in launched.said("logs/rank_1.1.log")
     check_end(tmp_path, [0, 2])
 
 

@@ -1,8 +1,7 @@
 """A user's script that `lightning-dsgd launch` starts: trains until it is told to end.
 
 Its arguments: a folder, the strategy (with claimed batches: "popsgd:claimed"; on a device that is
-none: "wagma:fake"; with a communicator: "local_sgd:sums", or where one comes with other options:
-"local_sgd:no_sums"; recorded by StepTrace: "local_sgd:trace"), the ranks of a node, the nodes; and
+none: "wagma:fake"; recorded by StepTrace: "local_sgd:trace"), the ranks of a node, the nodes; and
 how many ranks there may be, and from which checkpoint it goes on.  A rank writes how far it is, and
 what it ends with.  Training ends with the epoch in which the file `end` is there.
 """
@@ -20,7 +19,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dsgd import STRATEGIES, StepTrace
-from lightning_dsgd.devices import COLLECTIVES
 from tests.support.doomed import Doomed, write_whole
 from tests.support.fake_device import install, parameters_allowed
 from tests.support.fits import accelerator_of
@@ -78,10 +76,6 @@ def main(
     survives = {"on_loss": "continue", "timeout_s": 60.0, "heartbeat_timeout_s": 20.0}
     options = {"min_ranks": 1, "max_ranks": max_ranks, "data": data, **period}
     options["share_device"] = device.type != "cpu"
-    if option.endswith("sums"):  # gloo makes them, as NCCL does on GPUs; a newcomer may differ
-        COLLECTIVES["cpu"] = "gloo"  # type: ignore[index]
-        makes_sums = (option == "sums") != Path(folder, "other").exists()
-        options["transport"] = "process_group" if makes_sums else "auto"
     saver = ModelCheckpoint(folder, "saved", save_last=True)
     saving: dict[str, Any] = {"callbacks": [saver], "enable_checkpointing": True}
     if device.type != "cpu":  # nobody can copy or save what is on it
