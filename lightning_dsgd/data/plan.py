@@ -77,16 +77,35 @@ class Plan:
 
     def units(self, step: int) -> list[Unit]:
         """Returns the units of a step, in the order of slots, ranks and parts."""
-        begin = (step + self.first_slot // self._per_step) * self._per_step
-        end = min(begin + self._per_step, self.num_slots)
-        return [u for slot in range(max(begin, self.first_slot), end) for u in self._of_slot(slot)]
+        return [unit for slot in self._slots_of(step) for unit in self._of_slot(slot)]
 
     def homes(self) -> list[list[int]]:
-        """Returns the homes of the units of each step."""
-        return [[unit.home for unit in self.units(step)] for step in range(self.num_steps)]
+        """Returns the homes of the units of each step; looks at no sample."""
+        return [
+            [
+                rank
+                for slot in self._slots_of(step)
+                for rank in self._ranks_in(slot)
+                for _ in range(num_parts_of(self._length(rank, slot), self._num_parts))
+            ]
+            for step in range(self.num_steps)
+        ]
+
+    def _slots_of(self, step: int) -> range:
+        begin = (step + self.first_slot // self._per_step) * self._per_step
+        end = min(begin + self._per_step, self.num_slots)
+        return range(max(begin, self.first_slot), end)
+
+    def _ranks_in(self, slot: int) -> list[int]:
+        """Returns the ranks that have a batch in a slot."""
+        return [rank for rank, (_, ends) in enumerate(self._batches) if slot + 1 < len(ends)]
+
+    def _length(self, rank: int, slot: int) -> int:
+        _, ends = self._batches[rank]
+        return ends[slot + 1] - ends[slot]
 
     def _of_slot(self, slot: int) -> list[Unit]:
-        here = [rank for rank, (_, ends) in enumerate(self._batches) if slot + 1 < len(ends)]
+        here = self._ranks_in(slot)
         units = []
         for rank in here:
             samples, ends = self._batches[rank]
@@ -97,9 +116,14 @@ class Plan:
         return units
 
 
-def split(batch: list[int], num_parts: int) -> list[list[int]]:
+def num_parts_of(num_samples: int, most: int) -> int:
+    """Returns into how many parts a batch is split: fewer where it has fewer samples."""
+    return max(1, min(most, num_samples))
+
+
+def split(batch: list[int], most: int) -> list[list[int]]:
     """Splits a batch into parts of nearly equal size, fewer where it has fewer samples."""
-    num_parts = max(1, min(num_parts, len(batch)))
+    num_parts = num_parts_of(len(batch), most)
     bounds = [len(batch) * part // num_parts for part in range(num_parts + 1)]
     return [batch[begin:end] for begin, end in pairwise(bounds)]
 

@@ -29,6 +29,7 @@ def test_steps_have_all_batches_of_all_ranks_once() -> None:
     assert (plan.num_slots, plan.num_steps) == (3, 2)
     assert [plan.begins_step(slot) for slot in range(3)] == [True, False, True]
     assert plan.homes() == [[0, 0, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1]]
+    assert plan.homes() == [[unit.home for unit in plan.units(step)] for step in range(2)]
     samples = [s for step in range(2) for unit in plan.units(step) for s in unit.samples]
     assert sorted(samples) == list(range(24))
     assert {unit.weight for unit in plan.units(0)} == {0.5}
