@@ -105,7 +105,9 @@ class Balanced(Algorithm):
             scale: what they are multiplied by
         """
         g, flags, is_empty = self._place(step)
-        views = self._views.setdefault(g.data_ptr(), views_of(g))
+        views = self._views.get(g.data_ptr())
+        if views is None:
+            views = self._views[g.data_ptr()] = views_of(g)
         there = [(v, mine) for v, mine in zip(views, gradients, strict=True) if mine is not None]
         absent = [v for v, mine in zip(views, gradients, strict=True) if mine is None]
         if is_empty and absent:
