@@ -83,6 +83,8 @@ class decentralized(Loop):
         super().__init__(session, algorithm, chosen, lambda: self._optimizers)
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        if replicas is not None:  # an optimizer trains shards, also after an evaluation
+            wings.load("sharded.shards", "replicas=...").reshard(model)
         _check_optimizers(self._optimizers, model)
         self._scaler = scaler
         self._replicas = replicas

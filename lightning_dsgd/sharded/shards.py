@@ -38,6 +38,13 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def reshard(module: nn.Module) -> None:
+    """Drops what FSDP has gathered: the module's parameters are its shards again."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 class Shards(Whole):
     """Lays a module's replica out over several ranks.
 
