@@ -14,6 +14,9 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from lightning_dsgd import hyperparameters, wings
 from lightning_dsgd.algorithms import ALGORITHMS
 
+OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(benchmarks/[^)\s]+)\)")
+"""A link from a page of the site to the research tree, which the site does not have."""
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Lists the strategies' pages in the order of the registry, and links to the repository."""
@@ -51,7 +54,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds CHANGELOG.md, a page for each example, and for each algorithm that has none."""
     root = Path(config.docs_dir).parent
     text = (root / "CHANGELOG.md").read_text()
-    page = File.generated(config, "changelog.md", content=text.replace("](docs/", "]("))
+    page = File.generated(
+        config,
+        "changelog.md",
+        content=text.replace("](docs/", "](").replace("](benchmarks/", "](../benchmarks/"),
+    )
     files.append(page)
     for algorithm in ALGORITHMS.values():
         uri = f"algorithms/{algorithm.__module__.rpartition('.')[2]}.md"
@@ -66,6 +73,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links to an example lead to its page."""
-    return re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)
+def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
+    """Leads to an example's page, and to the repository for what the site does not have."""
+    markdown = re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)
+    social = config.extra.get("social")
+    if not social:
+        return OUTSIDE.sub(r"\1", markdown)
+    return OUTSIDE.sub(rf"[\1]({social[0]['link']}/blob/main/\2)", markdown)

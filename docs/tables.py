@@ -77,7 +77,7 @@ SOONEST = re.compile(
 HEAD = re.compile(r"(<!-- (?!what \w+ in force)[^>\n]*results/[^>\n]* -->\n\| ?)([^|\n]*)")
 LABEL = re.compile(r"(?:^|\. )Stale: .*")
 FILES = re.compile(r"results/([\w./]+\.json)")
-LINK = re.compile(r"(\[[^\]]*\]\((?:\.\./|docs/)?results/([\w./]+\.json)\))((?: \(stale\))?)")
+LINK = re.compile(r"(\[[^\]]*\]\((?:\.\./)*(?:docs/)?results/([\w./]+\.json)\))((?: \(stale\))?)")
 
 
 def recipes(folder: str) -> str:
@@ -442,7 +442,7 @@ def main() -> None:
     """All documents."""
     (ROOT / "lightning_dsgd" / "lab" / "adaptive" / own_rate.FILE).write_text(known_at_its_rate())
     (ROOT / "lightning_dsgd" / "lab" / "advise" / accuracy.FILE).write_text(known_accuracy())
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")):
         text = page.read_text()
         new = renewed(text)
         if new != text:

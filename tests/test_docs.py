@@ -23,6 +23,7 @@ from tests.support.worlds import FitWorld
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+EVERY = [ROOT / "README.md", *DOCS.rglob("*.md"), *ROOT.glob("benchmarks/**/*.md")]
 PAGE = DOCS / "own_algorithm.md"
 
 
@@ -31,13 +32,18 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 # ---- tables ----
-PAGES = (
-    "index choosing evidence/choosing time_to_target evidence/wagma evidence/papers examples "
-    "paper_recipes"
+PAGES = "index choosing examples"
+RESEARCH = "choosing time_to_target wagma papers paper_recipes"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "README.md",
+        *(f"docs/{page}.md" for page in PAGES.split()),
+        *(f"benchmarks/pages/{page}.md" for page in RESEARCH.split()),
+    ],
 )
-
-
-@pytest.mark.parametrize("file", ["README.md", *(f"docs/{page}.md" for page in PAGES.split())])
 def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     text = (ROOT / file).read_text()
     tables = runpy.run_path(str(DOCS / "tables.py"))
@@ -48,9 +54,7 @@ def test_a_documents_tables_are_those_of_the_code(file: str) -> None:
     assert renewed == text, "write them anew: python docs/tables.py"
 
 
-WITH_RESULTS = [
-    page for page in (ROOT / "README.md", *DOCS.rglob("*.md")) if "results/" in page.read_text()
-]
+WITH_RESULTS = [page for page in EVERY if "results/" in page.read_text()]
 
 
 def test_a_figure_is_labelled_that_nobody_can_make_again() -> None:
@@ -79,8 +83,7 @@ def test_the_pictures_are_those_of_the_results() -> None:
     for name, draw in drawn.items():
         file = DOCS / "images" / f"{name}.svg"
         assert file.read_text() == draw(), f"draw it anew: python docs/pictures.py {name}"
-        shown = [p for p in (ROOT / "README.md", *DOCS.rglob("*.md")) if file.name in p.read_text()]
-        assert shown
+        assert any(file.name in page.read_text() for page in EVERY)
 
 
 def test_the_picture_of_real_runs_says_the_shares_of_its_result() -> None:
@@ -101,12 +104,11 @@ def test_every_algorithm_has_a_page_that_names_its_hyperparameters(algorithm: An
 
 def test_every_result_is_shown_on_a_page() -> None:
     """A result's folder has the name of the page that tells of it."""
-    pages = list(DOCS.rglob("*.md"))
-    text = "".join(page.read_text() for page in pages)
-    shown = set(re.findall(r"\((?:\.\./)?results/([\w./]+)\)", text))
+    text = "".join(page.read_text() for page in EVERY)
+    shown = set(re.findall(r"\((?:\.\./)*(?:docs/)?results/([\w./]+)\)", text))
     results = DOCS / "results"
     assert shown == {path.relative_to(results).as_posix() for path in results.rglob("*.*")}
-    assert {folder.name for folder in results.iterdir()} <= {page.stem for page in pages}
+    assert {folder.name for folder in results.iterdir()} <= {page.stem for page in EVERY}
 
 
 # ---- the example ----
@@ -176,8 +178,37 @@ def test_the_sampler_of_the_page_deals_a_slow_rank_half_as_many_batches() -> Non
     assert [list(rank) for rank in ranks] != first
 
 
+def anchors(page: Path) -> set[str]:
+    """What links to the page may name: its headings, as GitHub and MkDocs write them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-"))
+    return found
+
+
+def test_links_within_the_repository_lead_somewhere() -> None:
+    """Those of the site's API reference are checked where the site is built."""
+    broken = []
+    for page in (*EVERY, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"):
+        for file, heading in re.findall(
+            r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()
+        ):
+            target = (page.parent / file) if file else page
+            is_found = target.exists() and (
+                not heading
+                or target.suffix != ".md"
+                or target.name == "api.md"
+                or heading in anchors(target)
+            )
+            if not is_found:
+                broken.append(f"{page.name}: {file}#{heading}")
+    assert broken == []
+
+
 def test_code_of_the_pages_compiles() -> None:
-    for page in DOCS.rglob("*.md"):
+    for page in EVERY:
         for block in blocks(page):
             compile(block, str(page), "exec")
 

@@ -12,9 +12,10 @@ import pytest
 from lightning_dsgd.lab.in_force import differences, in_force, lacks, measured_with
 
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 HEADLINES = {
     page: name
-    for page in (ROOT / "README.md", *sorted(ROOT.joinpath("docs").glob("**/*.md")))
+    for page in sorted(PAGES)
     for name in re.findall(r"results/([\w./]+\.json)", page.read_text())[:1]
 }
 """The first result that a page shows."""
@@ -79,7 +80,7 @@ def test_what_a_result_lacks() -> None:
 
 
 def test_a_slow_kernel_costs_its_partners_less_than_a_tenth_of_a_second() -> None:
-    """Where nobody is to wait for it; docs/evidence/gpus.md says so."""
+    """Where nobody is to wait for it; benchmarks/pages/gpus.md says so."""
     stored = json.loads((ROOT / "docs" / "results" / "gpus" / "slow_kernel.json").read_text())
     costs = {row["strategy"]: row["median_s"] - stored["kernel_s"] for row in stored["summary"]}
     assert (stored["kernel_s"], stored["slow_kernel_s"]) == (0.05, 0.6)

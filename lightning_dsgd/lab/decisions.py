@@ -216,7 +216,7 @@ SITUATIONS: Final = {
         ),
         measured="slow-link",
         causes=("link", "network"),
-        page="time_to_target.md#a-slow-link",
+        page="../benchmarks/pages/time_to_target.md#a-slow-link",
     ),
     "many": Situation(
         "many nodes",

@@ -99,7 +99,7 @@ TABLE_OF_THE_PAGE = {
     name: tuple(map(int, numbers))
     for name, *numbers in re.findall(
         r"^\| `(\w+)`[^|]*\| (\d+) \| (\d+) \| (\d+) \|$",
-        Path(__file__).parents[2].joinpath("docs/evidence/gpus.md").read_text(),
+        Path(__file__).parents[2].joinpath("benchmarks/pages/gpus.md").read_text(),
         re.MULTILINE,
     )
 }

@@ -1,9 +1,9 @@
 """What a strategy has cost in accuracy where that was measured: `accuracy.json`.
 
 The file holds the results of `python -m benchmarks target` in epochs for one small task, in five
-situations: see docs/time_to_target.md.  Which of them is most like the run in question follows from
-its step times and from what an all-reduce takes.  It is a direction, not a promise: another model
-is another task.
+situations: see benchmarks/pages/time_to_target.md.  Which of them is most like the run in question
+follows from its step times and from what an all-reduce takes.  It is a direction, not a promise:
+another model is another task.
 """
 
 from __future__ import annotations
