@@ -4,8 +4,8 @@
 
 Digits, 8 ranks of the simulated world, 120 steps in epochs of 30, as `python -m benchmarks target`
 has it.  `adaptive` and all-reduce have all-reduce's best learning rate, 0.8.  The fixed choices
-have what is best for each in benchmarks/pages/time_to_target.md, or all-reduce's, "at 0.8".  In rows with
-"claimed" ranks claim their batches.
+have what is best for each in benchmarks/pages/time_to_target.md, or all-reduce's, "at 0.8".  In
+rows with "claimed" ranks claim their batches.
 
 appears   nobody is late; from the middle of each rank's steps on, one rank takes twice as long
 ceases    two of eight random ranks are late; from the middle on nobody is

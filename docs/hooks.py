@@ -1,4 +1,4 @@
-"""What the site takes from elsewhere: the changelog, the examples, and the list of algorithms."""
+"""What the site takes from elsewhere: changelog, examples, contracts, and a list of algorithms."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from lightning_dsgd import hyperparameters, wings
 from lightning_dsgd.algorithms import ALGORITHMS
 
+MODULE = re.compile(r"\]\(((?:\.\./)+)(lightning_dsgd/[\w/]+)\.py\)")
+"""A link from a page to a module: on the site to its contract, on the page `contracts.md`."""
+CONTRACT = "::: {}\n    options: {{members: {}, heading_level: 2, show_root_full_path: true}}\n"
+MEMBERS = {"lightning_dsgd.session.phases": "[FOLLOWING]"}
+"""What a contract's module shows besides its docstring."""
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(benchmarks/[^)\s]+)\)")
 """A link from a page of the site to the research tree, which the site does not have."""
 
@@ -50,8 +55,20 @@ def page_of(algorithm: Any) -> str:
     return f"# {algorithm.name}\n\n{what}\n\n```text\n{text}\n\nArgs:\n{arguments}\n```\n"
 
 
+def module_of(path: str) -> str:
+    """The name of a module, from its path without ".py"."""
+    return path.removesuffix("/__init__").replace("/", ".")
+
+
+def contracts(text: str) -> str:
+    """The docstrings of the modules that the page "How it works" links to, in its order."""
+    modules = dict.fromkeys(module_of(found[2]) for found in MODULE.finditer(text))
+    directives = (CONTRACT.format(each, MEMBERS.get(each, "false")) for each in modules)
+    return "# The contracts\n\nThe docstrings of the modules.\n\n" + "\n".join(directives)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds CHANGELOG.md, a page for each example, and for each algorithm that has none."""
+    """Adds CHANGELOG.md, the contracts, and pages of examples and of algorithms without one."""
     root = Path(config.docs_dir).parent
     text = (root / "CHANGELOG.md").read_text()
     page = File.generated(
@@ -60,6 +77,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         content=text.replace("](docs/", "](").replace("](benchmarks/", "](../benchmarks/"),
     )
     files.append(page)
+    text = Path(config.docs_dir, "internals.md").read_text()
+    files.append(File.generated(config, "contracts.md", content=contracts(text)))
     for algorithm in ALGORITHMS.values():
         uri = f"algorithms/{algorithm.__module__.rpartition('.')[2]}.md"
         if files.get_file_from_path(uri) is None:
@@ -74,7 +93,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
-    """Leads to an example's page, and to the repository for what the site does not have."""
+    """Leads to contracts and examples, and to the repository for what the site does not have."""
+    markdown = MODULE.sub(
+        lambda found: f"]({found[1][3:]}contracts.md#{module_of(found[2])})", markdown
+    )
     markdown = re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)
     social = config.extra.get("social")
     if not social:
