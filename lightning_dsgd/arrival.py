@@ -2,6 +2,11 @@
 
 `import lightning_dsgd` loads neither of Lightning's packages: each takes seconds.  The strategies'
 names are registered right after a script, or another library, has imported one of them.
+
+A script need not import this package.  torch imports what is installed under the entry point
+"torch.backends", and so this package, whose hooks below then wait for Lightning:
+`PL_TRAINER_STRATEGY=balanced python train.py`.  Where Lightning is what imports torch, it is in
+`sys.modules` then, but not ready to be imported from: the hook waits for its last module.
 """
 
 from __future__ import annotations
@@ -12,15 +17,29 @@ import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
+
+_LAST: Final = "_graveyard"
+"""What each of Lightning's packages imports last: "this import needs to go last"."""
 
 
 def when_imported(package: str, module: str) -> None:
     """Imports `module` once `package` has been imported: now, if it has been already."""
-    if package in sys.modules:
-        importlib.import_module(module)
-    else:
+    if package not in sys.modules:
         sys.meta_path.insert(0, _Watch(package, module))
+    elif _is_being_imported(package):
+        sys.meta_path.insert(0, _Watch(f"{package}.{_LAST}", module))
+    else:
+        importlib.import_module(module)
+
+
+def be_installed() -> None:
+    """Does nothing: torch has imported the package to find this entry point, which is enough."""
+
+
+def _is_being_imported(package: str) -> bool:
+    spec = sys.modules[package].__spec__
+    return bool(getattr(spec, "_initializing", False))
 
 
 class _Watch(MetaPathFinder):

@@ -263,8 +263,11 @@ def test_the_import_loads_neither_torch_nor_lightning() -> None:
 
 @cases(
     "imports",
-    now=["import lightning_dsgd, lightning as L"],
+    now=["import lightning as L"],
     later=[
+        "import torch, lightning as L",
+        "import pytorch_lightning as L",
+        "import lightning_dsgd, lightning as L",
         "import lightning as L, lightning_dsgd",
         "import lightning_dsgd.trainer.named, lightning as L",
         "import pytorch_lightning as L, lightning_dsgd",
@@ -281,6 +284,32 @@ print(type(trainer.strategy).__name__, type(trainer.strategy).__module__)
 """
     where = "pytorch_lightning" if "pytorch_lightning" in imports else "trainer.named"
     assert said_by(code).split() == ["WAGMAStrategy", f"lightning_dsgd.{where}"]
+
+
+def test_what_waits_for_a_package_that_imports_us_is_imported_at_its_end(tmp_path: Path) -> None:
+    """As with Lightning: it imports torch, which imports us.  The first try here fails."""
+    (tmp_path / "host").mkdir()
+    (tmp_path / "host" / "__init__.py").write_text("""
+import sys
+import lightning_dsgd.arrival
+lightning_dsgd.arrival.when_imported("host", "guest")
+if "sched" not in sys.modules:
+    raise ImportError("not yet")
+is_ready = True
+import host._graveyard
+""")
+    (tmp_path / "host" / "_graveyard.py").touch()
+    (tmp_path / "guest.py").write_text("import host; print('ready:', host.is_ready)")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import host
+except ImportError:
+    import sched
+import host
+"""
+    assert said_by(code) == "ready: True\n"
 
 
 def test_all_names_can_be_had() -> None:
