@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from lightning_dsgd.algorithm import Traits
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.primitives import topology
@@ -28,7 +29,10 @@ class PapersRule(WAGMA):
     """The paper's rule alone: a round waits for late ranks as long as `wagma`'s."""
 
     name: ClassVar[str] = "wagma_papers_rule"
-    keeps_updates: ClassVar[bool] = False  # type: ignore[misc]
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, keeps_updates=False)
 
 
 ALGORITHMS[FixedGroups.name] = FixedGroups

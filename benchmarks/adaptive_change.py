@@ -182,9 +182,9 @@ def simulated(choice: str, ranks: int, allreduce_steps: float) -> list[dict[str,
         for step in range(EPOCH * EPOCHS):
             for place_s, begin in passes(algorithm, len(g), 1.0):
                 net.compute(place_s)
-                if algorithm.takes_pieces:
+                if algorithm.traits.takes_pieces:
                     algorithm.gradient_made(g, begin)
-            algorithm.before_update(mine, g if algorithm.uses_gradient else g[:0])
+            algorithm.before_update(mine, g if algorithm.traits.uses_gradient else g[:0])
             algorithm.after_update(mine)
             if step % EPOCH == EPOCH - 1:
                 decisions[net.rank].num_epochs += 1

@@ -33,7 +33,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor, nn
 
 from benchmarks.text_pieces import pieces
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Traits
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.hyperparameters import at_least, parse
 from lightning_dsgd.lab.results import provenance, write_result
@@ -127,7 +127,7 @@ class PowerSGD(Algorithm):
     """Algorithms 1 and 2 of the paper, on gradients; the residual is what no factor holds."""
 
     name: ClassVar[str] = "powersgd"
-    uses_gradient: ClassVar[bool] = True
+    traits = Traits(uses_gradient=True, averages_weights=False)
     rank: int = at_least(1, default=4, doc="number of columns of each factor")
     parameters: list[Tensor] = field(default_factory=list)
 
@@ -206,7 +206,7 @@ def train(net: Any, task: Task, spec: str, lr: float, seed: int, steps: int) -> 
         optimizer.zero_grad()
         task.loss(model, "train", picked).backward()
         with torch.no_grad():
-            uses_gradient = algorithm.uses_gradient
+            uses_gradient = algorithm.traits.uses_gradient
             algorithm.before_update(weights.x, weights.gather() if uses_gradient else weights.x[:0])
             if uses_gradient:
                 weights.scatter()

@@ -97,7 +97,7 @@ def train(net: Any, rule: str, situation: str, seed: int, num_steps: int, lr: fl
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     algorithm = RULES[rule]()
     begin, updates = x.detach().clone(), torch.zeros_like(x)
-    counts = weights.num_gradients() if algorithm.counts_gradients else None
+    counts = weights.num_gradients() if algorithm.traits.counts_gradients else None
     algorithm.start(net, x, Conditions(gradient_counts=counts))
     images, labels = digits(seed)
     mine = slice(HELD_OUT + net.rank, None, net.world_size)
@@ -109,11 +109,11 @@ def train(net: Any, rule: str, situation: str, seed: int, num_steps: int, lr: fl
         loss.backward()
         net.compute(step_s(situation, seed, k, net.rank))
         with torch.no_grad():
-            g = weights.gather() if algorithm.uses_gradient else x[:0]
+            g = weights.gather() if algorithm.traits.uses_gradient else x[:0]
             if counts is not None:
                 counts.copy_(weights.num_gradients())
             algorithm.before_update(x, g)
-            if algorithm.uses_gradient:
+            if algorithm.traits.uses_gradient:
                 weights.scatter(counts)
             updates -= x
             optimizer.step()

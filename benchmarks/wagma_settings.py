@@ -85,9 +85,9 @@ def train(net: Any, rule: str, situation: str, seed: int, options: Any) -> tuple
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         net.compute(step_s(situation, seed, k, net.rank))
         with torch.no_grad():
-            g = weights.gather() if algorithm.uses_gradient else x[:0]
+            g = weights.gather() if algorithm.traits.uses_gradient else x[:0]
             algorithm.before_update(x, g)
-            if algorithm.uses_gradient:
+            if algorithm.traits.uses_gradient:
                 weights.scatter(None)
             optimizer.step()
             algorithm.after_update(x)

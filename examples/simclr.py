@@ -25,7 +25,7 @@ class SimCLR(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         algorithm = getattr(self.trainer.strategy, "algorithm", None)  # ddp has none
-        self.steps_together = algorithm is None or algorithm.lockstep
+        self.steps_together = algorithm is None or algorithm.traits.lockstep
 
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         views = (x + 0.1 * torch.randn_like(x) for _ in range(2))

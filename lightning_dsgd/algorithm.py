@@ -79,6 +79,55 @@ class Conditions:
 ORDINARY: Final = Conditions()
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What whoever drives an algorithm must know of it.
+
+    Args:
+        uses_gradient: whether `before_update` needs g; if not, no gradient is gathered, and g is
+            empty
+        averages_weights: whether the algorithm changes weights, and not gradients alone; if so, x
+            and g are fp32 where the parameters are in half precision
+        lockstep: whether every rank waits for every other in every step
+        exchange_period: how many steps there are from one exchange with other ranks to the next
+        counts_gradients: whether the algorithm hands `Conditions.gradient_counts` to `num_active`
+            in every round, so that ranks in lockstep agree on which parameters the optimizer steps
+        takes_pieces: whether the algorithm, once started, wants to hear of the gradient during the
+            backward pass: see `Algorithm.gradient_made`
+        sums_units: whether the algorithm takes the gradients of a step's micro-batches one by one,
+            and gives their sum before `before_update`: see `Balanced`
+        keeps_updates: whether every update of every rank reaches the consensus, whoever is late;
+            where gradients are averaged, every gradient.  What a rank keeps back for a later step
+            is not lost.  How many are kept is measured (`replica.kept`); where gradients are
+            averaged, `metrics` may say how many of these are in the sums, as `updates_kept`.
+        holds_back: whether the algorithm keeps what it will apply later, which a resume with
+            another number of ranks has to `carry_over`
+        follows_time: whether what a rank learns may depend on which rank comes first; if not, two
+            trainings with the same data end with the same weights
+        weighs_samples: whether means can be weighted by `Conditions.samples`
+        scales_steps: whether the optimizer's steps are to be scaled: see `primitives.step_scaling`
+        engine_takes_rounded: whether the network's engine, such as NCCL, carries what a
+            `wire_dtype` has rounded; else messages do
+        num_layer_fragments: into how many `Conditions.fragments` x is to be laid out; 0: as the
+            module has it
+    """
+
+    uses_gradient: bool = False
+    averages_weights: bool = True
+    lockstep: bool = False
+    exchange_period: int = 1
+    counts_gradients: bool = False
+    takes_pieces: bool = False
+    sums_units: bool = False
+    keeps_updates: bool = True
+    holds_back: bool = False
+    follows_time: bool = True
+    weighs_samples: bool = False
+    scales_steps: bool = False
+    engine_takes_rounded: bool = False
+    num_layer_fragments: int = 0
+
+
 class Algorithm:
     """What one rank does to train one flat tensor together with the other ranks.
 
@@ -92,63 +141,19 @@ class Algorithm:
     profile: ClassVar[Profile | None] = None
     """The algorithm's row in the table of strategies."""
 
-    uses_gradient: ClassVar[bool] = False
-    """Whether `before_update` needs g; if not, no gradient is gathered, and g is empty."""
-
-    lockstep: ClassVar[bool] = False
-    """Whether every rank waits for every other in every step."""
-
-    counts_gradients: ClassVar[bool] = False
-    """Whether the algorithm hands `Conditions.gradient_counts` to `num_active` in every round, so
-    that ranks in lockstep agree on which parameters the optimizer steps.
-    """
-
-    takes_pieces: ClassVar[bool] = False
-    """Whether the algorithm, once started, wants to hear of the gradient during the backward pass:
-    see `gradient_made`.
-    """
-
-    sums_units: ClassVar[bool] = False
-    """Whether the algorithm takes the gradients of a step's micro-batches one by one, and gives
-    their sum before `before_update`: see `Balanced`.
-    """
-
-    keeps_updates: ClassVar[bool] = True
-    """Whether every update of every rank reaches the consensus, whoever is late; where gradients
-    are averaged, every gradient.  What a rank keeps back for a later step is not lost.  How many
-    are kept is measured (`replica.kept`); where gradients are averaged, `metrics` may say how many
-    of these are in the sums, as `updates_kept`.
-    """
-
-    engine_takes_rounded: ClassVar[bool] = False
-    """Whether the network's engine, such as NCCL, carries what a `wire_dtype` has rounded; else
-    messages do.
-    """
-
-    holds_back: ClassVar[bool] = False
-    """Whether the algorithm keeps what it will apply later, which a resume with another number of
-    ranks has to `carry_over`.
-    """
-
-    follows_time: ClassVar[bool] = True
-    """Whether what a rank learns may depend on which rank comes first; if not, two trainings with
-    the same data end with the same weights.
-    """
-
     printed: ClassVar[dict[str, Any]] = {}
     """What the hyperparameters must be with `paper=True`, for an algorithm that has that one."""
-
-    weighs_samples: ClassVar[bool] = False
-    """Whether means can be weighted by `Conditions.samples`."""
-
-    num_layer_fragments: ClassVar[int] = 0
-    """Into how many `Conditions.fragments` x is to be laid out; 0: as the module has it."""
 
     overflowed: bool | None = None
     """Whether any rank's last gradient had NaN or inf in it; None: the host has not asked."""
 
     net: Transport
     conditions: Conditions
+
+    @property
+    def traits(self) -> Traits:
+        """What whoever drives the algorithm must know, with the hyperparameters that it has."""
+        return Traits()
 
     @property
     def weight(self) -> int:
@@ -166,25 +171,8 @@ class Algorithm:
 
         A rank that has run out of data takes over the steps of the others.
         """
-        return self.net.world_size if self.lockstep and self.uses_gradient else 1
-
-    @property
-    def exchange_period(self) -> int:
-        """How many steps there are from one exchange with other ranks to the next."""
-        return 1
-
-    @property
-    def averages_weights(self) -> bool:
-        """Whether the algorithm changes weights, and not gradients alone.
-
-        If so, x and g are fp32 where the parameters are in half precision.
-        """
-        return not self.uses_gradient or bool(getattr(self, "hierarchical", False))
-
-    @property
-    def scales_steps(self) -> bool:
-        """Whether the optimizer's steps are to be scaled: see `primitives.step_scaling`."""
-        return bool(getattr(self, "scale_steps", False))
+        traits = self.traits
+        return self.net.world_size if traits.lockstep and traits.uses_gradient else 1
 
     def __post_init__(self) -> None:
         hyperparameters.take_printed(self)
@@ -201,7 +189,7 @@ class Algorithm:
         """
         hyperparameters.check(self)
         hyperparameters.check_printed(self)
-        if self.scales_steps and self.uses_gradient:
+        if self.traits.scales_steps and self.traits.uses_gradient:
             raise ValueError(
                 "scale_steps is for steps that the ranks make apart, with gradients of their own, "
                 "and average afterwards, got scale_steps=True where gradients are averaged "
@@ -224,8 +212,8 @@ class Algorithm:
     def gradient_made(self, g: Tensor, begin: int) -> None:
         """Is called during the backward pass, once g is there from the element `begin` on.
 
-        Only an algorithm that `takes_pieces` is called.  From then on that part of g is its own,
-        until `before_update` has returned.
+        Only an algorithm that `takes_pieces` (see `Traits`) is called.  From then on that part of g
+        is its own, until `before_update` has returned.
         """
 
     def add(

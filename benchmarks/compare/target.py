@@ -112,7 +112,7 @@ def _cells(
 def _is_lockstep(spec: str) -> bool:
     from lightning_dsgd.algorithms import make_algorithm  # loads torch
 
-    return make_algorithm(spec).lockstep
+    return make_algorithm(spec).traits.lockstep
 
 
 def _measured(

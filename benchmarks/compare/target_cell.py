@@ -142,9 +142,9 @@ class Training:
                     if not place:
                         g.copy_(self.gradient(rank))
                     self.end_pass()
-                    if algorithm.takes_pieces:
+                    if algorithm.traits.takes_pieces:
                         algorithm.gradient_made(g, begin)
-                algorithm.before_update(x, g if algorithm.uses_gradient else g[:0])
+                algorithm.before_update(x, g if algorithm.traits.uses_gradient else g[:0])
                 for group in optimizer.param_groups:
                     group["lr"] = self.lr * self.share_of_lr(self.epochs.step_of(batch))
                 scaling.update_begins(x)

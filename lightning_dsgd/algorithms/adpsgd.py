@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import setting
 from lightning_dsgd.primitives import rounding, step_scaling, topology
 from lightning_dsgd.primitives.published import publication_of
@@ -60,6 +60,10 @@ class ADPSGD(Algorithm):
     seed: int = setting(default=0, doc="seed of the random choice of neighbours")
     wire_dtype: str = rounding.wire_dtype("is not averaged")
     scale_steps: bool = step_scaling.scale_steps()
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(scales_steps=self.scale_steps)
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)

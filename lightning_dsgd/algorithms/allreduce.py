@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lightning_dsgd import agreement
 from lightning_dsgd.agreement import give_newest, num_active, take_over_newest, zeroed
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives import quantised, rounding
 from lightning_dsgd.primitives.error_feedback import evenly
@@ -58,10 +58,6 @@ class AllReduce(Algorithm):
         memory="|g|; |g| more with a `wire_dtype`, |g| more where rounded sums overlap, 3 |g| more "
         "with `delay`",
     )
-    uses_gradient: ClassVar[bool] = True
-    lockstep: ClassVar[bool] = True
-    counts_gradients: ClassVar[bool] = True
-    weighs_samples: ClassVar[bool] = True
 
     wire_dtype: str = rounding.wire_dtype(of="gradient entry")
     overlap: bool = setting(
@@ -79,14 +75,16 @@ class AllReduce(Algorithm):
     )
 
     @property
-    def holds_back(self) -> bool:  # type: ignore[override]
-        """Whether gradients, or what was rounded off, are applied later."""
-        return self.wire_dtype != "float32" or self.delay > 0
-
-    @property
-    def takes_pieces(self) -> bool:  # type: ignore[override]
-        """Whether it takes pieces of the gradient during the backward pass."""
-        return self.overlap
+    def traits(self) -> Traits:
+        return Traits(
+            uses_gradient=True,
+            averages_weights=False,
+            lockstep=True,
+            counts_gradients=True,
+            takes_pieces=self.overlap,
+            holds_back=self.wire_dtype != "float32" or self.delay > 0,
+            weighs_samples=True,
+        )
 
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
@@ -104,7 +102,7 @@ class AllReduce(Algorithm):
         self.wire = self.wire_dtype if net.world_size > 1 else "float32"
         wide = torch.promote_types(x.dtype, torch.float32)
         # What was rounded off, or comes from a training with another number of ranks.
-        self.kept = torch.zeros_like(x, dtype=wide) if self.holds_back else None
+        self.kept = torch.zeros_like(x, dtype=wide) if self.traits.holds_back else None
         is_apart = (self.overlap or self.delay > 0) and net.world_size > 1
         self.background = _Background(net, self, x) if is_apart else None
 
@@ -164,7 +162,7 @@ class AllReduce(Algorithm):
         return mean if mean is not None and mean.any() else None
 
     def finish(self, x: Tensor) -> None:
-        if self.holds_back:
+        if self.traits.holds_back:
             give_newest(self.net, x, self.num_own)  # whose optimizer has made all steps
             self.stop()
         else:

@@ -32,7 +32,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.devices import Mark, port_of
 from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives.own_device import await_step
@@ -52,11 +52,14 @@ class Balanced(Algorithm):
         sends="2(P-1)/P |g|",
         memory="|g|; |g| more for each step that a rank is behind the others, up to 4",
     )
-    uses_gradient: ClassVar[bool] = True
-    lockstep: ClassVar[bool] = True
-    sums_units: ClassVar[bool] = True
-    counts_gradients: ClassVar[bool] = True
-    follows_time: ClassVar[bool] = False
+    traits = Traits(
+        uses_gradient=True,
+        averages_weights=False,
+        lockstep=True,
+        counts_gradients=True,
+        sums_units=True,
+        follows_time=False,
+    )
 
     micro_batches: int | None = at_least(
         1,

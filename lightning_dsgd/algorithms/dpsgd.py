@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import one_of
 from lightning_dsgd.primitives import topology
 from lightning_dsgd.transport import Transport
@@ -35,7 +35,7 @@ class DPSGD(Algorithm):
         sends="2 |x|",
         memory="2 |x|",
     )
-    follows_time: ClassVar[bool] = False
+    traits = Traits(follows_time=False)
 
     topology: str = one_of("ring", default="ring", doc="the communication graph, as in the paper")
 

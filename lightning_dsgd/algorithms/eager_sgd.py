@@ -37,7 +37,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, one_of
 from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.primitives.stream_lock import StreamLock
@@ -58,8 +58,7 @@ class EagerSGD(Algorithm):
         sends="2(P-1)/P |g|",
         memory="4 |g|",
     )
-    uses_gradient: ClassVar[bool] = True
-    weighs_samples: ClassVar[bool] = True
+    traits = Traits(uses_gradient=True, averages_weights=False, weighs_samples=True)
 
     quorum: str = one_of(
         "solo",

@@ -74,7 +74,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import average, weigh
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import above, at_least, setting
 from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
@@ -95,7 +95,6 @@ class HPSGD(Algorithm):
         memory="2 |x|, 3 |x| with `paper=True`; 4 |x| with an outer optimizer, 5 |x| with a "
         "`wire_dtype`",
     )
-    weighs_samples: ClassVar[bool] = True
     printed: ClassVar[dict[str, Any]] = {
         **{"max_local_steps": None, "outer_lr": 1, "outer_momentum": 0},
         **{"wire_dtype": "float32", "scale_steps": False},
@@ -122,6 +121,10 @@ class HPSGD(Algorithm):
         doc="if True, a rank goes on from the global model alone after each synchronisation, as "
         "printed: its own steps that are being summed come back with the next one",
     )
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(weighs_samples=True, scales_steps=self.scale_steps)
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_dsgd.algorithm import Algorithm, Profile
+from lightning_dsgd.algorithm import Algorithm, Profile, Traits
 
 
 @dataclass
@@ -25,5 +25,4 @@ class NoSync(Algorithm):
         sends="0",
         memory="none",
     )
-    follows_time: ClassVar[bool] = False
-    averages_weights: ClassVar[bool] = False
+    traits = Traits(averages_weights=False, follows_time=False)

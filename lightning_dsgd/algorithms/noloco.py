@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import above, at_least, setting
 from lightning_dsgd.primitives import outer_optimizer, step_scaling, topology
 from lightning_dsgd.primitives.partners import Partners
@@ -58,9 +58,8 @@ class NoLoCo(Algorithm):
     scale_steps: bool = step_scaling.scale_steps()
 
     @property
-    def exchange_period(self) -> int:
-        """The number of steps from one partner to the next."""
-        return self.sync_period
+    def traits(self) -> Traits:
+        return Traits(exchange_period=self.sync_period, scales_steps=self.scale_steps)
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Final
 
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd import devices
-from lightning_dsgd.algorithm import ORDINARY, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
@@ -69,7 +69,6 @@ class OkTopk(ErrorFeedback):
         memory="2 |g|; at most |g| more for the region",
     )
 
-    engine_takes_rounded: ClassVar[bool] = True
     printed: ClassVar[dict[str, Any]] = {
         "rule": "paper",
         "wire_dtype": "float32",
@@ -106,6 +105,10 @@ class OkTopk(ErrorFeedback):
         doc='if True, the algorithm is as printed: `rule="paper"`, and thresholds stay as they are '
         "for `threshold_period` exchanges",
     )
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, engine_takes_rounded=True)
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import largest
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import step_scaling, topology
 from lightning_dsgd.primitives.partners import Partners
@@ -84,7 +84,6 @@ class PopSGD(Algorithm):
         "more with a `wire_dtype`",
     )
 
-    engine_takes_rounded: ClassVar[bool] = True
     printed: ClassVar[dict[str, Any]] = {
         **{"blocking": True, "wire_dtype": "float32", "scale_steps": False}
     }
@@ -121,9 +120,12 @@ class PopSGD(Algorithm):
         self.blocking = self.blocking or False
 
     @property
-    def exchange_period(self) -> int:
-        """The number of steps from one partner to the next."""
-        return self.local_steps
+    def traits(self) -> Traits:
+        return Traits(
+            exchange_period=self.local_steps,
+            scales_steps=self.scale_steps,
+            engine_takes_rounded=True,
+        )
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)

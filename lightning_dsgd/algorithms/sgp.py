@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import largest
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import nodes, rounding, step_scaling, topology
 from lightning_dsgd.transport import Transport, Work
@@ -74,7 +74,6 @@ class SGP(Algorithm):
         "|g| more with `hierarchical`",
     )
 
-    engine_takes_rounded: ClassVar[bool] = True
     printed: ClassVar[dict[str, Any]] = {"wire_dtype": "float32", "scale_steps": False}
 
     num_peers: int = at_least(
@@ -109,19 +108,19 @@ class SGP(Algorithm):
         return self.node.size
 
     @property
-    def exchange_period(self) -> int:
+    def period(self) -> int:
         """The number of steps from one message to the next."""
         return max(1, self.overlap) if self.paper else 1
 
     @property
-    def uses_gradient(self) -> bool:  # type: ignore[override]
-        """Whether gradients are communicated: only ranks of the same node do so."""
-        return self.hierarchical
-
-    @property
-    def follows_time(self) -> bool:  # type: ignore[override]
-        """Whether results depend on time where all ranks make as many steps."""
-        return self.overlap > 0 or self.scale_steps
+    def traits(self) -> Traits:
+        return Traits(
+            uses_gradient=self.hierarchical,  # of ranks of the same node
+            exchange_period=self.period,
+            follows_time=self.overlap > 0 or self.scale_steps,
+            scales_steps=self.scale_steps,
+            engine_takes_rounded=True,
+        )
 
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
@@ -248,9 +247,9 @@ class _Pusher:
     def push(self, x: Tensor, w: float, step: int) -> float:
         """Sends shares, adds the shares that have come to x, and returns the new w."""
         a = self.algorithm
-        if step % a.exchange_period:
+        if step % a.period:
             return w + self._take(x, step)
-        at = step // a.exchange_period
+        at = step // a.period
         arguments = (a.topology, at, self.place, self.num_places, a.num_peers)
         receivers = self._ranks(topology.out_peers(*arguments))
         p = 1 / (len(receivers) + 1)

@@ -20,14 +20,14 @@ integer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_dsgd.algorithm import Algorithm, Profile
+from lightning_dsgd.algorithm import Algorithm, Profile, Traits
 from lightning_dsgd.hyperparameters import above, at_least, with_default
 from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected
@@ -44,8 +44,6 @@ class SparseLoCo(ErrorFeedback):
         sends="about 1.3k (P-1) / `local_steps`",
         memory="2 |x|",
     )
-    engine_takes_rounded: ClassVar[bool] = True
-    keeps_updates: ClassVar[bool] = False
     exchanges: ClassVar[str | None] = "changes"  # type: ignore[misc]
 
     density: float | None = with_default(ErrorFeedback, "density", 1 / 32)
@@ -56,6 +54,10 @@ class SparseLoCo(ErrorFeedback):
     )
     outer_lr: float = above(0, default=1.0, doc="factor of the mean of what is sent")
     wire_dtype: str = rounding.wire_dtype("stays in the residual", "value", default="2bit")
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, keeps_updates=False, engine_takes_rounded=True)
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()

@@ -61,7 +61,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.agreement import largest
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.devices import is_on_host, port_of
 from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives import nodes, quantised, rounding, step_scaling, topology
@@ -160,19 +160,13 @@ class WAGMA(Algorithm):
         return 1 if self.node is None else self.node.size
 
     @property
-    def exchange_period(self) -> int:
-        """The number of steps from one group to the next."""
-        return self.group_period
-
-    @property
-    def uses_gradient(self) -> bool:  # type: ignore[override]
-        """Whether gradients are communicated: only ranks of the same node do so."""
-        return self.hierarchical
-
-    @property
-    def keeps_updates(self) -> bool:  # type: ignore[override]
-        """Whether averages keep all updates; the paper's rule loses some."""
-        return not self.paper
+    def traits(self) -> Traits:
+        return Traits(
+            uses_gradient=self.hierarchical,  # of ranks of the same node
+            exchange_period=self.group_period,
+            keeps_updates=not self.paper,
+            scales_steps=self.scale_steps,
+        )
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
@@ -252,7 +246,7 @@ class WAGMA(Algorithm):
         return WaitAvoiding(net, self, self.grace, first_version, all_reduce)
 
     def _contribution(self, x: Tensor) -> Contributed | ContributedAhead | _Paper | InPlace:
-        if not self.keeps_updates:
+        if not self.traits.keeps_updates:
             return _Paper(x)
         if self.grace.is_endless and not self.overlap:
             return InPlace(x)
@@ -378,7 +372,7 @@ class WAGMA(Algorithm):
         self.mine.reduced(group_size)
         in_time = self.mine.contributed_at == version
         # Under the paper's rule, one that has run out of data takes the global mean as it is.
-        is_last = not self.keeps_updates and self.is_global(version)
+        is_last = not self.traits.keeps_updates and self.is_global(version)
         if not self.overlap and (in_time or is_last):
             self.mine.take(self.x)
 

@@ -29,7 +29,7 @@ their own.  A step that follows another without a batch between them counts the 
 range, also in fp16.  Where all ranks have as many samples the factor is 1, and the result the same
 to the bit as without the option.  Clipping and the GradScaler's search for inf come after the sum.
 
-**Which algorithms.**  Those in which all ranks average at one point (`Algorithm.weighs_samples`).
+**Which algorithms.**  Those in which all ranks average at one point (`Traits.weighs_samples`).
 Gossip conserves the mean over the ranks, where all count alike.  To weigh it, each step would have
 to be scaled by n_i P / N before it is averaged, and nobody knows N.  So gossip refuses the option.
 

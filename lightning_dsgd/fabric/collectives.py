@@ -96,7 +96,11 @@ class CollectivesMixin(LaunchedMixin):
         elif self._loop.num_steps != self._num_reduced_steps:
             self._num_in_a_row = 0
         self._num_reduced_steps = self._loop.num_steps
-        if self._num_in_a_row == _EACH_STEP and not self.algorithm.lockstep and has_stepped_once:
+        if (
+            self._num_in_a_row == _EACH_STEP
+            and not self.algorithm.traits.lockstep
+            and has_stepped_once
+        ):
             rank_zero_warn(
                 f'strategy="{self.algorithm.name}" does not wait for all ranks in every step, but '
                 "fabric.all_reduce does, and it was called after each; call it once an epoch, or "

@@ -155,7 +155,7 @@ class Loop:
                 None: all ranks begin with rank 0's weights; with shards, with replica 0's
         """
         session, training = self._session, self._session.training
-        exchanging = session.world_size if self._algorithm.uses_gradient else 1
+        exchanging = session.world_size if self._algorithm.traits.uses_gradient else 1
         scales = scaler is not None and scaler.is_enabled()
         options.check_optimizers(list(optimizers), exchanging, scaler if scales else None)
         if training is not None:

@@ -77,7 +77,7 @@ class Steps:
             session.check_peers()
             session.before_update(optimizer)
         training = session.training
-        if is_scaled and training is not None and training.algorithm.uses_gradient:
+        if is_scaled and training is not None and training.algorithm.traits.uses_gradient:
             agree_on_overflow(scaler, optimizer, training.replica.parts)
         self._exchanged.add(id(optimizer))
 
@@ -160,7 +160,7 @@ class Steps:
                 "where a loss is scaled for fp16, gradients must be unscaled before the step, got "
                 f"a fused {type(optimizer).__name__}; use fused=False"
             )
-        uses_gradient = training is not None and training.algorithm.uses_gradient
+        uses_gradient = training is not None and training.algorithm.traits.uses_gradient
         if self._scaler is None and uses_gradient and not self.num_steps:
             while frame.f_back is not None:
                 frame = frame.f_back

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ from lightning_dsgd.agreement import (
     weigh_pieces,
     zeroed,
 )
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Traits
 from lightning_dsgd.hyperparameters import above, at_least, one_of
 from lightning_dsgd.primitives import sparse, sparse_wire, step_scaling
 from lightning_dsgd.primitives.sparse_wire import Part
@@ -68,9 +68,6 @@ NUM_MEASURED: Final = 1024
 @dataclass
 class ErrorFeedback(Algorithm):
     """Sends the largest entries of the accumulated gradient; subclasses say how they are summed."""
-
-    holds_back: ClassVar[bool] = True
-    weighs_samples: ClassVar[bool] = True
 
     density: float | None = above(
         0,
@@ -104,11 +101,6 @@ class ErrorFeedback(Algorithm):
             )
 
     @property
-    def exchange_period(self) -> int:
-        """The number of a rank's own steps between two exchanges."""
-        return self.local_steps
-
-    @property
     def share(self) -> float:
         """The density, as it was set or as it follows from the local steps."""
         return min(1.0, 0.01 * self.local_steps) if self.density is None else self.density
@@ -118,19 +110,22 @@ class ErrorFeedback(Algorithm):
         return max(1, round(self.share * num_entries))
 
     @property
-    def uses_gradient(self) -> bool:  # type: ignore[override]
+    def exchanges_gradients(self) -> bool:
         """Whether gradients are exchanged, for the optimizer, and not what it has changed."""
         return self.local_steps == 1 and self.exchanges != "changes"
 
     @property
-    def lockstep(self) -> bool:  # type: ignore[override]
-        """Whether ranks wait for each other before every step."""
-        return self.uses_gradient
-
-    @property
-    def counts_gradients(self) -> bool:  # type: ignore[override]
-        """Whether ranks count their gradients, as ranks that step together must."""
-        return self.uses_gradient
+    def traits(self) -> Traits:
+        return Traits(
+            uses_gradient=self.exchanges_gradients,
+            averages_weights=not self.exchanges_gradients,
+            lockstep=self.exchanges_gradients,
+            exchange_period=self.local_steps,
+            counts_gradients=self.exchanges_gradients,
+            holds_back=True,
+            weighs_samples=True,
+            scales_steps=self.scale_steps,
+        )
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
@@ -143,7 +138,9 @@ class ErrorFeedback(Algorithm):
         self.num_own = 0  # steps that this rank has made itself
         self.num_applied = 0
         self.steps_since, self.samples = 0, self.no_samples()  # the last exchange
-        self.base = x.clone() if not self.uses_gradient else x[:0]  # x where local steps began
+        self.base = (
+            x.clone() if not self.exchanges_gradients else x[:0]
+        )  # x where local steps began
         self.every = max(1, len(x) // NUM_MEASURED)
         self.gradients = self.some_of(self.residual)  # all of this rank's, of some entries
         self.share_applied: float | None = None  # of all ranks' gradients, at the last consensus
@@ -156,7 +153,7 @@ class ErrorFeedback(Algorithm):
         raise NotImplementedError
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
-        if not self.uses_gradient:
+        if not self.exchanges_gradients:
             self.step += 1
             self.begin_local_steps(x)
             return
@@ -167,7 +164,7 @@ class ErrorFeedback(Algorithm):
         self.num_own += 1
 
     def after_update(self, x: Tensor) -> None:
-        if self.uses_gradient:
+        if self.exchanges_gradients:
             return
         self.steps_since += 1
         self.samples += self.weight
@@ -175,7 +172,7 @@ class ErrorFeedback(Algorithm):
             self.exchange_changes(x, active=True)
 
     def settle(self, x: Tensor) -> None:
-        if not self.uses_gradient:
+        if not self.exchanges_gradients:
             while self.exchange_changes(x, active=False):
                 pass
             return
@@ -209,12 +206,12 @@ class ErrorFeedback(Algorithm):
 
     def exchange(self, g: Tensor) -> None:
         """Makes one round; leaves in g what the optimizer is to apply."""
-        if self.conditions.skips_overflow and self.uses_gradient:  # else each rank by itself
+        if self.conditions.skips_overflow and self.exchanges_gradients:  # else each rank by itself
             self.overflowed = has_overflowed(self.net, g)
             if self.overflowed:
                 g.fill_(torch.nan)
                 return
-        if self.uses_gradient:
+        if self.exchanges_gradients:
             self.gradients += self.some_of(g)
         values, indices = self.sparse_allreduce(g)
         g[indices] = values.div_(self.net.world_size).to(g.dtype)
@@ -222,7 +219,7 @@ class ErrorFeedback(Algorithm):
         self.num_applied = len(values)
 
     def consensus(self, x: Tensor) -> Tensor:
-        if not self.uses_gradient:
+        if not self.exchanges_gradients:
             mean = x.clone()
             weigh_pieces(self.net, mean, self.samples, (0, len(x)))
             average(self.net, mean)
@@ -231,14 +228,14 @@ class ErrorFeedback(Algorithm):
         return self.net.broadcast(x.clone(), src=0).wait()
 
     def held_back(self) -> Tensor | None:
-        if not self.uses_gradient:
+        if not self.exchanges_gradients:
             return None  # `finish` applies it
         mean = self.residual.clone()
         average(self.net, mean)
         return mean if mean.any() else None
 
     def finish(self, x: Tensor) -> None:
-        if not self.uses_gradient:
+        if not self.exchanges_gradients:
             weigh_pieces(self.net, x, self.samples, (0, len(x)))
             x -= self.residual.to(x.dtype)
             average(self.net, x)
@@ -253,7 +250,7 @@ class ErrorFeedback(Algorithm):
             "round": self.round,
             "residual": self.residual,
         }
-        if self.uses_gradient:
+        if self.exchanges_gradients:
             state["gradients"] = self.gradients
         if self.steps_since:
             state |= {"steps_since": self.steps_since, "base": self.base}
@@ -262,7 +259,7 @@ class ErrorFeedback(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         steps_since = state.get("steps_since", 0)
-        if steps_since and self.uses_gradient:
+        if steps_since and self.exchanges_gradients:
             raise ValueError(
                 "a checkpoint that was saved between two exchanges must be resumed with local "
                 f"steps, got local_steps=1 and {steps_since} steps since the last exchange; set "
@@ -285,7 +282,7 @@ class ErrorFeedback(Algorithm):
         self.steps_before = state.get("steps_before", 0) + state["step"]
         # Where a loss broke off an exchange after local steps, the residual may have taken in their
         # changes.  The weights have them too, so with that residual they would count twice.
-        if self.uses_gradient or state.get("steps_since", 0) < self.local_steps:
+        if self.exchanges_gradients or state.get("steps_since", 0) < self.local_steps:
             share = self.net.world_size / num_ranks
             self.residual.add_(state["residual"].to(self.residual), alpha=share)
             self.gradients = self.some_of(self.residual)
@@ -298,7 +295,7 @@ class ErrorFeedback(Algorithm):
 
     def measure_kept(self) -> None:
         """Measures the share of all ranks' gradients that is not held back."""
-        if not self.uses_gradient:
+        if not self.exchanges_gradients:
             return
         means = torch.stack([self.some_of(self.residual), self.gradients])
         average(self.net, means.view(-1))
@@ -330,8 +327,8 @@ class ErrorFeedback(Algorithm):
     def require_finite(self, is_finite: bool) -> None:
         """Raises unless what this rank has selected is finite."""
         if not is_finite:
-            what = "gradients" if self.uses_gradient else "weights"
-            step = self.steps_before + self.step + self.uses_gradient  # it is under way
+            what = "gradients" if self.exchanges_gradients else "weights"
+            step = self.steps_before + self.step + self.exchanges_gradients  # it is under way
             raise Diverged(
                 f"{what} must be finite, got NaN or inf on rank {self.net.job_rank} at step "
                 f"{step}; look at the learning rate and the loss, or set check_finite=True, which "

@@ -59,7 +59,7 @@ from torch import Tensor
 
 from lightning_dsgd import agreement
 from lightning_dsgd.agreement import num_active
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Traits
 from lightning_dsgd.hyperparameters import above, at_least, setting
 from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.called import CalledRounds, Period
@@ -76,8 +76,6 @@ Weight = tuple[Tensor, Tensor]
 @dataclass
 class PeriodicAverage(Algorithm):
     """Averages the weights of all ranks every `sync_period` steps; subclasses set the defaults."""
-
-    weighs_samples: ClassVar[bool] = True
 
     sync_period: int = at_least(1, default=8, doc="number of steps from one average to the next")
     outer_lr: float = above(
@@ -109,24 +107,20 @@ class PeriodicAverage(Algorithm):
     """Whether the period grows as the learning rate falls."""
 
     @property
-    def follows_time(self) -> bool:  # type: ignore[override]
-        """Whether results depend on time: only scaled steps do."""
-        return self.scale_steps
-
-    @property
-    def keeps_updates(self) -> bool:  # type: ignore[override]
-        """Whether every update reaches the consensus: not all that are mixed."""
-        return self.mixing is None
-
-    @property
-    def num_layer_fragments(self) -> int:  # type: ignore[override]
-        """Into how many pieces of whole layers x is to be laid out."""
-        return self.num_fragments if self.fragments == "layers" else 0
-
-    @property
-    def exchange_period(self) -> int:
+    def steps_per_fragment(self) -> int:
         """The number of steps from one fragment's average to the next fragment's."""
         return self.sync_period // self.num_fragments
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            exchange_period=self.steps_per_fragment,
+            keeps_updates=self.mixing is None,
+            follows_time=self.scale_steps,
+            weighs_samples=True,
+            scales_steps=self.scale_steps,
+            num_layer_fragments=self.num_fragments if self.fragments == "layers" else 0,
+        )
 
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
@@ -136,7 +130,7 @@ class PeriodicAverage(Algorithm):
                 f"got num_fragments={self.num_fragments} with sync_period={self.sync_period}; try "
                 f"num_fragments={self.sync_period}"
             )
-        if self.overlap_steps > (most := self.exchange_period):
+        if self.overlap_steps > (most := self.steps_per_fragment):
             raise ValueError(
                 "overlap_steps must be at most sync_period / num_fragments, as one sum travels at "
                 f"a time, got overlap_steps={self.overlap_steps} with "
@@ -151,7 +145,7 @@ class PeriodicAverage(Algorithm):
 
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
-        if self.num_layer_fragments and not conditions.fragments:
+        if self.traits.num_layer_fragments and not conditions.fragments:
             raise ValueError(
                 'fragments="layers" needs to be told where layers lie, as a `Replica` does, got '
                 'nothing of them; set fragments="equal"'

@@ -74,9 +74,9 @@ def scale_steps() -> Any:
 
 def made_for(algorithm: Algorithm, net: Transport, x: Tensor) -> Unscaled:
     """Makes the object that learns of every step that an optimizer makes on x."""
-    if not algorithm.scales_steps:
+    if not algorithm.traits.scales_steps:
         return Unscaled()
-    return StepScaling(net, x, min(algorithm.exchange_period, LONGEST_PERIOD))
+    return StepScaling(net, x, min(algorithm.traits.exchange_period, LONGEST_PERIOD))
 
 
 class Unscaled:

@@ -1,4 +1,4 @@
-"""Gradients that an algorithm takes during the backward pass (`Algorithm.takes_pieces`).
+"""Gradients that an algorithm takes during the backward pass (`Traits.takes_pieces`).
 
     autograd has made p.grad   ->  noted, in whatever order it makes them
     all from one p on are made ->  gathered into g, and the algorithm is told
@@ -27,12 +27,12 @@ from lightning_dsgd.transport import PeerLost
 
 def check(algorithm: Algorithm, layout: Whole, *, check_finite: bool) -> None:
     """Raises `ValueError` where gradients cannot be taken during the backward pass."""
-    if algorithm.takes_pieces and check_finite:
+    if algorithm.traits.takes_pieces and check_finite:
         raise ValueError(
             "check_finite=True looks at a gradient before it is sent, got it with overlap=True, "
             "which sends it during the backward pass; leave one of them out"
         )
-    if algorithm.takes_pieces and layout.describe():
+    if algorithm.traits.takes_pieces and layout.describe():
         raise ValueError(
             "overlap=True needs a replica that one rank holds, got one that several ranks hold "
             "together; set overlap=False"
@@ -65,7 +65,8 @@ class EarlyGradients:
 
     @torch.no_grad()
     def _is_made(self, index: int, parameter: Tensor) -> None:
-        if not self._current().takes_pieces:  # any more, or yet
+        is_first = not self._made  # of this backward pass, in which the algorithm's traits stay
+        if is_first and not self._current().traits.takes_pieces:  # any more, or yet
             return
         if index in self._made:
             raise ValueError(

@@ -90,7 +90,7 @@ class Replica:
         self._layout = flat.Whole() if layout is None else layout
         self._all_ranks = everyone
         self.module = module
-        self._pattern, self._scales_steps = algorithm, algorithm.scales_steps
+        self._pattern, self._scales_steps = algorithm, algorithm.traits.scales_steps
         self._conditions = conditions
         self._average_buffers = average_buffers
         self._check_finite = check_finite
@@ -121,7 +121,7 @@ class Replica:
         names = {p: name for name, p in self.module.named_parameters() if p in set(mine)}
         for index, parameter in enumerate(mine):
             names.setdefault(parameter, f"optimizer parameter {index}")
-        if num := self._pattern.num_layer_fragments:  # each of which lies in one piece
+        if num := self._pattern.traits.num_layer_fragments:  # each of which lies in one piece
             self._fragments |= flat.fragments_of([*names.values()], num)
             names = dict(sorted(names.items(), key=lambda item: self._fragments[item[1]]))
         flats = self._layout.flatten((name, p) for p, name in names.items())
@@ -135,7 +135,7 @@ class Replica:
                 self._start(weights, optimizer),
                 self._start_scaling(weights),
                 optimizer,
-                takes_pieces=self._pattern.takes_pieces,
+                takes_pieces=self._pattern.traits.takes_pieces,
             )
             for weights in widened(flats, self._pattern)
         ]
@@ -144,9 +144,9 @@ class Replica:
     def _start(self, weights: flat.FlatParameters, optimizer: Optimizer) -> Algorithm:
         self._num_builds += 1
         algorithm = copy.copy(self._pattern)
-        counts = weights.num_gradients() if algorithm.counts_gradients else None
+        counts = weights.num_gradients() if algorithm.traits.counts_gradients else None
         numbers = [self._fragments[name] for name in weights.names if self._fragments]
-        first = [bisect_left(numbers, f) for f in range(algorithm.num_layer_fragments)]
+        first = [bisect_left(numbers, f) for f in range(algorithm.traits.num_layer_fragments)]
         ends = [weights.begin_of(i) if i < len(numbers) else len(weights.x) for i in first]
         bounds = (*ends, len(weights.x)) if ends else ()
         conditions = replace(
@@ -246,13 +246,14 @@ class Replica:
         self._num_steps += 1  # not before: it may be made again after a loss
 
     def _before_update(self, part: Part) -> None:
-        if part.algorithm.sums_units and not self._has_sums:
+        traits = part.algorithm.traits
+        if traits.sums_units and not self._has_sums:
             raise RuntimeError(
                 f"{part.algorithm.name} makes a step with the sum of its micro-batches, got a step "
                 "without one; loop over `for batches in ...steps(loader)`, compute all `batches` "
                 "of a step, and then call optimizer.step() once"
             )
-        if not part.algorithm.uses_gradient or part.algorithm.sums_units:
+        if traits.sums_units or not traits.uses_gradient:
             part.algorithm.before_update(part.x, part.x[:0])
             return
         g, counts = part.gather(), part.algorithm.conditions.gradient_counts
@@ -452,7 +453,7 @@ class Replica:
         weights = []
         for part in self.parts:
             mean = part.algorithm.consensus(part.x)
-            if self._conditions.samples is None or part.algorithm.uses_gradient:
+            if self._conditions.samples is None or part.algorithm.traits.uses_gradient:
                 part.kept.measure(part.algorithm.net, mean, part.algorithm.team_size)
             part.algorithm.measure_kept()
             weights.append((part.x, mean))

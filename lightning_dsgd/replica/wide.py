@@ -31,7 +31,7 @@ _PIECE: Final = 1 << 24
 
 def widened(flats: Sequence[FlatParameters], algorithm: Algorithm) -> list[FlatParameters]:
     """Returns parameters, with x in fp32 where the algorithm would average weights in less."""
-    halves = (torch.bfloat16, torch.float16) if algorithm.averages_weights else ()
+    halves = (torch.bfloat16, torch.float16) if algorithm.traits.averages_weights else ()
     return [WideParameters(each) if each.x.dtype in halves else each for each in flats]
 
 

@@ -288,7 +288,7 @@ def load_replica(
     own, reason = load.own_replica()
     if own is None:
         announce(f"All ranks start from the one model in {path}: {reason}.")
-        if algorithm.holds_back and load.mark is not None and load.mark.has_replicas:
+        if algorithm.traits.holds_back and load.mark is not None and load.mark.has_replicas:
             announce(load.add_held_back(shared, load.mark))
     return own
 

@@ -95,7 +95,7 @@ class Lateness:
         name = f"rank {members[late]}"
         if claims:
             way_out = "the others wait for its last batch: have longer epochs, or smaller batches"
-        elif algorithm.lockstep:
+        elif algorithm.traits.lockstep:
             claimed = ', with data="claimed"' if may_claim else ""
             way_out = f'use a strategy that waits less, such as "popsgd"{claimed}'
         elif not may_claim:

@@ -85,7 +85,7 @@ def engines(algorithm: Algorithm, net: Transport, *, on_device: bool) -> list[st
         texts.append(f"{net.sum_engine} makes the sums of {net.num_fixed_groups} fixed groups too.")
     if on_device and wire_dtype != "float32" and net.world_size > 1:
         carrier = "messages carry what is rounded, through the host's memory"
-        if net.sum_engine and algorithm.engine_takes_rounded:
+        if net.sum_engine and algorithm.traits.engine_takes_rounded:
             carrier = f"{net.sum_engine} carries what is rounded"
         elif net.sum_engine:
             carrier += f', and not {net.sum_engine}, as with wire_dtype="float32"'
@@ -109,8 +109,8 @@ def _adam_where_weights_are_averaged(facts: Facts) -> str:
     outer_lr, momentum = (getattr(algorithm, f"outer_{x}", 0.0) for x in ("lr", "momentum"))
     enlarges = outer_lr > 1 - momentum  # which makes up for averages
     adam = _adam(facts)
-    averages = algorithm.averages_weights and not algorithm.uses_gradient
-    if adam is None or not averages or algorithm.scales_steps or enlarges:
+    averages = algorithm.traits.averages_weights and not algorithm.traits.uses_gradient
+    if adam is None or not averages or algorithm.traits.scales_steps or enlarges:
         return ""
     way_out = "set scale_steps=True"
     if not hasattr(algorithm, "scale_steps"):
@@ -125,7 +125,11 @@ def _adam_where_weights_are_averaged(facts: Facts) -> str:
 
 def _adam_with_sparse_gradients(facts: Facts) -> str:
     algorithm, adam = facts.algorithm, _adam(facts, above=LOW_BETA)
-    if adam is None or not isinstance(algorithm, ErrorFeedback) or not algorithm.uses_gradient:
+    if (
+        adam is None
+        or not isinstance(algorithm, ErrorFeedback)
+        or not algorithm.traits.uses_gradient
+    ):
         return ""
     return (
         f'got {type(adam).__name__} with strategy="{algorithm.name}": an entry collects many '
@@ -156,7 +160,7 @@ def _momentum_with_long_delay(facts: Facts) -> str:
     momentum = max(_of_groups(facts.optimizers, "momentum", 0.0))
     if not momentum or not isinstance(algorithm, ErrorFeedback):
         return ""
-    if algorithm.share >= LOW_DENSITY or not algorithm.uses_gradient:
+    if algorithm.share >= LOW_DENSITY or not algorithm.traits.uses_gradient:
         return ""
     return (
         f'got momentum={momentum:g} with density={algorithm.share:g} and strategy="'
@@ -169,7 +173,7 @@ def _momentum_with_long_delay(facts: Facts) -> str:
 def _period_longer_than_training(facts: Facts) -> str:
     algorithm, num_steps = facts.algorithm, facts.num_steps
     option = next((name for name in _PERIODS if hasattr(algorithm, name)), None)
-    if option is None or algorithm.uses_gradient:
+    if option is None or algorithm.traits.uses_gradient:
         return ""
     period = getattr(algorithm, option)
     if period <= max(1, num_steps):
@@ -183,7 +187,7 @@ def _period_longer_than_training(facts: Facts) -> str:
 
 def _small_pieces(facts: Facts) -> str:
     algorithm, num_weights = facts.algorithm, max(facts.sizes)
-    num_pieces = getattr(algorithm, "num_buckets", 1) if algorithm.takes_pieces else 1
+    num_pieces = getattr(algorithm, "num_buckets", 1) if algorithm.traits.takes_pieces else 1
     enough = max(1, num_weights // LEAST_PIECE)
     if num_pieces <= enough:
         return ""

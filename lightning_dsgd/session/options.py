@@ -124,16 +124,16 @@ def choose(owner: str, table: type[Table], given: Table) -> Table:
 
 def check_data(chosen: Mapping[str, Any], algorithm: Algorithm) -> None:
     """Raises unless ranks that train with the algorithm can divide and count the data so."""
-    if chosen.get("weigh_by") == "samples" and not algorithm.weighs_samples:
+    if chosen.get("weigh_by") == "samples" and not algorithm.traits.weighs_samples:
         raise ValueError(
             "means are weighted by samples where all ranks average at one point, got "
             f'weigh_by="samples" with strategy="{algorithm.name}"; use "hpsgd", "local_sgd", '
             '"diloco", "eager_sgd", "allreduce" or a sparse strategy, or weigh_by="ranks" with '
             "batches of one size"
         )
-    if algorithm.sums_units:
+    if algorithm.traits.sums_units:
         _check_units(chosen, algorithm)
-    elif chosen.get("data") == "claimed" and algorithm.lockstep:
+    elif chosen.get("data") == "claimed" and algorithm.traits.lockstep:
         raise ValueError(
             "ranks that wait for each other in every step must have as many batches as each other, "
             f'got data="claimed" with strategy="{algorithm.name}"; use data="equal", or a strategy '

@@ -35,7 +35,7 @@ _TIMELESS: Final = "local_sgd, diloco, dpsgd or sgp with overlap=0"
 
 def check_algorithm(algorithm: Algorithm) -> None:
     """Raises unless an algorithm exchanges weights."""
-    if algorithm.uses_gradient:
+    if algorithm.traits.uses_gradient:
         raise ValueError(
             "between sharded replicas an algorithm must exchange weights, got "
             f"{algorithm.name!r} with {algorithm.hyperparameters()}, which exchanges "
@@ -160,13 +160,13 @@ class MeshSharding(Sharding):
                     )
         if self.num_shards == 1 or all(map(layout.is_fully_sharded, trained)):
             return
-        if algorithm.follows_time:
+        if algorithm.traits.follows_time:
+            with_scaling = " with scale_steps=True" if algorithm.traits.scales_steps else ""
             raise ValueError(
                 "where several ranks of a replica hold the same parameter, as with tensor "
                 "parallelism, an algorithm must not depend on which rank comes first, as they "
-                f"would end with different values, got {algorithm.name!r}"
-                f"{' with scale_steps=True' * algorithm.scales_steps}; use {_TIMELESS}, with "
-                "scale_steps=False, or "
+                f"would end with different values, got {algorithm.name!r}{with_scaling}; use "
+                f"{_TIMELESS}, with scale_steps=False, or "
                 "shard every parameter with fully_shard alone"
             )
         refuse_unless_alike(

@@ -44,7 +44,7 @@ class CollectivesMixin(LaunchedMixin):
         if not isinstance(tensor, Tensor) or not self.session.can_meet:
             return tensor
         if self._is_of_a_step():
-            if not self.algorithm.lockstep:
+            if not self.algorithm.traits.lockstep:
                 self._warn_of_local_logs()
                 return tensor
             self.session.ranks.check_in_step()

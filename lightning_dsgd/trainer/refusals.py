@@ -42,13 +42,13 @@ def check_trainer(trainer: Any, algorithm: Algorithm) -> None:
             f'strategy="{algorithm.name}"; use precision="16-mixed" or "bf16-mixed"'
         )
     for callback in trainer.callbacks:
-        if seams.is_a("ModelPruning", callback) and not algorithm.lockstep:
+        if seams.is_a("ModelPruning", callback) and not algorithm.traits.lockstep:
             raise ValueError(
                 "ranks must prune the same weights, got "
                 f'{type(callback).__name__} with strategy="{algorithm.name}", whose ranks have '
                 'weights of their own; use strategy="allreduce", or prune after training'
             )
-    if algorithm.takes_pieces and (most := seams.most_accumulated(trainer)) > 1:
+    if algorithm.traits.takes_pieces and (most := seams.most_accumulated(trainer)) > 1:
         raise ValueError(
             "overlap=True sends a gradient during its backward pass, so a step must have one, got "
             f"accumulate_grad_batches={most}; set overlap=False"
@@ -78,17 +78,17 @@ def check_sync_batchnorm(algorithm: Algorithm, device: torch.device) -> None:
     way_out = (
         "leave it out (BatchNorm statistics are averaged when the model is evaluated and saved)"
     )
-    if not algorithm.lockstep:
+    if not algorithm.traits.lockstep:
         raise ValueError(
             f"sync_batchnorm must be off where ranks do not step together, {got}; {way_out}, "
             'or, on GPUs, use strategy="allreduce"'
         )
-    if algorithm.sums_units:
+    if algorithm.traits.sums_units:
         raise ValueError(
             "sync_batchnorm must be off where ranks compute different numbers of micro-batches, "
             f'{got}; {way_out}, or use strategy="allreduce"'
         )
-    if algorithm.takes_pieces:
+    if algorithm.traits.takes_pieces:
         raise ValueError(
             "sync_batchnorm must be off with overlap=True, as both would sum during the backward "
             f"pass, in an order that differs between ranks, {got}; {way_out}, or set overlap=False"

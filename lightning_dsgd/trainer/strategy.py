@@ -233,7 +233,11 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
     def before_update(self, optimizer: Optimizer) -> None:
         self.session.before_update(optimizer)
         training = self.session.training
-        if self._scaler is not None and training is not None and training.algorithm.uses_gradient:
+        if (
+            self._scaler is not None
+            and training is not None
+            and training.algorithm.traits.uses_gradient
+        ):
             agree_on_overflow(self._scaler, optimizer, training.replica.parts)
 
     def optimizer_step(

@@ -146,7 +146,7 @@ def stacked(ranks: list[Any]) -> list[tuple[Tensor, Tensor, list[Any]]]:
 
 
 def keeps(row: Row) -> bool:
-    return row.make().keeps_updates and not row.has_outer_optimizer
+    return row.make().traits.keeps_updates and not row.has_outer_optimizer
 
 
 @rows(keeps)
@@ -154,7 +154,7 @@ def keeps(row: Row) -> bool:
 def test_no_update_is_lost(row: Row, world_size: int) -> None:
     for situation in SITUATIONS:
         moments = run_in(situation, row, world_size)
-        for mean, ends, _ in moments[-1:] if row.make().holds_back else moments:
+        for mean, ends, _ in moments[-1:] if row.make().traits.holds_back else moments:
             for end in ends:
                 torch.testing.assert_close(end, mean, rtol=0, atol=row.rounding, msg=situation)
 
@@ -163,7 +163,7 @@ def test_no_update_is_lost(row: Row, world_size: int) -> None:
 def test_no_update_is_lost_in_rounding(row: Row) -> None:
     """The same in one situation, in `make test` too."""
     moments = run_in("late messages", row, 3)
-    for mean, ends, _ in moments[-1:] if row.make().holds_back else moments:
+    for mean, ends, _ in moments[-1:] if row.make().traits.holds_back else moments:
         for end in ends:
             torch.testing.assert_close(end, mean, rtol=0, atol=row.rounding)
 
@@ -211,7 +211,7 @@ def resume(net: Any, row: Row, stop_at: int, is_resumed: bool) -> list[Tensor]:
     rank, goal = start(net, row, spread=0.5 if row.mixes_weights else 0.0), target(net.rank)
     seen = []
     for k in range(15):
-        if k == stop_at + net.rank % 2 * (not row.make().lockstep):
+        if k == stop_at + net.rank % 2 * (not row.make().traits.lockstep):
             rank.settle()
             if is_resumed:
                 rank.resume(row.make())
@@ -272,7 +272,7 @@ def unevenly(net: Any, row: Row, counts: list[int]) -> tuple[Tensor, list[dict[s
         rank.algorithm.consensus(rank.x)
         state = rank.algorithm.state_dict()
         # After local steps, sparse ones count rounds together, and each its own steps.
-        names = AGREED[1:] if row.is_sparse and not rank.algorithm.uses_gradient else AGREED
+        names = AGREED[1:] if row.is_sparse and not rank.algorithm.traits.uses_gradient else AGREED
         agreed.append({name: state[name] for name in names if name in state})
     return rank.finish(), agreed
 

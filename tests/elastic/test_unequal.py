@@ -47,7 +47,7 @@ def apply_all(net: Any, spec: str, slow: bool) -> tuple[Tensor, Tensor]:
     """
     samples = torch.zeros(1, dtype=torch.int64)
     algorithm, counts = make_algorithm(spec), torch.ones(1, dtype=torch.int64)
-    given = counts if algorithm.counts_gradients else None
+    given = counts if algorithm.traits.counts_gradients else None
     conditions = Conditions(samples=samples, gradient_counts=given)
     rank = Rank(net, algorithm, torch.zeros(N).double(), conditions)
     for step in range(4 if net.rank == P - 1 and not slow else 8):

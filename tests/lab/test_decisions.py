@@ -36,7 +36,7 @@ NOISE = 0.05
 def test_a_choice_works_and_a_result_backs_it(situation: Situation, choice: Choice) -> None:
     algorithm = make_algorithm(choice.strategy)
     algorithm.check(max(choice.least_ranks, 2))
-    assert choice.data == EQUAL or not algorithm.lockstep
+    assert choice.data == EQUAL or not algorithm.traits.lockstep
     code = decisions.code(choice.strategy, choice.data)
     assert f"strategy={code}, " in words.paste(Candidate(choice.strategy, choice.data))
     if situation is SITUATIONS["memory"]:

@@ -143,7 +143,9 @@ def test_what_loses_no_update_is_seen_to_keep_all(spec: str) -> None:
         shares = shares_in(situation, spec, uneven=situation == "stragglers")
         assert shares == [pytest.approx(1.0, abs=1e-3)] * 2, situation
     halves = shares_in("stragglers", spec, torch.bfloat16)
-    near = 1e-3 if make_algorithm(spec).averages_weights else 0.01  # its mean is rounded once
+    near = (
+        1e-3 if make_algorithm(spec).traits.averages_weights else 0.01
+    )  # its mean is rounded once
     assert halves == [pytest.approx(1.0, abs=near)] * 2, "bfloat16"
 
 

@@ -70,7 +70,7 @@ def lines(
         number, seconds = steps(net.rank, n)
         for _ in range(max(1, number)):
             net.compute(seconds)  # type: ignore[attr-defined]
-            if algorithm.lockstep:
+            if algorithm.traits.lockstep:
                 net.barrier().wait()
         found.num_steps += number
         figures = torch.stack(net.all_gather(found.figures()).wait())

@@ -48,7 +48,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile
+from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.hyperparameters import at_least, setting
@@ -89,8 +89,6 @@ class Adaptive(Algorithm):
         memory="|g|; 3 |x| with what averages weights",
         suits="whoever does not know which ranks will be late",
     )
-    counts_gradients: ClassVar[bool] = True
-
     overlap: bool = setting(
         default=True,
         doc="whether pieces of the gradient may travel during the backward pass, where that is "
@@ -111,32 +109,22 @@ class Adaptive(Algorithm):
         return vars(self).get("inner")
 
     @property
-    def uses_gradient(self) -> bool:  # type: ignore[override]
-        """Whether what is in force needs the gradient."""
-        return self.in_force is None or self.in_force.uses_gradient
-
-    @property
-    def lockstep(self) -> bool:  # type: ignore[override]
-        """Whether what is in force steps together; before the start no rank may count on it."""
-        return self.in_force is not None and self.in_force.lockstep
-
-    @property
-    def takes_pieces(self) -> bool:  # type: ignore[override]
-        """Whether what is in force takes pieces of the gradient."""
-        return self.overlap if self.in_force is None else self.in_force.takes_pieces
-
-    @property
-    def averages_weights(self) -> bool:
-        """Whether it may come to average weights."""
-        return True
+    def traits(self) -> Traits:
+        """What is in force has; before the start no rank may count on stepping together."""
+        if self.in_force is None:
+            return Traits(uses_gradient=True, counts_gradients=True, takes_pieces=self.overlap)
+        now = self.in_force.traits
+        return Traits(
+            uses_gradient=now.uses_gradient,
+            lockstep=now.lockstep,
+            exchange_period=now.exchange_period,
+            counts_gradients=True,
+            takes_pieces=now.takes_pieces,
+        )
 
     @property
     def team_size(self) -> int:
         return self.inner.team_size
-
-    @property
-    def exchange_period(self) -> int:
-        return 1 if self.in_force is None else self.in_force.exchange_period
 
     # ---- the beginning ----
 
@@ -173,7 +161,7 @@ class Adaptive(Algorithm):
 
     def _begun(self) -> Algorithm:
         inner, conditions = make_algorithm(self.state.choice), self.conditions
-        if not inner.counts_gradients:
+        if not inner.traits.counts_gradients:
             conditions = replace(conditions, gradient_counts=None)
         inner.start(self.net.sub(f"choice-{self.num_changes}"), self.x, conditions)
         return inner
@@ -207,7 +195,7 @@ class Adaptive(Algorithm):
     def settle(self, x: Tensor) -> None:
         self.inner.settle(x)
         self.times.stand_still()
-        self._look(x, WINDOW if self.lockstep else MOST)
+        self._look(x, WINDOW if self.traits.lockstep else MOST)
 
     # ---- looking, and changing ----
 

@@ -48,7 +48,7 @@ class Candidate:
     @property
     def lockstep(self) -> bool:
         """Whether ranks step together, and so cannot claim batches."""
-        return make_algorithm(self.spec).lockstep
+        return make_algorithm(self.spec).traits.lockstep
 
 
 def all_for(num_ranks: int) -> list[Candidate]:

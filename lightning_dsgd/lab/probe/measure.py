@@ -285,7 +285,7 @@ def _step_of(net: Transport, name: str, n: int) -> Spent:
             time.sleep(_PAUSE_S)
             begin = int(torch.randint(n, (1,), generator=source))
             g = noise[begin : begin + n].clone()
-            algorithm.before_update(x, g if algorithm.uses_gradient else x[:0])
+            algorithm.before_update(x, g if algorithm.traits.uses_gradient else x[:0])
             algorithm.after_update(x)
 
     make_steps(_WARM_UP)

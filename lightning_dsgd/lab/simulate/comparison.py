@@ -50,7 +50,7 @@ def compare(
                 folder = trace
                 if trace is not None and len(specs) * len(ranks) > 1:
                     folder = trace / f"{re.sub('[^a-z0-9.]+', '_', spec.lower())}-{world_size}"
-                dealt = EQUAL if make_algorithm(spec).lockstep else data
+                dealt = EQUAL if make_algorithm(spec).traits.lockstep else data
                 options = (seed, folder, bar.update, epoch_steps, dealt)
                 done = run(spec, world_size, machine, steps, *options)
                 baseline = done if spec == "allreduce" else baseline

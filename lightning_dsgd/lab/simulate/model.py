@@ -141,7 +141,7 @@ def run(
         )
     algorithm = make_algorithm(spec)
     algorithm.check(world_size)
-    epochs.check(epoch_steps, data, lockstep=algorithm.lockstep)
+    epochs.check(epoch_steps, data, lockstep=algorithm.traits.lockstep)
     dealt = Epochs(num_steps, world_size, epoch_steps, data)
     compute_s = machine.step_times(world_size, num_steps, seed)
     num_elements = stand_in(algorithm, world_size, machine.num_params)
@@ -221,22 +221,22 @@ def _run_rank(
         g = x[:0]
         if isinstance(algorithm, ErrorFeedback):  # which entries are large decides what is sent
             g = torch.randn(num_elements, generator=source)
-        elif algorithm.uses_gradient:
+        elif algorithm.traits.uses_gradient:
             g = torch.zeros(num_elements)
         for pass_s, begin in passes(algorithm, num_elements, seconds):
             net.compute(pass_s)
-            if algorithm.takes_pieces:
+            if algorithm.traits.takes_pieces:
                 algorithm.gradient_made(g, begin)
         with exchanging(recorder, net.now):
             # A gradient is selected before its exchange, and put in its place behind it, where the
             # optimizer works too.
             net.work(core_s[0])
-            algorithm.before_update(x, g if algorithm.uses_gradient else x[:0])
+            algorithm.before_update(x, g if algorithm.traits.uses_gradient else x[:0])
             net.work(core_s[1])
             scaling.update_begins(x)
-            if len(g) and not algorithm.uses_gradient:  # it looks at what local steps have changed
-                x -= g
-            elif algorithm.averages_weights:
+            if len(g) and not algorithm.traits.uses_gradient:
+                x -= g  # the algorithm looks at what local steps have changed
+            elif algorithm.traits.averages_weights:
                 x += update
             scaling.update_ends(x)
             algorithm.after_update(x)
@@ -262,7 +262,7 @@ def passes(algorithm: Algorithm, num_elements: int, seconds: float) -> list[tupl
     Returns:
         Seconds, and the element from which on the gradient is there after these.
     """
-    if not algorithm.takes_pieces:
+    if not algorithm.traits.takes_pieces:
         return [(seconds, 0)]
     piece_s, begins = BACKWARD * seconds / PIECES, evenly(num_elements, PIECES)[-2::-1]
     first_s = seconds - piece_s * (PIECES - 1)

@@ -58,9 +58,9 @@ def train(net: Any, situations: list[Situation], seed: int, dealt: Epochs) -> An
         seconds = situations[place].step_s(seed, num_own, net.rank)
         for pass_s, begin in passes(algorithm, NUM, seconds):
             net.compute(pass_s)
-            if algorithm.takes_pieces:
+            if algorithm.traits.takes_pieces:
                 algorithm.gradient_made(g.fill_(1.0 + net.rank), begin)
-        uses = algorithm.uses_gradient
+        uses = algorithm.traits.uses_gradient
         algorithm.before_update(x, g.fill_(1.0 + net.rank) if uses else g[:0])
         x -= g if uses else 1.0 + net.rank
         algorithm.after_update(x)
@@ -120,7 +120,7 @@ def resumed(net: Any, choice: str) -> tuple[torch.Tensor, torch.Tensor]:
 
     def step(rank: Rank, number: int) -> None:
         g = torch.full((NUM,), 1.0 + net.rank + number)
-        if rank.algorithm.uses_gradient:
+        if rank.algorithm.traits.uses_gradient:
             rank.descend(g, lr=0.1)
         else:
             rank.step(-0.1 * g)
