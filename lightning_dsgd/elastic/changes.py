@@ -29,7 +29,7 @@ from typing import Any, cast
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.elastic.members import Members
 from lightning_dsgd.elastic.register import Register
-from lightning_dsgd.session.ending import say
+from lightning_dsgd.session.ending import ended_by, say
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.sharding import Sharding
 from lightning_dsgd.session.stopping import MEET, STOP, AgreedBatch
@@ -194,9 +194,8 @@ class ChangingMembers(Members):
 
     def check_stays(self) -> None:
         if self.session.phase is Phase.LEFT:
-            raise SystemExit(
-                f"rank {self.session.rank} received SIGTERM and has left; the others go on"
-            )
+            begin, end = f"rank {self.session.rank} received", " and has left; the others go on"
+            raise ended_by(signal.SIGTERM, SystemExit, begin, end)
 
     def check_all_there(self, what: str) -> None:
         self.check_stays()

@@ -55,6 +55,7 @@ from lightning_dsgd.elastic.newcomer import NewcomerTransport
 from lightning_dsgd.elastic.register import Register
 from lightning_dsgd.elastic.suits import check_survival
 from lightning_dsgd.elastic.views import views_of
+from lightning_dsgd.session.ending import ended_by
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.stopping import AgreedBatch
@@ -311,7 +312,8 @@ class TrainerMembers(ChangingMembers):
 
     def _interrupt(self, end: str = "") -> NoReturn:
         begin = f"rank {self.session.rank} received"
-        seams.interrupt(self._trainer, signal.SIGTERM, begin, end)
+        kind = seams.interruption(self._trainer, signal.SIGTERM)
+        raise ended_by(signal.SIGTERM, kind, begin, end)
 
     def request_end(self, signum: int) -> None:
         training = self.session.training

@@ -41,7 +41,7 @@ from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.ranks import Ranks, T
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.under_way import opened
-from lightning_dsgd.transport import PeerLost, Transport, TransportError, failed
+from lightning_dsgd.transport import Transport, TransportError, failed
 from lightning_dsgd.transport.contract import LEAST_LIMIT
 from lightning_dsgd.transport.endpoint import Endpoint
 from lightning_dsgd.transport.view import View
@@ -316,8 +316,7 @@ class Members(Ranks, ABC):
         self.tell_register(Register.say_stopped)  # who came later would find nobody
 
     def fail(self, exception: BaseException) -> None:
-        ends_all = PeerLost(self.session.rank, failed(exception)).ends_all
-        if ends_all and self.session.phase not in _BOUND:
+        if failed(exception).ends_all and self.session.phase not in _BOUND:
             self.tell_register(Register.say_stopped)  # else the launcher starts ranks again
 
     def failed(self, reason: str, before: Phase) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from lightning_dsgd.elastic.ballots import Message
 from lightning_dsgd.elastic.membership import Membership
-from lightning_dsgd.transport.contract import PeerLost, Transport, TransportError, Views
+from lightning_dsgd.transport.contract import PeerLost, Reason, Transport, TransportError, Views
 
 Action = Callable[[Membership, float], None]
 """What a membership is to do, at a time."""
@@ -198,7 +198,8 @@ class AgreedViews(ChangingViews, ABC):
         if missing >= 0:
             lost = PeerLost(missing, self._why(missing), lost.waited_for)
         why = self.ended or self.membership.ended
-        return PeerLost(lost.rank, f"{lost.reason}; rank {self.rank} {why}", lost.waited_for)
+        reason = Reason(f"{lost.reason}; rank {self.rank} {why}", ends_all=lost.ends_all)
+        return PeerLost(lost.rank, reason, lost.waited_for)
 
     def renew(self) -> None:
         with self._lock:

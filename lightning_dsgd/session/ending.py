@@ -15,6 +15,8 @@ from lightning_dsgd.transport import Transport, TransportError, failed
 
 _ALIKE_WITHIN_S: Final = 1.0
 """How long a rank that fails before training waits to see whether all do."""
+_SIGNUM: Final = "ended_by"
+"""The attribute of what a rank raises after a signal that holds the signal's number."""
 _FLUSH_WITHIN_S: Final = 1.0
 """How long a forked process waits for its standard output, whose lock may stay taken for ever."""
 
@@ -24,13 +26,26 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
+def ended_by(signum: int, kind: type[BaseException], begin: str, end: str = "") -> BaseException:
+    """Returns what a rank raises to end after a signal.
+
+    Args:
+        signum: the signal, which `reason_of` reads
+        kind: the class of what is raised
+        begin: the text before the signal's name
+        end: the text after it
+    """
+    exception = kind(f"{begin} {signal.Signals(signum).name}{end}")
+    vars(exception)[_SIGNUM] = signum
+    return exception
+
+
 def reason_of(exception: BaseException, rank: int) -> str:
     """Says what became of a rank, for the others, who put its name before the text."""
     if isinstance(exception, KeyboardInterrupt):
         return "was interrupted"
-    text = str(exception)
-    if isinstance(exception, SystemExit) and "received SIGTERM" in text:
-        return text.removeprefix(f"rank {rank} ")
+    if vars(exception).get(_SIGNUM) == signal.SIGTERM:
+        return str(exception).removeprefix(f"rank {rank} ")
     return failed(exception)
 
 

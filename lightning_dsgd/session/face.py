@@ -7,6 +7,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from lightning_dsgd.session.ending import ended_by
+
 
 class Face:
     """Does what only a face can do, for a session."""
@@ -16,8 +18,8 @@ class Face:
 
     def end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
         """Raises what this rank ends with after a signal; the text surrounds the signal's name."""
-        text = f"{begin} {signal.Signals(signum).name}{end}"
-        raise KeyboardInterrupt(text) if signum == signal.SIGINT else SystemExit(text)
+        kind = KeyboardInterrupt if signum == signal.SIGINT else SystemExit
+        raise ended_by(signum, kind, begin, end)
 
     def _agree(self, what: int, votes: Tensor, *, are_all_here: bool) -> bool:
         """Notes what others are here for; returns whether all are here to do the same."""

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -52,13 +52,15 @@ def requeue(trainer: Any, signum: int) -> None:
     type(connector)._slurm_sigusr_handler_fn(connector, signum, None)
 
 
-def interrupt(trainer: Any, signum: int, begin: str, end: str = "") -> NoReturn:
-    """Raises what the Trainer ends with after a signal, with a text around the signal's name."""
-    text = f"{begin} {signal.Signals(signum).name}{end}"
+def interruption(trainer: Any, signum: int) -> type[BaseException]:
+    """Returns the class of what the Trainer ends with after a signal."""
     if signum == signal.SIGINT:
-        raise KeyboardInterrupt(text)
+        return KeyboardInterrupt
     package = type(trainer).__module__.removesuffix(".trainer.trainer")
-    raise importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException(text)
+    kind: type[BaseException] = importlib.import_module(
+        f"{package}.utilities.exceptions"
+    ).SIGTERMException
+    return kind
 
 
 def validates_by_time(trainer: Any) -> bool:

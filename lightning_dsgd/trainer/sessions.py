@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_dsgd.session.ending import say
+from lightning_dsgd.session.ending import ended_by, say
 from lightning_dsgd.session.ranks import Ranks
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import END, END_SIGNALS, SAVE
@@ -118,4 +118,4 @@ class TrainerSession(LaunchedSession[TrainerTraining]):
             super().end_by(signum, begin, end)
         if signum not in END_SIGNALS:
             seams.requeue(self._trainer, signum)
-        seams.interrupt(self._trainer, signum, begin, end)
+        raise ended_by(signum, seams.interruption(self._trainer, signum), begin, end)

@@ -60,9 +60,6 @@ ANY: Final = -1
 LEAST_LIMIT: Final = 1 << 30
 """A message may always have so many bytes: texts, and what users gather, are of any length."""
 
-_ENDS_ALL: Final = "ends all ranks: "
-"""How a reason of `PeerLost` begins after which no rank goes on."""
-
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -76,6 +73,24 @@ class Diverged(FloatingPointError):
 
 class Timeout(TransportError):
     """A wait took longer than it may."""
+
+
+class Reason(str):
+    """What became of a rank, in words that follow its name.
+
+    Args:
+        text: the words
+        ends_all: whether the training has failed, and not this rank alone: no view follows
+    """
+
+    __slots__ = ("ends_all",)
+    ends_all: bool
+
+    def __new__(cls, text: str, *, ends_all: bool = False) -> Reason:
+        """Makes the text, with the verdict beside it."""
+        made = super().__new__(cls, text)
+        made.ends_all = ends_all
+        return made
 
 
 class PeerLost(TransportError):
@@ -98,17 +113,16 @@ class PeerLost(TransportError):
     @property
     def ends_all(self) -> bool:
         """Whether the training has failed, and not this rank alone: no view follows."""
-        return self.reason.startswith(_ENDS_ALL)
+        return isinstance(self.reason, Reason) and self.reason.ends_all
 
 
-def failed(error: BaseException) -> str:
-    """Returns what became of a rank that met this error: a reason of `PeerLost`.
-
-    What the error says never comes first, so no text can be taken for a divergence.
-    """
+def failed(error: BaseException) -> Reason:
+    """Returns what became of a rank that met this error: a reason of `PeerLost`."""
     is_told = isinstance(error, PeerLost) and error.ends_all
-    what = _ENDS_ALL if isinstance(error, Diverged) or is_told else "failed: "
-    return f"{what}{type(error).__name__}: {error}".removesuffix(": ")
+    ends_all = isinstance(error, Diverged) or is_told
+    what = "ends all ranks" if ends_all else "failed"
+    text = f"{what}: {type(error).__name__}: {error}".removesuffix(": ")
+    return Reason(text, ends_all=ends_all)
 
 
 class Deadlock(TransportError):

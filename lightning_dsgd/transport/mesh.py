@@ -43,6 +43,7 @@ from lightning_dsgd.transport.connections import Connections
 from lightning_dsgd.transport.contract import (
     LEAST_LIMIT,
     PeerLost,
+    Reason,
     TransportError,
     Views,
     failed,
@@ -256,7 +257,7 @@ class Mesh:
             connection.send(HEADER.pack(0, tag, 0, FAREWELL, 0), EMPTY, copy=True)
 
     def _announce_loss(self, lost: PeerLost) -> None:
-        text = encode([lost.rank, lost.reason[:_LONGEST_REASON]])
+        text = encode([lost.rank, lost.reason[:_LONGEST_REASON], lost.ends_all])
         header = HEADER.pack(0, 0, len(text), LOST, 0)
         for connection in self.connections.all():
             connection.send(header, text, copy=True)
@@ -297,8 +298,9 @@ class Mesh:
                 self.policy.leave(connection.rank)
         elif kind == LOST:
             try:
-                rank, reason = json.loads(text)
-                self.policy.hear_loss(connection.rank, rank, str(reason))
+                rank, words, ends_all = json.loads(text)
+                reason = Reason(str(words), ends_all=ends_all is True)
+                self.policy.hear_loss(connection.rank, rank, reason)
             except (ValueError, TypeError, IndexError):
                 self.lose(connection.rank, "told of the loss of a rank in an unknown form")
         elif kind == AGREEMENT:
