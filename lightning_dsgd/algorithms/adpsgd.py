@@ -39,7 +39,8 @@ from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, T
 from lightning_dsgd.hyperparameters import setting
 from lightning_dsgd.primitives import rounding, step_scaling, topology
 from lightning_dsgd.primitives.published import publication_of
-from lightning_dsgd.transport import ANY, Lane, Transport
+from lightning_dsgd.primitives.rounds import Background
+from lightning_dsgd.transport import ANY, Transport
 
 _ASK, _ANSWER, _CONTROL = range(3)  # tags
 _STEPPED, _SETTLE = range(2)
@@ -69,8 +70,7 @@ class ADPSGD(Algorithm):
         super().start(net, x, conditions)
         self.neighbours = topology.neighbours("bipartite_exponential", net.rank, net.world_size)
         self.asks = net.rank % 2 == 1
-        self.home = net.sub("home")  # where the training thread is answered
-        self.lane: Lane | None = None
+        self.lane: Background | None = None
         self.is_asking = self.has_settled = False
         self.num_steps = self.num_exchanges = 0
 
@@ -88,18 +88,18 @@ class ADPSGD(Algorithm):
         self.published.publish(x)
         if self.asks and not self.is_asking:
             self.is_asking = True
-            self._tell(_STEPPED)
+            self.lane.tell([_STEPPED], _CONTROL)
 
     def settle(self, x: Tensor) -> None:
         self._begin(x)
         if self.lane is None:
             return
         if self.asks:
-            self._tell(_SETTLE)
-            self.home.recv(_WORDS, self.net.rank).wait()
-        self.home.barrier().wait()  # all that was asked has been answered
+            self.lane.tell([_SETTLE], _CONTROL)
+            self.lane.expect().wait()
+        self.lane.home.barrier().wait()  # all that was asked has been answered
         self.published.publish(x)
-        self.home.barrier().wait()  # nobody asks before all are here
+        self.lane.home.barrier().wait()  # no rank asks before all ranks are here
         self.has_settled = True
 
     def _begin(self, x: Tensor) -> None:
@@ -109,15 +109,11 @@ class ADPSGD(Algorithm):
             self.published = publication_of(self.net, x)
             self.like = rounding.encode(x[:0], self.wire_dtype)
             serve = self._ask if self.asks else self._answer
-            self.lane = self.net.spawn_lane(serve, "averager")
+            self.lane = Background(self.net, serve, "averager")
 
     def stop(self) -> None:
         if self.lane is not None:
             self.lane.stop()
-
-    def _tell(self, kind: int) -> None:
-        assert self.lane is not None
-        self.lane.tell(torch.tensor([kind]), _CONTROL)
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_steps": self.num_steps, "num_exchanges": self.num_exchanges}
@@ -137,7 +133,8 @@ class ADPSGD(Algorithm):
     def _ask(self, net: Transport) -> None:
         while True:
             if int(net.recv(_WORDS, net.rank, _CONTROL).wait(math.inf)) == _SETTLE:
-                self.home.send(_WORDS, net.rank)
+                assert self.lane is not None, "its training thread has told it"
+                self.lane.answer()
                 continue
             draw = random.Random(f"{self.seed}/{net.rank}/{self.num_exchanges}")
             peer = draw.choice(self.neighbours)

@@ -26,11 +26,10 @@ fewer, and some integers, which count the ranks that have a gradient for each pa
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,9 +40,8 @@ from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, T
 from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives import quantised, rounding
 from lightning_dsgd.primitives.error_feedback import evenly
-from lightning_dsgd.transport import Receipt, Transport
-
-_WORDS: Final = torch.empty(0, dtype=torch.int64)
+from lightning_dsgd.primitives.rounds import Rounds
+from lightning_dsgd.transport import Transport
 
 
 @dataclass
@@ -104,7 +102,7 @@ class AllReduce(Algorithm):
         # What was rounded off, or comes from a training with another number of ranks.
         self.kept = torch.zeros_like(x, dtype=wide) if self.traits.holds_back else None
         is_apart = (self.overlap or self.delay > 0) and net.world_size > 1
-        self.background = _Background(net, self, x) if is_apart else None
+        self.background = _Pieces(net, self, x) if is_apart else None
 
     # ---- the training thread ----
 
@@ -212,8 +210,8 @@ class AllReduce(Algorithm):
         quantised.average(net, piece, kept, self.wire)
 
 
-class _Background:
-    """Makes rounds beside the training thread: one a step, of all pieces, the last one first.
+class _Pieces:
+    """Sums beside the training thread: a round a step, of all pieces, the last one first.
 
     A round works in g itself; with a delay, in one of two buffers in turn, of which the other one
     holds the mean that comes next.  The lane owns what it works in, and what was rounded off, from
@@ -225,15 +223,13 @@ class _Background:
 
     def __init__(self, net: Transport, owner: AllReduce, x: Tensor) -> None:
         self.has_mean = False
-        self._owner, self._me = owner, net.rank
+        self._owner = owner
         bounds = evenly(len(x), owner.num_buckets if owner.overlap else 1)
         self._spans = [slice(*pair) for pair in pairwise(bounds)][::-1]
         self._buffers = [torch.zeros_like(x) for _ in range(2 * owner.delay)]
         self._turn = self._num_told = 0
         self._works: deque[Tensor] = deque()  # what the rounds under way work in
-        self._answers: deque[Receipt] = deque()
-        self._home = net.sub("home")  # where the lane answers the training thread
-        self._lane = net.spawn_lane(self._serve, "averager")
+        self._rounds = Rounds(net, self._sum, "averager")
 
     # ---- the training thread ----
 
@@ -257,7 +253,7 @@ class _Background:
         if not self._buffers:
             self._await()
             return
-        if len(self._answers) > 1:
+        if self._rounds.num_under_way > 1:
             self._await()
             self.has_mean = True
         if self.has_mean:
@@ -278,7 +274,7 @@ class _Background:
             self._work[self._spans[place]].zero_()
             self._tell(self._work)
         self._num_told = 0
-        if len(self._answers) > 1:
+        if self._rounds.num_under_way > 1:
             self._await()
             self.has_mean = True
         self._await()
@@ -286,7 +282,7 @@ class _Background:
 
     def serve(self, x: Tensor) -> bool:
         """Takes part in a round with a gradient of zero; returns False once all stand still."""
-        if self._answers:  # with a delay: of the last step
+        if self._rounds.num_under_way:  # with a delay: of the last step
             self._await()
             self.has_mean = True
         work = self._buffers[1 - self._turn].zero_() if self._buffers else torch.zeros_like(x)
@@ -304,33 +300,35 @@ class _Background:
         self.has_mean = True
 
     def check(self) -> None:
-        self._lane.check()
+        self._rounds.check()
 
     def stop(self) -> None:
-        self._lane.stop()
+        self._rounds.stop()
 
     def _tell(self, work: Tensor, *, stands_still: bool = False) -> None:
-        if not self._num_told:
+        words = [0 if stands_still else self._owner.weight]
+        if self._num_told:
+            self._rounds.add(words)
+        else:
             self._work = work
             self._works.append(work)
-            self._answers.append(self._home.recv(_WORDS, self._me))
+            self._rounds.ask(words)
         self._num_told += 1
-        self._lane.tell(torch.tensor([0 if stands_still else self._owner.weight]))
 
     def _await(self) -> int:
-        [total] = self._answers.popleft().wait().tolist()
-        self._owner.num_active = int(total)
-        return int(total)
+        [total] = self._rounds.wait()
+        self._owner.num_active = total
+        return total
 
     # ---- the lane ----
 
-    def _serve(self, net: Transport) -> None:
-        while True:
-            [weight] = net.recv(_WORDS, self._me).wait(math.inf).tolist()
-            work = self._works.popleft()
-            total = num_active(net, active=weight)
-            for place, span in enumerate(self._spans if total else []):
-                if place and weight:
-                    net.recv(_WORDS, self._me).wait(math.inf)
-                self._owner.average(net, work[span], span, weight, total)
-            self._home.send(torch.tensor([total]), self._me)
+    def _sum(self, net: Transport, words: Tensor) -> Tensor:
+        """Makes a round, a piece once it has been handed over; returns the weight of all ranks."""
+        [weight] = words.tolist()
+        work = self._works.popleft()
+        total = num_active(net, active=weight)
+        for place, span in enumerate(self._spans if total else []):
+            if place and weight:
+                self._rounds.hear(net)
+            self._owner.average(net, work[span], span, weight, total)
+        return torch.tensor([total])

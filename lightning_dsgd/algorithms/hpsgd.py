@@ -66,7 +66,6 @@ so many steps.  Sends 2(P-1)/P |x| and three integers per synchronisation.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -78,9 +77,8 @@ from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, T
 from lightning_dsgd.hyperparameters import above, at_least, setting
 from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step_scaling
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
-from lightning_dsgd.transport import Receipt, Transport
-
-_WORDS = torch.empty(0, dtype=torch.int64)
+from lightning_dsgd.primitives.rounds import Rounds
+from lightning_dsgd.transport import Transport
 
 
 @dataclass
@@ -135,19 +133,15 @@ class HPSGD(Algorithm):
         self.merged = x.clone()  # the lane's, from a hand-over to its answer
         self.is_at_rest = True  # nothing is in flight, and `merged` is the global model
         self.is_touched = False  # x was another one when training went on from there
+        self.was_last = True  # the lane's: all ranks stood still in the round before
         self.kept = quantised.keep(net, x, self.wire_dtype)
         is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
         self.outer = None if is_plain else OuterOptimizer(self.outer_lr, self.outer_momentum)
         self.num_local_steps = 0  # since the last switch
         self.samples = self.no_samples()
         self.num_syncs = self.num_synced_steps = 0
-        self.in_flight: Receipt | None = None
         outer_optimizer.warn_of_rates(net, self, "max_local_steps", nesterov=True)
-        self._connect(net)
-
-    def _connect(self, net: Transport) -> None:
-        self.home = net.sub("home")  # where the lane answers the trainer
-        self.lane = net.spawn_lane(self._synchronize, "synchroniser")
+        self.rounds = Rounds(net, self._synchronize, "synchroniser")
 
     # ---- the trainer ----
 
@@ -156,13 +150,13 @@ class HPSGD(Algorithm):
             self._begin(x)
 
     def after_update(self, x: Tensor) -> None:
-        self.lane.check()
+        self.rounds.check()
         self.num_local_steps += 1
         self.samples += self.weight
-        if self.in_flight is not None:
+        if self.rounds.num_under_way:
             bound = self.max_local_steps
             may_go_on = bound is None or self.num_local_steps < bound
-            if may_go_on and not self.in_flight.done():
+            if may_go_on and not self.rounds.is_made():
                 return
             self.merge(x)
         self.hand_over(x, stands_still=False)
@@ -170,7 +164,7 @@ class HPSGD(Algorithm):
     def settle(self, x: Tensor) -> None:
         is_last = False
         while not is_last:
-            if self.in_flight is None:
+            if not self.rounds.num_under_way:
                 self.hand_over(x, stands_still=True)
             is_last = self.merge(x)
 
@@ -178,7 +172,7 @@ class HPSGD(Algorithm):
         return x.clone()
 
     def stop(self) -> None:
-        self.lane.stop()
+        self.rounds.stop()
 
     def _begin(self, x: Tensor) -> None:
         """Begins anew at the first step or round after all ranks have stood still."""
@@ -191,9 +185,7 @@ class HPSGD(Algorithm):
 
     def merge(self, x: Tensor) -> bool:
         """Adds the sum in flight to x; returns whether x is now the global model on all ranks."""
-        assert self.in_flight is not None
-        num_standing_still, *_ = self.in_flight.wait().tolist()
-        self.in_flight = None
+        num_standing_still, *_ = self.rounds.wait()
         is_last: bool = num_standing_still == self.net.world_size
         if is_last:
             x.copy_(self.merged)
@@ -212,12 +204,12 @@ class HPSGD(Algorithm):
         self.handed_over.copy_(x)
         if self.restart is not None:
             x.copy_(self.restart)
-        self.in_flight = self.home.recv(_WORDS, self.net.rank)
         words = [int(stands_still), self.num_local_steps, int(self.is_touched)]
-        self.lane.tell(torch.tensor(words + self.samples.tolist()))
+        self.rounds.ask(words + self.samples.tolist())
         self.samples.zero_()
         self.is_touched = False
-        self.num_syncs += self.num_local_steps > 0
+        if self.num_local_steps > 0:
+            self.num_syncs += 1
         self.num_synced_steps += self.num_local_steps
         self.num_local_steps = 0
 
@@ -254,30 +246,27 @@ class HPSGD(Algorithm):
 
     # ---- the synchroniser ----
 
-    def _synchronize(self, net: Transport) -> None:
-        """Executes rounds; the lane owns `handed_over` and `merged` while a round is in flight.
+    def _synchronize(self, net: Transport, words: Tensor) -> Tensor:
+        """Makes a round; the lane owns `handed_over` and `merged` while a round is in flight.
 
         `merged` becomes the change to add to x, or, after a last round and with `paper`, the global
         model.
         """
-        is_settled = True
-        while True:
-            words = net.recv(_WORDS, net.rank).wait(math.inf)
-            samples = words[3:].clone()
-            net.all_reduce(words).wait()
-            num_standing_still, num_steps, num_touched, *_ = words.tolist()
-            self.merged.copy_(self.handed_over)
-            if self.outer is not None and num_touched:
-                self.outer.share(net)
-            is_last = num_standing_still == net.world_size
-            # In other rounds all ranks stand still, on the same global model.
-            if num_steps or num_touched or not is_settled:
-                weight = samples, words[3:]
-                self._sum(net, self.outer, weight, has_steps=num_steps > 0, is_last=is_last)
-            is_settled = is_last
-            if not is_settled and self.restart is None:
-                self.merged -= self.handed_over
-            self.home.send(words, net.rank)
+        samples = words[3:].clone()
+        net.all_reduce(words).wait()
+        num_standing_still, num_steps, num_touched, *_ = words.tolist()
+        self.merged.copy_(self.handed_over)
+        if self.outer is not None and num_touched:
+            self.outer.share(net)
+        is_last = num_standing_still == net.world_size
+        # In other rounds all ranks stand still, on the same global model.
+        if num_steps or num_touched or not self.was_last:
+            weight = samples, words[3:]
+            self._sum(net, self.outer, weight, has_steps=num_steps > 0, is_last=is_last)
+        self.was_last = is_last
+        if not is_last and self.restart is None:
+            self.merged -= self.handed_over
+        return words
 
     def _sum(
         self,

@@ -59,7 +59,8 @@ from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import step_scaling, topology
 from lightning_dsgd.primitives.partners import Partners
 from lightning_dsgd.primitives.published import publication_of
-from lightning_dsgd.transport import ANY, Lane, Transport
+from lightning_dsgd.primitives.rounds import Background
+from lightning_dsgd.transport import ANY, Transport
 
 _CONTROL = 0  # a lane's tag
 _ARRIVED, _OFFER = range(2)
@@ -251,12 +252,11 @@ class _Averager:
         self.published = publication_of(algorithm.net, x)
         self.x = x
         self.me = algorithm.net.rank
-        self.home = algorithm.net.sub("home")  # where the training thread is answered
         self.begin_with(algorithm.version)
         self.arrived = -1  # the version that the training thread has arrived at, unanswered
         self.offers: dict[int, tuple[int, int]] = {}  # clock and exponent of partners, by version
         self.is_answer_due = False
-        self.lane: Lane = algorithm.net.spawn_lane(self.serve, "averager")
+        self.lane = Background(algorithm.net, self.serve, "averager")
 
     # ---- the training thread ----
 
@@ -269,23 +269,23 @@ class _Averager:
         self.catch_up()
         self.published.publish(x)
         self.lane.check()
-        self.lane.tell(torch.tensor([_ARRIVED, version, 0, 0]), _CONTROL)
+        self.lane.tell([_ARRIVED, version, 0, 0], _CONTROL)
         self.is_answer_due = True
 
     def catch_up(self) -> None:
         """Waits until the lane has executed the version at which this rank arrived last."""
         if self.is_answer_due:
-            self.home.recv(_WORDS, self.me).wait()
+            self.lane.expect().wait()
             self.is_answer_due = False
 
     def settle(self, version: int, x: Tensor) -> int:
         """Executes all versions at which a rank has arrived; returns the next one of all ranks."""
         self.catch_up()
-        [last] = largest(self.home, version)
+        [last] = largest(self.lane.home, version)
         if last:
             self.arrive(last - 1, x)
             self.catch_up()
-        self.home.barrier().wait()  # nobody arrives at the next version before all are here
+        self.lane.home.barrier().wait()  # no rank arrives at the next one before all are here
         self.published.publish(x)
         return last
 
@@ -335,7 +335,7 @@ class _Averager:
     def answer_if_executed(self) -> None:
         if 0 <= self.arrived < self.next_version:
             self.arrived = -1
-            self.home.send(_WORDS, self.me)
+            self.lane.answer()
 
 
 def half_difference(theirs: Tensor, mine: Tensor, like: Tensor) -> Tensor:

@@ -48,7 +48,6 @@ is that of the starts and all updates, if the outer optimizer is the default: th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,9 +64,8 @@ from lightning_dsgd.primitives import outer_optimizer, quantised, rounding, step
 from lightning_dsgd.primitives.called import CalledRounds, Period
 from lightning_dsgd.primitives.error_feedback import evenly
 from lightning_dsgd.primitives.outer_optimizer import OuterOptimizer
-from lightning_dsgd.transport import Receipt, Transport
-
-_WORDS = torch.empty(0, dtype=torch.int64)
+from lightning_dsgd.primitives.rounds import Rounds
+from lightning_dsgd.transport import Transport
 
 Weight = tuple[Tensor, Tensor]
 """A rank's samples in a mean, and what becomes those of all; of no element if none are counted."""
@@ -163,7 +161,7 @@ class PeriodicAverage(Algorithm):
             rates = self.outer_lr, self.outer_momentum
             self.outer = OuterOptimizer(*rates, nesterov=self.outer_nesterov)
         self.num_unshared = self.num_fragments  # rounds until W is known to be the same everywhere
-        self.background = _Background(net, self._change) if self.overlap_steps else None
+        self.background = _OneAtATime(net, self._change) if self.overlap_steps else None
         has_calls = conditions.claims_batches and conditions.is_whole and self.background is None
         self.calls = CalledRounds(net.sub("calls")) if has_calls else None
         outer_optimizer.warn_of_rates(net, self, "sync_period", nesterov=self.outer_nesterov)
@@ -241,7 +239,7 @@ class PeriodicAverage(Algorithm):
 
     def _collect(self) -> None:
         """Waits for the sum in flight."""
-        if self.background is not None and self.background.in_flight is not None:
+        if self.background is not None and self.background.is_under_way:
             correction = self.background.wait()
             assert correction is not None, "this rank was active in that round"
             self.period.take(self.background.weight[1])
@@ -350,8 +348,8 @@ class PeriodicAverage(Algorithm):
             piece -= handed_over
 
 
-class _Background:
-    """Executes rounds beside the training thread, one at a time.
+class _OneAtATime:
+    """Sums one fragment at a time beside the training thread.
 
     The lane owns `piece`, `span` and `weight` from `begin` to the end of `wait`, else the training
     thread.
@@ -360,39 +358,38 @@ class _Background:
     def __init__(
         self, net: Transport, change: Callable[[Transport, Tensor, slice, Weight], None]
     ) -> None:
-        self.in_flight: Receipt | None = None
         self._change = change
-        self._me = net.rank
-        self._home = net.sub("home")  # where the lane answers the training thread
-        self._lane = net.spawn_lane(self._serve, "averager")
+        self._rounds = Rounds(net, self._sum, "averager")
 
     # ---- the training thread ----
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round has begun, and this rank has not waited for it."""
+        return self._rounds.num_under_way > 0
 
     def begin(self, piece: Tensor, span: slice, weight: Weight, *, active: bool) -> None:
         """Has the lane begin a round with this piece, which the lane keeps."""
         self.piece, self.span, self.weight = piece, span, weight
-        self.in_flight = self._home.recv(_WORDS, self._me)
-        self._lane.tell(torch.tensor([int(active)]))
+        self._rounds.ask([int(active)])
 
     def wait(self) -> Tensor | None:
         """Returns what the sum adds to the piece; None where all ranks stand still."""
-        assert self.in_flight is not None
-        [count] = self.in_flight.wait().tolist()
-        self.in_flight = None
+        [count] = self._rounds.wait()
         return self.piece if count else None
 
     def check(self) -> None:
-        self._lane.check()
+        self._rounds.check()
 
     def stop(self) -> None:
-        self._lane.stop()
+        self._rounds.stop()
 
     # ---- the lane ----
 
-    def _serve(self, net: Transport) -> None:
-        while True:
-            [active] = net.recv(_WORDS, self._me).wait(math.inf).tolist()
-            count = num_active(net, active=active, counts=self.weight[1])
-            if count:
-                self._change(net, self.piece, self.span, self.weight)
-            self._home.send(torch.tensor([count]), self._me)
+    def _sum(self, net: Transport, words: Tensor) -> Tensor:
+        """Makes a round; returns how many ranks step."""
+        [active] = words.tolist()
+        count = num_active(net, active=active, counts=self.weight[1])
+        if count:
+            self._change(net, self.piece, self.span, self.weight)
+        return torch.tensor([count])
