@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from lightning_dsgd.algorithm import Traits
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.algorithms.wagma import WAGMA, Groups
 from lightning_dsgd.primitives import topology
+from lightning_dsgd.transport import Transport
+
+
+@dataclass(frozen=True)
+class _SameGroups(Groups):
+    def of(self, version: int) -> Sequence[int]:
+        if self.is_global(version):
+            return super().of(version)
+        return topology.group_of(self.rank, 0, self.world_size, self.size)
 
 
 @dataclass
@@ -18,10 +27,8 @@ class FixedGroups(WAGMA):
 
     name: ClassVar[str] = "wagma_fixed_groups"
 
-    def group(self, version: int) -> Sequence[int]:
-        if self.is_global(version):
-            return super().group(version)
-        return topology.group_of(self.across.rank, 0, self.across.world_size, self.size)
+    def make_groups(self, net: Transport) -> Groups:
+        return _SameGroups(**asdict(super().make_groups(net)))
 
 
 @dataclass

@@ -39,7 +39,7 @@ from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.popsgd import PopSGD
 from lightning_dsgd.algorithms.sgp import SGP
-from lightning_dsgd.algorithms.wagma import WAGMA
+from lightning_dsgd.algorithms.wagma import WAGMA, Groups
 from lightning_dsgd.hyperparameters import one_of, setting
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.cells import Cell, finish, measured
@@ -188,6 +188,21 @@ class Calling(Clocked):
         return True
 
 
+@dataclass(frozen=True)
+class ClockedGroups(Groups):
+    """The groups of WAGMA-SGD, and all ranks where the clock says so."""
+
+    owner: Any
+
+    def of(self, version: int) -> Sequence[int]:
+        if self.owner.wide and self.owner.rounds.decide(version, self.owner):
+            return range(self.world_size)
+        return super().of(version)
+
+    def is_global(self, version: int) -> bool:
+        return False
+
+
 @dataclass
 class ClockedWAGMA(Calling, WAGMA):
     """WAGMA-SGD with such averages, beside its groups and in place of its global averages."""
@@ -195,13 +210,8 @@ class ClockedWAGMA(Calling, WAGMA):
     name: ClassVar[str] = "wagma_clocked"
     wide: bool = setting(default=False, doc="whether nobody waits")  # type: ignore[misc]
 
-    def group(self, version: int) -> Sequence[int]:
-        if self.wide and self.rounds.decide(version, self):
-            return range(self.across.world_size)
-        return super().group(version)
-
-    def is_global(self, version: int) -> bool:
-        return False
+    def make_groups(self, net: Any) -> Groups:
+        return ClockedGroups(**asdict(super().make_groups(net)), owner=self)
 
 
 @dataclass

@@ -207,19 +207,37 @@ class WAGMA(Algorithm):
         self.step = 0  # of the rank that has made the most, where all stand still
         self.last_global = -1
         self.x = x
-        self.staleness: Counter[int] = Counter()
+        self.groups = self.make_groups(net)
         self.grace = Grace(net, self.grace_s)
         self.mine = self._contribution(x)
+        self.member = GroupMember(
+            self.groups,
+            x,
+            self.mine,
+            overlap=self.overlap,
+            takes_last=not self.traits.keeps_updates,  # under the paper's rule
+        )
+        self.staleness = self.member.staleness
         self.sums = None  # in full
         if self.wire_dtype != "float32":
             self.sums = quantised.GroupSums(self.wire_dtype, reference=x.clone())
         self._fix_groups(net)
         self.engine = self._engine(net)
 
+    def make_groups(self, net: Transport) -> Groups:
+        """Returns which ranks sum up in each round."""
+        return Groups(
+            rank=net.rank,
+            world_size=net.world_size,
+            size=self.size,
+            group_period=self.group_period,
+            sync_period=self.period,
+        )
+
     def _fix_groups(self, net: Transport) -> None:
         """Has the network's engine sum in the groups, where they are few and nothing is rounded."""
         size, of = self.size, net.world_size
-        if not net.sum_engine or self.sums is not None or self.is_global(0):
+        if not net.sum_engine or self.sums is not None or self.groups.is_global(0):
             return
         groups = topology.recurring_groups(of, size, MOST_GROUPS)
         net.fix_groups(groups)
@@ -243,7 +261,7 @@ class WAGMA(Algorithm):
 
     def _engine(self, net: Transport, first_version: int = 0) -> WaitAvoiding:
         all_reduce = exact if self.sums is None else self.sums.all_reduce
-        return WaitAvoiding(net, self, self.grace, first_version, all_reduce)
+        return WaitAvoiding(net, self.member, self.grace, first_version, all_reduce)
 
     def _contribution(self, x: Tensor) -> Contributed | ContributedAhead | _Paper | InPlace:
         if not self.traits.keeps_updates:
@@ -288,7 +306,7 @@ class WAGMA(Algorithm):
     def _arrive(self, version: int) -> None:
         if not self.overlap:
             self.engine.arrive(version)
-        elif self.is_global(version):
+        elif self.groups.is_global(version):
             self.engine.arrive(version, wait_for=self.last_global)
             self.last_global = version
         else:
@@ -343,41 +361,100 @@ class WAGMA(Algorithm):
             "late_share": 1 - counts.get(0, 0) / contributions,
         }
 
-    # ---- the member of the wait-avoiding collective; called by its lane ----
 
-    def group(self, version: int) -> Sequence[int]:
+@dataclass(frozen=True)
+class Groups:
+    """Says which ranks sum up in each round.
+
+    Args:
+        rank: this rank
+        world_size: P
+        size: S
+        group_period: how many steps there are from one round to the next
+        sync_period: how many steps there are from one global average to the next
+    """
+
+    rank: int
+    world_size: int
+    size: int
+    group_period: int
+    sync_period: int
+
+    def of(self, version: int) -> Sequence[int]:
+        """Returns the ranks with which this one sums up in a round."""
         if self.is_global(version):
-            return range(self.across.world_size)
-        return topology.group_of(self.across.rank, version, self.across.world_size, self.size)
+            return range(self.world_size)
+        return topology.group_of(self.rank, version, self.world_size, self.size)
 
     def is_global(self, version: int) -> bool:
-        return (version + 1) * self.group_period % self.period == 0
+        """Returns whether all ranks average together in a round."""
+        return (version + 1) * self.group_period % self.sync_period == 0
+
+
+class GroupMember:
+    """Brings this rank's weights to the sums in its groups: a `wait_avoiding.Member`.
+
+    The collective's lane calls it, between sums.  Without overlap the training thread waits while
+    x is read or written here; with overlap, `mine` guards what both threads use.
+
+    Attributes:
+        staleness: how many contributions were so many rounds old
+
+    Args:
+        groups: which ranks sum up in each round
+        x: the weights
+        mine: what this rank contributes, and how it takes a sum over
+        overlap: whether the training thread goes on during a sum
+        takes_last: whether a rank that is late at a global average takes the mean as it is
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        x: Tensor,
+        mine: Contributed | ContributedAhead | _Paper | InPlace,
+        *,
+        overlap: bool,
+        takes_last: bool,
+    ) -> None:
+        self.staleness: Counter[int] = Counter()
+        self._groups = groups
+        self._x = x
+        self._mine = mine
+        self._overlap = overlap
+        self._takes_last = takes_last
+
+    def group(self, version: int) -> Sequence[int]:
+        return self._groups.of(version)
+
+    def is_global(self, version: int) -> bool:
+        return self._groups.is_global(version)
 
     def activator(self, version: int) -> int | None:
         return None
 
     def arrived(self, version: int) -> None:
-        if not self.overlap:
-            self.mine.publish(self.x, version)
+        if not self._overlap:
+            self._mine.publish(self._x, version)
 
-    late = arrived
+    def late(self, version: int) -> None:
+        self.arrived(version)
 
     def contribute(self, version: int) -> Tensor:
-        contribution = self.mine.contribution()
+        contribution = self._mine.contribution()
         # With overlap, a rank may be ahead of the version that its lane is at.
-        self.staleness[max(0, version - self.mine.contributed_at)] += 1
+        self.staleness[max(0, version - self._mine.contributed_at)] += 1
         return contribution
 
     def reduced(self, version: int, group_size: int) -> None:
-        self.mine.reduced(group_size)
-        in_time = self.mine.contributed_at == version
-        # Under the paper's rule, one that has run out of data takes the global mean as it is.
-        is_last = not self.traits.keeps_updates and self.is_global(version)
-        if not self.overlap and (in_time or is_last):
-            self.mine.take(self.x)
+        self._mine.reduced(group_size)
+        in_time = self._mine.contributed_at == version
+        is_last = self._takes_last and self.is_global(version)
+        if not self._overlap and (in_time or is_last):
+            self._mine.take(self._x)
 
     def settled(self, version: int) -> None:
-        self.mine.publish(self.x, version)
+        self._mine.publish(self._x, version)
 
 
 class _Paper:
