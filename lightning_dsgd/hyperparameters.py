@@ -198,5 +198,7 @@ def _expected(each: Field[Any]) -> str:
     words = [f'"{choice}"' for choice in rule.choices]
     if not words:
         words = [_KINDS[kind][1] + rule.words for kind in kinds if kind in _KINDS]
-    *others, last = ["None"] * ("None" in kinds) + words
+    if "None" in kinds:
+        words.insert(0, "None")
+    *others, last = words
     return f"{', '.join(others)} or {last}" if others else last

@@ -16,4 +16,5 @@ def commit() -> str | None:
         except (OSError, subprocess.SubprocessError):
             return None
         texts.append(asked.stdout.strip())
-    return texts[0] + "+" * bool(texts[1])
+    number, changes = texts
+    return f"{number}+" if changes else number

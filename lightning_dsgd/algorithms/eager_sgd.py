@@ -93,7 +93,7 @@ class EagerSGD(Algorithm):
                 f'beside the gradient, got {x.dtype} with weigh_by="samples"; use mixed precision, '
                 'or weigh_by="ranks"'
             )
-        self.message = x.new_zeros(len(x) + 2 * weighs)
+        self.message = x.new_zeros(len(x) + 2 if weighs else len(x))
         self.total, self.samples = self.message[: len(x)], self.message[len(x) :]
         self.newest = 0 if weighs else 1  # how much this rank's newest gradient counts
         self.lock = StreamLock(x)  # of unapplied: the lane may be at the next round already

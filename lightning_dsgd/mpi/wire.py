@@ -201,10 +201,10 @@ class MPIWire(Wire):
 
     def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
         """Hands the message to MPI; the wire's thread sees to the message's end."""
-        if self._staging.takes(dst, header, x):
-            header = header if is_on_host(x) else from_device(header)
-            return self._staging.send(dst, header, x, copy=copy)
-        return self.send_now(dst, header, x, copy=copy)
+        if self._staging.admit_past(dst, header, x):
+            return self.send_now(dst, header, x, copy=copy)
+        header = header if is_on_host(x) else from_device(header)
+        return self._staging.send(dst, header, x, copy=copy)
 
     def send_now(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
         """Sends what MPI may read at once: host memory, or a device's if MPI takes that."""
@@ -327,7 +327,7 @@ class MPIWire(Wire):
         if kind == FAREWELL:
             self._ending.add(source)
             return
-        if not self._mesh.takes(source, nbytes, kind, code & ~FROM_DEVICE):
+        if not self._mesh.accept(source, nbytes, kind, code & ~FROM_DEVICE):
             return
         dtype, numel = DTYPES[code & ~FROM_DEVICE], nbytes // DTYPES[code & ~FROM_DEVICE].itemsize
         key = (channel, tag)

@@ -327,8 +327,9 @@ class ErrorFeedback(Algorithm):
     def require_finite(self, is_finite: bool) -> None:
         """Raises unless what this rank has selected is finite."""
         if not is_finite:
-            what = "gradients" if self.exchanges_gradients else "weights"
-            step = self.steps_before + self.step + self.exchanges_gradients  # it is under way
+            what, step = "weights", self.steps_before + self.step
+            if self.exchanges_gradients:
+                what, step = "gradients", step + 1  # which is under way
             raise Diverged(
                 f"{what} must be finite, got NaN or inf on rank {self.net.job_rank} at step "
                 f"{step}; look at the learning rate and the loss, or set check_finite=True, which "

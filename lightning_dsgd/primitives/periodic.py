@@ -202,7 +202,8 @@ class PeriodicAverage(Algorithm):
         """Takes part in the next round; returns whether there is one: not if all stand still."""
         span, fragment = self._share_of(self.bounds), self.round % self.num_fragments
         mine = self.samples[fragment : fragment + 1]
-        weight = mine.clone(), torch.cat([mine, self.period.wish() * active])
+        wish = self.period.wish()
+        weight = mine.clone(), torch.cat([mine, wish if active else torch.zeros_like(wish)])
         if self.background is None:
             count = partial(num_active, self.net) if self.calls is None else self.calls.num_active
             if not count(active=active, counts=weight[1]):

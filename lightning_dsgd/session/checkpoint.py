@@ -227,7 +227,9 @@ class _Save:
             return
         is_first = self.net.rank == 0
         ranks = range(self.net.world_size) if is_first else [self.net.rank]
-        files = [replica_file(self.folder, rank) for rank in ranks] + [str(self.path)] * is_first
+        files = [replica_file(self.folder, rank) for rank in ranks]
+        if is_first:
+            files.append(str(self.path))
         with contextlib.suppress(OSError):  # of the folder, if it holds replicas of an older save
             for file in files:
                 with contextlib.suppress(OSError):

@@ -121,10 +121,11 @@ def generated_utterances(num: int, seed: int) -> list[Utterance]:
         parts = []
         for letter in letters:
             t = torch.arange(draw.randint(640, 1280)) * (2 * torch.pi / SAMPLE_RATE)
-            silent = LETTERS[letter] == " "
             tones = torch.sin(300 * (1 + letter % 6) * t) + torch.sin(800 * (3 + letter // 6) * t)
+            if LETTERS[letter] == " ":
+                tones.zero_()
             # A gap after each letter: else two equal ones in a row would sound as one.
-            parts += [tones * (not silent), torch.zeros(320)]
+            parts += [tones, torch.zeros(320)]
         samples = torch.cat(parts)
         samples += 0.1 * torch.randn(len(samples), generator=noise)
         utterances.append((spectrogram(samples), letters))

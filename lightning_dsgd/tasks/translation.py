@@ -56,9 +56,15 @@ def generated_pairs(num_pairs: int, seed: int = 0) -> list[Pair]:
             verb = draw.choice(verbs)
             for part in range(2):
                 noun, adjective = draw.choice(nouns), draw.choice(adjectives)
-                described = draw.random() < 0.5
-                ours += [adjective[0]] * described + [noun[0]] + [verb[0]] * (part == 0)
-                theirs += [noun[1]] + [adjective[1]] * described
+                is_described = draw.random() < 0.5
+                if is_described:
+                    ours.append(adjective[0])
+                ours.append(noun[0])
+                theirs.append(noun[1])
+                if is_described:
+                    theirs.append(adjective[1])
+                if part == 0:
+                    ours.append(verb[0])
             clauses.append((" ".join(ours), " ".join([*theirs, verb[1]])))
         pairs.append((" and ".join(c for c, _ in clauses), " et ".join(c for _, c in clauses)))
     return pairs

@@ -108,8 +108,8 @@ class JointEpochs:
         _save_anyhow(self._trainer)
         _validate(self._trainer)
 
-    def are_all_finished(self, is_finished: bool) -> bool:
-        """Returns whether training ends, on all ranks; asked before each epoch."""
+    def agree_on_end(self, is_finished: bool) -> bool:
+        """Meets all ranks before an epoch; returns whether training ends, the same on each."""
         return self._session.meet(FINISHED if is_finished else GO_ON) and is_finished
 
     def before_validation(self) -> None:
@@ -160,9 +160,10 @@ def _take_fit_loop(trainer: Any, epochs: JointEpochs) -> None:
             return bool(super().skip)
 
         @property
-        def done(self) -> bool:
-            if not epochs.are_apart:
-                return bool(super().done)
+        def done(self) -> bool:  # which Lightning asks before each epoch
+            return self._agree_on_end() if epochs.are_apart else bool(super().done)
+
+        def _agree_on_end(self) -> bool:
             batches, progress = self.epoch_loop, self.epoch_progress.current
             is_finished = bool(
                 0 <= self.max_steps <= epochs.num_steps
@@ -170,11 +171,12 @@ def _take_fit_loop(trainer: Any, epochs: JointEpochs) -> None:
                 or (self.trainer.should_stop and self._can_stop_early)
                 or epochs.is_out
             )
-            if epochs.are_all_finished(is_finished):
-                return bool(super().done) or True  # it tells why
-            if is_finished:
+            ends = epochs.agree_on_end(is_finished)
+            if ends:
+                bool(super().done)  # which logs why training ends
+            elif is_finished:
                 batches._restarting = False  # else a resume would begin with a batch
-            return False
+            return ends
 
     trainer.fit_loop.__class__ = JointFitLoop
 

@@ -67,8 +67,8 @@ class Owner(Life, Protocol):
         """Hears that a connection has ended."""
         ...
 
-    def takes(self, sender: int, nbytes: int, kind: int, code: int) -> bool:
-        """Returns whether a header announces a message."""
+    def accept(self, sender: int, nbytes: int, kind: int, code: int) -> bool:
+        """Accepts a header that announces a message, and returns whether the header does."""
         ...
 
 
@@ -231,7 +231,7 @@ class Connection:
                 if left < HEADER.size:
                     break
                 header = HEADER.unpack_from(unread, at)
-                if not self._owner.takes(self.rank, *header[2:]):
+                if not self._owner.accept(self.rank, *header[2:]):
                     return False
                 self._begin_message(header)
                 at += HEADER.size

@@ -45,18 +45,22 @@ class Window:
         """Returns whether there is room for a message, and takes that room."""
         with self._lock:
             largest = self._largest[dst] = max(nbytes, self._largest[dst])
-            room = max(WINDOW_BYTES, 2 * largest) + CREDIT_BYTES * (1 + (nbytes <= _SHORT_BYTES))
-            has_room = self._unasked[dst] + nbytes <= room
-            self._unasked[dst] += nbytes * has_room
-        return has_room
+            bound = max(WINDOW_BYTES, 2 * largest) + CREDIT_BYTES
+            if nbytes <= _SHORT_BYTES:
+                bound += CREDIT_BYTES
+            if self._unasked[dst] + nbytes > bound:
+                return False
+            self._unasked[dst] += nbytes
+        return True
 
     def admit_if_asked(self, dst: int, mailbox: bytes, nbytes: int) -> bool:
         """Returns whether the receiver has asked for the message that is held for a mailbox."""
         with self._lock:
-            is_asked = (dst, mailbox) in self._asked
+            if (dst, mailbox) not in self._asked:
+                return False
             self._asked.discard((dst, mailbox))
-            self._unasked[dst] += nbytes * is_asked
-        return is_asked
+            self._unasked[dst] += nbytes
+        return True
 
     def hear_taken(self, dst: int, nbytes: int) -> None:
         """Hears that receives have taken so many bytes of this rank's."""

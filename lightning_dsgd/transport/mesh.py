@@ -237,8 +237,11 @@ class Mesh:
         """The most bytes that a message may have."""
         return MEMORY_BYTES if self._most_bytes is None else min(self._most_bytes, MEMORY_BYTES)
 
-    def takes(self, sender: int, nbytes: int, kind: int, code: int) -> bool:
-        """Returns whether a header announces a message; if not, its sender counts as lost."""
+    def accept(self, sender: int, nbytes: int, kind: int, code: int) -> bool:
+        """Accepts a header that announces a message; else takes its sender for lost.
+
+        Returns whether the header is accepted.
+        """
         why_not = why_no_message(nbytes, kind, code, self.most_bytes)
         if why_not:
             self.lose(sender, why_not)

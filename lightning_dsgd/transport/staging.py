@@ -136,11 +136,15 @@ class Staging:
 
     # ---- from any thread ----
 
-    def takes(self, dst: int, header: bytes, x: Tensor) -> bool:
-        """Returns whether a message goes this way: from a device, behind one that does, or held."""
+    def admit_past(self, dst: int, header: bytes, x: Tensor) -> bool:
+        """Takes the room of a message that need not be staged; returns False if it must be staged.
+
+        A message is staged that comes from a device, that follows a staged one, or for which the
+        receiver has no room.
+        """
         if self._pending and self._pending[dst, header[:16]]:
-            return True
-        return not is_on_host(x) or not self._mesh.window.admit(dst, x.nbytes)
+            return False
+        return is_on_host(x) and self._mesh.window.admit(dst, x.nbytes)
 
     def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
         """Starts sending; with `copy`, `x` may change at once, else once the Work is done."""

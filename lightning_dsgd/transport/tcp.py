@@ -32,7 +32,7 @@ class TCPWire(Wire):
     def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
         """Hands over what the connection takes at once; the mesh's thread sends the rest."""
         assert self._staging is not None
-        if not self._staging.takes(dst, header, x):
+        if self._staging.admit_past(dst, header, x):
             return self._connections.to(dst).send(header, x, copy=copy)
         return self._staging.send(dst, header, x, copy=copy)
 
