@@ -94,8 +94,11 @@ class HPSGD(Algorithm):
         "`wire_dtype`",
     )
     printed: ClassVar[dict[str, Any]] = {
-        **{"max_local_steps": None, "outer_lr": 1, "outer_momentum": 0},
-        **{"wire_dtype": "float32", "scale_steps": False},
+        "max_local_steps": None,
+        "outer_lr": 1,
+        "outer_momentum": 0,
+        "wire_dtype": "float32",
+        "scale_steps": False,
     }
 
     max_local_steps: int | None = at_least(

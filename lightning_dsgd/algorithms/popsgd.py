@@ -86,7 +86,9 @@ class PopSGD(Algorithm):
     )
 
     printed: ClassVar[dict[str, Any]] = {
-        **{"blocking": True, "wire_dtype": "float32", "scale_steps": False}
+        "blocking": True,
+        "wire_dtype": "float32",
+        "scale_steps": False,
     }
 
     local_steps: int = at_least(1, default=1, doc="number of steps from one exchange to the next")

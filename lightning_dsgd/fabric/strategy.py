@@ -294,8 +294,13 @@ class FabricMixin(CollectivesMixin):
             path = self.session.text_of_rank_0(str(path))
             shared = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             own = files.load_replica(
-                *(self.checkpoint_io, self.session.meetings, path, shared),
-                *(self.algorithm, rank_zero_info, weights_only),
+                self.checkpoint_io,
+                self.session.meetings,
+                path,
+                shared,
+                self.algorithm,
+                announce=rank_zero_info,
+                weights_only=weights_only,
             )
         content = shared if own is None else own
         with self._reading(dict(content)):

@@ -209,7 +209,12 @@ class decentralized(Loop):
         io = files.TorchFiles(maps=sharding.in_rows)
         shared = io.load_checkpoint(path)
         own = files.load_replica(
-            *(io, session.meetings, path, shared, self._algorithm, self._announce),
+            io,
+            session.meetings,
+            path,
+            shared,
+            self._algorithm,
+            announce=self._announce,
             num_shards=sharding.num_shards,
         )
         checkpoint = shared if own is None else own

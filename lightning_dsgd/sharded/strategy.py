@@ -269,7 +269,12 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         own = None
         if self._trainer_state() == "fit":
             own = files.load_replica(
-                *(io, session.meetings, path, shared, self.algorithm, rank_zero_info),
+                io,
+                session.meetings,
+                path,
+                shared,
+                self.algorithm,
+                announce=rank_zero_info,
                 num_shards=sharding.num_shards,
             )
         checkpoint = shared if own is None else own

@@ -66,8 +66,13 @@ class CheckpointsMixin(LaunchedMixin):
         if self._trainer_state() != "fit":
             return shared
         own = files.load_replica(
-            *(self.checkpoint_io, self.session.meetings, path, shared),
-            *(self.algorithm, rank_zero_info, weights_only),
+            self.checkpoint_io,
+            self.session.meetings,
+            path,
+            shared,
+            self.algorithm,
+            announce=rank_zero_info,
+            weights_only=weights_only,
         )
         self._resumes_own = own is not None
         return shared if own is None else own

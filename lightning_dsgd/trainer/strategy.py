@@ -191,7 +191,13 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
                 self._claimed.open(net.sub("claims"))
         clock = Clock(trainer, agreed, lambda: epochs.are_apart)
         return TrainerTraining(
-            *(self.algorithm, replica, agreed, trainer, clock, epochs), claimed=self._claimed
+            self.algorithm,
+            replica,
+            agreed,
+            trainer,
+            clock,
+            epochs,
+            claimed=self._claimed,
         )
 
     def _claim(self, trainer: Any) -> Any:
