@@ -76,7 +76,7 @@ def names(table: type) -> list[str]:
 
 
 def names_of_others(table: type) -> list[str]:
-    """Returns the names of a table that are those of the class that its owner builds upon."""
+    """Returns the keywords of a table that its owner passes on to the class that it builds upon."""
     return [name for name, hint in _hints(table).items() if get_origin(hint) is not Annotated]
 
 

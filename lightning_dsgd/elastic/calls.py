@@ -3,17 +3,17 @@
 All that one rank calls goes through `Calls`: a loss in it changes the view, and the call goes on.
 
 **Calls of all ranks** (`Calls.together`): a settling, a barrier, a mean of metrics, a checkpoint.
-All ranks make the same ones in the same order, and none comes back from one before all have begun
-it.  So when a view changes, what the ranks have come back from differs by one call at most.  The
-members of the new view tell each other how many they have come back from, and the result of the
-last.  Who has come back from one less takes that result over (`adopt`); if none has, all who were
-in that call make it again, from its beginning.
+All ranks make the same calls in the same order, and no rank completes a call before all have begun
+it.  So when a view changes, the numbers of calls that ranks have completed differ by one at most.
+The members of the new view tell each other how many calls they have completed, and the result of
+the last one.  A rank that has completed one call less takes that result over (`adopt`); if no
+member has completed the call, all ranks that were in it make it again, from its beginning.
 
-**Steps** (`Calls.step`): those of one rank, at which the others may be anywhere.  One that is made
-again meets the next step of those who were through with it.
+**Steps** (`Calls.step`): a rank makes them by itself, and the other ranks may be anywhere.  A step
+that is made again meets the next step of the ranks that had completed it.
 
-Why nobody waits for the other in another call: after a change no rank is ahead of another by a call
-that the other has yet to make, and algorithms begin anew.
+Why no rank waits for a rank that is in another call: after a change no rank is ahead of another by
+a call that the other has yet to make, and algorithms begin anew.
 
 A rank that is lost during the change itself makes it begin again, with the view after that.
 

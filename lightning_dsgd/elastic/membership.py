@@ -17,8 +17,8 @@ the members of view v as its acceptors.  Newcomers have no vote.  A ballot is a 
 that leads it, so no two ranks have the same.
 
 1. **Who proposes.**  The lowest member that a rank does not believe lost, at once; every other one
-   in its turn, `patience_s` after the one before it, if nothing has come of it.  Who hears of a
-   higher ballot steps back and gives that one time.  Several proposers do no harm.
+   in its turn, `patience_s` after the one before it, if nothing has come of it.  A proposer that
+   hears of a higher ballot steps back, and gives that ballot time.  Several proposers do no harm.
 2. **What is proposed.**  If a promise tells of an accepted proposal, the one of the highest ballot:
    it may have been agreed on.  Else the ranks that have promised and trust each other, and
    newcomers.  The proposer waits for the promises of all whom it does not believe lost,
@@ -28,8 +28,9 @@ that leads it, so no two ranks have the same.
    the members, at least as many members must be left, and `min_ranks` in the new view.  A proposer
    that cannot have that ends, and says why.
 4. **Who is told.**  A member acts on a view once it is committed.  Every message carries the
-   members of the view that it starts from, which is committed; so who is behind takes that view
-   first, or learns that it is not in it.  Who is ahead answers with the newest view.
+   members of the view that it starts from, which is committed; so a member that is behind
+   takes that view first, or learns that it is not in it.  A member that is ahead answers with the
+   newest view.
 5. **Two ranks.**  Half is not more than half: if one of two falls silent, the other ends.  But it
    goes on alone, with min_ranks=1, if the other is known to have *died*: its process has ended, so
    it can take part in nothing any more, and cannot have gone on by itself, as this rank lives.

@@ -8,7 +8,7 @@ It is the same between processes (`survival`) and in a simulated world (`simulat
 in their clock, in how a wait ends, and in who acts: the mesh's thread, or whoever has the baton.
 
 **What ends all.**  A rank that fails with `Diverged` tells that what all train is not finite.
-Whoever hears of it enters no view any more, and tells the others when it fails itself.
+A rank that hears of it enters no view any more, and tells the others when it fails itself.
 
 **Threads.**  One thread drives the membership, by `_act`.  Others leave it actions (`_soon`), end
 the waits of their own rank at once, and wait for a view in `next_view`, under `_lock`.

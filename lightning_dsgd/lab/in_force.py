@@ -12,9 +12,9 @@ from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
 _OFF = (False, None, "equal")
-"""What an option says that changes nothing, be it new or gone."""
+"""The values with which an option changes nothing: a file without the option means the same."""
 _GONE = {"wagma": {"wait_avoiding": True, "dynamic_groups": True, "rule": "conserving"}}
-"""What options said that have gone, where what they said is what the strategy does."""
+"""The options that a strategy has no more, and the value of each that is what the strategy does."""
 
 
 def in_force(specs: Iterable[str], ranks: Iterable[int]) -> dict[str, dict[str, Any]]:

@@ -3,8 +3,9 @@
 A step counts once the device has made it, and not when the host has queued it: a rank that is told
 of a step takes no part in a sum that would have to wait for a slow kernel.
 
-Who waits for its group's answer waits for its own step first, which costs nothing; who does not
-wait tells its lane by `Lane.tell`, and goes on.  On the CPU a step is made once it is queued.
+A training thread that waits for its group's answer waits for its own step first, which costs
+nothing; one that does not wait tells its lane by `Lane.tell`, and goes on.  On the CPU a step is
+made once it is queued.
 """
 
 from __future__ import annotations

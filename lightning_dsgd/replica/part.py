@@ -164,7 +164,10 @@ def mean_figures(parts: Sequence[Part]) -> dict[str, float]:
 
 
 def halves_of(parts: Sequence[Part], others: Sequence[T]) -> list[tuple[Tensor, T]]:
-    """Returns where parameters lie that are not x itself, each with what belongs to its part."""
+    """Returns the parameters in half precision, flat, each with the entry of `others` of its part.
+
+    The algorithm's x is a copy of them in fp32.
+    """
     pairs = zip((part.weights for part in parts), others, strict=True)
     return [(each.home.x, other) for each, other in pairs if isinstance(each, WideParameters)]
 

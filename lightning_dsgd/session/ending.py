@@ -59,13 +59,14 @@ def all_fail(net: Transport) -> bool:
 
 
 def end_fork(exception: BaseException) -> NoReturn:
-    """Ends a process that was forked from a rank, as Python would, if it comes out of its step.
+    """Ends a process that was forked from a rank, and that an exception has led out of the step.
 
-    At once, for behind this lies what belongs to the rank, and waits for threads that are not here
-    or for other ranks: Lightning's callbacks would save and remove checkpoints, and stop the
-    workers of the rank's loaders; Python's end would destroy the process groups of gloo and NCCL,
-    which join their threads, and call MPI_Finalize.  How the package's own locks are kept out of
-    the child stands in `transport`.
+    It prints what Python would, and ends at once.  The code behind the step belongs to the rank
+    alone, and would wait for threads that this process does not have, or for other ranks:
+    Lightning's callbacks would save and remove checkpoints, and stop the workers of the rank's
+    loaders; Python's end would destroy the process groups of gloo and NCCL, which join their
+    threads, and call MPI_Finalize.  `transport` says how the package's own locks are kept out of
+    this process.
     """
     code: Any = 1
     if isinstance(exception, SystemExit):

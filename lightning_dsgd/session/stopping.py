@@ -10,17 +10,19 @@
                                       SAVE  the time to save has come: it saves, and goes on
                                       MEET  newcomers wait: members let them in, and go on
 
-Nobody waits for ever.  Lanes answer, so an agreement waits for no training thread, which may wait
-for another rank's, but only for messages; and a lost rank ends it.  Who has done fewer batches than
-`at` goes on; who has done as many is needed by nobody until the others have.  A later agreement has
-an `at` that is no smaller, and comes in the same order everywhere.
+No rank waits for ever.  Lanes answer, so an agreement waits for messages, and never for a training
+thread, which may itself wait for another rank's.  The loss of a rank ends an agreement.  A rank
+that has done fewer than `at` batches goes on, and no rank needs one that has done `at` batches
+until all have done as many.  A later agreement has an `at` that is no smaller, and agreements come
+in the same order on all ranks.
 
-A rank that is out of data may never do `at` batches: it waits, for the others, where its epoch or
-its training ends.  So whoever comes to `at` asks all ranks that wait, and those that are there too.
-If all are there, they do it.  If not, with STOP all stop where they are; with SAVE the others go on
-without a checkpoint; with END they go on to the end of that epoch which the furthest of them is in,
-so that all have trained, evaluated and saved in as many epochs as each other.  Who has not come
-forgets it, in all of these cases: whoever still needs the others asks them anew.
+A rank that is out of data may never do `at` batches: it waits for the others where its epoch or its
+training ends.  So a rank that has done `at` batches meets the ranks that wait there, and those that
+have done `at` batches too.  If all ranks meet, they do what was agreed.  If not, with STOP all
+ranks stop where they are; with SAVE the ranks that train go on without a checkpoint; with END the
+ranks go on to the end of the epoch that the furthest of them is in, so that all ranks train,
+evaluate and save in equally many epochs.  In all of these cases a rank that has not come forgets
+the agreement, and a rank that still needs the others asks them anew.
 
 Where ranks claim their batches, `at` is each rank's own: one more than it has begun when it is
 told.  So a fast rank does not wait there until a slow one has done as many.

@@ -7,9 +7,10 @@ Every tensor on the wire is one-dimensional and contiguous.  All operations retu
 change as soon as the call returns, and its Work may be dropped.  Every other operation works on its
 argument in place or keeps it: leave it alone until the Work is done.
 
-**Room.**  `send` never waits.  Between processes each rank has room for two messages of another;
-more stay at their sender until a receive is for them.  So whoever waits for more that it has lent
-(`copy=False`) must have begun to receive what others send: they may wait for the same.
+**Room.**  `send` never waits.  Between processes a rank has room for two messages of each other
+rank; a third one stays at its sender until a receive asks for it.  So a rank that lends messages
+(`copy=False`) and waits until they have left must first begin to receive what the other ranks send
+it: these ranks may be waiting for their own messages to leave.
 
 **Order.**  Messages between one pair of ranks with one tag arrive in the order in which they were
 sent.  Collectives of one group are matched by the order in which each member calls them; a member

@@ -24,7 +24,7 @@ class Counters:
     wait_s: float = 0.0
     comm_s: float = 0.0
     watch: Watch | None = None
-    """Who is told of every wait, the waits of lanes included."""
+    """Is told of every wait, the waits of lanes included."""
 
     def count(self, engine: str, num_bytes: int, num_messages: int = 1) -> None:
         """Counts what an engine carries away from this rank."""

@@ -9,9 +9,9 @@ hierarchical strategy; each group has a communicator.  `tickets` says in which o
 begun, and why nobody waits for ever.
 
 **On a device.**  The ask is a message to the own rank, so the starter's stream waits for what has
-made the argument.  Whoever waits for a result asks again and again whether it is there, as for a
-message: the stream that trains never waits for a rank.  So a lost rank, `timeout_s` and the end of
-a lane end the wait, and not torch's watchdog, which would end the process.
+made the argument.  A thread that waits for a result asks again and again whether it is there, as
+for a message: the stream that trains never waits for a rank.  So a lost rank, `timeout_s` and the
+end of a lane end the wait, and not torch's watchdog, which would end the process.
 
 **Halves.**  Sums of bf16 travel as bf16, as with DDP: these are gradients, as weights are averaged
 in fp32.  Sums of fp16 are made in fp32, as fp16 might not hold the sum of what all ranks have.

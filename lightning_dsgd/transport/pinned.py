@@ -2,9 +2,10 @@
 
     message, in ordinary memory of the host  ->  chunk of pinned memory  ->  the device
 
-Who waits for a message copies it into chunks, as many as are free.  A chunk is free once the device
-has what it held.  A network has at most `NUM_CHUNKS`, so pinned memory has a bound, however large
-messages are and however many arrive.  The thread that answers heartbeats neither pins nor copies.
+The thread that waits for a message copies it into chunks, as many as are free.  A chunk is free
+once the device has what it held.  A network has at most `NUM_CHUNKS`, so pinned memory has a bound,
+however large messages are and however many arrive.  The thread that answers heartbeats neither pins
+nor copies.
 
 **Threads.**  Any thread may call; `_lock` guards all fields, and nobody pins or copies under it.
 """

@@ -16,8 +16,8 @@ the top of all ranks is rank 0.  Messages to and from the parent:
    have asked for a collective, it asks its parent.
 2. **Ticket.**  Once the top has heard of all of these, all members have asked.  The top gives the
    collective its ticket: it tells its children with members below, and begins it if it is one.
-3. **Launch.**  Whoever is told of a ticket tells its own children with members below, and begins
-   the collective if it is a member.
+3. **Launch.**  A rank that is told of a ticket tells its own children with members below, and
+   begins the collective if it is a member.
 4. **Refusal.**  An ask carries what is to be done: the root of a broadcast, dtype and length, the
    least and the greatest that was asked for below, and on which ranks.  If these differ, nobody
    begins it, and all who wait for it learn which two ranks disagree.

@@ -12,9 +12,9 @@ different numbers cannot take each other's messages; two views of one number tha
 `sub` of the network each.  A channel carries the number itself as well, in its upper bits
 (`is_old`), by which a network tells what is left of views that have ended.
 
-**Engines.**  Only all ranks of the network below can fix groups there, together.  So groups that
-are fixed in a view of some ranks have no effect, but where all ranks have a view, and all of these
-do the same (`View.one_of`).
+**Engines.**  Groups can be fixed in the network below only by all of its ranks together.  So a view
+of some ranks fixes groups without an effect, unless every rank is in such a view, and all of these
+views fix their groups at the same time (`View.one_of`).
 
 **Threads.**  One thread uses a view, and others of its rank may send on it, as on any endpoint.
 """

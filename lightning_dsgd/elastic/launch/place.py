@@ -15,7 +15,8 @@ class Place:
         node: the number of this node
         host: where the ranks meet
         port: the port where the ranks meet; 0: any free port, on one node
-        joins: whether its ranks join a training that goes on, whose nodes do not count this node
+        joins: whether the node's ranks join a training that goes on; `nodes` is 1 then, whatever
+            the number of nodes of that training
     """
 
     ranks: int
