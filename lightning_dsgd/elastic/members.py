@@ -88,7 +88,7 @@ class Members(Ranks, ABC):
         return self.session.rank == self._members[0] and self.session.takes_part
 
     @property
-    def number(self) -> int:  # type: ignore[override]
+    def number(self) -> int:
         return self.calls.view.number
 
     @property

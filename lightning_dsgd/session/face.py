@@ -13,8 +13,10 @@ from lightning_dsgd.session.ending import ended_by
 class Face:
     """Does what only a face can do, for a session."""
 
-    is_evaluating = False
-    """Whether a signal ends this rank at once, though it is to train."""
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether a signal ends this rank at once, though it is to train."""
+        return False
 
     def end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
         """Raises what this rank ends with after a signal; the text surrounds the signal's name."""

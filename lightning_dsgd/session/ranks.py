@@ -28,13 +28,16 @@ class Ranks:
 
     Attributes:
         session: the session, once it has taken these ranks
-        number: the number of the view that this rank is in
     """
 
     session: Any = None
-    number = 0
 
     # ---- who they are ----
+
+    @property
+    def number(self) -> int:
+        """The number of the view that this rank is in."""
+        return 0
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ the strategies whose ranks hold the whole model:
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Final, Unpack
 
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -49,9 +50,13 @@ class ShardedOptions(Evaluated, total=False):
 class MeshStrategy(ModelParallelStrategy):
     """Lays a ModelParallelStrategy's mesh over one of several replicas."""
 
-    num_replicas: int
     whole_mesh: DeviceMesh | None = None
     """The mesh of all ranks, once they have met."""
+
+    @property
+    @abstractmethod
+    def num_replicas(self) -> int:
+        """How many copies of the model there are."""
 
     def setup_environment(self) -> None:
         """Has the ranks meet, and lays the mesh over them."""
@@ -131,7 +136,7 @@ class ShardedStrategy(DecentralizedMixin, MeshStrategy):
         self._num_builds = 0
 
     @property
-    def num_replicas(self) -> int:  # type: ignore[override]
+    def num_replicas(self) -> int:
         """How many copies of the model there are."""
         return self._num_replicas
 

@@ -67,7 +67,7 @@ class TrainerSession(LaunchedSession[TrainerTraining]):
         seams.take_signals(trainer, self.signals.on_sigterm, self._on_requeue)
 
     @property
-    def is_evaluating(self) -> bool:  # type: ignore[override]
+    def is_evaluating(self) -> bool:
         return not self.is_training or bool(self._trainer.validating)
 
     def _on_requeue(self, signum: int, _: Any) -> None:

@@ -241,8 +241,11 @@ class Transport(Protocol):
     """Whether what started the ranks ends this process, at any moment, when another rank dies."""
     sum_engine: str
     """What makes sums in groups that are fixed, as users know it; empty: messages."""
-    num_fixed_groups: int
-    """In how many groups, besides all ranks, `sum_engine` makes sums."""
+
+    @property
+    def num_fixed_groups(self) -> int:
+        """In how many groups, besides all ranks, `sum_engine` makes sums."""
+        ...
 
     def now(self) -> float:
         """Returns the seconds on this transport's clock, real or virtual."""

@@ -35,7 +35,6 @@ class Endpoint(Verbs, Transport):
 
     ends_with_peers = False
     sum_engine = ""
-    num_fixed_groups = 0
 
     def __init__(
         self, rank: int, world_size: int, timeout_s: float, counters: Counters, path: str = ""
@@ -78,7 +77,7 @@ class Endpoint(Verbs, Transport):
     def all_reduce(self, x: Tensor, group: Sequence[int] | None = None) -> Work[Tensor]:
         _check_tensor(x)
         call = self._call(group, "all_reduce")
-        return self.natively(call, x) or Collective(collectives.all_reduce(x, call))
+        return self.sum_natively(call, x) or Collective(collectives.all_reduce(x, call))
 
     def all_gather(self, x: Tensor, group: Sequence[int] | None = None) -> Work[list[Tensor]]:
         _check_tensor(x)
@@ -90,7 +89,7 @@ class Endpoint(Verbs, Transport):
         call = self._call(group, "all_gather")
         _check_parts(into, "into", sizes, call.size)
         _check_tensor(x)
-        work = self.natively(call, into, sizes, x, None)
+        work = self.spread_natively(call, into, sizes, x, None)
         return work or Collective(collectives.gather_into(into, x, sizes, call))
 
     def all_to_all(
@@ -104,7 +103,7 @@ class Endpoint(Verbs, Transport):
         call = self._call(group, "all_to_all")
         _check_parts(into, "into", from_each, call.size)
         _check_parts(x, "x", to_each, call.size)
-        work = self.natively(call, into, from_each, x, to_each)
+        work = self.spread_natively(call, into, from_each, x, to_each)
         return work or Collective(collectives.all_to_all(into, x, from_each, to_each, call))
 
     def broadcast(self, x: Tensor, src: int, group: Sequence[int] | None = None) -> Work[Tensor]:
@@ -113,7 +112,7 @@ class Endpoint(Verbs, Transport):
         if src not in call.members:
             raise ValueError(f"src must be in the group, got src={src} and group={call.members}")
         place = call.members.index(src)
-        work = self.natively(call, x, place)
+        work = self.broadcast_natively(call, x, place)
         return work or Collective(collectives.broadcast(x, call, place))
 
     def barrier(self, group: Sequence[int] | None = None) -> Work[None]:
@@ -122,16 +121,20 @@ class Endpoint(Verbs, Transport):
     def exchange(self, x: Tensor, peer: int) -> Work[Tensor]:
         _check_tensor(x)
         call = self._call(sorted((self.rank, peer)), "exchange")
-        return self.natively(call, x) or Collective(collectives.exchange(x, call))
+        return self.pair_natively(call, x) or Collective(collectives.exchange(x, call))
 
     def push(self, x: Tensor, dst: int) -> Work[None]:
         _check_tensor(x)
         call = self._call((self.rank, dst), "push")
-        return self.natively(call, x) or call.send(x, 1)
+        return self.pair_natively(call, x) or call.send(x, 1)
 
     def pull(self, like: Tensor, src: int) -> Work[Tensor]:
         call = self._call((src, self.rank), "push")
-        return self.natively(call, like[:0]) or call.receive(like, 0)
+        return self.pair_natively(call, like[:0]) or call.receive(like, 0)
+
+    @property
+    def num_fixed_groups(self) -> int:
+        return 0
 
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
         """Does nothing: sums are made of messages here."""
@@ -139,15 +142,52 @@ class Endpoint(Verbs, Transport):
     def expect_at_most(self, nbytes: int) -> None:
         """Does nothing: all ranks are in this process."""
 
-    def natively(self, call: Call, x: Tensor, *more: Any) -> Work[Any] | None:
-        """Begins a call by an engine of this network's; None where the network needs messages.
+    # ---- by an engine of this network's; None where the network needs messages ----
+
+    def sum_natively(self, call: Call, x: Tensor) -> Work[Tensor] | None:
+        """Begins a sum.
 
         Args:
-            call: who takes part, in what, and which call it is
-            x: the argument of a sum or a broadcast, which will hold the result; what this rank
-                sends to a partner, empty if it pulls; what will hold the parts that come
-            more: the place in the group of a broadcast's source; of parts, how many elements come
-                from each member, the tensor that leaves, and how many leave for each; None: all
+            call: who takes part, in what, and which call it is; of all four
+            x: what this rank adds, and then the sum
+        """
+        return None
+
+    def broadcast_natively(self, call: Call, x: Tensor, place: int) -> Work[Tensor] | None:
+        """Begins a broadcast.
+
+        Args:
+            call: who takes part
+            x: what the source sends, and the others get
+            place: the source's place in the group
+        """
+        return None
+
+    def spread_natively(
+        self,
+        call: Call,
+        into: Tensor,
+        from_each: Sequence[int],
+        x: Tensor,
+        to_each: Sequence[int] | None,
+    ) -> Work[Tensor] | None:
+        """Begins to send a part to each member, and to take one from each.
+
+        Args:
+            call: who takes part
+            into: what will hold the parts that come
+            from_each: how many elements come from each member
+            x: what leaves
+            to_each: how many elements leave for each member; None: all of x for each
+        """
+        return None
+
+    def pair_natively(self, call: Call, x: Tensor) -> Work[Any] | None:
+        """Begins what two ranks do: exchange, or push and pull.
+
+        Args:
+            call: the two ranks
+            x: what this rank sends; empty if it pulls
         """
         return None
 

@@ -93,24 +93,46 @@ class ProcessGroupTransport(ProcessTransport):
             super().close()
 
     @property
-    def num_fixed_groups(self) -> int:  # type: ignore[override]
+    def num_fixed_groups(self) -> int:
         return 0 if self._native is None else self._native.num_fixed_groups
 
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
         if self._native is not None:
             self._native.fix(groups)
 
-    def natively(self, call: Call, x: Tensor, *more: Any) -> Work[Any] | None:
-        native, is_of_pair = self._native, call.kind in ("exchange", "push")
-        if native is None or not native.can_take(x, None if is_of_pair else call.members):
+    def sum_natively(self, call: Call, x: Tensor) -> Work[Tensor] | None:
+        native = self._native
+        if native is None or not native.can_take(x, call.members):
             return None
         self.check()
-        if is_of_pair:
-            pulls = call.kind == "push" and call.me == 1
-            return native.ask(Pair(self, x, call), x.nbytes, 0 if pulls else 1)
-        if call.kind in ("all_reduce", "broadcast"):
-            return native.begin(self, x, call, *more)
-        if call.size == 1:
+        return native.begin(self, x, call)
+
+    def broadcast_natively(self, call: Call, x: Tensor, place: int) -> Work[Tensor] | None:
+        native = self._native
+        if native is None or not native.can_take(x, call.members):
             return None
-        work = Parts(self, native.number_of(call.members), call, x, *more)
+        self.check()
+        return native.begin(self, x, call, place)
+
+    def spread_natively(
+        self,
+        call: Call,
+        into: Tensor,
+        from_each: Sequence[int],
+        x: Tensor,
+        to_each: Sequence[int] | None,
+    ) -> Work[Tensor] | None:
+        native = self._native
+        if native is None or call.size == 1 or not native.can_take(into, call.members):
+            return None
+        self.check()
+        work = Parts(self, native.number_of(call.members), call, into, from_each, x, to_each)
         return native.ask(work, work.bytes_sent, call.size - 1)
+
+    def pair_natively(self, call: Call, x: Tensor) -> Work[Any] | None:
+        native = self._native
+        if native is None or not native.can_take(x):
+            return None
+        self.check()
+        pulls = call.kind == "push" and call.me == 1
+        return native.ask(Pair(self, x, call), x.nbytes, 0 if pulls else 1)

@@ -126,7 +126,7 @@ class View(Endpoint):
         return self.number % (1 << _NUMBER_BITS) << _REST_BITS | channel & _REST
 
     @property
-    def num_fixed_groups(self) -> int:  # type: ignore[override]
+    def num_fixed_groups(self) -> int:
         return self.below.num_fixed_groups
 
     def fix_groups(self, groups: Sequence[Sequence[int]]) -> None:
@@ -137,11 +137,33 @@ class View(Endpoint):
     def expect_at_most(self, nbytes: int) -> None:
         self.below.expect_at_most(nbytes)
 
-    def natively(self, call: Call, x: Tensor, *more: Any) -> Work[Any] | None:
-        may_call = self._may_sum
-        if call.kind not in ("all_reduce", "broadcast"):  # else others may call it meanwhile
-            may_call = len(self.members) == self.below.world_size
-        return self.below.natively(self._below(call), x, *more) if may_call else None
+    def sum_natively(self, call: Call, x: Tensor) -> Work[Tensor] | None:
+        return self.below.sum_natively(self._below(call), x) if self._may_sum else None
+
+    def broadcast_natively(self, call: Call, x: Tensor, place: int) -> Work[Tensor] | None:
+        if not self._may_sum:
+            return None
+        return self.below.broadcast_natively(self._below(call), x, place)
+
+    def spread_natively(
+        self,
+        call: Call,
+        into: Tensor,
+        from_each: Sequence[int],
+        x: Tensor,
+        to_each: Sequence[int] | None,
+    ) -> Work[Tensor] | None:
+        if not self._has_all:
+            return None
+        return self.below.spread_natively(self._below(call), into, from_each, x, to_each)
+
+    def pair_natively(self, call: Call, x: Tensor) -> Work[Any] | None:
+        return self.below.pair_natively(self._below(call), x) if self._has_all else None
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether all ranks below are members; else other ranks may call the same meanwhile."""
+        return len(self.members) == self.below.world_size
 
     def _below(self, call: Call) -> Call:
         """Returns the same call by the ranks of the network below."""
