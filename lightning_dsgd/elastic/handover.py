@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.elastic import taken_over
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.transport import Transport
 
 _SIZE = torch.zeros(1, dtype=torch.int64)

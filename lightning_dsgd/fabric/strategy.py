@@ -38,11 +38,11 @@ from lightning_dsgd.algorithms.written import check_algorithm, written
 from lightning_dsgd.fabric.collectives import CollectivesMixin, FabricSession
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
-from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import options, record
+from lightning_dsgd.session import options
+from lightning_dsgd.session.checkpoint import files, record
+from lightning_dsgd.session.checkpoint.saving import save
 from lightning_dsgd.session.ending import say
 from lightning_dsgd.session.phases import Phase
-from lightning_dsgd.session.saving import save
 from lightning_dsgd.session.under_way import trained
 from lightning_dsgd.trainer import names, refusals
 from lightning_dsgd.trainer.arguments import FabricOptions

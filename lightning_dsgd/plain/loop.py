@@ -29,7 +29,8 @@ from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.balancing import Balancing
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.plain.units import UnitSteps
-from lightning_dsgd.session import figures, notices, options, record
+from lightning_dsgd.session import figures, notices, options
+from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.options import WholeOptions
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import AgreedBatch

@@ -34,8 +34,8 @@ from lightning_dsgd.plain import outside
 from lightning_dsgd.plain.launch import Launch, find_launch
 from lightning_dsgd.plain.loop import Loop
 from lightning_dsgd.plain.steps import failing
-from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import options, record
+from lightning_dsgd.session import options
+from lightning_dsgd.session.checkpoint import files, record
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import WholeOptions
 from lightning_dsgd.session.phases import Phase

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.replica.flat import Whole
-from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session.saving import save
+from lightning_dsgd.session.checkpoint import files
+from lightning_dsgd.session.checkpoint.saving import save
 from lightning_dsgd.transport import PeerLost, Transport
 
 

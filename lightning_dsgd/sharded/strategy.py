@@ -28,7 +28,7 @@ from lightning_dsgd import keywords
 from lightning_dsgd.agreement import by_rank, everyones
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
-from lightning_dsgd.session import checkpoint as files
+from lightning_dsgd.session.checkpoint import files
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.sharded.mesh_sharding import MeshSharding, check_algorithm
 from lightning_dsgd.sharded.together import blaming, gathered, lost_behind, save

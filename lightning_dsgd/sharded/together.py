@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import files, record
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.under_way import trained
 from lightning_dsgd.sharded.shards import SHARD, local

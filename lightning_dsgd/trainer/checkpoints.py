@@ -7,10 +7,9 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import files, record
+from lightning_dsgd.session.checkpoint.saving import save
 from lightning_dsgd.session.phases import Phase
-from lightning_dsgd.session.saving import save
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.launched import LaunchedMixin
 from lightning_dsgd.trainer.sessions import TrainerSession

@@ -44,7 +44,8 @@ from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
-from lightning_dsgd.session import notices, options, record
+from lightning_dsgd.session import notices, options
+from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.scaling import agree_on_overflow
 from lightning_dsgd.session.stopping import AgreedBatch

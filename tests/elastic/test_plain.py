@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import lightning_dsgd as dsgd
 from lightning_dsgd.algorithms import ALGORITHMS
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import record
 from tests.plain.test_training import loader_of, make, replica_of, same, steps
 from tests.support.killed import kill_after, kill_at_random
 from tests.support.models import Regression, weights

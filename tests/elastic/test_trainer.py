@@ -18,7 +18,7 @@ from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.joining import TrainerMembers
 from lightning_dsgd.elastic.views import ChangingViews
 from lightning_dsgd.lab.callbacks import CommunicationMonitor
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.opening import Opening
 from lightning_dsgd.session.options import Options, choose
 from lightning_dsgd.trainer.children import Processes

@@ -20,8 +20,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_dsgd import STRATEGIES
-from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import files, record
 from lightning_dsgd.simulated import SimulatedWorld
 from tests.support.fits import every_strategy
 from tests.support.heard import Heard

@@ -37,7 +37,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dsgd.elastic.claimed.claims import NONE
 from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.options import is_claimable
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session

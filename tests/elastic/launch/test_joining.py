@@ -12,7 +12,7 @@ import pytest
 
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.launch.reserve import IMPORTS
-from lightning_dsgd.session.checkpoint import replicas_folder
+from lightning_dsgd.session.checkpoint.files import replicas_folder
 from tests.support.launched import Launched, until
 from tests.support.mpi import ROOT
 from tests.support.ports import free_port

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import lightning_dsgd as dsgd
 from lightning_dsgd import decentralized
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.sharded import together
 from lightning_dsgd.transport import PeerLost
 from tests.elastic.test_plain import Places

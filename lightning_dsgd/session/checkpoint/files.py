@@ -33,7 +33,7 @@ import torch
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Algorithm
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.transport import Transport, TransportError
 
 _ABSENT: Final = "missing"

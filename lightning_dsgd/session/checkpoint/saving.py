@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dsgd.session import checkpoint as files
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import files, record
 from lightning_dsgd.session.under_way import trained
 
 
