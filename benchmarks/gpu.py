@@ -221,7 +221,7 @@ class Sink:
 
 def stager() -> Staging:
     mesh = Mesh(0, 1, 60.0, 20.0)
-    return Staging(mesh, lambda dst: Sink(mesh.window))
+    return Staging(mesh, lambda dst: Sink(mesh.memory.window))
 
 
 def land(port: Port, payload: Tensor, pinned: Pinned) -> Tensor:

@@ -8,7 +8,9 @@
     staging           tensors on a device on their way, and messages that have no room yet
     wire              what carries messages between processes: `tcp`, or that of the wing `mpi`
     mesh              who is alive, over `connections`, each a `connection` after its `handshake`
-    frames            a message as bytes; `pinned`: the chunks by which one comes to a device
+    frames            a message as bytes
+    memory            what messages may take of it; `pinned`: chunks by which they come to a device
+    switching         how soon threads hand over the interpreter
     process_group     real ranks over TCP, with torch's own collectives for CUDA tensors
     native            those collectives; `tickets`: the one order that they need; `pairs`, `parts`
     mpi_job           whether mpiexec or srun has started the ranks

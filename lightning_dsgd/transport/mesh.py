@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import threading
 import time
 import weakref
@@ -41,14 +40,12 @@ from lightning_dsgd.devices import HOST, Port
 from lightning_dsgd.transport.connection import EMPTY, Connection
 from lightning_dsgd.transport.connections import Connections
 from lightning_dsgd.transport.contract import (
-    LEAST_LIMIT,
     PeerLost,
     Reason,
     TransportError,
     Views,
     failed,
 )
-from lightning_dsgd.transport.flow import Window
 from lightning_dsgd.transport.frames import (
     AGREEMENT,
     ASKED,
@@ -58,22 +55,17 @@ from lightning_dsgd.transport.frames import (
     HELD,
     LOST,
     MAILBOX,
-    MEMORY_BYTES,
     TAKEN,
     why_no_message,
 )
 from lightning_dsgd.transport.mailboxes import Key, Mailboxes
-from lightning_dsgd.transport.pinned import Pinned
+from lightning_dsgd.transport.memory import Memory
+from lightning_dsgd.transport.switching import QuickSwitches
 
 _LONGEST_REASON: Final = 50_000
 """How many characters are sent; JSON makes up to twelve bytes of each."""
 CLOSE_TIMEOUT_S: Final = 5.0
 """How long what is left to send may take, once the network is closed."""
-_SWITCH_INTERVAL_S: Final = 0.0005
-"""How soon another thread gets the interpreter from one that runs Python; by default it is 5 ms.
-
-A lane answers five times as soon so beside plain Python: `benchmarks/lane_latency.py`.
-"""
 
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -105,17 +97,15 @@ class Mesh:
         is_newcomer: bool = False,
     ) -> None:
         self.port = port
-        self.pinned = Pinned()
         self.rank = rank
         self.timeout_s = timeout_s
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.mailboxes = Mailboxes(self.say)
-        self.window = Window()
+        self.memory = Memory()
         self.connections = Connections(self, world_size)
         self.on_lost: Callable[[PeerLost], None] | None = None
         self.at_exit: Callable[[], None] | None = None
         self.secret = b""
-        self._most_bytes: int | None = None
         self._pid = os.getpid()
         self.world_size = world_size
         self.has_failed = False
@@ -131,14 +121,14 @@ class Mesh:
         self.verdict = threading.Event()
         self._closing_at = math.inf
         self._thread: threading.Thread | None = None
-        self._switch_interval_s = sys.getswitchinterval()
+        self._switches = QuickSwitches()
 
     def open(self, addresses: Mapping[int, tuple[str, int]], secret: bytes) -> None:
         """Begins to watch the ranks that listen at these addresses."""
         self.secret = secret
         self.connections.open(addresses, secret)
         _meshes.add(self)
-        sys.setswitchinterval(min(self._switch_interval_s, _SWITCH_INTERVAL_S))
+        self._switches.begin()
         self._thread = threading.Thread(target=self._serve, name="dsgd-mesh", daemon=True)
         self._thread.start()
         for peer in self.watched:
@@ -157,7 +147,7 @@ class Mesh:
         self._closing_at = time.monotonic() + CLOSE_TIMEOUT_S
         self.connections.wake()
         thread.join()
-        sys.setswitchinterval(self._switch_interval_s)
+        self._switches.end()
 
     # ---- what is known, from any thread ----
 
@@ -228,21 +218,12 @@ class Mesh:
         if self.on_lost is not None:
             self.on_lost(lost)
 
-    def expect_at_most(self, nbytes: int) -> None:
-        """Limits the bytes of a message: see `Transport.expect_at_most`."""
-        self._most_bytes = max(nbytes, self._most_bytes or LEAST_LIMIT)
-
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes that a message may have."""
-        return MEMORY_BYTES if self._most_bytes is None else min(self._most_bytes, MEMORY_BYTES)
-
     def accept(self, sender: int, nbytes: int, kind: int, code: int) -> bool:
         """Accepts a header that announces a message; else takes its sender for lost.
 
         Returns whether the header is accepted.
         """
-        why_not = why_no_message(nbytes, kind, code, self.most_bytes)
+        why_not = why_no_message(nbytes, kind, code, self.memory.most_bytes)
         if why_not:
             self.lose(sender, why_not)
         return not why_not
@@ -289,9 +270,9 @@ class Mesh:
     def hear_news(self, connection: Connection, kind: int, key: Key, text: bytes) -> None:
         """Hears, in the mesh's thread, a farewell, a loss, what may lie where, or the agreement."""
         if kind == TAKEN:
-            self.window.hear_taken(connection.rank, key[1])
+            self.memory.window.hear_taken(connection.rank, key[1])
         elif kind == ASKED:
-            self.window.hear_asked(connection.rank, MAILBOX.pack(*key))
+            self.memory.window.hear_asked(connection.rank, MAILBOX.pack(*key))
         elif kind == HELD:
             self.mailboxes.hear_held(connection.rank, key)
         elif kind == FAREWELL:

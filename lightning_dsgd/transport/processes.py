@@ -216,7 +216,7 @@ class ProcessTransport(Endpoint):
         return lane
 
     def expect_at_most(self, nbytes: int) -> None:
-        self.mesh.expect_at_most(nbytes)
+        self.mesh.memory.expect_at_most(nbytes)
 
     def post(
         self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
@@ -228,9 +228,10 @@ class ProcessTransport(Endpoint):
             mark = self.mesh.port.mark()  # also for a CPU tensor: it tells of what this thread did
             self.mesh.mailboxes.deliver(dst, (channel, tag), kind, x, mark)
             return SENT
-        if x.nbytes > self.mesh.most_bytes:
+        most_bytes = self.mesh.memory.most_bytes
+        if x.nbytes > most_bytes:
             raise TransportError(
-                f"a message must have at most {self.mesh.most_bytes} bytes here, or its receiver "
+                f"a message must have at most {most_bytes} bytes here, or its receiver "
                 f"does not take it, got {x.nbytes} for rank {dst}; send it in several"
             )
         self.counters.count(self.wire.engine, x.nbytes)
@@ -311,7 +312,7 @@ class _Receipt(Expected):
             self._check(payload)
             port = port_of(self._like.device)
             self._landing = Landing(
-                port, payload, self._into, self._writable, self._net.mesh.pinned
+                port, payload, self._into, self._writable, self._net.mesh.memory.pinned
             )
         return self._landing.has_landed(self.num_come)
 

@@ -144,7 +144,7 @@ class Staging:
         """
         if self._pending and self._pending[dst, header[:16]]:
             return False
-        return is_on_host(x) and self._mesh.window.admit(dst, x.nbytes)
+        return is_on_host(x) and self._mesh.memory.window.admit(dst, x.nbytes)
 
     def send(self, dst: int, header: bytes, x: Tensor, *, copy: bool) -> Work[None]:
         """Starts sending; with `copy`, `x` may change at once, else once the Work is done."""
@@ -256,7 +256,7 @@ class Staging:
 
     def _has_room(self, job: _Job) -> bool:
         """Returns whether a message may leave; tells its receiver, once, if it may not."""
-        (dst, mailbox), window = job.key, self._mesh.window
+        (dst, mailbox), window = job.key, self._mesh.memory.window
         if self._closing_at is not None or dst in self._mesh.mailboxes.left:
             job.has_room = True
         elif job.is_held:
