@@ -13,7 +13,8 @@ does not matter which rank has computed it.  Ranks compute as many as they have 
     lanes    sum what each rank has finished; no training thread is needed for it
 
 **Grants look at speeds.**  The dealer grants no unit to a rank that would finish it after the other
-ranks could have finished all that is free.  A rank's speed is the median of its last units.
+ranks could have finished all that is free.  A rank's time is the median of its last units' times;
+before it has finished one, the median of the other ranks' times.
 
 **Backups.**  Where nothing is free, a rank that has nothing in hand may take over a unit of
 another, if it is expected to finish first:
@@ -215,6 +216,7 @@ class _Rank:
         num_answered: how many of these it was told that there is nothing at the moment
         is_waiting: whether it has nothing in hand, and may wait
         times: how long its last units took
+        time: the median of these; None: it has finished none
     """
 
     step: int = NONE
@@ -225,11 +227,12 @@ class _Rank:
     num_answered: int = 0
     is_waiting: bool = False
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
+    time: float | None = None
 
-    @property
-    def time(self) -> float | None:
-        """How long a unit takes it; None: nobody knows."""
-        return statistics.median(self.times) if self.times else None
+    def took(self, seconds: float) -> None:
+        """Notes how long a unit has taken this rank."""
+        self.times.append(seconds)
+        self.time = statistics.median(self.times)
 
 
 class Dealer:
@@ -259,6 +262,7 @@ class Dealer:
         self._done: set[int] = set()
         self._committed: dict[int, int] = {}
         self._asked: dict[int, int] = {}  # units that are being contested, and for which rank
+        self._usual: float | None = None  # the median of the ranks' times
 
     # ---- what is dealt ----
 
@@ -316,7 +320,8 @@ class Dealer:
         rank = self._ranks[sender]
         if rank.current != NONE:
             if done == rank.current:
-                rank.times.append(now - rank.since)
+                rank.took(now - rank.since)
+                self._usual = statistics.median(r.time for r in self._ranks if r.time is not None)
             self._disown(sender, rank.current)
         rank.current, rank.since = NONE, now  # if it has one ahead, it is about to begin that
         rank.num_ready += 1
@@ -380,9 +385,10 @@ class Dealer:
         if not any(rank.is_waiting and rank.ahead == NONE for rank in self._ranks):
             return math.inf
         looks = [
-            self._next_look_at(rank.since, rank.time, now)
+            self._next_look_at(rank.since, usual, now)
             for rank in self._ranks
-            if (rank.current, rank.ahead) != (NONE, NONE) and rank.time is not None
+            if (rank.current, rank.ahead) != (NONE, NONE)
+            if (usual := self._time_of(rank)) is not None
         ]
         return min(looks, default=math.inf)
 
@@ -420,24 +426,30 @@ class Dealer:
     def _is_best(self, number: int, now: float) -> bool:
         """Returns whether a rank finishes one more unit before the others could finish all free."""
         rank = self._ranks[number]
-        if rank.time is None:
+        own_time = self._time_of(rank)
+        if own_time is None:
             return True
-        end = self._free_at(rank, now) + rank.time
+        end = self._free_at(rank, now) + own_time
         capacity = 0
         for other in self._ranks:
-            if other is rank or other.step != self.step or other.time is None:
+            time = self._time_of(other)
+            if other is rank or other.step != self.step or time is None:
                 continue
             if other.current == NONE and other.ahead == NONE and not other.is_waiting:
                 continue
-            left = end - self._free_at(other, now) - _SLACK * other.time
-            capacity += max(0, math.floor(left / max(other.time, _SHORTEST_S)))
+            left = end - self._free_at(other, now) - _SLACK * time
+            capacity += max(0, math.floor(left / max(time, _SHORTEST_S)))
             if capacity >= self._num_free:
                 return False
         return True
 
+    def _time_of(self, rank: _Rank) -> float | None:
+        """Returns how long a unit takes a rank; None: no rank has finished one."""
+        return self._usual if rank.time is None else rank.time
+
     def _free_at(self, rank: _Rank, now: float) -> float:
         """Returns when a rank is expected to have finished all that it has."""
-        usual = rank.time or 0.0
+        usual = self._time_of(rank) or 0.0
         if rank.current == NONE and rank.ahead == NONE:
             return now
         elapsed = now - rank.since
@@ -446,12 +458,13 @@ class Dealer:
 
     def _contest(self, number: int, now: float) -> None:
         """Has a rank that has nothing in hand take a unit over, if it would finish first."""
-        time = self._ranks[number].time
+        time = self._time_of(self._ranks[number])
         if time is None or number in self._asked.values():
             return
         latest, unit, holder = now + (1 + _SLACK) * time, NONE, NONE
         for other, rank in enumerate(self._ranks):
-            if rank.time is None:
+            usual = self._time_of(rank)
+            if usual is None:
                 continue
             end = self._free_at(rank, now)
             for held in (rank.ahead, rank.current):
@@ -459,7 +472,7 @@ class Dealer:
                     continue
                 if end > latest and self._may_contest(held, is_begun=held == rank.current):
                     latest, unit, holder = end, held, other
-                end -= rank.time
+                end -= usual
         if unit != NONE:
             self._asked[unit] = number
             self.outbox.append((holder, (CONTEST, self.step, unit)))

@@ -294,6 +294,15 @@ def test_nobody_waits_for_a_stall_with_backups() -> None:
     assert with_backups * 40 < without * 40 - 0.8 * MAX_LAG
 
 
+def test_a_rank_is_helped_with_its_first_unit() -> None:
+    """Nobody knows how long one takes rank 2, so it counts as long as the others' units take."""
+    stalled = deque([30.0])
+    world = World(4, 3, 4, lambda rank, step: stalled.pop() if rank == 2 and stalled else 0.25)
+    world.run().check()
+    assert sorted(world.ends)[2] < 5
+    assert world.ends[2] > 30
+
+
 def test_a_rank_behind_keeps_no_more_sums_than_it_may() -> None:
     stalled: deque[float] = deque([100.0])
     world = World(
