@@ -35,7 +35,12 @@ def ask_nobody_for_sigterm(trainer: Any) -> None:
 
 
 def give_back(trainer: Any) -> None:
-    """Undoes what `take_signals` and `ask_nobody_for_sigterm` have done."""
+    """Undoes what `take_signals` and `ask_nobody_for_sigterm` have done.
+
+    The Trainer would put back the handler of Ctrl-C that it has found, which is the session's; the
+    session puts back the script's own.
+    """
+    trainer._signal_connector._original_handlers.pop(signal.SIGINT, None)
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         vars(trainer._signal_connector).pop(name, None)

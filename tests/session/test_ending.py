@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
+import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +184,35 @@ def test_after_training_each_rank_ends_by_itself(tmp_path: Path) -> None:
     found = outcomes("local_sgd", tmp_path, Plan(1, "raise", "on_fit_end", 1), epochs=1)
     assert found[1].error == "ValueError: no such luck in on_fit_end"
     assert [outcome.exitcode for outcome in found] == [0, 1, 0]
+
+
+# What is left behind
+def own_handler(signum: int, frame: Any) -> None:
+    """A handler of the script's own."""
+
+
+def fit_and_forget(options: dict[str, Any]) -> tuple[bool, list[bool]]:
+    """Whether Ctrl-C is the script's own after a fit, and what the process still holds of it."""
+    signal.signal(signal.SIGINT, own_handler)
+    train = trainer(STRATEGIES["popsgd"](timeout_s=60.0, **options), 2, max_epochs=1)
+    model = Regression()
+    train.fit(model, loader(64), loader(16))
+    is_own = signal.getsignal(signal.SIGINT) is own_handler
+    held = [weakref.ref(each) for each in (model, train.optimizers[0], train.strategy)]
+    del model, train
+    gc.collect()
+    return is_own, [ref() is not None for ref in held]
+
+
+@cases(
+    "options",
+    now=[{"on_loss": "continue"}],
+    later=[{}, {"on_loss": "continue", "data": "claimed"}],
+)
+def test_nothing_holds_a_training_that_is_over(options: dict[str, Any]) -> None:
+    """And Ctrl-C is what it was before: Lightning puts back all handlers that it has found."""
+    found = FitWorld().run(2, fit_and_forget, options)
+    assert found == [(True, [False] * 3)] * 2
 
 
 # A rank that is told to stop stops all
