@@ -19,6 +19,7 @@ from lightning_dsgd.algorithms.wagma import WAGMA
 from lightning_dsgd.primitives import topology
 from lightning_dsgd.primitives.wait_avoiding import Grace, WaitAvoiding
 from lightning_dsgd.simulated import SimulatedWorld
+from lightning_dsgd.simulated.links import Links
 from tests.support.rank import Rank
 from tests.support.thorough import times
 
@@ -129,6 +130,39 @@ def test_every_version_is_executed_once_in_order_by_every_rank(seeds: range) -> 
             check_schedule(seed)
         except Exception as error:
             raise AssertionError(f"replay with check_schedule({seed}): {error}") from error
+
+
+class OneSlowLink(Links):
+    """A second passes until rank 3 has what rank 0 sends it."""
+
+    def _rates_of(self, message: Any) -> tuple[float, float]:
+        latency_s, bandwidth_bytes_s = super()._rates_of(message)
+        is_slow = (message.src, message.dst) == (0, 3)
+        return 1.0 if is_slow else latency_s, bandwidth_bytes_s
+
+
+class OfRank3(Recorder):
+    """Whose versions only rank 3 activates."""
+
+    def activator(self, version: int) -> int | None:
+        return 3
+
+
+def arrive_and_settle(net: Any) -> tuple[int, float]:
+    """How much is under way once this rank has settled, and when that is."""
+    engine = WaitAvoiding(net, OfRank3(net, 2, 100), Grace(net, 0.0))
+    engine.arrive(0)
+    engine.settle()
+    found = engine._num_unacknowledged, net.now()
+    engine.stop()
+    return found
+
+
+def test_a_rank_rests_once_its_activator_has_heard_it() -> None:
+    """Rank 0 tells rank 3, which no other message of the end goes to from rank 0."""
+    ranks = SimulatedWorld(4, latency_s=0.001, links=OneSlowLink).run(arrive_and_settle)
+    assert [number for number, _ in ranks] == [0] * 4
+    assert ranks[0][1] > 1.0
 
 
 def take_sums(net: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:

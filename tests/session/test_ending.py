@@ -140,6 +140,14 @@ def test_a_rank_that_fails_ends_all(name: str, plan: Plan, tmp_path: Path) -> No
 
 
 @LATER
+def test_a_rank_that_hangs_ends_all(tmp_path: Path) -> None:
+    plan, options = Plan(1, "SIGSTOP"), {"heartbeat_timeout_s": 8.0}
+    found = outcomes("local_sgd", tmp_path, plan, options=options)
+    check_named(found, 1, "has not answered for")
+    assert found[1].exitcode == -signal.SIGKILL
+
+
+@LATER
 def test_a_rank_that_cannot_notice_is_ended(tmp_path: Path) -> None:
     plans = Plan(2, "SIGKILL", second=True), Plan(1, "sleep")
     found = outcomes("no_sync", tmp_path, *plans, notice_within_s=5.0)
@@ -260,11 +268,28 @@ def test_a_failed_training_is_saved_by_rank_0_if_that_is_alive(rank: int, tmp_pa
     Regression.load_from_checkpoint(tmp_path / "saved.ckpt")
 
 
-def test_a_rank_that_dies_between_order_and_stop_ends_all(tmp_path: Path) -> None:
+@LATER
+def test_sigterm_in_the_last_batch_is_not_forgotten(tmp_path: Path) -> None:
+    """Rank 2 waits, in its last batch, until rank 1 has asked."""
+    plans = Plan(1, "SIGTERM", at=16), Plan(-1, "wait", at=16, late_s=3.0)
+    found = outcomes("local_sgd", tmp_path, *plans, epochs=1)
+    check_stopped(found, tmp_path, 1, [16] * 3)
+
+
+@LATER
+def test_a_rank_that_fails_while_all_stop_ends_all(tmp_path: Path) -> None:
+    plans = Plan(1, "SIGTERM"), Plan(2, "raise", "on_save_checkpoint", 1)
+    found = outcomes("local_sgd", tmp_path, *plans, saves=True)
+    assert found[2].error == "ValueError: no such luck in on_save_checkpoint"
+    check_named(found, 2, "")
+
+
+@cases("how", now=["SIGKILL"], later=["raise"])
+def test_a_rank_that_fails_between_order_and_stop_ends_all(how: str, tmp_path: Path) -> None:
     """Rank 0 holds at its next batch, so that all others still make one more."""
-    plans = Plan(0, "SIGTERM", at=20), Plan(2, "SIGKILL", at=21, late_s=0.5)
+    plans = Plan(0, "SIGTERM", at=20), Plan(2, how, at=21, late_s=0.5)
     found = outcomes("local_sgd", tmp_path, *plans, options={"sync_period": 100})
-    check_named(found, 2, "died")
+    check_named(found, 2, "failed: ValueError" if how == "raise" else "died")
 
 
 # Jobs that start their own processes: each is an interpreter that imports torch and Lightning for

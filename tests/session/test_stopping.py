@@ -1,18 +1,27 @@
-"""How a rank waits for rank 0's word, in one process: it notices a loss, and waits no longer."""
+"""All ranks do something after the same batch: what they agree, in real processes; and how a rank
+waits for rank 0's word, in one process: it notices a loss, and waits no longer.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from lightning_dsgd.session.stopping import AgreedBatch
+from lightning_dsgd.session.purposes import END_EPOCH
+from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.stopping import END, MEET, SAVE, STOP, AgreedBatch
 from lightning_dsgd.transport import PeerLost, Timeout
+from tests.support.launched import until
+from tests.support.worlds import ProcessWorld
 
 SOON_S = 20.0  # on a busy machine; else nothing would end the wait
+EMPTY = torch.empty(0)
 
 
 class Silent:
@@ -63,3 +72,134 @@ def test_a_rank_that_waits_for_rank_0_notices_its_loss(wait: str) -> None:
     net.lost = PeerLost(0, "died")
     found = raised_by(getattr(held(net), wait))
     assert found is net.lost
+
+
+# ---- what all agree ----
+def do_as_agreed(
+    net: Any, asks: dict[int, list[tuple[int, int, int]]], apart_until: int = 0
+) -> tuple[int, list[Any]]:
+    """Steps in a ring; at a batch a rank asks for what it has been told to.
+
+    Until some batch a rank waits for the answer, for else two wishes may become one.
+    """
+    agreed = AgreedBatch(net.sub("stop"))
+    done = []
+    batches = 0
+    while agreed.may_begin_batch():
+        batches += 1
+        for at, what, detail in asks.get(net.rank, []):
+            if at == batches:
+                agreed.ask(what, detail)
+                if at < apart_until:
+                    agreed.finish()
+        net.send(EMPTY, (net.rank + 1) % net.world_size)
+        net.recv(EMPTY, (net.rank - 1) % net.world_size).wait()
+        done += [(batches, *due) for due in agreed.due()]
+        if any(what == END for _, what, _ in done):
+            break
+    agreed.finish()
+    net.barrier().wait()
+    agreed.close()
+    return batches, done
+
+
+def ask_again_and_again(net: Any) -> tuple[int, list[Any]]:
+    asks = {
+        0: [(40, SAVE, 0), (80, SAVE, 1)],
+        1: [(20, SAVE, 0), (80, SAVE, 1), (120, END, 0)],
+        2: [(60, SAVE, 0), (80, SAVE, 0), (120, END, 0)],
+    }
+    return do_as_agreed(net, asks, apart_until=80)
+
+
+def stop_while_others_save(net: Any) -> tuple[int, list[Any]]:
+    asks = {0: [(30, SAVE, 0)], 1: [(30, STOP, 15)], 2: [(30, SAVE, 0), (31, STOP, 15)]}
+    return do_as_agreed(net, asks)
+
+
+def ask_and_leave(net: Any) -> None:
+    """What a rank asks in its last batch does not outlive the network."""
+    agreed = AgreedBatch(net.sub("stop"))
+    assert agreed.may_begin_batch()
+    agreed.ask(SAVE, net.rank)
+    agreed.finish()
+    net.barrier().wait()
+    agreed.close()
+
+
+def ask_in_each_way(net: Any) -> list[Any]:
+    found = [ask_again_and_again(net.sub("again")), stop_while_others_save(net.sub("stop"))]
+    ask_and_leave(net.sub("leave"))
+    return found
+
+
+def test_all_ranks_do_the_same_after_the_same_batch_whoever_asks() -> None:
+    """One asks for what another has asked for already, two ask at once, and one asks as it ends."""
+    first, *others = ProcessWorld().run(3, ask_in_each_way)
+    assert others == [first] * 2
+    (batches, done), (_, while_others_save) = first
+    assert done[-1] == (batches, END, 0)
+    assert batches > 120
+    saves = [(at, detail) for at, what, detail in done if what == SAVE]
+    assert min(at for at, detail in saves if detail == 0) > 20
+    assert len([at for at, detail in saves if detail == 0]) == 4
+    assert min(at for at, detail in saves if detail == 1) > 80
+    assert {what for _, what, _ in while_others_save} <= {SAVE}
+
+
+def miss_a_meeting(net: Any) -> list[bool]:
+    """Ranks claim batches; the first asks the others to meet it, and has none left to do so."""
+    session, is_first = Session(), net.rank == 0
+    session.rank, session.world_size = net.rank, net.world_size
+    session.open(net)
+    agreed = AgreedBatch(net.sub("stop"), is_of_each=True)
+    parts = {"replica": SimpleNamespace(parts=(), settle=bool), "claimed": agreed}
+    session.training = SimpleNamespace(agreed=agreed, algorithm=None, **parts)
+    came = []
+    for epoch in range(2):
+        assert agreed.may_begin_batch()
+        assert not agreed.meets_now()
+        net.barrier().wait()
+        if is_first:
+            agreed.ask_to_meet()
+        until(lambda epoch=epoch: agreed.num_told > epoch)
+        if epoch or not is_first:
+            assert agreed.may_begin_batch()
+            assert agreed.meets_now()
+            came.append(session.meet(MEET))
+        came.append(session.meet(END_EPOCH))
+    agreed.finish()
+    net.barrier().wait()
+    agreed.close()
+    return came
+
+
+def test_a_rank_that_missed_a_meeting_asks_for_another_and_waits_for_nobody() -> None:
+    """Else the first rank stands alone from its next batch on, until the others end their epoch."""
+    first, *others = ProcessWorld().run(3, miss_a_meeting)
+    assert first == [True, True, True]
+    assert others == [[False, True, True, True]] * 2
+
+
+# ---- what one rank makes of rank 0's words ----
+@pytest.mark.parametrize("heard_after", [0, 2])
+def test_a_rank_comes_once_for_each_wish_whenever_it_hears_of_it(heard_after: int) -> None:
+    """Else one comes once more than the others, and waits for them."""
+    agreed, came = AgreedBatch(Silent(), serves=False), []  # type: ignore[arg-type]
+    agreed._take(MEET, 0, 0, 1)
+    for number in range(4):
+        if number == heard_after:
+            agreed._take(MEET, 0, 1, 2)
+        came += [number] * agreed.meets_now()
+        assert agreed.may_begin_batch()
+    assert came == [1, 2]
+
+
+def test_a_rank_that_misses_a_save_forgets_that_one_alone() -> None:
+    agreed = AgreedBatch(Silent(), serves=False)  # type: ignore[arg-type]
+    for number in (0, 1):
+        agreed._take(SAVE, number, 0, 1 + number)
+    agreed.forget([SAVE], agreed.num_told)
+    for _ in range(2):
+        assert agreed.may_begin_batch()
+    assert agreed.due() == [(SAVE, 1)]

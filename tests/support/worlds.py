@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
@@ -361,6 +362,8 @@ def collect(
 
 
 def _run_rank(pipe: Connection, *given: Any) -> None:
+    if preloaded.get_start_method() == "fork":
+        warnings.resetwarnings()  # to a rank of the server pytest's "error" does not come either
     torch.set_num_threads(1)
     error = run_joined(pipe, *given)
     pipe.close()
