@@ -430,24 +430,35 @@ MOMENTS = {
     "while the consensus file is written": (0, "save", 4, "half-way", 8),
     "once the consensus file counts": (0, "replace", 3, "after", 16),
 }
+MORE_MOMENTS = {
+    "before a replica is written": (1, "save", 2, "before", 8),
+    "after a replica is written": (1, "save", 2, "after", 8),
+    "before the consensus file is written": (0, "save", 4, "before", 8),
+    "before the consensus file counts": (0, "replace", 3, "before", 8),
+    "before a replica has its name": (1, "replace", 2, "before", 16),
+}
 
 
+@pytest.mark.parametrize(
+    "moments",
+    [pytest.param(MOMENTS, id="three"), pytest.param(MORE_MOMENTS, id="all others", marks=LATER)],
+)
 def test_a_rank_killed_in_a_save_leaves_the_older_checkpoint_or_the_newer_whole(
-    straight: Straight, tmp_path: Path
+    moments: dict[str, Any], straight: Straight, tmp_path: Path
 ) -> None:
     """Both in one place; whichever it is, training goes on from it to the bit."""
     paths = []
-    for moment, (rank, *script, _) in MOMENTS.items():
+    for moment, (rank, *script, _) in moments.items():
         folder = tmp_path / moment
         died = FitWorld().outcomes(2, train_and_die, rank, *script, str(folder))
         assert died[rank].exitcode == -signal.SIGKILL, moment
         assert f"rank {rank}" in died[1 - rank].error, moment
         paths.append(folder / "same.ckpt")
-        if rank == 1:
+        if rank == 1 and "replica is" in moment:
             assert names(folder) == ["same.ckpt", "same.ckpt.replicas"], moment
             assert names(folder / "same.ckpt.replicas") == REPLICAS, moment
     resumed = resume_each(2, "local_sgd", 4, tmp_path, *paths)
-    for (moment, (*_, steps)), results in zip(MOMENTS.items(), resumed, strict=True):
+    for (moment, (*_, steps)), results in zip(moments.items(), resumed, strict=True):
         for one, other in zip(straight("local_sgd"), results, strict=True):
             assert other["begin"]["steps"] == steps, moment
             assert other["end"] == one["end"], moment
@@ -504,6 +515,43 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing_on_any(tmp_path: Path) -> 
                 else:
                     assert error.startswith("RuntimeError: every rank must be able to write"), what
                     assert f"got OSError: {FULL} on rank {failing}; nothing is left" in error, what
+
+
+def save_and_watch(net: Any, path: Path) -> list[str]:
+    """Which files and folders a save syncs and renames, in order."""
+    events = []
+    root = path.parents[1]
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(opened: int) -> None:
+        events.append(f"fsync {Path(f'/proc/self/fd/{opened}').readlink().relative_to(root)}")
+        fsync(opened)
+
+    def watched_replace(old: Any, new: Any) -> None:
+        events.append(f"replace {Path(old).relative_to(root)} {Path(new).relative_to(root)}")
+        replace(old, new)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", watched_fsync)
+        patch.setattr(os, "replace", watched_replace)
+        content = record.with_record({"state_dict": {}}, {})
+        files.save(TorchCheckpointIO(), net, path, content, content)
+    return events
+
+
+def test_what_a_save_renames_is_on_the_disk_before(tmp_path: Path) -> None:
+    """Files and their folders; and the new name of the consensus before those of the replicas."""
+    ((*events,),) = ProcessWorld().run(1, save_and_watch, tmp_path / "new" / "x.ckpt")
+    replica = "new/x.ckpt.replicas/rank_00000.pt"
+    assert events == [
+        f"fsync {replica}.new",
+        "fsync new/x.ckpt.replicas",
+        "fsync new",
+        "fsync new/x.ckpt.new",
+        "replace new/x.ckpt.new new/x.ckpt",
+        "fsync new",
+        f"replace {replica}.new {replica}",
+    ]
 
 
 def save_alone(net: Any, folder: Path) -> None:
