@@ -47,6 +47,8 @@ class World:
     """After how many slots all ranks leave a step, as where training is stopped early."""
     now: float = 0.0
     void: int = 0
+    lag: int = 0
+    """By how many steps a rank was behind one that closed, at most."""
     num_messages: int = 0
     entered: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
@@ -163,6 +165,7 @@ class World:
                 if words[0] == CLOSED:
                     self.closed[receiver].append(words[1])
                     self.sums[words[1]] += 1
+                    self.lag = max(self.lag, words[1] - min(hand.step for hand in self.hands))
 
         self.plan(at - self.now, arrive)
 
@@ -310,4 +313,5 @@ def test_a_rank_behind_keeps_no_more_sums_than_it_may() -> None:
     ).run()
     world.check()
     # Rank 2 has begun step 9 and no later one while the others' steps close.
+    assert world.lag == MAX_LAG
     assert max(world.ends) == pytest.approx(100.0 + 30, abs=25)

@@ -98,6 +98,34 @@ def test_fabrics_weights_are_those_of_one_process_on_all_batches() -> None:
         torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
 
 
+def train_unevenly() -> tuple[Tensor, int]:
+    """Rank 0 has five batches and rank 1 three: the steps that rank 1 has none for count alone."""
+    model, optimizer = make()
+    num_steps = 0
+    with dsgd.decentralized(model, optimizer, dsgd.Balanced(), timeout_s=30.0) as replica:
+        mine = range(40, 64) if replica.rank else range(40)
+        for batches in replica.steps(DataLoader(DATA, 8, sampler=mine)):
+            num_steps += 1
+            optimizer.zero_grad()
+            for batch in batches:
+                model.loss(batch).backward()
+            optimizer.step()
+    return weights(model), num_steps
+
+
+def test_ranks_may_have_different_numbers_of_batches() -> None:
+    model, optimizer = make()
+    for step in range(5):
+        optimizer.zero_grad()
+        firsts = [step * 8, 40 + step * 8] if step < 3 else [step * 8]
+        for first in firsts:
+            (model.loss(DATA[first : first + 8]) / len(firsts)).backward()
+        optimizer.step()
+    for x, num_steps in run(2, train_unevenly):
+        assert num_steps == 5
+        torch.testing.assert_close(x, weights(model), rtol=1e-5, atol=1e-6)
+
+
 def leave_early() -> None:
     model, optimizer = make()
     with dsgd.decentralized(model, optimizer, dsgd.Balanced(), timeout_s=30.0) as replica:
@@ -113,6 +141,12 @@ def step_alone() -> None:
             optimizer.step()
 
 
+def accumulate_nothing() -> None:
+    model, optimizer = make()
+    with dsgd.decentralized(model, optimizer, dsgd.Balanced(), timeout_s=30.0) as replica:
+        next(iter(replica.steps(loader_of(replica.rank), 0)))
+
+
 def ask_another() -> None:
     model, optimizer = make()
     with dsgd.decentralized(model, optimizer, dsgd.AllReduce(), timeout_s=30.0) as replica:
@@ -124,6 +158,7 @@ def ask_another() -> None:
     [
         (leave_early, "all micro-batches of a step must be computed"),
         (step_alone, "got a step without one; loop over"),
+        (accumulate_nothing, "accumulate must be at least 1, got 0"),
         (ask_another, "got allreduce; use Balanced()"),
     ],
 )
