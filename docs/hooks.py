@@ -1,4 +1,4 @@
-"""What the site takes from elsewhere: changelog, examples, contracts, and a list of algorithms."""
+"""What the site takes from elsewhere: changelog, examples, contracts and docstrings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
 
-from lightning_dsgd import hyperparameters, wings
+from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithms import ALGORITHMS
 
 MODULE = re.compile(r"\]\(((?:\.\./)+)(lightning_dsgd/[\w/]+)\.py\)")
@@ -24,35 +25,25 @@ OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(benchmarks/[^)\s]+)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lists the strategies' pages in the order of the registry, and links to the repository."""
+    """Links to the repository, once its address is known."""
     project = tomllib.loads(Path(config.docs_dir).parent.joinpath("pyproject.toml").read_text())
     address = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
     if address:  # as a link, not as `repo_url`, with which pages ask GitHub for the number of stars
         config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": address}]
-    for section in config.nav or ():
-        if "Strategies" in section:
-            section["Strategies"] = strategies()
     return config
 
 
-def strategies() -> list[dict[str, str]]:
-    """A page for each module of algorithms: one may hold several, as a family."""
-    named: dict[str, list[str]] = {}
+def sections(page: str) -> str:
+    """For the algorithms that have no section on the page of strategies: what their files say."""
+    text = ""
     for algorithm in ALGORITHMS.values():
-        named.setdefault(algorithm.__module__.rpartition(".")[2], []).append(algorithm.name)
-    named |= {name: [name] for name in wings.ALGORITHMS}
-    return [
-        {first + (" and others" if others else ""): f"algorithms/{module}.md"}
-        for module, (first, *others) in named.items()
-    ]
-
-
-def page_of(algorithm: Any) -> str:
-    """For an algorithm that has no page of its own: what its file says."""
-    text = inspect.getdoc(inspect.getmodule(algorithm)) or ""
-    arguments = hyperparameters.arguments(algorithm)
-    what = inspect.getdoc(algorithm) or ""
-    return f"# {algorithm.name}\n\n{what}\n\n```text\n{text}\n\nArgs:\n{arguments}\n```\n"
+        section = algorithm.__module__.rpartition(".")[2]
+        if f"\n## {section}\n" not in page + text:
+            module = inspect.getdoc(inspect.getmodule(algorithm)) or ""
+            arguments = hyperparameters.arguments(algorithm)
+            what = inspect.getdoc(algorithm) or ""
+            text += f"\n## {section}\n\n{what}\n\n```text\n{module}\n\nArgs:\n{arguments}\n```\n"
+    return text
 
 
 def module_of(path: str) -> str:
@@ -68,7 +59,7 @@ def contracts(text: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds CHANGELOG.md, the contracts, and pages of examples and of algorithms without one."""
+    """Adds CHANGELOG.md, the contracts, and a page for each example."""
     root = Path(config.docs_dir).parent
     text = (root / "CHANGELOG.md").read_text()
     page = File.generated(
@@ -79,10 +70,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(page)
     text = Path(config.docs_dir, "internals.md").read_text()
     files.append(File.generated(config, "contracts.md", content=contracts(text)))
-    for algorithm in ALGORITHMS.values():
-        uri = f"algorithms/{algorithm.__module__.rpartition('.')[2]}.md"
-        if files.get_file_from_path(uri) is None:
-            files.append(File.generated(config, uri, content=page_of(algorithm)))
     for path in sorted(root.glob("examples/*.py")):
         text = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
         page = File.generated(
@@ -92,8 +79,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
     """Leads to contracts and examples, and to the repository for what the site does not have."""
+    if page.file.src_uri == "strategies.md":
+        markdown += sections(markdown)
     markdown = MODULE.sub(
         lambda found: f"]({found[1][3:]}contracts.md#{module_of(found[2])})", markdown
     )

@@ -19,13 +19,11 @@ PAGE = re.compile(r"^\s+- .+: ([\w/]+\.md)")
 
 
 def menu() -> Iterator[tuple[str, Path]]:
-    """Each page with its section, as mkdocs.yml lists them; docs/hooks.py adds the strategies."""
+    """Each page with its section, as mkdocs.yml lists them."""
     section = ""
     for line in (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines():
         if found := SECTION.match(line):
             section = found[1]
-        if section == "Strategies":
-            yield from ((section, page) for page in sorted(ROOT.glob("docs/algorithms/*.md")))
         elif (found := PAGE.match(line)) and (page := ROOT / "docs" / found[1]).exists():
             yield section, page
 

@@ -106,14 +106,14 @@ def used(choice: Choice | None, pages: str = "") -> str:
     name, given = decisions.options(choice.strategy, choice.data)
     known = BY_UNITS | ALGORITHMS
     module = known[name].__module__ if name in known else name
-    page = module.rpartition(".")[2]
+    section = module.rpartition(".")[2]
     settings = [f"`{key}={decisions.written(value)}`" for key, value in given.items()]
     if choice.data == CLAIMED:
         settings[-1] = f"[{settings[-1]}]({pages}claimed_batches.md)"
     *others, last = settings or [""]
     joined = f"{', '.join(others)} and {last}" if others else last
-    folder = "" if name in BY_UNITS else "algorithms/"
-    text = f"[`{name}`]({pages}{folder}{page}.md)" + (f" with {joined}" if joined else "")
+    page = f"{section}.md" if name in BY_UNITS else f"strategies.md#{section}"
+    text = f"[`{name}`]({pages}{page})" + (f" with {joined}" if joined else "")
     return text + (f" ({choice.least_ranks} ranks or more)" if choice.least_ranks > 2 else "")
 
 

@@ -32,8 +32,8 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 # ---- tables ----
-PAGES = "index choosing examples"
-RESEARCH = "choosing time_to_target wagma papers paper_recipes"
+PAGES = "index choosing strategies examples"
+RESEARCH = "choosing strategies time_to_target wagma papers paper_recipes"
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,23 @@ def test_the_picture_of_real_runs_says_the_shares_of_its_result() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=lambda a: a.name)
-def test_every_algorithm_has_a_page_that_names_its_hyperparameters(algorithm: Any) -> None:
-    page = (DOCS / "algorithms" / f"{algorithm.__module__.rpartition('.')[2]}.md").read_text()
-    assert f'"{algorithm.name}"' in page
-    assert all(f"`{name}`" in page for name in algorithm().hyperparameters())
+def test_every_algorithm_has_a_section_that_names_its_hyperparameters(algorithm: Any) -> None:
+    page = (DOCS / "strategies.md").read_text()
+    head = f"\n## {algorithm.__module__.rpartition('.')[2]}\n"
+    section = page.partition(head)[2].partition("\n## ")[0]
+    assert f'"{algorithm.name}"' in section
+    assert all(f"`{name}`" in section for name in algorithm().hyperparameters())
 
 
 def test_every_result_is_shown_on_a_page() -> None:
-    """A result's folder has the name of the page that tells of it."""
+    """A result's folder has the name of the page, or of the strategy, that it tells of."""
     text = "".join(page.read_text() for page in EVERY)
     shown = set(re.findall(r"\((?:\.\./)*(?:docs/)?results/([\w./]+)\)", text))
     results = DOCS / "results"
     assert shown == {path.relative_to(results).as_posix() for path in results.rglob("*.*")}
-    assert {folder.name for folder in results.iterdir()} <= {page.stem for page in EVERY}
+    assert {folder.name for folder in results.iterdir()} <= {page.stem for page in EVERY} | {
+        *ALGORITHMS
+    }
 
 
 # ---- the example ----

@@ -113,19 +113,19 @@ def _entry(cells: tuple[str, ...], width: int) -> str:
     return "\n".join([brief[0], *lines])
 
 
-def markdown(pages: str, columns: tuple[str, ...] = COLUMNS) -> str:
+def markdown(page: str, columns: tuple[str, ...] = COLUMNS) -> str:
     """Returns the table for a document.
 
     Args:
-        pages: the folder with the algorithms' pages, for the links
+        page: the page with a section for each module of algorithms, for the links
         columns: which of `COLUMNS` the table has
     """
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for algorithm in ALGORITHMS.values():
         cells = dict(zip(COLUMNS, row(algorithm), strict=True))
-        page = algorithm.__module__.rpartition(".")[2]
+        section = algorithm.__module__.rpartition(".")[2]
         cells = {column: cells[column].replace("|", r"\|") for column in columns}
-        cells["name"] = f"[`{algorithm.name}`]({pages}{page}.md)"
+        cells["name"] = f"[`{algorithm.name}`]({page}#{section})"
         lines.append("| " + " | ".join(cells.values()) + " |")
     return "\n".join(lines)
 

@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--markdown",
-        metavar="PAGES",
-        help="prints a Markdown table that links to the pages in this folder",
+        metavar="PAGE",
+        help="prints a Markdown table that links to the sections of this page",
     )
     parser.add_argument("--json", action="store_true", help="prints JSON, for programs")
     given = parser.parse_args(argv)

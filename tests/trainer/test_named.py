@@ -52,7 +52,7 @@ for package in (lightning, pytorch_lightning):
     made = package.Trainer(strategy="theirs", devices=1, accelerator="cpu", logger=False)
     assert made.strategy.algorithm.patience == 3
 assert lightning_dsgd.TheirsStrategy(patience=5).algorithm.patience == 5
-assert "`theirs`" in catalogue.markdown("pages/")
+assert "`theirs`" in catalogue.markdown("page.md")
 main(["strategies", "theirs"])
 from tests.algorithms.table import TABLE
 assert "theirs" in TABLE
