@@ -20,8 +20,8 @@ MODULE = re.compile(r"\]\(((?:\.\./)+)(lightning_dsgd/[\w/]+)\.py\)")
 CONTRACT = "::: {}\n    options: {{members: {}, heading_level: 2, show_root_full_path: true}}\n"
 MEMBERS = {"lightning_dsgd.session.phases": "[FOLLOWING]"}
 """What a contract's module shows besides its docstring."""
-OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(benchmarks/[^)\s]+)\)")
-"""A link from a page of the site to the research tree, which the site does not have."""
+OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+((?:benchmarks/|[A-Z]+\b)[^)\s]*)\)")
+"""A link to what the site does not have: the research tree, and files at the repository's root."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -58,16 +58,18 @@ def contracts(text: str) -> str:
     return "# The contracts\n\nThe docstrings of the modules.\n\n" + "\n".join(directives)
 
 
+def from_docs(text: str) -> str:
+    """A page of the repository's root, with links as from the folder of the documents."""
+    text = re.sub(r"\]\((?!\w+:|#)", "](../", text)
+    return text.replace("](../docs/", "](").replace("](../CHANGELOG.md", "](changelog.md")
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds CHANGELOG.md, the contracts, and a page for each example."""
+    """Adds README.md, CHANGELOG.md, the contracts, and a page for each example."""
     root = Path(config.docs_dir).parent
-    text = (root / "CHANGELOG.md").read_text()
-    page = File.generated(
-        config,
-        "changelog.md",
-        content=text.replace("](docs/", "](").replace("](benchmarks/", "](../benchmarks/"),
-    )
-    files.append(page)
+    for name, uri in (("README.md", "index.md"), ("CHANGELOG.md", "changelog.md")):
+        text = from_docs((root / name).read_text())
+        files.append(File.generated(config, uri, content=text))
     text = Path(config.docs_dir, "internals.md").read_text()
     files.append(File.generated(config, "contracts.md", content=contracts(text)))
     for path in sorted(root.glob("examples/*.py")):

@@ -26,7 +26,7 @@ from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.lab import decisions, target_rows
 from lightning_dsgd.lab.adaptive import own_rate
 from lightning_dsgd.lab.advise import accuracy, memory
-from lightning_dsgd.lab.catalogue import BRIEF, markdown
+from lightning_dsgd.lab.catalogue import markdown
 from lightning_dsgd.lab.decisions import Choice, Situation
 from lightning_dsgd.lab.epochs import CLAIMED
 from lightning_dsgd.lab.in_force import lacks, measured_with
@@ -40,20 +40,11 @@ TARGETS = [
 ]
 TABLE = re.compile(r"(<!-- lightning-dsgd strategies --markdown (\S+) -->\n)(?:.+\n)*")
 RECIPES = re.compile(r"(<!-- what (\S+)/\*.yaml say at their beginning -->\n)(?:.+\n)*")
-SHORT = re.compile(r"(<!-- the strategies in short, with pages in (\S+) -->\n)(?:.+\n)*")
 DECISIONS = re.compile(r"(<!-- what to use -->\n)(?:.+\n)*")
 DECISIONS_IN_SHORT = re.compile(r"(<!-- what to use in short, with pages in (\S+) -->\n)(?:.+\n)*")
-IN_SHORT = (
-    "alike",
-    "adam",
-    "unknown",
-    "random",
-    "heavy-tail",
-    "slow-rank",
-    "slow-link",
-    "memory",
-    "sharded",
-)
+IN_SHORT = ("alike", "unknown", "random", "heavy-tail", "slow-rank", "slow-link", "memory")
+WITH_ADAM = (decisions.DDP, decisions.BALANCED, "allreduce")
+"""These step with the sum of all gradients, so Adam's steps are those of DDP."""
 GAINS = re.compile(r"(<!-- what the first choices gained, with pages in (\S+) -->\n)(?:.+\n)*")
 GAINED = ("random", "heavy-tail", "slow-rank", "slow-link")
 WORDS = {decisions.FIRST: "", decisions.THEN: "then ", decisions.OWN_RATE: "with DDP's rate: "}
@@ -118,18 +109,23 @@ def used(choice: Choice | None, pages: str = "") -> str:
 
 
 def decisions_in_short(pages: str) -> str:
-    """One row for each answer: situations with the same one are in the same row."""
+    """One row for each answer: situations with the same one are in the same row.
+
+    What a situation chooses for SGD was measured with its best learning rate; a choice that was not
+    gives way to the one that keeps DDP's.
+    """
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in IN_SHORT:
         here = decisions.SITUATIONS[name]
-        keeps = here.choice(decisions.SAME_LOSS) or here.choice(decisions.OWN_RATE)
-        if here.first.strategy in (decisions.DDP, decisions.BALANCED):
-            choices: tuple[Choice | None, ...] = (here.first, None)
-        else:
-            choices = (keeps, here.first)
-        rows.setdefault(tuple(used(each, pages) for each in choices), []).append(here.short)
+        cases = (decisions.SAME_LOSS, decisions.FIRST, decisions.OWN_RATE)
+        found = (here.choice(case) for case in cases)
+        stay = Choice(decisions.FIRST, decisions.DDP, "Nothing here sums gradients in less.")
+        with_adam = next((each for each in found if each and each.name in WITH_ADAM), stay)
+        with_sgd = here.first if here.first.source else here.choice(decisions.OWN_RATE)
+        cells = (used(with_adam, pages), used(with_sgd, pages))
+        rows.setdefault(cells, []).append(here.short)
     lines = [
-        "| your situation | DDP's learning rate stays | a learning rate of its own |",
+        "| your situation | with Adam, or to keep DDP's loss | with SGD, and another loss curve |",
         "|---|---|---|",
     ]
     for cells, situations in rows.items():
@@ -361,7 +357,6 @@ def renewed(text: str) -> str:
     text = DECISIONS.sub(lambda found: f"{found[1]}{all_decisions()}\n", text)
     text = DECISIONS_IN_SHORT.sub(lambda found: f"{found[1]}{decisions_in_short(found[2])}\n", text)
     text = GAINS.sub(lambda found: f"{found[1]}{gains(found[2])}\n", text)
-    text = SHORT.sub(lambda found: f"{found[1]}{markdown(found[2], BRIEF)}\n", text)
     text = RECIPES.sub(lambda found: f"{found[1]}{recipes(found[2])}\n", text)
     text = TIMES.sub(lambda found: f"{found[1]}{times(found[2], found[3])}\n", text)
     text = AT_BASELINES_LR.sub(

@@ -32,7 +32,7 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 # ---- tables ----
-PAGES = "index choosing strategies examples"
+PAGES = "choosing strategies examples"
 RESEARCH = "choosing strategies time_to_target wagma papers paper_recipes"
 
 

@@ -22,6 +22,7 @@ CARD: Final = ("#eef2f6", "#1c232c")
 COLOURS: Final = {
     "ddp": INK,
     "allreduce": INK,
+    "balanced": ("#4b8b00", "#8fd14f"),
     "wagma": ("#0072b2", "#58b4ee"),
     "popsgd": ("#009e73", "#31c99d"),
     "hpsgd": ("#d55e00", "#ff8b42"),
