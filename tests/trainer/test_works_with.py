@@ -1,4 +1,4 @@
-"""docs/evidence/works_with.md: what it says is shown, here or by the test that it names."""
+"""docs/works_with.md: what it says is shown, here or by the test that it names."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def test_ranks_that_step_together_prune_the_same_weights() -> None:
 # ---- the table ----
 def rows() -> list[tuple[str, str]]:
     """The features of the page, each with the test that shows it."""
-    page = (ROOT / "docs" / "evidence" / "works_with.md").read_text()
+    page = (ROOT / "docs" / "works_with.md").read_text()
     lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.endswith("` |")]
     return [(feature, shown_by.strip("`")) for feature, _, shown_by in lines]
 
