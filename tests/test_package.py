@@ -367,10 +367,10 @@ def test_wheel_carries_package_recipes_examples_and_no_more(wheel: zipfile.ZipFi
 
 def test_a_wheels_recipes_are_found(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
-    command = [sys.executable, "-m", "lightning_dsgd", "recipes", "paper/popsgd_gisette", "own"]
+    command = [sys.executable, "-m", "lightning_dsgd", "recipes", "sweeps/digits_wagma", "own"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=250)
-    for name in {"recipes/paper/popsgd_gisette.yaml"} | on_disk("examples/own/*.*"):
+    for name in {"recipes/sweeps/digits_wagma.yaml"} | on_disk("examples/own/*.*"):
         assert tmp_path.joinpath(name).read_text() == ROOT.joinpath(name).read_text()
 
 
@@ -390,12 +390,13 @@ def test_sdist_is_small_and_has_all_but_the_results(dist: Path) -> None:
     assert not [name for name in names if name.startswith("docs/results/")]
     patterns = (
         "benchmarks/**/*.py",
+        "benchmarks/papers/*",
         "docs/*",
         "lightning_dsgd/**/*.py",
         "tests/**/*.py",
         "recipes/*",
     )
-    kept = on_disk(*patterns) - {"recipes/paper", "recipes/sweeps"}
+    kept = on_disk(*patterns) - {"recipes/sweeps"}
     assert {name for name in kept if ROOT.joinpath(name).is_file()} <= names
 
 

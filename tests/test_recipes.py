@@ -24,7 +24,7 @@ from tests.support.worlds import FitWorld
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 SMALL = sorted(FOLDER.glob("*.yaml"))
-PAPER = sorted((FOLDER / "paper").glob("*.yaml"))
+PAPER = sorted(FOLDER.parent.glob("benchmarks/papers/*.yaml"))
 
 
 class Parser(LightningCLI):

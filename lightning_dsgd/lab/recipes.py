@@ -26,7 +26,6 @@ WIDTH: Final = 100
 HEADS: Final = {
     "recipes": "Small recipes, for one machine",
     "recipes/sweeps": "Sweeps, for W&B's agents",
-    "recipes/paper": "The papers' experiments",
     "examples": "Examples",
 }
 """The folders, and what they hold."""
