@@ -77,18 +77,19 @@ class Timeout(TransportError):
 
 
 class Reason(str):
-    """What became of a rank, in words that follow its name.
-
-    Args:
-        text: the words
-        ends_all: whether the training has failed, and not this rank alone: no view follows
-    """
+    """What became of a rank, in words that follow its name."""
 
     __slots__ = ("ends_all",)
     ends_all: bool
+    """Whether the training has failed, and not this rank alone: no view follows."""
 
     def __new__(cls, text: str, *, ends_all: bool = False) -> Reason:
-        """Makes the text, with the verdict beside it."""
+        """Makes the text, with the verdict beside it.
+
+        Args:
+            text: the words
+            ends_all: the verdict
+        """
         made = super().__new__(cls, text)
         made.ends_all = ends_all
         return made
