@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "probe": "measure what messages and sums cost on this cluster (`lightning-dsgd probe --help`)",
     "advise": "which strategy is fastest for you (`lightning-dsgd advise --help`)",
     "diagnose": "why a DDP job is slow, and what would help (`lightning-dsgd diagnose --help`)",
+    "why": "why a job is stuck: `lightning-dsgd why -- torchrun ... train.py`",
     "timeline": "draw where a run's time went (`lightning-dsgd timeline --help`)",
     "launch": "start a script's ranks, and look after them (`lightning-dsgd launch --help`)",
 }

@@ -13,6 +13,7 @@ from typing import Final
 WINGS: Final = {
     "simulated": "runs P ranks in one process on a virtual clock",
     "mpi": "carries messages by MPI",
+    "why": "names the rank, the line and the cause where a job is stuck",
     "lab": "measures, predicts and draws trainings",
     "sharded": "trains replicas that several ranks hold together",
     "elastic": "lets training go on where ranks are lost, join or leave",
@@ -28,6 +29,7 @@ COMMANDS: Final = {
     "diagnose": "lab.diagnose.command",
     "timeline": "lab.drawing.command",
     "launch": "elastic.launch.command",
+    "why": "why.command",
 }
 """The commands of `lightning-dsgd` that a wing carries out, and the module whose `main` does."""
 ALGORITHMS: Final = {"adaptive": "lab.adaptive"}

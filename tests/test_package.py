@@ -57,6 +57,7 @@ CORE = {
     "__main__": "cli",
 }  # fmt: skip
 WINGS = {
+    "why": "",
     "simulated": "transport",
     "mpi": "buffers devices transport",
     "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
@@ -89,6 +90,7 @@ LIBRARIES = {
     "torch.distributed": "elastic session plain.launch transport.native transport.pairs "
     "transport.parts transport.processes transport.process_group transport.rendezvous sharded "
     "trainer tasks.language fabric lab",
+    "lightning_dsgd_rank": "why.inside",  # on the path of a watched job alone
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
     f"pytorch_lightning cli tasks elastic.claimed elastic.taken_over {LAB_ON_RANKS}",

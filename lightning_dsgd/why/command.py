@@ -1,0 +1,110 @@
+"""Why a distributed job is stuck, or has ended badly: it names the rank, the line and the remedy.
+
+    lightning-dsgd why -- torchrun --nproc-per-node 4 train.py
+    lightning-dsgd why --end -- srun python train.py
+    lightning-dsgd why why_run/
+
+The program is not edited: Lightning, Fabric, plain PyTorch, Hugging Face.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_dsgd.why import job
+from lightning_dsgd.why.options import parser_of
+from lightning_dsgd.why.verdict import Verdict
+from lightning_dsgd.why.watch import TOLD, Watch
+
+STATUS_STUCK: Final = 1
+"""The exit status of a command that was ended as it was stuck."""
+_LOOKS_EVERY_S: Final = 0.5
+_AFTER_TROUBLE_S: Final = 10.0
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a command and watches it, or tells what was found in a run."""
+    given = sys.argv[2:] if argv is None else argv
+    place = given.index("--") if "--" in given else len(given)
+    parser = parser_of(__doc__)
+    args = parser.parse_args(given[:place])
+    command = given[place + 1 :]
+    if bool(command) == bool(args.run):
+        parser.error(
+            "either a command behind -- or the folder of a run must be given, got "
+            f"{'both' if command else 'none'}; try: lightning-dsgd why -- torchrun "
+            "--nproc-per-node 4 train.py"
+        )
+    if not args.stuck_after > 0:
+        parser.error(f"--stuck-after must be positive, got {args.stuck_after}; try 30")
+    sys.exit(_watch(parser, args, command) if command else _tell_of(parser, args.run))
+
+
+def _watch(parser: argparse.ArgumentParser, args: argparse.Namespace, command: list[str]) -> int:
+    folder: Path = args.to
+    if folder.exists() and any(folder.iterdir()):
+        parser.error(
+            f"--to must name a new or empty folder, got {folder}; remove it, or name another"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    beat_s = min(1.0, args.stuck_after / 10)
+    watch = Watch(folder, args.stuck_after, beat_s, time.monotonic, _tell)
+    try:
+        process = job.start(command, folder, beat_s)
+    except OSError as error:
+        parser.error(f"the command must be one that can be run, got {command[0]}: {error}")
+    # Both signals are for the command: it ends by them, and this process after it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    while process.poll() is None:
+        found = _looked(watch)
+        if found is not None and args.end and not found.is_late_only:
+            _tell(["ending the job, as --end says"])
+            job.end(process, watch.processes())
+            watch.write(command=command, exit_status=STATUS_STUCK)
+            return STATUS_STUCK
+        if found is not None:
+            watch.write(command=command)
+        time.sleep(min(_LOOKS_EVERY_S, beat_s))
+    status = job.exit_status(process.returncode)
+    watch.end(status)
+    watch.write(command=command, exit_status=status)
+    return status
+
+
+def _looked(watch: Watch) -> Verdict | None:
+    """Looks once; a watcher that fails says so, and the job goes on."""
+    try:
+        return watch.look()
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        _tell([f"the records could not be read, and the job goes on: {error!r}"])
+        time.sleep(_AFTER_TROUBLE_S)
+        return None
+
+
+def _tell(text: list[str]) -> None:
+    for line in text:
+        sys.stderr.write(f"why: {line}\n")
+    sys.stderr.flush()
+
+
+def _tell_of(parser: argparse.ArgumentParser, runs: list[Path]) -> int:
+    for run in runs:
+        try:
+            told: dict[str, Any] = json.loads((run / TOLD).read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"{run} must be the folder of a run that `why` has watched: {error}")
+        if len(runs) > 1:
+            sys.stdout.write(f"{run}:\n")
+        verdicts = told["told"]
+        for each in verdicts:
+            sys.stdout.write("\n".join(each["lines"]) + "\n")
+        if not verdicts:
+            sys.stdout.write(f"nothing was wrong; exit status {told.get('exit_status')}\n")
+    return 0
