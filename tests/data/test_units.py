@@ -18,7 +18,20 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.data.units import CLOSED, DEALER, MAX_LAG, NONE, Dealer, Hand
+from lightning_dsgd.data.units import (
+    ANSWER,
+    CLOSED,
+    CONTEST,
+    DEALER,
+    FINISHED,
+    GRANT,
+    MAX_LAG,
+    NONE,
+    READY,
+    VERDICT,
+    Dealer,
+    Hand,
+)
 from tests.support.thorough import times
 
 Time = Callable[[int, int], float]
@@ -239,6 +252,30 @@ def schedule(seed: int) -> World:
         homes=homes,
         skips=early.get,
     )
+
+
+def test_a_unit_that_enters_its_sum_is_contested_by_nobody() -> None:
+    """A lane hears the dealer while the training thread adds the unit to the sum."""
+    hand = Hand(1)
+    hand.begin_step(0)
+    hand.hear((GRANT, 0, 5, 0))
+    hand.begin()
+    assert hand.enter()
+    hand.hear((CONTEST, 0, 5))
+    assert hand.outbox[-1] == (ANSWER, 0, 5, FINISHED)
+
+
+def test_a_unit_that_is_dropped_is_not_told_as_finished() -> None:
+    """The rank that has the dealer's yes may not have heard it, and would hear CLOSED first."""
+    hand = Hand(1)
+    hand.begin_step(0)
+    hand.hear((GRANT, 0, 5, 1))
+    hand.begin()
+    assert hand.enter() is None
+    hand.hear((VERDICT, 0, 5, 0))
+    assert hand.enter() is False
+    hand.finish(has_entered=False)
+    assert hand.outbox[-1] == (READY, 0, NONE)
 
 
 @pytest.mark.parametrize("block", range(2))

@@ -378,6 +378,34 @@ def test_a_save_within_an_epoch_resumes_to_the_bit_with_a_stateful_loader(tmp_pa
         assert other["end"] == one["end"]
 
 
+class UnevenLoader(StatefulLoader):
+    """Of 8 batches of each rank rank 0 has 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if os.environ["RANK"] == "0":
+            del self.batches[6:]
+
+
+@LATER
+@pytest.mark.parametrize("file", ["step=4.ckpt", "step=6.ckpt", "step=6-v1.ckpt"])
+def test_ranks_with_different_numbers_of_batches_resume_within_an_epoch(
+    file: str, tmp_path: Path
+) -> None:
+    """Before rank 0 has done its batches; as it has; and as the other has too."""
+    options: dict[str, Any] = {"data": UnevenLoader, "val_check_interval": 2}
+    options["save"] = {
+        "filename": "{step}",
+        "monitor": "val_loss",
+        "save_on_train_epoch_end": False,
+    }
+    straight = run(2, "local_sgd", 3, str(tmp_path), **options)
+    resumed = run(2, "local_sgd", 3, str(tmp_path / "resumed"), str(tmp_path / file), **options)
+    for one, other in zip(straight, resumed, strict=True):
+        assert other["end"] == one["end"]
+        assert other["evaluated"] == one["evaluated"][-len(other["evaluated"]) :]
+
+
 # ---- a save is complete or absent ----
 VERBS: dict[str, tuple[Any, str]] = {
     "save": (TorchCheckpointIO, "save_checkpoint"),
