@@ -64,6 +64,7 @@ class Conditions:
         fragments: where each fragment of whole layers begins in x, and where the last one ends;
             only for an algorithm that has `num_layer_fragments`
         is_whole: whether x is all that the replica trains, and not one of its parts or a shard
+        goes_on: whether the others go on where a rank is lost
     """
 
     ranks_per_node: int | None = None
@@ -74,6 +75,7 @@ class Conditions:
     optimizer: Optimizer | None = None
     fragments: tuple[int, ...] = ()
     is_whole: bool = True
+    goes_on: bool = False
 
 
 ORDINARY: Final = Conditions()
@@ -225,7 +227,7 @@ class Algorithm:
     ) -> None:
         """Adds the gradients of one micro-batch to this rank's sum of a step.
 
-        Only an algorithm that `sums_units` is called, in this and the next two.
+        Only an algorithm that `sums_units` is called, in this and the next three.
 
         Args:
             step: the step
@@ -237,6 +239,10 @@ class Algorithm:
 
     def close_step(self, step: int) -> None:
         """Is called once all micro-batches of a step are in some rank's sum; may be in a lane."""
+        raise NotImplementedError
+
+    def await_sum(self, step: int) -> None:
+        """Waits until a step's mean is there."""
         raise NotImplementedError
 
     def take_sum(self, step: int) -> tuple[Tensor, Tensor]:

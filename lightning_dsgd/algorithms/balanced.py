@@ -15,6 +15,9 @@ A unit's gradient is made apart and then added to G_r, which autograd would do o
 makes the sum once all units of the step are there.  It needs no training thread of any rank: what a
 rank that stalls has finished is in its G_r, and the sums that it misses wait for it.
 
+Where the others go on without a lost rank, the lane sums a copy of G_r, so that a step whose sum
+breaks off loses what the lost rank had finished, and nothing else: see `data.losses`.
+
 Differs from DistributedDataParallel: which rank computes a micro-batch is not fixed, so what a rank
 draws at random while it computes (dropout) is another draw; BatchNorm sees micro-batches.
 
@@ -23,6 +26,7 @@ Sends 2(P-1)/P |g| a step, a flag for each parameter, and five messages of a few
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -36,7 +40,7 @@ from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, T
 from lightning_dsgd.devices import Mark, port_of
 from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives.own_device import await_step
-from lightning_dsgd.transport import Transport
+from lightning_dsgd.transport import PeerLost, Transport
 
 _WORDS: Final = torch.empty(0, dtype=torch.int64)
 
@@ -86,7 +90,14 @@ class Balanced(Algorithm):
         self._pool: list[tuple[Tensor, Mark]] = []
         self._views: dict[int, Sequence[Tensor]] = {}  # of each G_r, by where it lies
         self._taken: Tensor | None = None
-        self._last_made = -1
+        self._num_homes = net.world_size
+        self.made = self._last_made = -1
+        self._flags: Tensor | None = None  # of the step made last
+        self._half_made: tuple[int, Tensor, Mark] | None = None  # G of a step, before its flags
+        self._serve_in(net)
+
+    def _serve_in(self, net: Transport) -> None:
+        self.net = net
         self._home = net.sub("home")  # where the lane answers the training thread
         self._lane = net.spawn_lane(self._serve, "summer")
 
@@ -124,7 +135,8 @@ class Balanced(Algorithm):
             else:
                 torch._foreach_add_(ours, mine, alpha=scale)
         flags += torch.tensor([*(int(mine is not None) for mine in gradients), self.note])
-        await_step(self.net, g)  # before others are told that the unit is there
+        with contextlib.suppress(PeerLost):  # which the next wait of this rank meets
+            await_step(self.net, g)  # before others are told that the unit is there
 
     def _place(self, step: int) -> tuple[Tensor, Tensor, bool]:
         """Returns G_r, how many units have a gradient by parameter, and whether G_r is new."""
@@ -142,13 +154,17 @@ class Balanced(Algorithm):
         """Waits for a step's mean G; it is this rank's until it adds to the next step."""
         with self._lock:
             self._give_back()
-        while self._last_made < step:
-            [self._last_made] = self._home.recv(_WORDS, self.net.rank).wait().tolist()
+        self.await_sum(step)
         g, flags, made = self._made.pop(step)
         made.hold()
         self._port.keep(g)
         self._taken, self.notes = g, int(flags[-1])
         return g, flags[:-1]
+
+    def await_sum(self, step: int) -> None:
+        """Waits until a step's mean is there; this rank may take it then, or wait once more."""
+        while self._last_made < step:
+            [self._last_made] = self._home.recv(_WORDS, self.net.rank).wait().tolist()
 
     def before_update(self, x: Tensor, g: Tensor) -> None:
         if len(g):
@@ -184,6 +200,40 @@ class Balanced(Algorithm):
         """Has the lane make the sum of a step, of which every unit has entered some rank's G_r."""
         self._lane.tell(torch.tensor([step]))
 
+    # ---- where a rank is lost: the training thread, once the lane is stopped ----
+
+    def holds(self, step: int) -> bool:
+        """Returns whether this rank's G_r of a step is there, in whole."""
+        return step in self._sums
+
+    def flags_of(self, step: int) -> Tensor:
+        """Returns the flags of the step made last; zeros where this rank has made another."""
+        is_there = self.made == step and self._flags is not None
+        return self._flags.clone() if is_there and self._flags is not None else self._no_flags()
+
+    def make_whole(self, step: int, flags: Tensor) -> None:
+        """Takes the flags of a step whose G this rank's lane has summed."""
+        half = self._half_made
+        assert half is not None and half[0] == step, "all lanes have summed what one has made"  # noqa: PT018
+        self._keep(*half, flags)
+
+    def go_on(self, net: Transport, num_homes: int, summed: int, kept: int) -> None:
+        """Goes on among the ranks that are left.
+
+        Args:
+            net: their network, with channels of its own
+            num_homes: P, which stays what it was
+            summed: the last step that is summed
+            kept: the step of which this rank's G_r is kept, if it is there
+        """
+        self._num_homes, self._half_made = num_homes, None
+        for step in [step for step in self._sums if step != kept]:
+            self._pool.append((self._sums.pop(step)[0], self._port.mark()))
+        for step in [step for step in self._made if step > summed]:
+            self._pool.append((self._made.pop(step)[0], self._port.mark()))
+        self.made = self._last_made = summed
+        self._serve_in(net)
+
     # ---- the lane ----
 
     def _serve(self, net: Transport) -> None:
@@ -191,18 +241,29 @@ class Balanced(Algorithm):
             [step] = net.recv(_WORDS, net.rank).wait(math.inf).tolist()
             g, flags = self._finished(step)
             net.all_reduce(g).wait()
-            g /= net.world_size
-            net.all_reduce(flags).wait()
-            self._made[step] = g, flags, self._port.mark()
+            g /= self._num_homes
+            self._half_made = step, g, self._port.mark()
+            net.all_reduce(flags).wait()  # after g: so all lanes have summed g once one has these
+            self._keep(*self._half_made, flags)
             self._home.send(torch.tensor([step]), net.rank)
+
+    def _keep(self, step: int, g: Tensor, mark: Mark, flags: Tensor) -> None:
+        """Keeps a step's G and flags until the training thread takes them."""
+        with self._lock:
+            if step in self._sums:
+                self._pool.append((self._sums.pop(step)[0], self._port.mark()))
+            self._made[step] = g, flags, mark
+        self._flags, self.made = flags, step
 
     def _finished(self, step: int) -> tuple[Tensor, Tensor]:
         """Returns what this rank has of a step; zeros where it has made no unit of it."""
         with self._lock:
-            mine = self._sums.pop(step, None)
-            if mine is not None:
-                return mine
-            return self._buffer().zero_(), self._no_flags()
+            mine = self._sums.get(step)
+            if mine is None:
+                return self._buffer().zero_(), self._no_flags()
+            if self.conditions.goes_on:  # a loss would tear it
+                return self._buffer().copy_(mine[0]), mine[1].clone()
+            return self._sums.pop(step)
 
     def _no_flags(self) -> Tensor:
         counts = self.conditions.gradient_counts

@@ -4,23 +4,28 @@
     begin_slot     the next unit of this rank, if the dealer has one for it
     finish         the unit's gradient enters the step's sum, unless another rank's has
     next_unit      more units, once this rank has nothing else to do in the step
-    take_sums      the step's sum
+                   NONE once all of the step are finished, and its sum is in the gradients
 
-`data.units` says who computes which unit.
+`data.units` says who computes which unit, `data.losses` what becomes of a step where a rank is
+lost.  A wait that a loss ends is made again among the ranks that are left, as `Ranks` has it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from lightning_dsgd.data import losses
 from lightning_dsgd.data.dealing import Dealing
 from lightning_dsgd.data.loaders import UnitLoader
-from lightning_dsgd.data.plan import Plan, Unit, gather
+from lightning_dsgd.data.plan import Batches, Plan, Unit, gather, give
 from lightning_dsgd.data.units import NONE
 from lightning_dsgd.transport import Transport
+
+T = TypeVar("T")
 
 
 class Sums(Protocol):
@@ -42,6 +47,41 @@ class Sums(Protocol):
         """Puts a step's means into the gradients, once they are there."""
 
 
+class SurvivingSums(Sums, Protocol):
+    """The same where the others go on without a lost rank."""
+
+    @property
+    def made(self) -> int:
+        """The last step whose sum this rank has, or has had."""
+
+    def holds(self, step: int) -> bool:
+        """Returns whether this rank's sum of a step, of its own units, is there."""
+
+    def share_sums(self, summed: int, has: Sequence[bool], num_homes: int, kept: int) -> None:
+        """Gives all ranks the sums that any of them has; goes on among them.
+
+        Args:
+            summed: the last step that is summed
+            has: which ranks have that sum
+            num_homes: how many ranks there were at the start
+            kept: the step of which this rank keeps the sum of its own units
+        """
+
+
+class Ranks(Protocol):
+    """The ranks that train: they end with a lost one, or go on without it."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Their numbers."""
+
+    def together(self, call: Callable[[], T], adopt: Callable[[], None] | None = None) -> T:
+        """Returns what `call` returns, which all ranks call; see `session.ranks`."""
+
+    def step(self, call: Callable[[], None], *, again: bool) -> None:
+        """Makes a step of this rank alone, which is made again after a loss, or ends with it."""
+
+
 class Balancing:
     """What one rank has in hand.
 
@@ -52,16 +92,21 @@ class Balancing:
     Args:
         net: the network, with channels of its own
         sums: this rank's replica
+        ranks: the ranks that train
         backups: whether a unit that is begun may be computed a second time
     """
 
     plan: Plan
 
-    def __init__(self, net: Transport, sums: Sums, *, backups: bool) -> None:
-        self._net, self._sums = net, sums
+    def __init__(self, net: Transport, sums: Sums, ranks: Ranks, *, backups: bool) -> None:
+        self._net, self._sums, self._ranks = net, sums, ranks
+        self._num_homes = net.world_size
+        self._members: tuple[int, ...] = tuple(range(net.world_size))
+        self._num_epochs = 0  # as many are begun
+        self._drawn = 0, list[Batches]()  # for the epoch of that number, by home
         self._dealing = Dealing(net.sub("units"), backups=backups, on_closed=sums.close_step)
-        self._first_step = 0
-        self._num_steps = 0
+        self._first_step = self._num_steps = 0
+        self._taken = NONE  # the last step whose sum is in the gradients, or has been
         self._units: list[Unit] = []
         self._step = NONE
         self.unit = NONE
@@ -90,24 +135,78 @@ class Balancing:
             num_parts: into how many units a batch is split
             first_slot: where the epoch goes on, if it was begun before
         """
+        self._num_epochs += 1
+        draw = loader.draws()
+        self._ranks.together(partial(self._draw, draw), _adopt_nothing)
+        _, batches = self._drawn
         self._loader = loader
         self._first_step += self._num_steps
         self.plan = Plan(
-            gather(self._net, loader.draw()),
+            batches,
             limit=limit,
             num_slots_of_step=num_slots_of_step,
             num_parts=num_parts,
             first_slot=first_slot,
         )
         self._num_steps = self.plan.num_steps
-        self._dealing.know(self._first_step, self.plan.homes())
+        self._know()
         loader.begin_epoch(self.plan)
+
+    def _draw(self, draw: Callable[[int], list[list[int]]]) -> None:
+        """Has all ranks tell each other the batches of the homes that they are, or stand for."""
+        own = {home: draw(home) for home, rank in enumerate(self._places) if rank == self._net.rank}
+        self._drawn = self._num_epochs, gather(self._net, own, self._num_homes)
+
+    @property
+    def _places(self) -> list[int]:
+        """Which rank is each home, or stands for it."""
+        return losses.members_of(self._num_homes, self._members)
+
+    def _know(self) -> None:
+        places = self._places
+        homes = [[places[home] for home in of_step] for of_step in self.plan.homes()]
+        self._dealing.know(self._first_step, homes)
+
+    # ---- where a rank is lost ----
+
+    def stand_still(self) -> None:
+        """Deals no more; the ranks that are left go on in `change_view`."""
+        self._dealing.stand_still()
+
+    def change_view(self, net: Transport, members: Sequence[int], sums: SurvivingSums) -> None:
+        """Goes on among the ranks that are left, as `losses` tells; all of them call it.
+
+        Args:
+            net: their network, with channels of its own
+            members: their numbers
+            sums: this rank's replica
+        """
+        self._net, self._members = net, tuple(members)
+        hand = self._dealing.stand_still()
+        made = max(self._taken, sums.made)
+        mine = losses.report_of(hand, made, holds=sums.holds(hand.step))
+        reports = losses.exchange(net.sub("reports"), mine)
+        self._take_over_epoch(net.sub("epoch"))
+        after = losses.conclude(reports)
+        has = [report.made >= after.summed for report in reports]
+        sums.share_sums(after.summed, has, self._num_homes, after.step)
+        self._dealing.go_on(net.sub("units"), after)
+        if self._num_steps:
+            self._know()
+
+    def _take_over_epoch(self, net: Transport) -> None:
+        """Gives all ranks the batches of an epoch that some have been told before the loss."""
+        number, batches = self._drawn
+        known = [int(each) for each in net.all_gather(torch.tensor([number])).wait()]
+        if min(known) < max(known):
+            giver = known.index(max(known))
+            self._drawn = max(known), give(net, batches, giver)
 
     # ---- a step ----
 
     def begin_step(self, within: int) -> None:
         """Goes on to a step of the epoch, of which this rank has no unit in hand."""
-        self._sums.follow()
+        self._ranks.step(self._sums.follow, again=True)
         self._step = self._first_step + within
         self.unit = NONE  # of a step that was left in its midst
         self._units = self.plan.units(within)
@@ -119,14 +218,22 @@ class Balancing:
         if self.plan.begins_step(slot):
             self.begin_step(self.plan.step_of(slot))
         self.finish_without_gradient()
-        self.unit = self._dealing.take(waits=False)
+        self.unit = self._taken_up(waits=False)
         return self.unit
 
     def next_unit(self) -> int:
-        """Begins one more unit and returns it; NONE once all of the step are finished."""
+        """Begins one more unit and returns it; NONE once the step's sum is in the gradients."""
         self.finish_without_gradient()
-        self.unit = self._dealing.take(waits=True)
-        return self.unit
+        while (unit := self._taken_up(waits=True)) == NONE and not self._take_sums():
+            pass  # a rank was lost: units of the step may be free again
+        self.unit = unit
+        return unit
+
+    def _taken_up(self, *, waits: bool) -> int:
+        """Begins a unit and returns it; NONE if there is none: see `Dealing.take`."""
+        units: list[int] = []
+        self._ranks.step(lambda: units.append(self._dealing.take(waits=waits)), again=True)
+        return units[-1]
 
     def batch(self) -> Any:
         """Returns the batch of the unit in hand."""
@@ -138,7 +245,7 @@ class Balancing:
         Where it has no batch of its own it is the first of any.
         """
         homes = [unit.home for unit in self._units]
-        rank = self._net.rank
+        rank = self._members[self._net.rank]
         return self._loader.load(homes.index(rank) if rank in homes else 0)
 
     @property
@@ -152,9 +259,11 @@ class Balancing:
         Args:
             scale: what its gradient is multiplied by
         """
-        has_entered = self._dealing.finish(partial(self._sums.add_unit, self._step, scale))
+        enter = partial(self._sums.add_unit, self._step, scale)
+        answers: list[bool] = []
+        self._ranks.step(lambda: answers.append(self._dealing.finish(enter)), again=True)
         self.unit = NONE
-        return has_entered
+        return answers[-1]
 
     def finish_without_gradient(self) -> None:
         """Has a unit in hand, if there is one, enter the sum with no gradient.
@@ -165,9 +274,23 @@ class Balancing:
             self._sums.drop_gradients()
             self.finish()
 
-    def take_sums(self) -> None:
-        """Waits for the sums of the step, and puts them into the gradients."""
-        self._sums.take_sums(self._step)
+    def _take_sums(self) -> bool:
+        """Waits for the sums of the step, and puts them into the gradients.
+
+        Returns:
+            Whether they are there; if not, a rank was lost before.
+        """
+
+        def take() -> None:
+            self._sums.take_sums(self._step)
+            self._taken = self._step
+
+        self._ranks.step(take, again=False)
+        return self._taken == self._step
+
+
+def _adopt_nothing() -> None:
+    """Does nothing: `change_view` has taken over what the others have told each other."""
 
 
 def parts_of(micro_batches: int | None, num_slots_of_step: int) -> int:

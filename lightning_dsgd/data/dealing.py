@@ -8,10 +8,14 @@ holds it while a unit enters the sum or a message leaves; `_leaving` keeps messa
 
 A training thread that must wait says so, and its lane then sends it a message.  So the wait is one
 like any other: it is counted, it has a limit, and a lost rank ends it.
+
+Once a rank is lost no message leaves any more.  What a training thread had to say then is in what
+it reports (`losses`), and its next wait ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -27,11 +31,12 @@ from lightning_dsgd.data.units import (
     DEALER,
     NONE,
     READY,
+    Conclusion,
     Dealer,
     Hand,
     Words,
 )
-from lightning_dsgd.transport import ANY, Timeout, Transport
+from lightning_dsgd.transport import ANY, PeerLost, Timeout, Transport, TransportError
 
 _WORDS: Final = torch.empty(0, dtype=torch.int64)
 _TO_THE_DEALER: Final = (READY, BEGIN, COMMIT, ANSWER)
@@ -47,17 +52,37 @@ class Dealing:
     """
 
     def __init__(self, net: Transport, *, backups: bool, on_closed: Callable[[int], None]) -> None:
-        self._net = net
-        self._hand = Hand(net.rank)
-        self._dealer = Dealer(net.world_size, backups=backups) if net.rank == DEALER else None
-        self._on_closed = on_closed
+        self._backups, self._on_closed = backups, on_closed
         self._lock, self._leaving = threading.Lock(), threading.Lock()
+        self._hand = Hand(net.rank)
+        self._begin(net, None)
+
+    def _begin(self, net: Transport, after: Conclusion | None) -> None:
+        self._net = net
+        is_dealer = net.rank == DEALER
+        self._dealer = (
+            Dealer(net.world_size, backups=self._backups, after=after) if is_dealer else None
+        )
         self._awaits: Callable[[], bool] | None = None
         self._lane = net.spawn_lane(self._serve, "units")
 
     def close(self) -> None:
         """Ends the lane."""
         self._lane.stop()
+
+    # ---- where a rank is lost: the training thread ----
+
+    def stand_still(self) -> Hand:
+        """Ends the lane, which may have failed with a rank; returns what this rank has in hand."""
+        with contextlib.suppress(TransportError):
+            self._lane.stop()
+        return self._hand
+
+    def go_on(self, net: Transport, after: Conclusion) -> None:
+        """Goes on among the ranks that are left, which have all stood still."""
+        self._hand.go_on(after)
+        self._begin(net, after)
+        self._send_if_all_are_there()
 
     # ---- the training thread ----
 
@@ -66,13 +91,13 @@ class Dealing:
         if self._dealer is not None:
             with self._lock:
                 self._dealer.know(first, homes, self._net.now())
-            self._send(self._lane.net)
+            self._send_if_all_are_there()
 
     def begin_step(self, step: int) -> None:
         """Goes on to a step."""
         with self._lock:
             self._hand.begin_step(step)
-        self._send(self._lane.net)
+        self._send_if_all_are_there()
 
     def take(self, *, waits: bool) -> int:
         """Begins a unit and returns it; NONE if there is none.
@@ -92,7 +117,7 @@ class Dealing:
                 unit = hand.begin()
                 if unit == NONE and waits and not hand.is_closed:
                     continue  # the unit was given back just now
-            self._send(self._lane.net)
+            self._send_if_all_are_there()
             return unit
 
     def finish(self, enter: Callable[[], None]) -> bool:
@@ -109,7 +134,7 @@ class Dealing:
             enter()
         with self._lock:
             hand.finish(has_entered=may_enter)
-        self._send(self._lane.net)
+        self._send_if_all_are_there()
         return may_enter
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
@@ -117,7 +142,7 @@ class Dealing:
             if is_so():
                 return
             self._awaits = is_so
-        self._send(self._lane.net)
+        self._send_if_all_are_there()
         try:
             self._net.recv(_WORDS, self._net.rank).wait()
         except Timeout as err:
@@ -161,6 +186,10 @@ class Dealing:
                 self._hand.hear(words)
 
     # ---- both ----
+
+    def _send_if_all_are_there(self) -> None:
+        with contextlib.suppress(PeerLost):
+            self._send(self._lane.net)
 
     def _send(self, net: Transport) -> None:
         """Sends all messages that are to leave; wakes the training thread if it waits no longer."""

@@ -10,12 +10,14 @@ Private names of torch's loaders stand here.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from torch.utils.data import DataLoader, IterableDataset
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_dsgd.data.plan import Plan, Unit
 
@@ -57,9 +59,23 @@ class UnitLoader:
         self._units: list[Unit] = []
         self._step = -1
 
-    def draw(self) -> list[list[int]]:
-        """Draws this rank's batches of an epoch, as the user's sampler has them."""
-        drawn = list(self.source._index_sampler)
+    def draws(self) -> Callable[[int], list[list[int]]]:
+        """Returns what draws the batches of an epoch by home, each once."""
+        chance, drawn = torch.get_rng_state(), dict[int, list[list[int]]]()
+
+        def draw(home: int) -> list[list[int]]:
+            if home == self._rank:
+                drawn.setdefault(home, self._draw(self.source._index_sampler))
+            elif home not in drawn:
+                with torch.random.fork_rng([]):
+                    torch.set_rng_state(chance)  # from which that rank's sampler would draw
+                    drawn[home] = self._draw(_sampler_of(self.source, home))
+            return drawn[home]
+
+        return draw
+
+    def _draw(self, sampler: Any) -> list[list[int]]:
+        drawn = list(sampler)
         is_of_lists = self.source._auto_collation or any(
             isinstance(d, (list, tuple)) for d in drawn
         )
@@ -172,6 +188,35 @@ def check(loader: Any) -> None:
             f'with strategy="balanced" a loader must give its batches in order, {got} and '
             "in_order=False; leave it out"
         )
+
+
+def check_can_draw_for_others(loader: Any) -> None:
+    """Raises for a loader whose sampler cannot draw the batches of another rank, which is lost."""
+    if _inner(loader) is None:
+        sampler = loader._index_sampler
+        raise ValueError(
+            'with strategy="balanced" and on_loss="continue" a rank draws the batches of a lost '
+            "one, so the loader must have a DistributedSampler, got "
+            f"{type(getattr(sampler, 'sampler', sampler)).__name__}; use one, or leave on_loss out"
+        )
+
+
+def _inner(loader: Any) -> Any:
+    """Returns a loader's DistributedSampler; None if it has none."""
+    sampler = loader._index_sampler
+    inner = getattr(sampler, "sampler", None)
+    found = (each for each in (sampler, inner) if isinstance(each, DistributedSampler))
+    return next(found, None)
+
+
+def _sampler_of(loader: Any, home: int) -> Any:
+    """Returns the sampler that a loader would have on another rank."""
+    outer, inner = copy.copy(loader._index_sampler), copy.copy(_inner(loader))
+    inner.rank = home
+    if isinstance(outer, DistributedSampler):
+        return inner
+    outer.sampler = inner
+    return outer
 
 
 def _number(sample: Any) -> int:

@@ -13,7 +13,7 @@ samples, and a slot the mean over the ranks that have a batch in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -128,12 +128,41 @@ def split(batch: list[int], most: int) -> list[list[int]]:
     return [batch[begin:end] for begin, end in pairwise(bounds)]
 
 
-def gather(net: Transport, own: Sequence[list[int]]) -> list[tuple[Tensor, list[int]]]:
-    """Returns the batches of all ranks, which call it together."""
-    packed = [len(own), *map(len, own), *(sample for batch in own for sample in batch)]
-    everyones = net.all_gather(torch.tensor(packed, dtype=torch.int64)).wait()
-    gathered = []
-    for theirs in everyones:
-        num = int(theirs[0])
-        gathered.append((theirs[1 + num :], theirs[1 : 1 + num].tolist()))
-    return gathered
+Batches = tuple[Tensor, list[int]]
+"""The indices of all samples, and how many each batch has."""
+
+
+def gather(net: Transport, own: Mapping[int, Sequence[list[int]]], num_homes: int) -> list[Batches]:
+    """Returns the batches of all homes, of which each rank has some; ranks call it together."""
+    packed = [word for home, batches in own.items() for word in (home, *_packed(batches))]
+    gathered: dict[int, Batches] = {}
+    for theirs in net.all_gather(torch.tensor(packed, dtype=torch.int64)).wait():
+        while len(theirs):
+            home, num = theirs[:2].tolist()
+            lengths = theirs[2 : 2 + num].tolist()
+            end = 2 + num + sum(lengths)
+            gathered[home] = theirs[2 + num : end], lengths
+            theirs = theirs[end:]
+    return [gathered[home] for home in range(num_homes)]
+
+
+def _packed(batches: Sequence[list[int]]) -> list[int]:
+    return [len(batches), *map(len, batches), *(sample for batch in batches for sample in batch)]
+
+
+def give(net: Transport, batches: Sequence[Batches], giver: int) -> list[Batches]:
+    """Returns a rank's batches on all ranks, which call it together."""
+    own = [
+        word for samples, lengths in batches for word in (len(lengths), *lengths, *samples.tolist())
+    ]
+    size = net.broadcast(torch.tensor([len(own)]), src=giver).wait()
+    words = torch.tensor(own) if net.rank == giver else torch.zeros(int(size), dtype=torch.int64)
+    net.broadcast(words, src=giver).wait()
+    given: list[Batches] = []
+    while len(words):
+        num = int(words[0])
+        lengths = words[1 : 1 + num].tolist()
+        end = 1 + num + sum(lengths)
+        given.append((words[1 + num : end], lengths))
+        words = words[end:]
+    return given

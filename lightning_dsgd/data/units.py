@@ -54,6 +54,9 @@ another to.  If a rank has it, that rank goes on and finishes, and waits for nob
 two have it, one of them finishes.  So all units finish, unless a rank is lost, which ends all
 waits.  A rank that is `MAX_LAG` steps behind is not waiting, or it would not be behind.
 
+**Where a rank is lost** (`on_loss="continue"`), or the dealer is, all others conclude from what
+each of them has which units are free again, and the first of them deals on: see `losses`.
+
 Steps that are left in the midst, where an epoch is stopped early, are left by all ranks: the first
 message about a later step ends them.
 """
@@ -65,7 +68,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 NONE: Final = -1
 """Stands for a unit where there is none."""
@@ -97,6 +100,24 @@ Words = tuple[int, ...]
 """A message: its kind, its step, and what it is about."""
 
 
+class Conclusion(NamedTuple):
+    """Where ranks go on after a loss, as `losses` concludes.
+
+    Attributes:
+        summed: the last step that is summed
+        step: the step that is dealt next
+        done: the units of it that have entered
+        held: the units of it that ranks compute, by rank
+        steps: the step that each rank is in
+    """
+
+    summed: int = NONE
+    step: int = NONE
+    done: set[int] = set()  # noqa: RUF012, nobody changes it
+    held: dict[int, int] = {}  # noqa: RUF012
+    steps: Sequence[int] = ()
+
+
 class Hand:
     """What one rank has of the step that it is in: see the head of the file.
 
@@ -104,6 +125,7 @@ class Hand:
         step: the step that this rank is in
         current: the unit that it computes
         ahead: the unit that it was granted and has not begun
+        entered: the units of the step that have entered this rank's sum
         closed: the last step that is closed, as this rank knows
         outbox: messages to the dealer that are to be sent
 
@@ -115,6 +137,7 @@ class Hand:
         self.rank = rank
         self.step = self.closed = NONE
         self.current = self.ahead = NONE
+        self.entered: set[int] = set()
         self.outbox: list[Words] = []
         self._num_ready = self._num_later = 0
         self._is_ahead_contested = self._is_contested = self._is_entering = False
@@ -124,11 +147,26 @@ class Hand:
     def begin_step(self, step: int) -> None:
         """Goes on to a step, of which this rank has nothing in hand."""
         self.step = step
-        self.current = self.ahead = NONE
+        self.current = NONE
+        self.entered = set()
+        self._begin_to_ask()
+
+    def go_on(self, after: Conclusion) -> None:
+        """Goes on with another dealer, in the same step; what was said before is forgotten."""
+        self.closed = after.summed
+        if self.step == after.step:
+            self.entered &= after.done
+        self.outbox.clear()
+        self._begin_to_ask()
+
+    def _begin_to_ask(self) -> None:
+        self.ahead = NONE
         self._num_ready = self._num_later = 0
-        self._is_ahead_contested = self._is_contested = self._is_entering = False
+        self._is_ahead_contested = self._is_entering = self._has_asked = False
         self._verdict = None
-        self._ready(NONE)
+        self._is_contested = self.current != NONE  # begun before a loss: another may have it too
+        if self.step != NONE and self.current == NONE:
+            self._ready(NONE)
 
     @property
     def is_closed(self) -> bool:
@@ -169,6 +207,8 @@ class Hand:
     def finish(self, *, has_entered: bool) -> None:
         """Ends the unit in hand; it has entered the sum, or was dropped."""
         unit, self.current = self.current, NONE
+        if has_entered:
+            self.entered.add(unit)
         self._is_contested = self._is_entering = False
         self._ready(unit if has_entered else NONE)
 
@@ -215,6 +255,7 @@ class _Rank:
         num_ready: how often it was ready in this step
         num_answered: how many of these it was told that there is nothing at the moment
         is_waiting: whether it has nothing in hand, and may wait
+        is_timed: whether `since` is when it has begun its unit
         times: how long its last units took
         time: the median of these; None: it has finished none
     """
@@ -226,6 +267,7 @@ class _Rank:
     num_ready: int = 0
     num_answered: int = 0
     is_waiting: bool = False
+    is_timed: bool = True
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
     time: float | None = None
 
@@ -245,13 +287,17 @@ class Dealer:
     Args:
         world_size: how many ranks there are
         backups: whether a unit that is begun may be computed a second time
+        after: where the ranks go on, if they have dealt before
     """
 
-    def __init__(self, world_size: int, *, backups: bool) -> None:
-        self.step = NONE
+    def __init__(self, world_size: int, *, backups: bool, after: Conclusion | None = None) -> None:
+        self._after = after or Conclusion()
+        self.step = max(NONE, self._after.step - 1)  # none of which is dealt any more
         self.outbox: list[tuple[int, Words]] = []
         self._backups = backups
         self._ranks = [_Rank() for _ in range(world_size)]
+        for rank, step in zip(self._ranks, self._after.steps, strict=False):
+            rank.step = step
         self._homes: dict[int, Sequence[int]] = {}  # of each step that is known, by unit
         self._early: list[tuple[int, Words, float]] = []
         self._known_to = self._first = NONE  # the steps that were made known last
@@ -274,7 +320,7 @@ class Dealer:
         for sender, words, _ in early:
             self.hear(sender, words, now)
 
-    def _begin_step(self, step: int) -> None:
+    def _begin_step(self, step: int, now: float) -> None:
         homes = self._homes[step]
         self.step, self._is_closed = step, False
         self._free = [deque() for _ in self._ranks]
@@ -286,6 +332,21 @@ class Dealer:
             each.current = each.ahead = NONE
             each.num_ready = each.num_answered = 0
             each.is_waiting = False
+        if step == self._after.step:
+            self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
+        """Takes out of the step what is done, and what ranks have in hand."""
+        after = self._after
+        self._done |= after.done
+        self._committed |= dict.fromkeys(after.done, NONE)  # nobody may enter it any more
+        for number, unit in after.held.items():
+            rank = self._ranks[number]
+            rank.current, rank.since, rank.is_timed = unit, now, False
+            self._owners.setdefault(unit, []).append(number)
+        taken = self._done | self._owners.keys()
+        self._free = [deque(unit for unit in free if unit not in taken) for free in self._free]
+        self._num_free = sum(map(len, self._free))
 
     # ---- messages ----
 
@@ -298,7 +359,7 @@ class Dealer:
         rank = self._ranks[sender]
         rank.step = max(rank.step, step)
         if step > self.step:
-            self._begin_step(step)
+            self._begin_step(step, now)
         if step < self.step or self._is_closed:
             if kind == READY:  # of a step that others have left, or that is closed
                 self.outbox.append((sender, (LATER, step, _ALL)))
@@ -308,6 +369,7 @@ class Dealer:
             self._hear_ready(sender, rest[0], now)
         elif kind == BEGIN:
             rank.current, rank.since, rank.is_waiting = rest[0], now, False
+            rank.is_timed = True
             if rank.ahead == rest[0]:
                 rank.ahead = NONE
         elif kind == COMMIT:
@@ -319,7 +381,7 @@ class Dealer:
     def _hear_ready(self, sender: int, done: int, now: float) -> None:
         rank = self._ranks[sender]
         if rank.current != NONE:
-            if done == rank.current:
+            if done == rank.current and rank.is_timed:
                 rank.took(now - rank.since)
                 self._usual = statistics.median(r.time for r in self._ranks if r.time is not None)
             self._disown(sender, rank.current)

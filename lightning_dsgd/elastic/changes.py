@@ -55,7 +55,11 @@ class ChangingMembers(Members):
         session.take(view)
         session.world_size = view.world_size
         lost = [r for r in self._members if r not in view.members] if session.takes_part else []
+        if training.balancing is not None:
+            training.balancing.stand_still()
         self._begin_anew(view, lost)
+        if training.balancing is not None:
+            training.balancing.change_view(view.sub("balancing"), view.members, self.replica)
         has_stopped = session.phase is Phase.STOPPING
         old = training.agreed
         training.agreed = _in_view(old, view.sub("stop"), has_stopped=has_stopped)

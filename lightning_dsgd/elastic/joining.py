@@ -199,7 +199,7 @@ class TrainerMembers(ChangingMembers):
         new = [rank for rank, each in enumerate(told) if each.is_new]
         if new:
             self._hand_over(view.sub("state"), self._first_of_old(), new)
-        if self.session.takes_part and self.session.training.claimed is None:
+        if self.session.takes_part and self._has_shares:
             self._num_unread += len(lost) * _num_left(trainer)
         if view.rank == 0 and self.session.rank != 0 and taken_over.logs_nothing():
             taken_over.take_over_logs(trainer, self._versions, f"view_{view.number}")
@@ -342,7 +342,7 @@ class TrainerMembers(ChangingMembers):
         if training is None or not self.session.takes_part:
             return
         self._divided_for = training.trainer.current_epoch + 1
-        if training.claimed is None and self._divided_for in self._divides_for:
+        if self._has_shares and self._divided_for in self._divides_for:
             training.agreed.num_begun = self.together(self._most_begun)
             view = self.calls.view
             now: Any = self.session.sharding
@@ -352,7 +352,16 @@ class TrainerMembers(ChangingMembers):
                 self._division = now.num_replicas, now.members.index(view.rank)
             taken_over.make_loaders_again(training.trainer)
 
+    @property
+    def _has_shares(self) -> bool:
+        """Whether each rank reads a share of the data, which a lost rank leaves unread."""
+        training = self.session.training
+        assert training is not None
+        return training.claimed is None and training.balancing is None
+
     def _left_undone(self) -> str:
+        if self.session.training is not None and self.session.training.balancing is not None:
+            return ""  # the others have computed all
         return f": about {self._num_unread} batches of lost ranks were left in their epochs"
 
     def _most_begun(self) -> int:

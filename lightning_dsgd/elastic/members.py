@@ -59,6 +59,7 @@ class Members(Ranks, ABC):
     """
 
     session: Session[Any]
+    go_on: ClassVar[bool] = True
     can_be_joined: ClassVar[bool] = False
     """Whether a rank that is started again can join the others."""
 
@@ -186,6 +187,8 @@ class Members(Ranks, ABC):
             session.net.views.survive(self._min_ranks, rows)
         register, card = self._entrance.register, views_of(self.calls.view).card()
         can_be_joined = self.can_be_joined and self._entrance.is_open and not self._rows
+        if session.training is not None and session.training.balancing is not None:
+            can_be_joined = False  # the loops of others are in the midst of a step
         can_be_joined = can_be_joined and card is not None
         if register is not None and card is not None and can_be_joined:
             register.write_card(session.rank, card)

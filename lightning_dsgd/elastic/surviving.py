@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.replica import alike
-from lightning_dsgd.replica.consensus import average, give
+from lightning_dsgd.replica.consensus import average, give, make_alike
 from lightning_dsgd.replica.flat import FlatParameters
 from lightning_dsgd.replica.part import halves_of
 from lightning_dsgd.replica.replica import Replica
@@ -57,6 +57,7 @@ class SurvivingReplica(Replica):
     """
 
     settles_whole: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = True
 
     def __init__(self, *args: Any, is_newcomer: bool = False, **options: Any) -> None:
         self._is_new = is_newcomer
@@ -128,6 +129,9 @@ class SurvivingReplica(Replica):
         self._copy()
         was_new, self._is_new = self._is_new, False
         for part in self.parts:
+            if self._sums_units:  # which goes on with what it has, in `share_sums`
+                part.kept.begin(part.x)
+                continue
             state = {} if was_new else part.algorithm.state_dict()
             scaled = part.scaling.state_dict()
             part.algorithm = self._start(part.weights, part.optimizer)
@@ -140,6 +144,43 @@ class SurvivingReplica(Replica):
                 part.algorithm.stop()
         if is_shown:
             self.show_as_shared()
+
+    # ---- the sums of micro-batches, where the algorithm makes them ----
+
+    @property
+    def _sums_units(self) -> bool:
+        """Whether all ranks have the same weights in the same step, so that nothing is averaged."""
+        return self._pattern.traits.sums_units
+
+    @property
+    def made(self) -> int:
+        """The last step whose sum this rank has, or has had."""
+        return int(min(part.algorithm.made for part in self.parts))
+
+    def holds(self, step: int) -> bool:
+        """Returns whether this rank's sum of a step, of its own units, is there."""
+        return all(part.algorithm.holds(step) for part in self.parts)
+
+    def share_sums(self, summed: int, has: Sequence[bool], num_homes: int, kept: int) -> None:
+        """Gives all ranks the sums that any of them has, and goes on; after `change_view`.
+
+        Args:
+            summed: the last step that is summed
+            has: which ranks have that sum
+            num_homes: how many ranks there were at the start
+            kept: the step of which this rank keeps the sum of its own units
+        """
+        for part in self.parts:
+            algorithm: Any = part.algorithm
+            if not all(has):
+                flags = self.net.broadcast(algorithm.flags_of(summed), src=has.index(True)).wait()
+                if algorithm.made < summed:
+                    algorithm.make_whole(summed, flags)
+            self._num_builds += 1
+            net = self.net.sub(f"part-{self._num_builds}")
+            algorithm.go_on(net, num_homes, summed, kept)
+            if self._is_finished:
+                algorithm.stop()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -171,6 +212,9 @@ class SurvivingReplica(Replica):
         done = [rank for rank, flag in enumerate(flags) if flag]
         if done:
             give(net, tensors, done[0])
+            return
+        if self._sums_units:
+            make_alike(net, tensors[len(self.parts) :])  # ranks may be in different steps
             return
         for live, mean in zip(tensors, average(net, tensors), strict=True):
             live.copy_(mean)

@@ -200,7 +200,9 @@ class Loop:
         if not isinstance(self._algorithm, Balanced):
             return
         net = self._session.net.sub("balancing")
-        balancing = Balancing(net, training.replica, backups=self._algorithm.backups)
+        balancing = Balancing(
+            net, training.replica, self._session.ranks, backups=self._algorithm.backups
+        )
         training.balancing = balancing
         self._units = UnitSteps(self._session, balancing, self._algorithm.micro_batches)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_dsgd.data.balancing import Balancing, longest, parts_of
-from lightning_dsgd.data.loaders import UnitLoader
+from lightning_dsgd.data.loaders import UnitLoader, check_can_draw_for_others
 from lightning_dsgd.data.units import NONE
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session.session import Session
@@ -53,11 +53,13 @@ class UnitSteps:
         with failing(session):
             units = self._loaders.get(id(loader))
             if units is None or units.source is not loader:
+                if session.ranks.go_on:
+                    check_can_draw_for_others(loader)
                 units = self._loaders[id(loader)] = UnitLoader(loader, session.rank)
             session.begin_training()
             balancing.begin_epoch(
                 units,
-                limit=longest(session.meetings, len(loader)),
+                limit=session.ranks.together(lambda: longest(session.meetings, len(loader))),
                 num_slots_of_step=accumulate,
                 num_parts=parts_of(self._micro_batches, accumulate),
             )
@@ -87,6 +89,4 @@ class UnitSteps:
             yield batch
             with failing(session):
                 balancing.finish(balancing.weight / accumulate)
-        with failing(session):
-            balancing.take_sums()
         self._is_whole = True

@@ -72,6 +72,7 @@ class Replica:
     """
 
     settles_whole: ClassVar[bool] = False  # even where one part of several fails
+    goes_on: ClassVar[bool] = False  # where another rank is lost
 
     def __init__(
         self,
@@ -150,7 +151,11 @@ class Replica:
         ends = [weights.begin_of(i) if i < len(numbers) else len(weights.x) for i in first]
         bounds = (*ends, len(weights.x)) if ends else ()
         conditions = replace(
-            self._conditions, gradient_counts=counts, optimizer=optimizer, fragments=bounds
+            self._conditions,
+            gradient_counts=counts,
+            optimizer=optimizer,
+            fragments=bounds,
+            goes_on=self.goes_on,
         )
         algorithm.start(self.net.sub(f"part-{self._num_builds}"), weights.x, conditions)
         return algorithm
@@ -322,6 +327,8 @@ class Replica:
 
     def take_sums(self, step: int) -> None:
         """Puts a step's means into the gradients, once they are there."""
+        for part in self.parts:
+            part.algorithm.await_sum(step)
         self._has_sums = True
         for part in self.parts:
             g = part.take_sum(step)

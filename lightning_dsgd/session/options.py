@@ -147,11 +147,6 @@ def _check_units(chosen: Mapping[str, Any], algorithm: Algorithm) -> None:
             f'strategy="{algorithm.name}" shares the batches of each step by itself, got '
             'data="claimed"; leave data out'
         )
-    if chosen["on_loss"] == "continue":
-        raise ValueError(
-            f'strategy="{algorithm.name}" ends with a lost rank, got on_loss="continue"; leave '
-            'on_loss out and start again from a checkpoint, or use a strategy such as "popsgd"'
-        )
 
 
 def is_claimable(loader: Any) -> bool:

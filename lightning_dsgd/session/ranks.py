@@ -9,7 +9,7 @@ Threads: the training thread; a signal handler calls `request_end`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class Ranks:
     """
 
     session: Any = None
+    go_on: ClassVar[bool] = False
+    """Whether the others go on where one is lost."""
 
     # ---- who they are ----
 

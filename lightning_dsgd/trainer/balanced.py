@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.data.balancing import Balancing, longest, parts_of
-from lightning_dsgd.data.loaders import UnitLoader, check
+from lightning_dsgd.data.loaders import UnitLoader, check, check_can_draw_for_others
 from lightning_dsgd.data.units import NONE
 from lightning_dsgd.trainer import joint, seams
 
@@ -57,7 +57,10 @@ class BalancedMixin:
         if not self._trainer.training:
             return loader
         check(loader)
-        num_slots = longest(self.session.meetings, len(loader))
+        session = self.session
+        if session.ranks.go_on:
+            check_can_draw_for_others(loader)
+        num_slots = session.ranks.together(lambda: longest(session.meetings, len(loader)))
         self._loader = BalancedLoader(loader, num_slots, self._slots)
         return self._loader
 
@@ -67,6 +70,7 @@ class BalancedMixin:
         self._balancing = Balancing(
             self.session.net.sub("balancing"),
             training.replica,
+            self.session.ranks,
             backups=algorithm.backups,
         )
         training.balancing = self._balancing
@@ -157,7 +161,6 @@ class BalancedMixin:
             output = closure()
             with torch.enable_grad():
                 self._compute_the_rest(optimizer)
-            self._balancing.take_sums()
             return output
 
         output = super().optimizer_step(optimizer, complete, model, **kwargs)  # type: ignore[misc]
@@ -169,7 +172,7 @@ class BalancedMixin:
         self.session.before_update(optimizer)
 
     def _compute_the_rest(self: Any, optimizer: Optimizer) -> None:
-        """Computes units until all of the step are finished."""
+        """Computes units until all of the step are finished, and its sum is there."""
         trainer, balancing = self._trainer, self._balancing
         while balancing.next_unit() != NONE:
             output = seams.training_step(trainer, balancing.batch())
@@ -223,10 +226,15 @@ class BalancedMixin:
         logs, self._logs = self._logs, {}
         mine = {key: (how, [float(v) for v in values]) for key, (how, values) in logs.items()}
         if self._first.notes:
-            theirs = everyones(self.session.meetings, json.dumps(mine))
+            theirs = self._texts_of_all(json.dumps(mine))
             mine |= _over_all([json.loads(text) for text in theirs])
         for key, (how, values) in mine.items():
             seams.show_log(self._trainer, key, _reduced(how, values) if values else 0.0)
+
+    def _texts_of_all(self: Any, mine: str) -> list[str]:
+        session = self.session
+        texts: list[str] = session.ranks.together(lambda: everyones(session.meetings, mine))
+        return texts
 
     def end_epoch(self: Any) -> None:
         super().end_epoch()  # type: ignore[misc]

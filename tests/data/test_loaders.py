@@ -7,10 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 
-from lightning_dsgd.data.loaders import UnitLoader
+from lightning_dsgd.data.loaders import UnitLoader, check_can_draw_for_others
 from lightning_dsgd.data.plan import Plan
 
 
@@ -27,7 +34,7 @@ def begun(num_workers: int, **options: Any) -> tuple[UnitLoader, Plan]:
     loader = UnitLoader(
         DataLoader(Numbers(), batch_size=6, num_workers=num_workers, **options), rank=0
     )
-    drawn = loader.draw()
+    drawn = loader.draws()(0)
     packed = [
         (torch.tensor([s for batch in drawn[r::2] for s in batch]), [6] * len(drawn[r::2]))
         for r in (0, 1)
@@ -80,7 +87,7 @@ def test_what_others_have_computed_is_dropped() -> None:
 def test_samples_without_numbers_are_refused() -> None:
     loader = UnitLoader(DataLoader(Numbers(), batch_sampler=[["a"]]), rank=0)  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"samplers must give whole numbers.*got 'a'"):
-        loader.draw()
+        loader.draws()(0)
 
 
 def test_a_stream_is_refused_with_the_way_out() -> None:
@@ -105,7 +112,7 @@ def test_a_stream_is_refused_with_the_way_out() -> None:
 )
 def test_whatever_numbers_a_sampler_gives(options: dict[str, Any], expected: list[Any]) -> None:
     loader = UnitLoader(DataLoader(Numbers(), **options), rank=0)
-    drawn = loader.draw()
+    drawn = loader.draws()(0)
     packed = torch.tensor([sample for batch in drawn for sample in batch])
     plan = Plan(
         [(packed, list(map(len, drawn)))],
@@ -117,3 +124,33 @@ def test_whatever_numbers_a_sampler_gives(options: dict[str, Any], expected: lis
     loader.begin_step(0, plan.units(0))
     loaded = [loader.load(unit) for unit in range(len(expected))]
     assert [each.tolist() if isinstance(each, Tensor) else each for each in loaded] == expected
+
+
+@pytest.mark.parametrize("collates", [True, False])
+def test_a_rank_draws_the_batches_of_a_lost_one(collates: bool) -> None:
+    def loader_of(rank: int) -> DataLoader[Any]:
+        sampler = DistributedSampler(Numbers(), 3, rank, seed=1)
+        sampler.set_epoch(2)
+        return DataLoader(Numbers(), 5 if collates else None, sampler=sampler)
+
+    own, lost = UnitLoader(loader_of(0), 0), UnitLoader(loader_of(2), 2)
+    check_can_draw_for_others(own.source)
+    draw = own.draws()
+    assert draw(2) == lost.draws()(2) != draw(0)
+    assert draw(0) == own.draws()(0)
+
+
+def test_a_sampler_draws_for_another_rank_from_the_same_chance() -> None:
+    """Lightning wraps a sampler so: each rank draws all samples, and keeps its own."""
+    drawn = []
+    for rank in (0, 1):
+        torch.manual_seed(3)
+        sampler = DistributedSamplerWrapper(RandomSampler(Numbers()), num_replicas=2, rank=rank)
+        draw = UnitLoader(DataLoader(Numbers(), 4, sampler=sampler), rank).draws()
+        drawn.append([draw(rank), draw(1 - rank)])
+    assert drawn[0] == drawn[1][::-1]
+
+
+def test_a_sampler_that_cannot_draw_for_a_lost_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have a DistributedSampler, got RandomSampler"):
+        check_can_draw_for_others(DataLoader(Numbers(), 4, shuffle=True))

@@ -229,7 +229,6 @@ def test_what_cannot_be_shared_is_refused(fn: Any, text: str) -> None:
     ("option", "text"),
     [
         ({"data": "claimed"}, "shares the batches of each step by itself"),
-        ({"on_loss": "continue"}, "ends with a lost rank"),
         ({"micro_batches": 0}, "micro_batches"),
     ],
 )
