@@ -60,8 +60,8 @@ WINGS = {
     "why": "",
     "simulated": "transport",
     "mpi": "buffers devices transport",
-    "lab": f"{PACKAGE.name} agreement algorithm algorithms devices hyperparameters primitives "
-    "replica simulated source tasks trainer transport wings",
+    "lab": f"{PACKAGE.name} agreement algorithm algorithms data devices hyperparameters "
+    "primitives replica simulated source tasks trainer transport wings",
     "sharded": "agreement algorithm keywords replica session trainer transport",
     "elastic": "agreement algorithm algorithms devices replica session simulated source trainer "
     "transport",

@@ -18,7 +18,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_dsgd.algorithms import ALGORITHMS
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 
@@ -301,11 +301,18 @@ def use_for(name: str) -> str:
     return "; ".join([*chosen, *([_BESIDES[name]] if name in _BESIDES else [])])
 
 
-def of_cause(cause: str, num_ranks: int) -> Choice | None:
-    """Returns what to use in place of DDP for a verdict of `diagnose`, if it is a situation."""
+def of_cause(cause: str, num_ranks: int, *, same_loss: bool = False) -> Choice | None:
+    """Returns what to use in place of DDP for a verdict of `diagnose`, if it is a situation.
+
+    Args:
+        cause: the verdict's cause
+        num_ranks: how many ranks there are
+        same_loss: whether it must make DDP's steps
+    """
     for situation in SITUATIONS.values():
         if cause in situation.causes:
-            return situation.from_ddp(num_ranks)
+            same = situation.choice(SAME_LOSS, num_ranks)
+            return same if same_loss else situation.from_ddp(num_ranks)
     return None
 
 
@@ -329,7 +336,7 @@ def code(strategy: str, data: str = EQUAL) -> str:
     if not given:
         return f'"{name}"'
     arguments = ", ".join(f"{key}={written(value)}" for key, value in given.items())
-    title = "Adaptive" if name == ADAPTIVE else ALGORITHMS[name].__name__
+    title = "Adaptive" if name == ADAPTIVE else (ALGORITHMS | BY_UNITS)[name].__name__
     return f"lightning_dsgd.{title}Strategy({arguments})"
 
 

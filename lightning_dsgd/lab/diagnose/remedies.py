@@ -13,6 +13,8 @@ A remedy either takes a part away from a rank's own time, and DDP goes on as bef
 or a strategy takes DDP's place (not `fully_shard`'s), the one that `lab.decisions` has for the
 situation:
 
+    balanced   late ranks: all ranks share the micro-batches of each step, whose sum is DDP's: its
+               protocol is played with the recorded times (`diagnose.sharing`)
     claimed    a slow rank: each rank claims its next batch, and no step waits for another: in total
                as many batches as ranks make by their own speeds
     wagma      ranks late at random: simulated with the recorded times (`lab.simulate`)
@@ -25,9 +27,15 @@ each entry and each message (`_ROUNDED_S`, `_MESSAGE_S`), so that small gradient
 a network carries quickly, are not worth being rounded.  Where processors are short, no strategy is
 advised: what it sends would wait for them too.
 
+`balanced` comes first where ranks are late, as it keeps DDP's loss.  What it cannot help gains
+nothing in its model: its sum hides behind no backward pass, so a slow link stays slow; a unit costs
+`UNIT_S` besides its computation, which is much of a step of a few ms; and a batch that cannot be
+shared is one unit, so it is not offered.
+
 The interval has 90% of what other stretches of the run give (blocks of steps are drawn again, 200
 times), and 3% on both sides for what a model leaves out.  A strategy's lower end also allows for
-communication that takes as long as DDP's meetings; the upper end of `int8` is for messages that
+communication that takes as long as DDP's meetings; that of `balanced` for parts of a batch
+that take longer than their share of it, by a quarter.  The upper end of `int8` is for messages that
 cost nothing but their latency.
 """
 
@@ -40,8 +48,10 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms.allreduce import AllReduce
+from lightning_dsgd.data.balancing import parts_of
 from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.decisions import Choice
+from lightning_dsgd.lab.diagnose import sharing
 from lightning_dsgd.lab.diagnose.times import PARTS, Times
 from lightning_dsgd.lab.diagnose.verdict import Verdict, base
 from lightning_dsgd.lab.simulate.machines import Machine
@@ -66,23 +76,36 @@ _DRAWS: Final = 200
 _MODEL: Final = 0.03
 _SIMULATED_STEPS: Final = 100
 _SIMULATED_RANKS: Final = 16
-STRATEGIES: Final = {"claimed": "slow", "wagma": "random", "int8": "network"}
+_SHARING_RANKS: Final = 8
+_SHARED, _LEAST_SHARED = 160, 30
+"""How many steps of all ranks together, and of each, a stretch with shared micro-batches has."""
+_PARTS: Final = (parts_of(None, 1), 8)
+"""Into how many parts a batch may be split: by default, and finer."""
+_OF_A_PART: Final = 1.25
+"""How much longer than its share of a batch a part of it may take: 0.8 to 1.4 times as long was
+measured on a processor, and 1.8 for a batch of 128 in a network of three wide layers."""
+STRATEGIES: Final = {
+    "balanced": "slow",
+    "claimed": "slow",
+    "wagma": "random",
+    "int8": "network",
+}
 """The remedies that take DDP's place, and the causes whose choice in `decisions` they are."""
 _OF_CAUSE: Final = {
-    "slow": "claimed",
-    "drift": "claimed",
-    "random": "wagma",
-    "bursts": "wagma",
-    "lengths": "sorted",
-    "loader": "workers",
-    "validation": "shared",
-    "callbacks": "lighter",
-    "processor": "cores",
-    "gc": "freeze",
-    "link": "int8",
-    "network": "int8",
+    "slow": ("balanced", "claimed"),
+    "drift": ("balanced", "claimed"),
+    "random": ("balanced", "wagma"),
+    "bursts": ("balanced", "wagma"),
+    "lengths": ("sorted", "balanced"),
+    "loader": ("workers",),
+    "validation": ("shared",),
+    "callbacks": ("lighter", "balanced"),
+    "processor": ("cores",),
+    "gc": ("freeze", "balanced"),
+    "link": ("int8",),
+    "network": ("int8",),
 }
-"""The remedy of a cause, which comes before others."""
+"""The remedies of a cause, which come before others: the first that is worth it."""
 _ONLY_FOR_ITS_CAUSE: Final = ("mended", "cores")
 """Remedies that tell what would be gained, and need other machines."""
 
@@ -110,7 +133,8 @@ class Remedy:
 
 def chosen(name: str, num_ranks: int) -> Choice:
     """Returns the strategy that a remedy puts in DDP's place."""
-    found = decisions.of_cause(STRATEGIES[name], num_ranks)
+    same_loss = name == decisions.BALANCED
+    found = decisions.of_cause(STRATEGIES[name], num_ranks, same_loss=same_loss)
     assert found is not None
     return found
 
@@ -123,10 +147,21 @@ def spec_of(name: str, num_ranks: int, pieces: int = MOST_PIECES) -> str:
     return spec.replace(":overlap=true", "") if pieces < 2 else f"{spec}:num_buckets={pieces}"
 
 
-def paste_of(name: str, num_ranks: int, workers: int = 2, pieces: int = MOST_PIECES) -> str:
-    """Returns the line to paste for a remedy; empty where there is none."""
+def paste_of(
+    name: str, num_ranks: int, workers: int = 2, pieces: int = MOST_PIECES, units: int = 0
+) -> str:
+    """Returns the line to paste for a remedy; empty where there is none.
+
+    Args:
+        name: the remedy
+        num_ranks: how many ranks there are
+        workers: how many workers a loader needs
+        pieces: in how many pieces a gradient is worth being sent
+        units: into how many micro-batches a batch is split; 0: as the strategy has it
+    """
     if name in STRATEGIES:
         spec, data = spec_of(name, num_ranks, pieces), chosen(name, num_ranks).data
+        spec += f":micro_batches={units}" if units else ""
         return f"L.Trainer(strategy={decisions.code(spec, data)}, ...)"
     return {
         "workers": f"DataLoader(..., num_workers={workers}, persistent_workers=True)",
@@ -187,6 +222,8 @@ def remedies(times: Times, verdict: Verdict) -> list[Remedy]:
             )
         ),
     ]
+    if times.can_share:
+        found.append(_balanced(times, ddp, is_of_home=verdict.cause == "lengths"))
     # The ranks of fully_shard have no replica each.
     if times.strategy != "ddp" or times.are_processors_short:
         found = [remedy for remedy in found if remedy.name not in STRATEGIES]
@@ -207,9 +244,9 @@ def advised(found: list[Remedy], verdict: Verdict) -> Remedy | None:
         return None
     worth = [remedy for remedy in found if remedy.gain >= WORTH and remedy.low > 1.0]
     by_name = {remedy.name: remedy for remedy in worth}
-    own = by_name.get(_OF_CAUSE.get(verdict.cause, ""))
+    own = [by_name[name] for name in _OF_CAUSE.get(verdict.cause, ()) if name in by_name]
     others = [remedy for remedy in worth if remedy.name not in _ONLY_FOR_ITS_CAUSE]
-    return own or (others[0] if others else None)
+    return next(iter([*own, *others]), None)
 
 
 # ---- DDP with a part taken away ----
@@ -245,11 +282,6 @@ def _replaced(times: Times, ddp: Tensor, name: str, own: Tensor) -> Remedy:
         loader = float(times.by_step(times.parts[PARTS.index("loader")]).mean(0).max())
         workers = max(2, 1 + int(loader / max(1e-6, float(_of_ddp(times, own).mean()))))
     return _drawn(name, times, ddp, _of_ddp(times, own), workers=workers)
-
-
-def _with_cores(times: Times, ddp: Tensor) -> Remedy:
-    found = _replaced(times, ddp, "cores", _less("processor", times))
-    return replace(found, paste=_how_to_get_cores(times))
 
 
 def _how_to_get_cores(times: Times) -> str:
@@ -320,18 +352,48 @@ def _claimed(own_and_together: Tensor) -> Tensor:
     return each_s + together
 
 
+def _balanced(times: Times, ddp: Tensor, *, is_of_home: bool) -> Remedy:
+    """Plays stretches of the run with ranks that share their micro-batches."""
+    ranks = _some_ranks(times.by_step(times.own), _SHARING_RANKS)
+    steps = min(max(_LEAST_SHARED, _SHARED // len(ranks)), times.num_steps)
+    gains: dict[int, list[float]] = {}
+    accumulates = times.num_units > 1
+    for begin in _stretches(steps, times.num_steps):
+        stretch = slice(begin, begin + steps)
+        for num_units in (times.num_units,) if accumulates else _PARTS:
+            work, besides_s = sharing.work_of(
+                times, stretch, ranks, num_units=num_units, is_of_home=is_of_home
+            )
+            step_s = sharing.shared_s(work) / steps + besides_s
+            gains.setdefault(num_units, []).append(float(ddp[stretch].mean()) / step_s)
+    best = max(gains, key=lambda num_units: sum(gains[num_units]))
+    longer = 1.0 if accumulates else _OF_A_PART
+    return Remedy(
+        "balanced",
+        what_of("balanced", times.num_ranks),
+        paste_of("balanced", times.num_ranks, units=best if best in _PARTS[1:] else 0),
+        sum(gains[best]) / len(gains[best]),
+        min(gains[best]) / longer * (1 - _MODEL),
+        max(gains[best]) * (1 + _MODEL),
+    )
+
+
+def _stretches(steps: int, num_steps: int) -> list[int]:
+    """Returns where stretches of so many steps begin: first, in the middle, last."""
+    return sorted({0, (num_steps - steps) // 2, num_steps - steps})
+
+
 def _simulated(name: str, times: Times, ddp: Tensor, own: Tensor, besides_s: float) -> Remedy:
     """Simulates a strategy with stretches of the run, and adds what a step takes besides."""
     from lightning_dsgd.lab.simulate.model import run  # loads all algorithms
 
     choice, ranks = chosen(name, times.num_ranks), _some_ranks(own)
     steps = min(_SIMULATED_STEPS, times.num_steps)
-    begins = sorted({0, (times.num_steps - steps) // 2, times.num_steps - steps})
     busy_s = max(float(times.busy.median()), 1e-9)
     wire = 2 * (times.num_ranks - 1) / times.num_ranks * max(1.0, times.num_bytes)
     parameters = int(times.about.get("parameters") or times.num_bytes / 4) or 1
     gains = []
-    for begin in begins:
+    for begin in _stretches(steps, times.num_steps):
         window = own[begin : begin + steps, ranks]
         seconds = tuple(tuple(of_rank) for of_rank in window.T.tolist())
         machine = Machine(
@@ -362,12 +424,12 @@ def _at_least(remedy: Remedy, times: Times, ddp: Tensor) -> Remedy:
     return replace(remedy, low=min(remedy.low, least))
 
 
-def _some_ranks(own: Tensor) -> list[int]:
+def _some_ranks(own: Tensor, most: int = _SIMULATED_RANKS) -> list[int]:
     """Returns the ranks to simulate: all, or every so many of them by their speed."""
     order = own.mean(0).argsort().tolist()
-    if len(order) <= _SIMULATED_RANKS:
+    if len(order) <= most:
         return sorted(order)
-    places = torch.linspace(0, len(order) - 1, _SIMULATED_RANKS).round().int().tolist()
+    places = torch.linspace(0, len(order) - 1, most).round().int().tolist()
     return sorted(order[place] for place in places)
 
 

@@ -92,6 +92,16 @@ class Times:
         return len(self.numbers)
 
     @property
+    def num_units(self) -> int:
+        """How many batches of each rank are accumulated for a step; 0: the trace does not say."""
+        return int(self.about.get("accumulates") or 0)
+
+    @property
+    def can_share(self) -> bool:
+        """Whether any rank could load a part of another's batch, as far as the trace says."""
+        return bool(self.about.get("can_share", True))
+
+    @property
     def are_processors_short(self) -> bool:
         """Whether most ranks share a machine with a rank that waits for processors."""
         own_s, waited_s = self.own.sum(0), self.parts[PARTS.index("processor")].sum(0)

@@ -26,6 +26,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_dsgd.data import loaders
 from lightning_dsgd.lab import trackers
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings, offset_to_rank_0
 from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, SHARDED, Recorder
@@ -129,6 +130,8 @@ class StepTrace(pl.Callback):
             "device": str(strategy.root_device),
             "parameters": sum(p.numel() for p in pl_module.parameters() if p.requires_grad),
             **_epoch(trainer),
+            "accumulates": trainer.accumulate_grad_batches,
+            "can_share": _can_share(trainer),
             **self._describe(strategy, self._watch),
         }
         if self._watch is not None:
@@ -441,6 +444,17 @@ def _epoch(trainer: Any) -> dict[str, int]:
     if math.isinf(batches):
         return {}
     return {"epoch_steps": math.ceil(batches / trainer.accumulate_grad_batches)}
+
+
+def _can_share(trainer: Any) -> bool:
+    """Returns whether `balanced` could have ranks share the micro-batches of a step."""
+    loader = trainer.train_dataloader
+    try:
+        loaders.check(loader)
+    except ValueError:
+        return False
+    is_one_unit = trainer.accumulate_grad_batches == 1 and loader.batch_size == 1
+    return trainer.lightning_module.automatic_optimization and not is_one_unit
 
 
 def _network(strategy: Any) -> Any:

@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
+import torch
 
+from lightning_dsgd.algorithm import Conditions
+from lightning_dsgd.algorithms.balanced import Balanced
+from lightning_dsgd.data.dealing import Dealing
+from lightning_dsgd.data.units import NONE
 from lightning_dsgd.lab.diagnose.remedies import (
     STRATEGIES,
     advised,
@@ -25,8 +30,9 @@ from lightning_dsgd.lab.diagnose.verdict import Verdict, judge
 from lightning_dsgd.lab.diagnose.words import lines
 from lightning_dsgd.lab.probe.cluster import Processor
 from lightning_dsgd.lab.simulate.machines import Machine
-from lightning_dsgd.lab.simulate.model import run
+from lightning_dsgd.lab.simulate.model import message_bytes, run
 from lightning_dsgd.lab.simulate.recorded import Recorded
+from lightning_dsgd.simulated import SimulatedTransport, SimulatedWorld
 from tests.lab.diagnose import made
 
 RANKS, STEPS, VICTIM = 4, 33, 2
@@ -98,6 +104,39 @@ class Situation:
         about: dict[str, object] = {"cores": self.cores, "parameters": self.weights}
         return times_of(made.traces(self.inject, 0, RANKS, STEPS, 0.0, VICTIM, about))
 
+    def of_balanced(self, machine: Machine) -> float:
+        """How many steps a second `balanced` makes, in the simulated world."""
+        setting = made.Setting(RANKS, STEPS, made.random.Random("0"), VICTIM)
+        late = [[self.late_s(setting, n, r) for n in range(STEPS)] for r in range(RANKS)]
+        k, num_elements = 4, 256
+
+        def train(net: SimulatedTransport) -> float:
+            algorithm, x = Balanced(), torch.zeros(num_elements)
+            algorithm.start(net.sub("sums"), x, Conditions(gradient_counts=torch.zeros(1).long()))
+            dealing = Dealing(net.sub("units"), backups=True, on_closed=algorithm.close_step)
+            dealing.know(0, [[home for home in range(RANKS) for _ in range(k)]] * STEPS)
+            for step in range(STEPS):
+                dealing.begin_step(step)
+                late_s = late[net.rank][step]
+                while (unit := dealing.take(waits=True)) != NONE:
+                    net.compute(late_s + self.work_s / k)
+                    late_s, mine = 0.0, [torch.full((num_elements,), float(unit))]
+                    dealing.finish(lambda: algorithm.add(step, lambda flat: [flat], mine))  # noqa: B023
+                algorithm.take_sum(step)
+            net.sub("end").barrier().wait()
+            dealing.close()
+            algorithm.stop()
+            return net.now()
+
+        world = SimulatedWorld(
+            RANKS,
+            machine.latency_s,
+            machine.bandwidth_bytes_s,
+            message_bytes=message_bytes(machine.num_params / num_elements),
+            strict=False,
+        )
+        return STEPS / max(world.run(train))
+
     def gain(self, name: str) -> float:
         """How many times as fast as DDP a strategy is."""
         spec = spec_of(name, RANKS, pieces_of(self.times()))
@@ -122,6 +161,8 @@ class Situation:
             machine = replace(machine, step_core_s=machine.step_core_s + rounding_s)
         seen = self.times()
         ddp_s = float((seen.own.max(1).values + seen.takes).sum()) / seen.num_steps
+        if name == "balanced":
+            return self.of_balanced(machine) * ddp_s
         made_run = run(
             spec, RANKS, machine, STEPS, epoch_steps=STEPS, data=chosen(name, RANKS).data
         )
