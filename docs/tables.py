@@ -38,7 +38,8 @@ TARGETS = [
     *sorted(ROOT.glob("docs/results/choosing/target_epochs*.json")),
     ROOT / "docs/results/wagma/wide_groups.json",
 ]
-TABLE = re.compile(r"(<!-- lightning-dsgd strategies --markdown (\S+) -->\n)(?:.+\n)*")
+TABLE = re.compile(r"(<!-- what strategies send and need, told in (\S+) -->\n)(?:.+\n)*")
+COSTS = ("name", "communicates", "with", "extra memory", "bytes sent per step")
 RECIPES = re.compile(r"(<!-- what (\S+)/\*.yaml say at their beginning -->\n)(?:.+\n)*")
 DECISIONS = re.compile(r"(<!-- what to use -->\n)(?:.+\n)*")
 DECISIONS_IN_SHORT = re.compile(r"(<!-- what to use in short, with pages in (\S+) -->\n)(?:.+\n)*")
@@ -353,7 +354,7 @@ def linked_results(text: str) -> str:
 
 def renewed(text: str) -> str:
     """The document with its tables as they should be; each is found by the comment before it."""
-    text = TABLE.sub(lambda found: f"{found[1]}{markdown(found[2])}\n", text)
+    text = TABLE.sub(lambda found: f"{found[1]}{markdown(found[2], COSTS)}\n", text)
     text = DECISIONS.sub(lambda found: f"{found[1]}{all_decisions()}\n", text)
     text = DECISIONS_IN_SHORT.sub(lambda found: f"{found[1]}{decisions_in_short(found[2])}\n", text)
     text = GAINS.sub(lambda found: f"{found[1]}{gains(found[2])}\n", text)
