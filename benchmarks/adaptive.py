@@ -20,16 +20,15 @@ A run that was interrupted goes on when it is started again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import script
 from benchmarks.compare import target_cell
 from benchmarks.compare.situations import SITUATIONS, Situation
 from benchmarks.compare.small_tasks import TASKS
@@ -149,15 +148,12 @@ def rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser(__doc__, "adaptive.json")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--situations", default=",".join(ALL))
     parser.add_argument(
         "--rows", help="these alone, with ; between them, such as allreduce;adaptive"
     )
-    parser.add_argument("--output", type=Path, default=Path("adaptive.json"))
     args = parser.parse_args()
     cells = [
         {"situation": situation, **row, "seed": seed}

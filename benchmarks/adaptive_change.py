@@ -17,7 +17,6 @@ largest.  A run that was interrupted goes on when it is started again.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -29,6 +28,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import script
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.lab.adaptive import algorithm as adaptive
 from lightning_dsgd.lab.adaptive.decision import Decision, State
@@ -214,11 +214,8 @@ def row(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser(__doc__, "adaptive_change.json")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("adaptive_change.json"))
     args = parser.parse_args()
     ranks = VIRTUAL[0][0]
     settings = {"params": PARAMS, "step_s": STEP_S, "world_size": ranks}

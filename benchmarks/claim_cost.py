@@ -9,14 +9,13 @@ batch begins, ends, and the next is secured.  The rounds of all cells alternate.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks import script
 from lightning_dsgd.elastic.claimed.claims import Epoch
 from lightning_dsgd.elastic.claimed.dealing import Dealing
 from lightning_dsgd.lab.jobs.cells import Cell, finish
@@ -83,13 +82,10 @@ def summarize(results: list[Cell], step_s: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/claimed_batches/claim_cost.json")
     parser.add_argument("--batches", type=int, default=100, help="of each rank")
     parser.add_argument("--step-s", type=float, default=0.05)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/claimed_batches/claim_cost.json")
-    )
     args = parser.parse_args()
     settings = {"batches": args.batches, "step_s": args.step_s}
     cells = [

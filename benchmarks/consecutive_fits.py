@@ -8,11 +8,9 @@ to the bit.  Strategies take turns; "wagma" stands for one of its forms after th
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import script
 from benchmarks.compare import contestants
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
@@ -69,13 +68,10 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = script.parser(__doc__, "docs/results/wagma/consecutive_fits.json")
     parser.add_argument("--strategies", default="wagma")
     parser.add_argument("--fits", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/wagma/consecutive_fits.json")
-    )
     args = parser.parse_args()
     names = [
         s for name in args.strategies.split(",") for s in (WAGMA if name == "wagma" else [name])

@@ -12,7 +12,6 @@ foretold too.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import random
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from benchmarks import script
 from benchmarks.compare import contestants
 from lightning_dsgd import StepTrace
 from lightning_dsgd.lab.diagnose import times
@@ -241,13 +241,10 @@ def told(cause: str, folder: Path, of_ddp: Cell, of_remedy: Cell) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/know_before_you_choose/diagnose.json")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--causes", help="these alone, separated by commas")
     parser.add_argument("--keep", type=Path, help="keep the traces there")
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/know_before_you_choose/diagnose.json")
-    )
     args = parser.parse_args()
     causes = args.causes.split(",") if args.causes else list(CAUSES)
     if any(cause in ON_LINKS for cause in causes) and why_not():

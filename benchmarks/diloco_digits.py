@@ -14,16 +14,15 @@ seconds  of virtual time
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import warnings
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import script
 from benchmarks.simulated_digits import TEST, data, error, train
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.hyperparameters import parse
@@ -83,11 +82,8 @@ def measure(spec: str, seeds: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/diloco/diloco_digits.json")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/diloco/diloco_digits.json")
-    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # one row is there to show what the warning is about

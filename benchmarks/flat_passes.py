@@ -8,16 +8,15 @@ are in milliseconds.  `gather_share_of_copy` is the time of `a.copy_(b)` over th
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from benchmarks import script
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.replica import flat
 
@@ -134,11 +133,8 @@ def alignment(samples: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script.parser(__doc__, "docs/results/benchmarks/flat_passes.json")
     parser.add_argument("--samples", type=int, default=100)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/benchmarks/flat_passes.json")
-    )
     args = parser.parse_args()
     result = provenance() | {
         "threads": torch.get_num_threads(),

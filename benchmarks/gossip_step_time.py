@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
+from benchmarks import script
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import run
@@ -38,12 +36,9 @@ def step_time(spec: str, world_size: int, compute_s: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script.parser(__doc__, "docs/results/sgp/gossip_step_time.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--compute-ms", type=float, nargs="+", default=[200, 400])
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/sgp/gossip_step_time.json")
-    )
     options = parser.parse_args()
     results: dict[str, dict[str, list[float]]] = {}
     for compute_ms in options.compute_ms:

@@ -8,14 +8,13 @@ batches, all-reduce's own learning rate.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
+from benchmarks import script
 from benchmarks.compare import target_cell
 from benchmarks.compare.situations import SITUATIONS
 from lightning_dsgd.lab.in_force import in_force
@@ -49,12 +48,11 @@ def row(name: str, spec: str, cells: list[Cell]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = script.parser(__doc__, "growing_period.json")
     parser.add_argument("--strategies", default=GROWING)
     parser.add_argument("--situations", default="random,slow-rank,heavy-tail")
     parser.add_argument("--lr", type=float, default=0.8)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=Path("growing_period.json"))
     args = parser.parse_args()
     known = in_force([BASELINE, *args.strategies.split(",")], [8])
     specs, names = [BASELINE, *args.strategies.split(",")], args.situations.split(",")

@@ -18,17 +18,16 @@ wide=true       in `wagma`, nobody waits in such an average: it is a group of al
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from benchmarks import script
 from benchmarks.compare import target_cell
 from benchmarks.compare.situations import SITUATIONS, Situation
 from benchmarks.compare.small_tasks import TASKS
@@ -302,7 +301,7 @@ def row(name: str, spec: str, mine: list[Cell], base: list[Cell], *, up: bool) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = script.parser(__doc__, "how_far_apart.json")
     parser.add_argument("--task", choices=TRIALS, default="digits")
     parser.add_argument("--strategies", nargs="+", default=SPECS)
     parser.add_argument(
@@ -313,7 +312,6 @@ def main() -> None:
     )
     parser.add_argument("--more", action="store_true", help="all that was tried on digits")
     parser.add_argument("--seeds", type=int, help="how many are reported, if not all of the task")
-    parser.add_argument("--output", type=Path, default=Path("how_far_apart.json"))
     args = parser.parse_args()
     trial, up = TRIALS[args.task], TASKS[args.task].higher_is_better
     if args.lrs:

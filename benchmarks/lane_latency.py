@@ -13,20 +13,19 @@ thread that waits for it the place of one that runs (`sys.setswitchinterval`).
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import script
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.transport import LaneStopped
@@ -168,14 +167,11 @@ def summarize(result: Cell, k: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/benchmarks/lane_latency.json")
     parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
     parser.add_argument("--intervals-ms", type=float, nargs="*", default=[0.5], metavar="MS")
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/benchmarks/lane_latency.json")
-    )
     args = parser.parse_args()
     settings = {
         "seconds": args.seconds,

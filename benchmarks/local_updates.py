@@ -15,7 +15,6 @@ can be interrupted, and given a part of the strategies, learning rates and seeds
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import script
 from benchmarks.text_pieces import pieces
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.in_force import in_force
@@ -166,15 +166,12 @@ def rows(runs: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/diloco/local_updates.json")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--lrs", type=float, nargs="+", default=LRS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--most", type=int, help="how many runs to make; by default all")
     parser.add_argument("--folder", type=Path, default=Path("build/local_updates"))
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/diloco/local_updates.json")
-    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = json.loads(args.output.read_text())["runs"] if args.output.exists() else []

@@ -18,7 +18,6 @@ shared memory, and no socket that listens.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -43,6 +42,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from benchmarks import script
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.lab.in_force import in_force
@@ -225,16 +225,11 @@ def measure(name: str, kills: int, epochs: int, lr: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser(__doc__, "docs/results/survival/lost_ranks.json")
     parser.add_argument("--strategies", default=",".join(ALGORITHMS))
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/survival/lost_ranks.json")
-    )
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

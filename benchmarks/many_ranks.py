@@ -16,7 +16,6 @@ With `--simulated`, the last two for 1,024 ranks of the simulated world.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import script
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.hpsgd import HPSGD
 from lightning_dsgd.algorithms.no_sync import NoSync
@@ -133,17 +133,12 @@ def simulate(name: str, size: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser(__doc__, "docs/results/benchmarks/many_ranks.json")
     parser.add_argument("--ranks", default="32,64,128")
     parser.add_argument("--strategies", default=",".join(ALGORITHMS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--step-s", type=float, default=1.0)
     parser.add_argument("--simulated", type=int, default=1024)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/benchmarks/many_ranks.json")
-    )
     args = parser.parse_args()
     names = args.strategies.split(",")
     rows: list[dict[str, Any]] = []

@@ -17,7 +17,6 @@ paper's learning rate in both, xi is the same.)
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,7 @@ import matplotlib as mpl
 import torch
 from torch import Tensor, nn
 
+from benchmarks import script
 from benchmarks.text_pieces import pieces
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.lab.results import provenance, write_result
@@ -175,7 +175,7 @@ def plot(results: dict[str, dict[str, Any]], settings: dict[str, Any], file: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/oktopk/oktopk_accuracy.json")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--densities", type=float, nargs="+", default=[0.01, 0.02])
     parser.add_argument("--ranks", type=int, default=4)
@@ -184,9 +184,6 @@ def main() -> None:
     parser.add_argument("--threshold-period", type=int, default=32)
     parser.add_argument("--xi-every", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/oktopk/oktopk_accuracy.json")
-    )
     args = parser.parse_args()
     settings = {key: value for key, value in vars(args).items() if key != "output"}
     results: dict[str, dict[str, Any]] = {}

@@ -12,15 +12,14 @@ Each cell is printed and written at once; a cell that is in the file is not comp
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import script
 from benchmarks.compare import target_cell
 from benchmarks.compare.situations import Situation
 from benchmarks.compare.small_tasks import TASKS
@@ -98,13 +97,12 @@ def summary(cells: list[dict[str, Any]], *, up: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "oktopk_changes.json")
     parser.add_argument("--task", choices=STRATEGIES, default="language")
     parser.add_argument("--strategies", nargs="+", help="all-reduce first; by default all")
     parser.add_argument("--lrs", type=float, nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="by default those of `benchmarks target`")
-    parser.add_argument("--output", type=Path, default=Path("oktopk_changes.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     up, steps = TASKS[args.task].higher_is_better, args.steps or STEPS[args.task]

@@ -18,13 +18,12 @@ Legend: e_i the residual of rank i.  A row that is in the file is not measured a
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import script
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.lab.simulate.processors import on_one_core
@@ -62,14 +61,11 @@ def measure(spec: str, num_ranks: int, settings: dict[str, Any]) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/oktopk/oktopk_delay.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--entries", type=int, default=4000)
     parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/oktopk/oktopk_delay.json")
-    )
     args = parser.parse_args()
     settings = {key: value for key, value in vars(args).items() if key != "output"}
     rows = json.loads(args.output.read_text())["rows"] if args.output.exists() else []

@@ -18,7 +18,6 @@ seeds is drawn against the bytes, beside the file, for all that the file has all
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -32,6 +31,7 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor, nn
 
+from benchmarks import script
 from benchmarks.text_pieces import pieces
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Traits
 from lightning_dsgd.algorithms import make_algorithm
@@ -290,16 +290,13 @@ def draw(best: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/oktopk/oktopk_local_steps.json")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--lrs", type=float, nargs="+", help="by default those of the task")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/oktopk/oktopk_local_steps.json")
-    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     runs = Runs(args.output, {"ranks": args.ranks, "steps": args.steps})

@@ -24,17 +24,16 @@ Each cell is printed and written at once; a cell that is in the file is not comp
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import script
 from benchmarks.compare.small_tasks import BATCH, TASKS, Networks
 from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.results import provenance, write_result
@@ -132,12 +131,9 @@ def train(task_name: str, variant: str, lr: float, seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/oktopk/oktopk_rules.json")
     parser.add_argument("--tasks", nargs="+", default=list(VARIANTS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/oktopk/oktopk_rules.json")
-    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     report = json.loads(args.output.read_text()) if args.output.exists() else {"cells": []}

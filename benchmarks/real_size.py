@@ -23,7 +23,6 @@ strategies, seeds or situations, continues it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -40,6 +39,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from benchmarks import script
 from benchmarks.compare import contestants, convergence
 from lightning_dsgd import StragglerInjector
 from lightning_dsgd.lab.drawing import chart
@@ -400,9 +400,7 @@ def cells(situations: list[str], specs: list[str], seeds: list[int], lrs: Any) -
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser(__doc__, "docs/results/benchmarks/real_size.json")
     parser.add_argument("--strategies", default=STRATEGIES, help="separated by commas")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--network", default="1gbit", help="of every rank; or none")
@@ -417,9 +415,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=2, help="pieces of text a rank and step")
     parser.add_argument("--validated", type=int, default=128, help="pieces of text")
     parser.add_argument("--size", default="64,384,6,6", help="seq_len,dim,depth,num_heads")
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/benchmarks/real_size.json")
-    )
     parser.add_argument(
         "--plot",
         type=Path,

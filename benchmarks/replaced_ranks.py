@@ -36,6 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import script
 from benchmarks.launched import said_of_steps
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.results import provenance, write_result
@@ -274,9 +275,7 @@ def summarise(args: argparse.Namespace, one: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser(__doc__, "docs/results/survival/replaced_ranks.json")
     parser.add_argument("--strategy", default="wagma")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--step-s", type=float, default=0.4)
@@ -284,9 +283,6 @@ def main() -> None:
     parser.add_argument("--stop-s", type=float, default=0.0, help="stop, in place of killing")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--undisturbed-minutes", type=float, default=2.0)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/survival/replaced_ranks.json")
-    )
     args = parser.parse_args()
     alone = summarise(args, run(args, None))
     killed = summarise(args, run(args, args.every_s))

@@ -9,16 +9,14 @@ part of the data.  Plots mean, minimum and maximum over the ranks of the errors 
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import torch
 from torch import Tensor, nn
 
-from benchmarks import simulated_digits
+from benchmarks import script, simulated_digits
 from benchmarks.simulated_digits import TEST, error
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.lab.results import provenance, write_result
@@ -43,14 +41,11 @@ def train(net: Any, num_steps: int, lr: float, num_peers: int) -> list[tuple[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script.parser(__doc__, "docs/results/sgp/sgp_discrepancy.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--steps", type=int, default=450)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--num-peers", type=int, default=1)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/sgp/sgp_discrepancy.json")
-    )
     options = parser.parse_args()
     mpl.use("Agg")
     from matplotlib import pyplot

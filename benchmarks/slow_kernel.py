@@ -14,7 +14,6 @@ long `sync_period` leaves out the global averages of `wagma`, which wait for all
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -26,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import script
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab import accelerators
 from lightning_dsgd.lab.results import provenance, write_result
@@ -115,10 +115,9 @@ def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/gpus/slow_kernel.json")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each strategy in a round")
-    parser.add_argument("--output", type=Path, default=Path("docs/results/gpus/slow_kernel.json"))
     args = parser.parse_args()
     report = provenance() | {
         "device": "emulated",

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import script
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.network import Link, Network, demanded
@@ -123,18 +124,13 @@ def measure(link: Link, name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser(__doc__, "docs/results/survival/slow_links.json")
     parser.add_argument("--links", action="append")
     parser.add_argument("--strategies", default="allreduce,sgp,wagma,popsgd,hpsgd,local_sgd")
     parser.add_argument("--params", type=int, default=12_500_000)
     parser.add_argument("--step-s", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--heartbeat-timeout-s", type=float, default=5.0)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/survival/slow_links.json")
-    )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)

@@ -10,16 +10,15 @@ and `allreduce` need equal numbers, or known ones.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from benchmarks import script
 from benchmarks.compare import contestants
 from benchmarks.compare.convergence_cell import Paced
 from lightning_dsgd.lab.in_force import in_force
@@ -134,15 +133,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/choosing/slow_rank_epochs.json")
     parser.add_argument("--strategies", default=STRATEGIES, help="separated by commas")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.4)
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/choosing/slow_rank_epochs.json")
-    )
     args = parser.parse_args()
     settings = {name: getattr(args, name) for name in ("epochs", "step_s", "lr")}
     job = Job(f"{__file__}:run_cell", settings, len(EQUALLY))

@@ -19,17 +19,16 @@ residuals are as they are after many steps, so that thresholds are used again as
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import script
 from benchmarks.sparse_volume import SPARSE
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.oktopk import OkTopk
@@ -130,16 +129,13 @@ def summarize(results: list[Cell], link: Link) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/oktopk/sparse_exchange.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=4, help="of a round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--network", type=Link.parse, default=Link.parse("1gbit"))
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/oktopk/sparse_exchange.json")
-    )
     args = parser.parse_args()
     settings = {"numel": args.numel, "density": args.density, "steps": args.steps}
     names = ["dense", *SPARSE]

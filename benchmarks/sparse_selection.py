@@ -17,30 +17,26 @@ that r += g, g <- 0 and the selection reach: 16 n bytes, over those 8 n of the c
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from benchmarks import script
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives import sparse, sparse_wire
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script.parser(__doc__, "docs/results/oktopk/sparse_selection.json")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--numel", type=int, default=25_000_000)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/oktopk/sparse_selection.json")
-    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     n, k = args.numel, round(args.numel * args.density)

@@ -11,14 +11,13 @@ of `oktopk` are those of `oktopk:rule=paper`; those of its default are in sparse
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import script
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.lab.jobs.cells import Cell, finish
@@ -52,15 +51,12 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/oktopk/sparse_volume.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--numel", type=int, default=400_000)
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--algorithms", nargs="+", default=SPARSE)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/oktopk/sparse_volume.json")
-    )
     args = parser.parse_args()
     settings = {"numel": args.numel, "density": args.density, "steps": args.steps}
     cells = [

@@ -9,16 +9,15 @@ milliseconds, and the ratio is the median over the pairs.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import script
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.primitives.rounding import encode
 from lightning_dsgd.primitives.step_scaling import EVERY, WIRE, StepScaling
@@ -74,12 +73,9 @@ def milliseconds(num_weights: int, samples: int) -> tuple[list[float], list[floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/benchmarks/step_scaling.json")
     parser.add_argument("--weights", type=int, nargs="+", default=[1_000_000, 10_000_000])
     parser.add_argument("--samples", type=int, default=40)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/benchmarks/step_scaling.json")
-    )
     args = parser.parse_args()
     rows = []
     for threads in (1, 2):

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import script
 from benchmarks.compare import contestants
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
@@ -118,15 +119,12 @@ def run_case(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = script.parser(__doc__, "docs/results/benchmarks/step_time.json")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--width", type=int, default=1792)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/benchmarks/step_time.json")
-    )
     args = parser.parse_args()
     found = (run_case(ranks, (theirs, ours), args) for ranks, theirs, ours in CASES)
     cases, jobs = zip(*found, strict=True)

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -26,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import script
 from benchmarks.compare import contestants
 from lightning_dsgd import StepTrace
 from lightning_dsgd.lab.jobs.cells import Cell, finish
@@ -107,18 +107,13 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/know_before_you_choose/step_trace_cost.json")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--strategy", default="allreduce", help="allreduce or ddp")
     parser.add_argument("--sleep-ms", type=float, default=0.0, help="in each step")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("docs/results/know_before_you_choose/step_trace_cost.json"),
-    )
     args = parser.parse_args()
     alone = {name: statistics.median(recorder_us(n) for _ in range(5)) for name, n in CALLS.items()}
     for name, us in alone.items():

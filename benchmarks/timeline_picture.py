@@ -9,7 +9,6 @@ picture and the result file have the same shares.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import script
 from benchmarks.compare import contestants
 from lightning_dsgd import StepTrace, StragglerInjector
 from lightning_dsgd.lab.drawing import picture
@@ -43,7 +43,7 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/know_before_you_choose/timeline.json")
     parser.add_argument("--strategies", default=STRATEGIES, help="separated by commas")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=24)
@@ -52,9 +52,6 @@ def main() -> None:
     parser.add_argument("--delay-s", type=float, default=0.32)
     parser.add_argument("--delayed-ranks", type=int, default=1)
     parser.add_argument("--picture", type=Path, default=Path("docs/images/timeline.svg"))
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/know_before_you_choose/timeline.json")
-    )
     parser.add_argument("--keep", type=Path, help="copy the traces there")
     args = parser.parse_args()
     names = ("steps", "params", "compute_s", "delay_s", "delayed_ranks")

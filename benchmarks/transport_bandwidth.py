@@ -17,7 +17,6 @@ that never comes: over the process_group, over the MPI transport, or in MPI's ow
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import socket
@@ -25,13 +24,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks import script
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.mpi.wire import MPITransport
@@ -307,14 +306,11 @@ def faster_than_tcp(samples: dict[str, list[float]], name: str) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/cluster/transport_bandwidth.json")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=2.0, help="of one rate beside a lane")
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs/results/cluster/transport_bandwidth.json")
-    )
     args = parser.parse_args()
     cells: list[Cell] = [
         {"what": "messages", "bytes": size} for size in SIZES if size <= args.max_bytes

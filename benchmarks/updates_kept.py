@@ -21,17 +21,16 @@ seconds    of virtual time
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from benchmarks import script
 from benchmarks.ablations import PapersRule
 from lightning_dsgd.agreement import average
 from lightning_dsgd.algorithm import Conditions
@@ -146,14 +145,11 @@ def measure(rule: str, situation: str, seed: int, num_steps: int, lr: float) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser(__doc__, "docs/results/wagma/updates_kept.json")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/wagma/updates_kept.json"))
     args = parser.parse_args()
     options = {"steps": args.steps, "lr": args.lr, "ranks": RANKS, "group_size": SIZE}
     options |= {"sync_period": PERIOD, "seeds": args.seeds}

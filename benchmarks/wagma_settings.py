@@ -14,16 +14,15 @@ points     of the consensus at the end, from all-reduce's with the same seed, th
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from bisect import bisect_right
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import script
 from benchmarks.updates_kept import HELD_OUT, PERIOD, RANKS, SITUATIONS, SIZE, digits, step_s
 from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.eager_sgd import EagerSGD
@@ -133,14 +132,11 @@ def measure(rule: str, situation: str, seed: int, options: Any) -> list[tuple[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script.parser(__doc__, "docs/results/wagma/settings.json")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.4)
     parser.add_argument("--rules", nargs="*", default=[*RULES])
-    parser.add_argument("--output", type=Path, default=Path("docs/results/wagma/settings.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []

@@ -13,7 +13,6 @@ messages of 1M parameters over links of 10 Gbit/s.  Three panels:
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import matplotlib as mpl
 import torch
 from torch import Tensor, nn
 
-from benchmarks import simulated_digits
+from benchmarks import script, simulated_digits
 from benchmarks.ablations import FixedGroups
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.local_sgd import LocalSGD
@@ -122,9 +121,8 @@ def plot(traces: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/wagma/wagma_traces.json")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/wagma/wagma_traces.json"))
     args = parser.parse_args()
     traces = {form: trace(form, args.steps) for form in FORMS}
     plot(traces, args.output.with_suffix(".png"))
