@@ -265,14 +265,15 @@ class Balancing:
         self.unit = NONE
         return answers[-1]
 
-    def finish_without_gradient(self) -> None:
-        """Has a unit in hand, if there is one, enter the sum with no gradient.
+    def finish_without_gradient(self) -> bool:
+        """Has a unit in hand, if there is one, enter the sum with no gradient; see `finish`.
 
         Such a unit has had no backward pass: its loss is None.
         """
-        if self.unit != NONE:
-            self._sums.drop_gradients()
-            self.finish()
+        if self.unit == NONE:
+            return False
+        self._sums.drop_gradients()
+        return self.finish()
 
     def _take_sums(self) -> bool:
         """Waits for the sums of the step, and puts them into the gradients.

@@ -158,7 +158,9 @@ class Loop:
         session, training = self._session, self._session.training
         exchanging = session.world_size if self._algorithm.traits.uses_gradient else 1
         scales = scaler is not None and scaler.is_enabled()
-        options.check_optimizers(list(optimizers), exchanging, scaler if scales else None)
+        options.check_optimizers(
+            list(optimizers), exchanging, scaler if scales else None, self._algorithm
+        )
         if training is not None:
             training.replica.stop()
         self._num_builds += 1

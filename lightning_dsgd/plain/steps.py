@@ -23,6 +23,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_dsgd.session.options import check_is_first
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.scaling import agree_on_overflow, is_unscaled
 from lightning_dsgd.session.session import Session
@@ -105,6 +106,9 @@ class Steps:
             )
 
         def wrapped() -> Any:
+            training = self._session.training
+            if training is not None and training.algorithm.traits.sums_units:
+                check_is_first(optimizer, is_first=key not in self._exchanged)
             output = closure()
             self.exchange(optimizer)
             return output

@@ -196,16 +196,29 @@ def describe(algorithm: Algorithm, chosen: Mapping[str, Any]) -> str:
     return re.sub(" at 0x[0-9a-f]+", "", f'strategy="{algorithm.name}" with {listed}')
 
 
-def check_optimizers(optimizers: list[Any], world_size: int, scaler: Any) -> None:
+def check_optimizers(
+    optimizers: list[Any], world_size: int, scaler: Any, algorithm: Algorithm
+) -> None:
     """Raises for optimizers whose steps an algorithm cannot stand between."""
     for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS) and world_size > 1:
+        if isinstance(optimizer, LBFGS) and (world_size > 1 or algorithm.traits.sums_units):
+            differs = "differs between ranks" if world_size > 1 else "is not known before"
             raise ValueError(
                 "the optimizer must compute one gradient a step, got LBFGS, whose number of "
-                "gradients differs between ranks; use SGD or Adam"
+                f'gradients {differs}, with strategy="{algorithm.name}"; use SGD or Adam'
             )
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
                 "where a loss is scaled for fp16, gradients must be unscaled before the step, got "
                 f"a fused {type(optimizer).__name__}; use fused=False"
             )
+
+
+def check_is_first(optimizer: Any, *, is_first: bool) -> None:
+    """Raises where an optimizer asks for another gradient of a step whose units are computed."""
+    if not is_first:
+        raise ValueError(
+            "the optimizer must compute one gradient a step, as the micro-batches of a step are "
+            f"shared once, got {type(optimizer).__name__}, which calls its closure again; use SGD "
+            'or Adam, or strategy="allreduce"'
+        )

@@ -32,7 +32,9 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.data.balancing import Balancing, longest, parts_of
 from lightning_dsgd.data.loaders import UnitLoader, check, check_can_draw_for_others
 from lightning_dsgd.data.units import NONE
+from lightning_dsgd.session.options import check_is_first
 from lightning_dsgd.trainer import joint, seams
+from lightning_dsgd.trainer.metrics import StepMetrics
 
 
 class BalancedMixin:
@@ -110,10 +112,12 @@ class BalancedMixin:
         if self._balancing is None or self._balancing.unit == NONE:
             return self._output_before()
         self._logged_before = seams.logged(self._trainer)
+        self._metrics.remember()
         with self._computing():
             output = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if output is None:
-            self._balancing.finish_without_gradient()
+            if not self._balancing.finish_without_gradient():
+                self._forget_unit()
             return self._output_before()
         self._output = _detached(output)
         return output
@@ -127,9 +131,15 @@ class BalancedMixin:
         """Asks nothing of other ranks inside, as each computes as many units as it has time for."""
         self._is_in_unit = True
         try:
-            yield
+            with self._metrics.asking_nobody():
+                yield
         finally:
             self._is_in_unit = False
+
+    def _forget_unit(self: Any) -> None:
+        """Forgets what a unit has logged that was computed in vain."""
+        seams.forget_logs(self._trainer, self._logged_before)
+        self._metrics.undo()
 
     def backward(
         self: Any, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any
@@ -146,8 +156,8 @@ class BalancedMixin:
         if balancing.finish():
             for key, (value, how) in logs.items():
                 self._logs.setdefault(key, (how, []))[1].append(value)
-        else:  # another rank's has entered the sum, and its logs count
-            seams.forget_logs(self._trainer, self._logged_before)
+        else:
+            self._forget_unit()
         return closure_loss
 
     def optimizer_step(
@@ -157,7 +167,12 @@ class BalancedMixin:
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
+        is_complete = False
+
         def complete() -> Any:
+            nonlocal is_complete
+            check_is_first(optimizer, is_first=not is_complete)
+            is_complete = True
             output = closure()
             with torch.enable_grad():
                 self._compute_the_rest(optimizer)
@@ -184,6 +199,7 @@ class BalancedMixin:
     def on_train_start(self: Any) -> None:
         super().on_train_start()  # type: ignore[misc]
         self._logs: dict[str, list[float]] = {}
+        self._metrics = StepMetrics(self._trainer.lightning_module, self.world_size)
 
     def reduce(self: Any, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self._is_in_unit:
@@ -238,16 +254,21 @@ class BalancedMixin:
 
     def end_epoch(self: Any) -> None:
         super().end_epoch()  # type: ignore[misc]
-        mine = joint.logged_over_all(self._trainer)
-        theirs = self.session.texts(json.dumps(mine))
-        known = {(how["fx"], how["name"]) for how, _ in mine}
-        missing = [
-            each
-            for text in theirs
-            for each in json.loads(text)
-            if (each[0]["fx"], each[0]["name"]) not in known
-        ]
-        joint.log_nothing(self._trainer, missing)  # where this rank had no unit in the epoch
+        trainer = self._trainer
+        asked = joint.logged_over_all(trainer)
+        alone, steps = joint.logged_alone(trainer), joint.logged_for_steps(trainer)
+        theirs = [*map(json.loads, self.session.texts(json.dumps([asked, alone, steps])))]
+        known = {_key(how) for how, _ in [*asked, *alone]}
+        # Where this rank had no unit in the epoch that counts, it shows what the others have.
+        joint.log_nothing(
+            trainer, [each for rank in theirs for each in rank[0] if _key(each[0]) not in known]
+        )
+        for key, (how, values) in _by_key([each for rank in theirs for each in rank[1]]).items():
+            if key not in known:
+                joint.log_as_others(trainer, how, sum(values) / len(values))
+        for key in {key for rank in theirs for key in rank[2]} - known:
+            shown = [rank[2][key] for rank in theirs if key in rank[2]]
+            joint.show_last_step(trainer, key, sum(shown) / len(shown))
 
     # ---- the end ----
 
@@ -307,6 +328,18 @@ def _over_all(logs: list[dict[str, Any]]) -> dict[str, tuple[str, list[float]]]:
     for key, (how, values) in together.items():
         if how == "sum":  # over ranks, and not over micro-batches
             together[key] = how, [sum(values) / len(values) * len(logs)]
+    return together
+
+
+def _key(how: dict[str, Any]) -> str:
+    """Returns Lightning's key of a value that is logged so."""
+    return f"{how['fx']}.{how['name']}"
+
+
+def _by_key(logged: list[Any]) -> dict[str, tuple[dict[str, Any], list[float]]]:
+    together: dict[str, tuple[dict[str, Any], list[float]]] = {}
+    for how, value in logged:
+        together.setdefault(_key(how), (how, []))[1].append(value)
     return together
 
 

@@ -267,6 +267,54 @@ def log_nothing(trainer: Any, logged: list[list[Any]]) -> None:
             entry.value = entry.value.to(getattr(torch, dtype))
 
 
+def logged_alone(trainer: Any) -> list[list[Any]]:
+    """Returns how this rank logs the values of this epoch that it asks nobody for, and the values.
+
+    Each is what Lightning's `log` is told, and the epoch's value so far.
+    """
+    logged: list[list[Any]] = []
+    for entry in trainer.fit_loop.epoch_loop._results.values():
+        meta, sync = entry.meta, entry.meta.sync
+        is_asked = sync.should and not sync.rank_zero_only
+        if not entry.is_tensor or is_asked or entry.has_reset:
+            continue
+        how = {name: getattr(meta, name) for name in _HOW}
+        is_mean = meta.on_epoch and meta.is_mean_reduction
+        value = entry.value / entry.cumulated_batch_size if is_mean else entry.value
+        logged.append([how | {"reduce_fx": meta.reduce_fx.__name__}, float(value)])
+    return logged
+
+
+def logged_for_steps(trainer: Any) -> dict[str, float]:
+    """Returns what this rank has logged for its last step in this epoch, by Lightning's keys."""
+    return {
+        key: float(entry._forward_cache)
+        for key, entry in trainer.fit_loop.epoch_loop._results.items()
+        if entry.is_tensor and entry.meta.on_step and not entry.has_reset
+    }
+
+
+def show_last_step(trainer: Any, key: str, value: float) -> None:
+    """Shows a value of a step where this rank has logged none, as if it were of its last step."""
+    results, connector = trainer.fit_loop.epoch_loop._results, trainer._logger_connector
+    entry, shown = results[key], torch.tensor(value, device=trainer.lightning_module.device)
+    entry._forward_cache = shown
+    name, of_step = results._forked_name(entry, on_step=True)
+    connector._callback_metrics.update({name: shown, of_step: shown})
+    if entry.meta.logger:
+        connector._logged_metrics[of_step] = shown
+
+
+def log_as_others(trainer: Any, how: dict[str, Any], value: float) -> None:
+    """Has this rank show a value that others have logged, each for itself, and this one has not."""
+    results, device = trainer.fit_loop.epoch_loop._results, trainer.lightning_module.device
+    key, given = f"{how['fx']}.{how['name']}", torch.tensor(value, device=device)
+    if key in results:
+        results.update_metrics(key, given, 1)
+    else:
+        results.log(**how, value=given, batch_size=1)
+
+
 def _save_anyhow(trainer: Any) -> None:
     """Has callbacks come to an epoch's or a validation's end although this rank has made no step.
 

@@ -177,7 +177,7 @@ def logged_since(trainer: Any, before: dict[str, tuple[Any, ...]]) -> dict[str, 
 
 
 def forget_logs(trainer: Any, before: dict[str, tuple[Any, ...]]) -> None:
-    """Forgets what was logged since then; metrics keep it."""
+    """Forgets what was logged since then; metrics keep theirs."""
     for key, entry in trainer.fit_loop.epoch_loop._results.items():
         if not entry.is_tensor:
             continue
@@ -189,7 +189,7 @@ def forget_logs(trainer: Any, before: dict[str, tuple[Any, ...]]) -> None:
                 setattr(entry, name, value)
 
 
-_VALUES = ("_forward_cache", "value", "cumulated_batch_size")
+_VALUES = ("_forward_cache", "value", "cumulated_batch_size", "has_reset")
 
 
 def show_log(trainer: Any, key: str, value: float) -> None:

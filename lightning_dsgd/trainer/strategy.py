@@ -176,7 +176,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def _set_up_training(self, trainer: Any) -> TrainerTraining:
         net = self.session.net
-        options.check_optimizers(self.optimizers, self.world_size, self._scaler)
+        options.check_optimizers(self.optimizers, self.world_size, self._scaler, self.algorithm)
         replica = self._make_replica(trainer, *self._lay_out(trainer, net.sub("replica")))
         if not self._resumes_own and self.session.takes_part:
             replica.synchronize()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -16,8 +18,10 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch import Tensor, nn
+from torchmetrics import SumMetric
 
 from lightning_dsgd.algorithms.balanced import Balanced
+from lightning_dsgd.data.balancing import Balancing
 from lightning_dsgd.trainer.refusals import check_sync_batchnorm
 from tests.support.fits import LATER, Plain, Seeded, errors, fit, run, strategy
 from tests.support.models import loader, trainer, weights
@@ -112,12 +116,98 @@ def test_parameters_may_be_unfrozen_before_a_step() -> None:
     assert_alike(run(2, unfreeze_both))
 
 
+class Counts(Plain):
+    """Counts the samples that enter a sum, and logs the loss of each rank by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = SumMetric()
+        self.total = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        assert self.count(float(len(batch[0]))) == len(batch[0])
+        self.log("train_loss", loss, on_step=True)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.total = float(self.count.compute())
+
+
+class StallsOnce(Counts):
+    """Rank 1 stalls in its first micro-batch until rank 0 has made the only step."""
+
+    stalls: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1 and self.stalls is not None:
+            until(self.stalls.exists)
+            self.stalls = None
+        return loss
+
+
+class Steps(L.Callback):
+    """Says that rank 0 has made its last step of the epoch."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def on_train_batch_end(self, ran: Any, *args: Any) -> None:
+        if ran.global_rank == 0 and args[-1] == 7:
+            self.flag.touch()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        threading.Event().wait(0.01)
+
+
+def fit_without_a_unit(flag: Path, where: str) -> tuple[float, dict[str, float]]:
+    """Rank 1 stalls before its first micro-batch, or in it, until rank 0 has made the step."""
+    begin_step = Balancing.begin_step
+
+    def late(balancing: Balancing, within: int) -> None:
+        if balancing._net.rank == 1:
+            until(flag.exists)
+        begin_step(balancing, within)
+
+    StallsOnce.stalls = flag if where == "in" else None
+    with mock.patch.object(Balancing, "begin_step", late if where == "before" else begin_step):
+        model, ran = fit("balanced", StallsOnce, accumulate_grad_batches=8, callbacks=[Steps(flag)])
+    assert isinstance(model, Counts)
+    return model.total, {name: float(value) for name, value in ran.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("where", ["before", "in"])
+def test_a_rank_whose_units_others_have_computed_shows_what_they_log(
+    where: str, tmp_path: Path
+) -> None:
+    (count, logs), (same_count, shown) = run(2, fit_without_a_unit, tmp_path / "flag", where)
+    assert count == same_count == 128
+    assert logs.keys() == {"train_loss", "both", "both_step", "both_epoch"}
+    assert shown == pytest.approx(logs)
+
+
 # ---- refused, with the way out ----
 
 
 class Gathers(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.all_gather(batch[0])
+        return self.loss(batch)
+
+
+class Asks(Plain):
+    """Its metric asks all ranks in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = SumMetric(dist_sync_on_step=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count(float(len(batch[0])))
         return self.loss(batch)
 
 
@@ -137,13 +227,41 @@ def fit_several() -> None:
         (fit_several, (), "got a dict of loaders"),
         (unfreeze, ("balanced", 3), "before the first micro-batch of a step"),
         (of, (("balanced", Gathers, TWO),), "must not wait for all ranks, got all_gather"),
+        (of, (("balanced", Asks, TWO),), "must not ask all ranks in training_step, got SumMetric"),
         (of, (("balanced", Iterates, TWO),), "got training_step(dataloader_iter)"),
     ],
-    ids=["loaders", "unfrozen", "all_gather", "dataloader_iter"],
+    ids=["loaders", "unfrozen", "all_gather", "metric", "dataloader_iter"],
 )
 def test_what_would_wait_or_differ_is_refused(fn: Any, given: Any, text: str) -> None:
     for error in errors(2, fn, *given):
         assert text in error
+
+
+class Newton(Plain):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Twice(torch.optim.SGD):
+    """Computes two gradients a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class TwiceAStep(Plain):
+    def configure_optimizers(self) -> Any:
+        return Twice(self.parameters(), self.lr)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [(Newton, "is not known before"), (TwiceAStep, "got Twice, which calls its closure again")],
+)
+def test_several_gradients_a_step_are_refused_on_one_rank_too(make: Any, text: str) -> None:
+    [error] = errors(1, of, ("balanced", make, TWO))
+    assert text in error
 
 
 def test_batchnorm_over_all_ranks_is_refused_on_every_device() -> None:
