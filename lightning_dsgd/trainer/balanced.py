@@ -33,7 +33,7 @@ from lightning_dsgd.data.balancing import Balancing, longest, parts_of
 from lightning_dsgd.data.loaders import UnitLoader, check, check_can_draw_for_others
 from lightning_dsgd.data.units import NONE
 from lightning_dsgd.session.options import check_is_first
-from lightning_dsgd.trainer import joint, seams
+from lightning_dsgd.trainer import joint, seams, step_sizes
 from lightning_dsgd.trainer.metrics import StepMetrics
 
 
@@ -77,6 +77,19 @@ class BalancedMixin:
         )
         training.balancing = self._balancing
         return training
+
+    # ---- a resume on another number of ranks ----
+
+    def save_checkpoint(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._trainer is not None and "loops" in checkpoint:
+            checkpoint = step_sizes.noted(checkpoint, self._trainer, self.world_size)
+        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if self.session.is_open and self._trainer_state() == "fit":
+            step_sizes.keep(self.lightning_module.trainer, checkpoint, self.world_size)
+        return checkpoint
 
     # ---- slots ----
 

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -101,6 +102,11 @@ def most_accumulated(trainer: Any) -> int:
     scheduled = [number for each in _accumulation(trainer) for number in each.values()]
     most: int = max([trainer.accumulate_grad_batches, *scheduled])
     return most
+
+
+def schedules_accumulation(trainer: Any) -> bool:
+    """Returns whether callbacks schedule of how many batches a step is made."""
+    return bool(_accumulation(trainer))
 
 
 def _accumulation(trainer: Any) -> list[dict[int, int]]:
@@ -208,6 +214,21 @@ def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
     """Returns whether a checkpoint was saved after an epoch had begun and before it was over."""
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
     return bool(epochs["processed"] < epochs["started"])
+
+
+def scale_batches(checkpoint: Mapping[str, Any], factor: Fraction) -> None:
+    """Has a checkpoint count this many times as many batches, of each rank, as it has counted."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counts in (progress["current"], progress["total"]):
+        num_begun = int(counts["ready"] * factor)
+        for name in ("completed", "processed", "started", "ready"):
+            counts[name] = num_begun - (counts["ready"] - counts[name])
+
+
+def num_batches_begun(checkpoint: Mapping[str, Any]) -> int:
+    """Returns how many batches of its epoch each rank had begun when a checkpoint was saved."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    return int(progress["current"]["ready"])
 
 
 def restore_from(trainer: Any, checkpoint: dict[str, Any]) -> None:

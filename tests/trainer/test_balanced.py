@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.trainer.step_sizes import batches_of_each
 from tests.support.fits import LATER, Plain, errors, fit, fp16, run, strategy
 from tests.support.models import loader, trainer, weights
 
@@ -169,6 +170,35 @@ def fit_and_resume(folder: str) -> tuple[Tensor, Tensor]:
 def test_a_resume_within_an_epoch_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     for straight, resumed in run(2, fit_and_resume, str(tmp_path)):
         torch.testing.assert_close(straight, resumed, rtol=1e-5, atol=1e-6)
+
+
+def fit_to_resume(folder: str, path: str | None) -> tuple[Tensor, int, int]:
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    ran = trainer(
+        strategy("balanced"),
+        int(os.environ["WORLD_SIZE"]),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        callbacks=[saver] if path is None else [],
+        enable_checkpointing=path is None,
+    )
+    model = Plain()
+    ran.fit(model, loader(128, shuffle=True), ckpt_path=path)
+    return weights(model), ran.global_step, ran.accumulate_grad_batches
+
+
+def test_a_resume_on_fewer_ranks_keeps_the_batch_of_a_step(tmp_path: Path) -> None:
+    [(straight, num_steps, _), _] = run(2, fit_to_resume, str(tmp_path), None)
+    path = str(tmp_path / "step=3.ckpt")  # within the first epoch, of four steps
+    [(resumed, same_steps, accumulate)] = run(1, fit_to_resume, str(tmp_path), path)
+    assert (num_steps, same_steps, accumulate) == (8, 8, 4)
+    torch.testing.assert_close(straight, resumed, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_that_ranks_cannot_divide_is_refused() -> None:
+    assert batches_of_each(4, 6, 8) == 3
+    with pytest.raises(ValueError, match="a checkpoint of 4 ranks with accumulate_grad_batches=2"):
+        batches_of_each(4, 2, 3)
 
 
 def stop_early() -> tuple[int, Tensor]:
