@@ -99,6 +99,12 @@ class Dealing:
             self._hand.begin_step(step)
         self._send_if_all_are_there()
 
+    @property
+    def has_next(self) -> bool:
+        """Whether a unit is granted that this rank has not begun."""
+        with self._lock:
+            return self._hand.ahead != NONE and not self._hand.is_closed
+
     def take(self, *, waits: bool) -> int:
         """Begins a unit and returns it; NONE if there is none.
 
