@@ -106,7 +106,7 @@ def virtual(num_ranks: int, k: int, situation: str, *, backups: bool, seed: int)
                 is_first = False
                 net.compute(late + pace.factor(net.rank, step) / k)
                 mine = [torch.full((4,), float(unit))]
-                dealing.finish(lambda: algorithm.add(step, lambda flat: [flat], mine))  # noqa: B023
+                dealing.finish(lambda: algorithm.add(step, unit, lambda flat: [flat], mine))  # noqa: B023
             algorithm.take_sum(step)
         net.sub("end").barrier().wait()
         dealing.close()

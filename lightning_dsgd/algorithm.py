@@ -221,6 +221,7 @@ class Algorithm:
     def add(
         self,
         step: int,
+        unit: int,
         views_of: Callable[[Tensor], Sequence[Tensor]],
         gradients: Sequence[Tensor | None],
         scale: float = 1.0,
@@ -231,6 +232,7 @@ class Algorithm:
 
         Args:
             step: the step
+            unit: the micro-batch's number in the step
             views_of: gives the parameters' places in a tensor that is laid out like x
             gradients: by parameter
             scale: what they are multiplied by

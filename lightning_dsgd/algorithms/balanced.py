@@ -18,10 +18,20 @@ rank that stalls has finished is in its G_r, and the sums that it misses wait fo
 Where the others go on without a lost rank, the lane sums a copy of G_r, so that a step whose sum
 breaks off loses what the lost rank had finished, and nothing else: see `data.losses`.
 
+**Rounded sums.**  With a `wire_dtype` the lanes send sums rounded, and add what was rounded off to
+their next sum (`primitives/quantised.py`).  At the end of training the optimizer applies what is
+left.  What is rounded depends on which rank has computed which unit.
+
+**In the order of the units.**  With `deterministic=True` each unit's gradient stays apart until the
+step is closed, and then all are added in the order of the units (`primitives/in_order.py`).  So the
+weights are equal to the bit, whoever was slow, if a unit's gradient does not depend on the rank
+that computes it.
+
 Differs from DistributedDataParallel: which rank computes a micro-batch is not fixed, so what a rank
 draws at random while it computes (dropout) is another draw; BatchNorm sees micro-batches.
 
-Sends 2(P-1)/P |g| a step, a flag for each parameter, and five messages of a few bytes a unit.
+Sends 2(P-1)/P |g| a step, with a `wire_dtype` fewer, with `deterministic=True` (k+1)(P-1)/P |g| for
+k units a rank; a flag for each parameter; and five messages of a few bytes a unit.
 """
 
 from __future__ import annotations
@@ -31,18 +41,23 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from lightning_dsgd import agreement
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Profile, Traits
 from lightning_dsgd.devices import Mark, port_of
 from lightning_dsgd.hyperparameters import at_least, setting
+from lightning_dsgd.primitives import quantised, rounding
+from lightning_dsgd.primitives.in_order import sum_in_order
 from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.transport import PeerLost, Transport
 
 _WORDS: Final = torch.empty(0, dtype=torch.int64)
+_ALL: Final = -1
+"""Stands for the number of a unit in what several units are added up in."""
 
 
 @dataclass
@@ -54,17 +69,9 @@ class Balanced(Algorithm):
         when="every step",
         with_whom="all ranks, none of which waits for a late one by more than a micro-batch",
         sends="2(P-1)/P |g|",
-        memory="|g|; |g| more for each step that a rank is behind the others, up to 4",
+        memory="|g|; |g| more for each step that a rank is behind the others, up to 4; |g| more "
+        "with a `wire_dtype`; |g| for each micro-batch of the step with `deterministic`",
     )
-    traits = Traits(
-        uses_gradient=True,
-        averages_weights=False,
-        lockstep=True,
-        counts_gradients=True,
-        sums_units=True,
-        follows_time=False,
-    )
-
     micro_batches: int | None = at_least(
         1,
         default=None,
@@ -76,16 +83,62 @@ class Balanced(Algorithm):
         doc="whether an idle rank computes a late rank's micro-batch a second time",
     )
 
+    wire_dtype: str = rounding.wire_dtype(of="gradient entry")
+    deterministic: bool = setting(
+        default=False,
+        doc="whether gradients are added in the order of the micro-batches, so that the weights "
+        "are equal to the bit, whoever was slow; costs memory and traffic",
+    )
+
     note = 0
     """What a face has summed with each unit that enters: see `notes`."""
     notes = 0
     """The sum of the notes of all units of the last step."""
 
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            uses_gradient=True,
+            averages_weights=False,
+            lockstep=True,
+            counts_gradients=True,
+            sums_units=True,
+            holds_back=self.wire_dtype != "float32",
+            follows_time=self.wire_dtype != "float32",
+        )
+
+    def check_hyperparameters(self) -> None:
+        super().check_hyperparameters()
+        if self.deterministic and self.traits.holds_back:
+            raise ValueError(
+                "what is rounded off depends on which rank has computed which micro-batch, got "
+                f'deterministic=True with wire_dtype="{self.wire_dtype}"; leave one of both out'
+            )
+
+    def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
+        super().check(world_size, conditions)
+        if self.traits.holds_back and conditions.skips_overflow:
+            raise ValueError(
+                "what is rounded off is kept from step to step, so gradients must have one scale, "
+                f'got wire_dtype="{self.wire_dtype}" with a loss that is scaled for fp16; use '
+                'precision="bf16-mixed", or leave wire_dtype out'
+            )
+        if self.traits.holds_back and conditions.goes_on:
+            raise ValueError(
+                "what a lost rank has rounded off would be lost with it, got "
+                f'wire_dtype="{self.wire_dtype}" with on_loss="continue"; leave one of both out'
+            )
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self._like, self._port = x, port_of(x.device)
+        self._wire = self.wire_dtype if net.world_size > 1 else "float32"
+        wide = torch.promote_types(x.dtype, torch.float32)
+        # What was rounded off, or comes from a training with another number of ranks.
+        self.kept = torch.zeros_like(x, dtype=wide) if self.traits.holds_back else None
         self._lock = threading.Lock()
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by step: G_r and flags, until it closes
+        # By step, until it closes: G_r, or a gradient for each unit; and flags.
+        self._sums: dict[int, tuple[dict[int, Tensor], Tensor]] = {}
         self._made: dict[int, tuple[Tensor, Tensor, Mark]] = {}  # by step: G and flags
         self._pool: list[tuple[Tensor, Mark]] = []
         self._views: dict[int, Sequence[Tensor]] = {}  # of each G_r, by where it lies
@@ -106,6 +159,7 @@ class Balanced(Algorithm):
     def add(
         self,
         step: int,
+        unit: int,
         views_of: Callable[[Tensor], Sequence[Tensor]],
         gradients: Sequence[Tensor | None],
         scale: float = 1.0,
@@ -114,11 +168,12 @@ class Balanced(Algorithm):
 
         Args:
             step: the step
+            unit: its number in the step
             views_of: gives the parameters' places in a tensor that is laid out like x
             gradients: the unit's, by parameter
             scale: what they are multiplied by
         """
-        g, flags, is_empty = self._place(step)
+        g, flags, is_empty = self._place(step, unit if self.deterministic else _ALL)
         views = self._views.get(g.data_ptr())
         if views is None:
             views = self._views[g.data_ptr()] = views_of(g)
@@ -138,17 +193,23 @@ class Balanced(Algorithm):
         with contextlib.suppress(PeerLost):  # which the next wait of this rank meets
             await_step(self.net, g)  # before others are told that the unit is there
 
-    def _place(self, step: int) -> tuple[Tensor, Tensor, bool]:
-        """Returns G_r, how many units have a gradient by parameter, and whether G_r is new."""
+    def _place(self, step: int, number: int) -> tuple[Tensor, Tensor, bool]:
+        """Returns where a unit is added, the step's flags, and whether nothing is there yet.
+
+        The flags say how many units have a gradient, by parameter.
+        """
         with self._lock:
-            is_empty = step not in self._sums
-            if is_empty:
+            if step not in self._sums:
                 self._give_back()  # its gradients have been stepped, and dropped
                 for left in [before for before in self._sums if before < step]:
                     # of a step that all ranks have left in its midst
-                    self._pool.append((self._sums.pop(left)[0], self._port.mark()))
-                self._sums[step] = self._buffer(), self._no_flags()
-            return (*self._sums[step], is_empty)
+                    self._drop(self._sums.pop(left)[0])
+                self._sums[step] = {}, self._no_flags()
+            places, flags = self._sums[step]
+            is_empty = number not in places
+            if is_empty:
+                places[number] = self._buffer()
+            return places[number], flags, is_empty
 
     def take_sum(self, step: int) -> tuple[Tensor, Tensor]:
         """Waits for a step's mean G; it is this rank's until it adds to the next step."""
@@ -178,6 +239,11 @@ class Balanced(Algorithm):
             self._pool.append((self._taken, self._port.mark()))
             self._taken = None
 
+    def _drop(self, places: dict[int, Tensor]) -> None:
+        """Gives memory back that this thread's stream has used last."""
+        mark = self._port.mark()
+        self._pool += [(g, mark) for g in places.values()]
+
     def _buffer(self) -> Tensor:
         """Returns memory for a sum, of any contents."""
         for place, (g, mark) in enumerate(self._pool):
@@ -190,6 +256,25 @@ class Balanced(Algorithm):
     def consensus(self, x: Tensor) -> Tensor:
         # All ranks hold the same.
         return self.net.broadcast(x.clone(), src=0).wait()
+
+    def held_back(self) -> Tensor | None:
+        if self.kept is None:
+            return None
+        mean = self.kept.clone()
+        agreement.average(self.net, mean)
+        return mean if mean.any() else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.kept is None else {"kept": self.kept.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.kept is not None and "kept" in state:
+            self.kept.copy_(state["kept"])
+
+    def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
+        if self.kept is not None and "kept" in state:
+            share = self.net.world_size / num_ranks
+            self.kept.add_(state["kept"].to(self.kept), alpha=share)
 
     def stop(self) -> None:
         self._lane.stop()
@@ -228,7 +313,7 @@ class Balanced(Algorithm):
         """
         self._num_homes, self._half_made = num_homes, None
         for step in [step for step in self._sums if step != kept]:
-            self._pool.append((self._sums.pop(step)[0], self._port.mark()))
+            self._drop(self._sums.pop(step)[0])
         for step in [step for step in self._made if step > summed]:
             self._pool.append((self._made.pop(step)[0], self._port.mark()))
         self.made = self._last_made = summed
@@ -239,9 +324,8 @@ class Balanced(Algorithm):
     def _serve(self, net: Transport) -> None:
         while True:
             [step] = net.recv(_WORDS, net.rank).wait(math.inf).tolist()
-            g, flags = self._finished(step)
-            net.all_reduce(g).wait()
-            g /= self._num_homes
+            places, flags = self._finished(step)
+            g = self._mean(net, places)
             self._half_made = step, g, self._port.mark()
             net.all_reduce(flags).wait()  # after g: so all lanes have summed g once one has these
             self._keep(*self._half_made, flags)
@@ -251,19 +335,44 @@ class Balanced(Algorithm):
         """Keeps a step's G and flags until the training thread takes them."""
         with self._lock:
             if step in self._sums:
-                self._pool.append((self._sums.pop(step)[0], self._port.mark()))
+                self._drop(self._sums.pop(step)[0])
             self._made[step] = g, flags, mark
         self._flags, self.made = flags, step
 
-    def _finished(self, step: int) -> tuple[Tensor, Tensor]:
-        """Returns what this rank has of a step; zeros where it has made no unit of it."""
+    def _finished(self, step: int) -> tuple[dict[int, Tensor], Tensor]:
+        """Returns what this rank has of a step; where others go on after a loss, it stays there."""
         with self._lock:
-            mine = self._sums.get(step)
-            if mine is None:
-                return self._buffer().zero_(), self._no_flags()
-            if self.conditions.goes_on:  # a loss would tear it
-                return self._buffer().copy_(mine[0]), mine[1].clone()
+            if step not in self._sums:
+                return {}, self._no_flags()
+            if self.conditions.goes_on:
+                places, flags = self._sums[step]
+                return places, flags.clone()
             return self._sums.pop(step)
+
+    def _mean(self, net: Transport, places: dict[int, Tensor]) -> Tensor:
+        """Returns the mean over all ranks of what each has."""
+        g = self._summand(places)
+        if self.deterministic:
+            sum_in_order(net, places, g)
+            if not self.conditions.goes_on:
+                with self._lock:
+                    self._drop(places)
+        elif self.kept is None:
+            net.all_reduce(g).wait()
+        else:
+            quantised.average(net, g, self.kept, self._wire)
+            return g
+        g /= self._num_homes
+        return g
+
+    def _summand(self, places: dict[int, Tensor]) -> Tensor:
+        """Returns what this rank adds, in memory that the sum may overwrite."""
+        mine = places.get(_ALL)
+        if mine is not None and not self.conditions.goes_on:
+            return mine
+        with self._lock:
+            g = self._buffer()
+        return g.zero_() if mine is None else g.copy_(mine)  # a loss would tear it
 
     def _no_flags(self) -> Tensor:
         counts = self.conditions.gradient_counts

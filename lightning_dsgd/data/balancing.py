@@ -34,8 +34,8 @@ class Sums(Protocol):
     def follow(self) -> None:
         """Begins anew with the others where they train other parameters."""
 
-    def add_unit(self, step: int, scale: float = 1.0) -> None:
-        """Adds the gradients in hand, multiplied by a scale, to this rank's sum of a step."""
+    def add_unit(self, step: int, unit: int, scale: float = 1.0) -> None:
+        """Adds a unit's gradients, in hand, multiplied by a scale, to this rank's sum of a step."""
 
     def drop_gradients(self) -> None:
         """Drops the gradients in hand."""
@@ -259,7 +259,7 @@ class Balancing:
         Args:
             scale: what its gradient is multiplied by
         """
-        enter = partial(self._sums.add_unit, self._step, scale)
+        enter = partial(self._sums.add_unit, self._step, self.unit, scale)
         answers: list[bool] = []
         self._ranks.step(lambda: answers.append(self._dealing.finish(enter)), again=True)
         self.unit = NONE

@@ -60,10 +60,10 @@ class Part:
         """Returns this rank's gradient, but for what the algorithm has taken already."""
         return self.weights.gather() if self._early is None else self._early.gather()
 
-    def add_unit(self, step: int, scale: float) -> None:
+    def add_unit(self, step: int, unit: int, scale: float) -> None:
         """Adds the gradients in hand, of one micro-batch, to this rank's sum of a step."""
         gradients = [parameter.grad for parameter in self.weights.parameters]
-        self.algorithm.add(step, self.weights.views, gradients, scale)
+        self.algorithm.add(step, unit, self.weights.views, gradients, scale)
 
     def take_sum(self, step: int) -> Tensor:
         """Waits for a step's mean, makes it the gradients, and returns it."""

@@ -297,11 +297,11 @@ class Replica:
     # ---- the micro-batches of a step, where the algorithm sums them ----
 
     @torch.no_grad()
-    def add_unit(self, step: int, scale: float = 1.0) -> None:
+    def add_unit(self, step: int, unit: int, scale: float = 1.0) -> None:
         """Adds the gradients in hand, of one micro-batch, to this rank's sum of a step."""
         self._check_trains_the_same()
         for part in self.parts:
-            part.add_unit(step, scale)
+            part.add_unit(step, unit, scale)
         self.drop_gradients()
 
     def _check_trains_the_same(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -46,28 +46,50 @@ def train(
     time: Time,
     backups: bool,
     device: torch.device = CPU,
+    before: Sequence[dict[str, Any]] = (),
+    **options: Any,
 ) -> dict[str, Any]:
-    algorithm, x = Balanced(backups=backups), torch.zeros(N, dtype=torch.float64, device=device)
+    """What a rank ends with; `before` holds all ranks' states of a training before."""
+    algorithm, x = (
+        Balanced(backups=backups, **options),
+        torch.zeros(N, dtype=torch.float64, device=device),
+    )
     algorithm.start(net.sub("sums"), x, Conditions(gradient_counts=torch.zeros(2).long()))
+    if len(before) == net.world_size:
+        algorithm.load_state_dict(before[net.rank])
+    else:
+        for state in before[net.rank :: net.world_size]:
+            algorithm.carry_over(state, len(before))
     dealing = Dealing(net.sub("units"), backups=backups, on_closed=algorithm.close_step)
     homes = [rank for _ in range(num_slots) for rank in range(net.world_size)]
     dealing.know(0, [homes] * num_steps)
-    seen, num_void = [], 0
+    seen, num_void, own, applied = [], 0, torch.zeros_like(x), torch.zeros_like(x)
     for step in range(num_steps):
         dealing.begin_step(step)
         while (unit := dealing.take(waits=True)) != NONE:
             net.compute(time(net.rank, step))
             mine = [None if g is None else g.to(device) for g in gradient(x.cpu(), step, unit)]
-            has_entered = dealing.finish(lambda: algorithm.add(step, views, mine))  # noqa: B023
+            has_entered = dealing.finish(lambda: algorithm.add(step, unit, views, mine))  # noqa: B023
             num_void += not has_entered
+            if has_entered:
+                own += flat_of(mine)
         g, flags = algorithm.take_sum(step)
         assert bool(flags.all())
         x -= LR * g / num_slots
+        applied += g
         seen.append(x.clone())
     net.sub("end").barrier().wait()
     dealing.close()
     algorithm.stop()
-    return {"x": seen, "void": num_void, "at": net.now()}
+    found = {"x": seen, "void": num_void, "at": net.now(), "own": own, "applied": applied}
+    return found | algorithm.state_dict()
+
+
+def flat_of(gradients: list[Tensor | None]) -> Tensor:
+    """Of the second parameter there may be none."""
+    first, second = gradients
+    assert first is not None
+    return torch.cat([first, first.new_zeros(N - 8) if second is None else second])
 
 
 def in_one_process(num_ranks: int, num_steps: int, num_slots: int) -> list[Tensor]:
@@ -75,19 +97,21 @@ def in_one_process(num_ranks: int, num_steps: int, num_slots: int) -> list[Tenso
     for step in range(num_steps):
         total = torch.zeros_like(x)
         for unit in range(num_ranks * num_slots):
-            for place, mine in zip(views(total), gradient(x, step, unit), strict=True):
-                if mine is not None:
-                    place += mine
-        x = x - LR * total / num_ranks / num_slots
+            total += flat_of(gradient(x, step, unit))
+        x = x - LR * (total / num_ranks) / num_slots
         seen.append(x)
     return seen
 
 
-def check(num_ranks: int, num_steps: int, num_slots: int, time: Time, **options: Any) -> Any:
-    backups = options.pop("backups", True)
+def run(num_ranks: int, num_steps: int, num_slots: int, time: Time, **options: Any) -> Any:
+    backups, latency_s = options.pop("backups", True), options.pop("latency_s", 0.0)
     # Where the world ends, the dealer may still have words for a rank that has made its sums.
-    world = SimulatedWorld(num_ranks, strict=False, **options)
-    ranks = world.run(train, num_steps, num_slots, time, backups)
+    world = SimulatedWorld(num_ranks, strict=False, latency_s=latency_s)
+    return world.run(lambda net: train(net, num_steps, num_slots, time, backups, CPU, **options))
+
+
+def check(num_ranks: int, num_steps: int, num_slots: int, time: Time, **options: Any) -> Any:
+    ranks = run(num_ranks, num_steps, num_slots, time, **options)
     expected = in_one_process(num_ranks, num_steps, num_slots)
     for rank in ranks:
         for x, right in zip(rank["x"], expected, strict=True):
@@ -96,17 +120,67 @@ def check(num_ranks: int, num_steps: int, num_slots: int, time: Time, **options:
     return ranks
 
 
-@pytest.mark.parametrize("seed", times(12))
-def test_weights_equal_one_process_in_every_step(seed: int) -> None:
-    chance = random.Random(seed)
+def times_by(chance: random.Random) -> Time:
+    """Ranks that are slow, and units that stall."""
     slow = [chance.choice([0.1, 0.1, 0.2, 0.5]) for _ in range(8)]
 
     def time(rank: int, step: int) -> float:
         return slow[rank] * (1 + chance.random()) + 2.0 * (chance.random() < 0.05)
 
+    return time
+
+
+@pytest.mark.parametrize("seed", times(12))
+def test_weights_equal_one_process_in_every_step(seed: int) -> None:
+    chance = random.Random(seed)
+    time = times_by(chance)
     num_ranks, num_slots = chance.choice([1, 2, 3, 5, 8]), chance.choice([1, 2, 4])
     latency = chance.choice([0.0, 1e-3, 0.05])
     check(num_ranks, 6, num_slots, time, latency_s=latency, backups=bool(seed % 3))
+
+
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "int8"])
+def test_what_is_rounded_off_is_added_to_the_next_sum(wire_dtype: str) -> None:
+    ranks = run(4, 8, 4, times_by(random.Random(0)), latency_s=1e-3, wire_dtype=wire_dtype)
+    given = sum(rank["own"] for rank in ranks) / 4
+    kept = sum(rank["kept"] for rank in ranks) / 4
+    assert kept.abs().max() > 1e-4
+    for rank in ranks:
+        torch.testing.assert_close(rank["applied"] + kept, given, rtol=1e-12, atol=1e-12)
+        assert all(map(torch.equal, rank["x"], ranks[0]["x"]))
+    exact = in_one_process(4, 8, 4)[-1]
+    torch.testing.assert_close(ranks[0]["x"][-1], exact, rtol=0, atol=LR * 0.05)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 4, 5])
+def test_what_is_rounded_off_outlives_a_resume_on_any_number_of_ranks(num_ranks: int) -> None:
+    before = run(4, 1, 2, lambda rank, step: 0.1, wire_dtype="int8")
+    states = [{"kept": rank["kept"]} for rank in before]
+    ranks = run(num_ranks, 2, 2, lambda rank, step: 0.1, wire_dtype="int8", before=states)
+    given = sum(rank["own"] for rank in ranks) / num_ranks + sum(s["kept"] for s in states) / 4
+    kept = sum(rank["kept"] for rank in ranks) / num_ranks
+    torch.testing.assert_close(ranks[0]["applied"] + kept, given, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", times(8))
+def test_sums_in_the_order_of_the_units_are_equal_to_the_bit(seed: int) -> None:
+    chance = random.Random(seed)
+    num_ranks, num_slots = chance.choice([1, 2, 3, 5, 8]), chance.choice([1, 2, 4])
+    options: dict[str, Any] = {"latency_s": chance.choice([0.0, 1e-3, 0.05])}
+    options |= {"backups": bool(seed % 3), "deterministic": True}
+    ranks = run(num_ranks, 6, num_slots, times_by(chance), **options)
+    expected = in_one_process(num_ranks, 6, num_slots)
+    for rank in ranks:
+        assert all(map(torch.equal, rank["x"], expected))
+
+
+def test_options_of_sums_that_cannot_go_together_are_refused() -> None:
+    with pytest.raises(ValueError, match='deterministic=True with wire_dtype="int8"'):
+        Balanced(deterministic=True, wire_dtype="int8").check(2)
+    with pytest.raises(ValueError, match='wire_dtype="int8" with a loss that is scaled for fp16'):
+        Balanced(wire_dtype="int8").check(2, Conditions(skips_overflow=True))
+    with pytest.raises(ValueError, match='wire_dtype="int8" with on_loss="continue"'):
+        Balanced(wire_dtype="int8").check(2, Conditions(goes_on=True))
 
 
 def test_a_stalled_rank_holds_up_no_step_and_applies_the_sums_that_it_missed() -> None:

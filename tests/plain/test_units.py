@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
@@ -74,6 +75,28 @@ def test_weights_are_those_of_one_process_on_all_batches(accumulate: int) -> Non
         ranks[0][0], train_alone(accumulate, [sampler_of(0), sampler_of(1)]), rtol=1e-5, atol=1e-6
     )
     assert ranks[0][1] > ranks[1][1]
+
+
+def train_late(seed: int) -> tuple[Tensor, int]:
+    model, optimizer = make()
+    chance, num_units = random.Random(), 0
+    algorithm = dsgd.Balanced(deterministic=True)
+    with dsgd.decentralized(model, optimizer, algorithm, timeout_s=30.0) as replica:
+        chance.seed(10 * seed + replica.rank)
+        for batches in replica.steps(loader_of(replica.rank), 4):
+            optimizer.zero_grad()
+            for batch in batches:
+                num_units += 1
+                threading.Event().wait(chance.choice([0.0, 0.0, 0.1]))
+                model.loss(batch).backward()
+            optimizer.step()
+    return weights(model), num_units
+
+
+def test_sums_in_order_are_equal_to_the_bit_whoever_was_late() -> None:
+    runs = [run(2, train_late, seed) for seed in range(3)]
+    assert same([x for ranks in runs for x, _ in ranks])
+    assert len({num_units for ranks in runs for _, num_units in ranks}) > 1
 
 
 def train_in_fabric() -> Tensor:

@@ -147,6 +147,20 @@ def fit_with(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return found[0], found[1]
 
 
+def losses_with(wire_dtype: str) -> list[float]:
+    chosen: dict[str, Any] = {"max_epochs": 4, "accumulate_grad_batches": 2, "val": VAL}
+    options = [{}, {"wire_dtype": wire_dtype}]
+    fits = [fit("balanced", Plain, **chosen, options=each)[1] for each in options]
+    return [float(ran.callback_metrics["val_loss"]) for ran in fits]
+
+
+@pytest.mark.parametrize("wire_dtype", ["int8", pytest.param("bfloat16", marks=LATER)])
+def test_rounded_sums_end_at_the_loss_of_exact_ones(wire_dtype: str) -> None:
+    for exact, rounded in run(2, losses_with, wire_dtype):
+        assert rounded == pytest.approx(exact, rel=0.02)
+        assert rounded != exact
+
+
 def fit_and_resume(folder: str) -> tuple[Tensor, Tensor]:
     def go(path: str | None) -> Tensor:
         saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
