@@ -63,8 +63,8 @@ WINGS = {
     "lab": f"{PACKAGE.name} agreement algorithm algorithms data devices hyperparameters "
     "primitives replica simulated source tasks trainer transport wings",
     "sharded": "agreement algorithm keywords replica session trainer transport",
-    "elastic": "agreement algorithm algorithms devices replica session simulated source trainer "
-    "transport",
+    "elastic": "agreement algorithm algorithms data devices replica session simulated source "
+    "trainer transport",
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (

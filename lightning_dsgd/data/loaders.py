@@ -31,6 +31,11 @@ _TAKEN_OVER: Final = (
 )
 
 
+def has_indices(loader: Any) -> bool:
+    """Returns whether a loader's batches are known before they are read: a stream's are not."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
 class UnitLoader:
     """Loads units of one epoch after the other.
 
@@ -177,7 +182,7 @@ class _Order:
 def check(loader: Any) -> None:
     """Raises for a loader whose batches cannot be shared."""
     got = f'got {type(loader).__name__} with strategy="balanced"'
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not has_indices(loader):
         raise ValueError(
             "ranks share the micro-batches of a step, so each must be able to load any of them: "
             f"the loader must be a DataLoader of a dataset with indices, {got}; use "

@@ -27,6 +27,7 @@ from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.balancing import Balancing
+from lightning_dsgd.data.loaders import has_indices
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.plain.units import UnitSteps
 from lightning_dsgd.session import figures, notices, options
@@ -225,7 +226,7 @@ class Loop:
         self._check_inside("batches")
         self._session.signals.take()
         of_torch = getattr(loader, "_dataloader", loader)  # which Fabric wraps
-        self._session.reads_indices = options.is_claimable(of_torch)
+        self._session.reads_indices = has_indices(of_torch)
         if self.claimed is not None:
             loader = self.claimed.of(loader, self.together)
         return _Batches(loader, self._session, self._count_batch)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypedDict
 
 from torch.optim import LBFGS
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm
@@ -147,11 +146,6 @@ def _check_units(chosen: Mapping[str, Any], algorithm: Algorithm) -> None:
             f'strategy="{algorithm.name}" shares the batches of each step by itself, got '
             'data="claimed"; leave data out'
         )
-
-
-def is_claimable(loader: Any) -> bool:
-    """Returns whether a loader's batches can be claimed: those of a stream are not known before."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def samples_of(chosen: Mapping[str, Any], optimizers: Callable[[], Sequence[Any]]) -> Any:

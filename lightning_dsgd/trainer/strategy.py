@@ -42,6 +42,7 @@ from torchmetrics import Metric
 
 from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
+from lightning_dsgd.data.loaders import has_indices
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import notices, options
@@ -121,7 +122,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         loader = super().process_dataloader(dataloader)
-        if self._trainer.training and not options.is_claimable(loader):
+        if self._trainer.training and not has_indices(loader):
             self.session.reads_indices = False
         if self._claimed is None or not self._trainer.training:
             return loader

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from lightning_dsgd.data.loaders import has_indices
 from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed
-from lightning_dsgd.session.options import is_claimable
 from lightning_dsgd.session.session import Session
 
 _log: Final = logging.getLogger("lightning_dsgd")
@@ -52,7 +52,7 @@ class LoopData(ClaimedData):
             meet: waits until all ranks are there, for a purpose that is the same on all
         """
         inner = getattr(loader, "_dataloader", loader)
-        if not is_claimable(inner):
+        if not has_indices(inner):
             if self._session.ranks.is_first:
                 _log.warning(
                     'data="claimed" leaves %s as it is: only the batches of a DataLoader of a '

@@ -35,10 +35,10 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_dsgd.data.loaders import has_indices
 from lightning_dsgd.elastic.claimed.claims import NONE
 from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed
 from lightning_dsgd.session.checkpoint import record
-from lightning_dsgd.session.options import is_claimable
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.trainer import seams
@@ -80,7 +80,7 @@ class TrainerData(ClaimedData):
 
     def take(self, loader: Any) -> Any:
         """Returns a training loader with claimed batches; streams keep their own split."""
-        if is_claimable(loader):
+        if has_indices(loader):
             return claimed(loader, self, self._begin_epoch)
         if not self._is_told:
             self._is_told = True

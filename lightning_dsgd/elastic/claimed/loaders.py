@@ -256,7 +256,7 @@ def claimed(loader: Any, data: ClaimedData, begin: Callable[[Any], None]) -> Any
     """Returns a twin of a loader, with the batches that this rank claims.
 
     Args:
-        loader: a loader of which `options.is_claimable` is true
+        loader: a loader of which `data.loaders.has_indices` is true
         data: the claims
         begin: has `data` begin the epoch, or go on with it; called with the twin before the first
             batch
