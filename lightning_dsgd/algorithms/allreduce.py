@@ -100,7 +100,7 @@ class AllReduce(Algorithm):
         self.wire = self.wire_dtype if net.world_size > 1 else "float32"
         wide = torch.promote_types(x.dtype, torch.float32)
         # What was rounded off, or comes from a training with another number of ranks.
-        self.kept = torch.zeros_like(x, dtype=wide) if self.traits.holds_back else None
+        self.residual = torch.zeros_like(x, dtype=wide) if self.traits.holds_back else None
         is_apart = (self.overlap or self.delay > 0) and net.world_size > 1
         self.background = _Pieces(net, self, x) if is_apart else None
 
@@ -151,8 +151,8 @@ class AllReduce(Algorithm):
 
     def held_back(self) -> Tensor | None:
         mean = None
-        if self.kept is not None:
-            mean = self.kept.clone()
+        if self.residual is not None:
+            mean = self.residual.clone()
             agreement.average(self.net, mean)
         if self.background is not None and self.background.has_mean:
             assert mean is not None, "with a delay there is room for what is carried over"
@@ -172,42 +172,42 @@ class AllReduce(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"step": self.step}
-        if self.kept is not None:
-            state["kept"] = self.kept.clone()
+        if self.residual is not None:
+            state["kept"] = self.residual.clone()
         if self.background is not None and self.background.has_mean:
             state["mean"] = self.background.mean.clone()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        if self.kept is not None and "kept" in state:
-            self.kept.copy_(state["kept"])
+        if self.residual is not None and "kept" in state:
+            self.residual.copy_(state["kept"])
         if self.background is not None and "mean" in state:
             self.background.restore(state["mean"])
 
     def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
-        if self.kept is not None:
+        if self.residual is not None:
             for name in ("kept", "mean"):
                 if name in state:
                     share = self.net.world_size / num_ranks
-                    self.kept.add_(state[name].to(self.kept), alpha=share)
+                    self.residual.add_(state[name].to(self.residual), alpha=share)
 
     # ---- the training thread, or the lane where there is one ----
 
     def average(self, net: Transport, piece: Tensor, span: slice, weight: int, total: int) -> None:
         """Puts the mean over the ranks, by their weights, into a piece of the gradient."""
-        if self.kept is not None and self.conditions.skips_overflow:
+        if self.residual is not None and self.conditions.skips_overflow:
             self.overflowed = agreement.has_overflowed(net, piece)
             if self.overflowed:
                 piece.fill_(torch.nan)
                 return
-        if self.kept is None and self.conditions.samples is None:
+        if self.residual is None and self.conditions.samples is None:
             net.all_reduce(piece).wait()
             piece /= total
             return
         agreement.weigh(net, piece, weight, total)
-        kept = None if self.kept is None else self.kept[span]
-        quantised.average(net, piece, kept, self.wire)
+        residual = None if self.residual is None else self.residual[span]
+        quantised.average(net, piece, residual, self.wire)
 
 
 class _Pieces:

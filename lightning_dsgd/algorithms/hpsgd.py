@@ -137,8 +137,8 @@ class HPSGD(Algorithm):
         self.is_at_rest = True  # nothing is in flight, and `merged` is the global model
         self.is_touched = False  # x was another one when training went on from there
         self.was_last = True  # the lane's: all ranks stood still in the round before
-        self.kept = quantised.keep(net, x, self.wire_dtype)
-        is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
+        self.residual = quantised.residual_of(net, x, self.wire_dtype)
+        is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.residual is None
         self.outer = None if is_plain else OuterOptimizer(self.outer_lr, self.outer_momentum)
         self.num_local_steps = 0  # since the last switch
         self.samples = self.no_samples()
@@ -281,26 +281,26 @@ class HPSGD(Algorithm):
         is_last: bool,
     ) -> None:
         """Makes the next global model from the weights handed over, in `merged`."""
-        if self.kept is None:
+        if self.residual is None:
             weigh(net, self.merged, *weight)
             average(net, self.merged)
         if outer is None:
             return
-        self.merged -= outer.part()
-        if self.kept is not None:
+        self.merged -= outer.model_at()
+        if self.residual is not None:
             weigh(net, self.merged, *weight)
-            self._sum_rounded(net, self.kept, is_last=is_last)
+            self._sum_rounded(net, self.residual, is_last=is_last)
         if has_steps:
             outer.step(self.merged)
-        elif self.kept is not None:  # rounded off in rounds before; else it is zero, up to rounding
+        elif self.residual is not None:  # of rounds before; else it is zero, up to rounding
             outer.apply(self.merged)
-        self.merged.copy_(outer.part())
+        self.merged.copy_(outer.model_at())
 
-    def _sum_rounded(self, net: Transport, kept: Tensor, *, is_last: bool) -> None:
+    def _sum_rounded(self, net: Transport, residual: Tensor, *, is_last: bool) -> None:
         """Averages with rounding; a last round sends all that was rounded off before, unrounded."""
         if not is_last:
-            quantised.average(net, self.merged, kept, self.wire_dtype)
+            quantised.average(net, self.merged, residual, self.wire_dtype)
             return
-        self.merged += kept
-        kept.zero_()
+        self.merged += residual
+        residual.zero_()
         average(net, self.merged)

@@ -86,7 +86,7 @@ class NoLoCo(Algorithm):
         self.steps_since += 1
         if self.steps_since < self.sync_period:  # more, if a resume shortened it
             return
-        slow, share = self.outer.part(), self.pull / self.outer_lr
+        slow, share = self.outer.model_at(), self.pull / self.outer_lr
         mine = torch.add(x, slow, alpha=share - 1)
         met = self.partners.meet(self.version, torch.ones(1, dtype=torch.int64))
         if met is not None:

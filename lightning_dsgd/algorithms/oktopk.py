@@ -46,7 +46,7 @@ from lightning_dsgd.algorithm import ORDINARY, Conditions, Profile, Traits
 from lightning_dsgd.hyperparameters import at_least, one_of, setting
 from lightning_dsgd.primitives import rounding, sparse
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
-from lightning_dsgd.primitives.sparse_wire import PLACES, Part
+from lightning_dsgd.primitives.sparse_wire import PLACES, Lot
 from lightning_dsgd.transport import Transport
 
 DIGIT_BITS: Final = 8
@@ -136,23 +136,23 @@ class OkTopk(ErrorFeedback):
         """Runs one step of the paper's Algorithm 1, up to the sum at the places it has chosen."""
         t = self.round - self.num_dense
         is_exact = t % self.threshold_period == 0
-        local, parts = self.select_local(g, is_exact)
+        local, lots = self.select_local(g, is_exact)
         self.num_selected = len(local[0])
         if t % self.repartition_period == 0:
             self.divide(self.space_repartition(local[1]))
-            parts = self.measure(local, self.cuts(local[1]))
-        region, touched, rounded_off = self.split_and_reduce(local, parts)
+            lots = self.measure(local, self.cuts(local[1]))
+        region, touched, rounded_off = self.split_and_reduce(local, lots)
         if is_exact:
             self.global_threshold = self.th_re_evaluate_global(region)
-        selected, parts = self.select_global(region, is_exact)
+        selected, lots = self.select_global(region, is_exact)
         region[touched] = 0
-        sizes = [part.count for part in parts]
+        sizes = [lot.count for lot in lots]
         if max(sizes) * len(sizes) > self.balance_ratio * sum(sizes):
-            selected, parts = self.balance(selected, sizes)
+            selected, lots = self.balance(selected, sizes)
         if self.is_shared:
-            (_, places), _ = self.gather(selected, parts, PLACES)
+            (_, places), _ = self.gather(selected, lots, PLACES)
             return self.sum_at(places), places
-        u, of_sums = self.gather(selected, parts, self.wire_dtype)
+        u, of_sums = self.gather(selected, lots, self.wire_dtype)
         self.update_residual(local[1], u[1], rounded_off)
         if self.wire_dtype != "float32":
             self.residual[selected[1]] += of_sums  # stays with the rank that has rounded
@@ -166,17 +166,17 @@ class OkTopk(ErrorFeedback):
             return self.residual.new_zeros(())
         return sparse.kth_magnitude(self.residual, self.k)
 
-    def select_local(self, g: Tensor, is_exact: bool) -> tuple[Selected, list[Part]]:
+    def select_local(self, g: Tensor, is_exact: bool) -> tuple[Selected, list[Lot]]:
         """Selects entries by an earlier threshold, or the k largest by a new threshold."""
         if is_exact:
             self.accumulate(g)
         else:
             values, places = sparse.select(self.residual, self.local_threshold, g, self.most)
-            parts = self.measure((values, places), self.cuts(places))
-            count = parts[-1].end
+            lots = self.measure((values, places), self.cuts(places))
+            count = lots[-1].end
             if self.may_go_on(self.local_threshold, count):
                 self.local_threshold = self.corrected(self.local_threshold, count)
-                return (values[:count], places[:count]), parts
+                return (values[:count], places[:count]), lots
         self.local_threshold = self.th_re_evaluate()
         local = self.cut(self.select(self.local_threshold), self.k)
         return local, self.measure(local, self.cuts(local[1]))
@@ -214,8 +214,8 @@ class OkTopk(ErrorFeedback):
             bits = bits[digits == digit]
         return torch.tensor(prefix, dtype=bits.dtype, device=region.device).view(region.dtype)
 
-    def select_global(self, region: Tensor, is_exact: bool) -> tuple[Selected, list[Part]]:
-        """Returns the global top-k's entries in this rank's region, and every rank's part of them.
+    def select_global(self, region: Tensor, is_exact: bool) -> tuple[Selected, list[Lot]]:
+        """Returns the global top-k's entries in this rank's region, and every rank's lot of them.
 
         The ranks have at most 5k/4 entries, and at most k by an exact threshold; of equal entries
         the first are taken.
@@ -224,12 +224,12 @@ class OkTopk(ErrorFeedback):
         if not is_exact:  # one entry more than all ranks may have tells of too many
             values, places = sparse.select(region, self.global_threshold, most=self.most)
             indices = places + self.boundaries[rank]
-            (part,) = self.measure((values, indices), self.cuts(indices)[rank : rank + 2])
-            parts = self.announce(part)
-            total = sum(part.count for part in parts)
+            (lot,) = self.measure((values, indices), self.cuts(indices)[rank : rank + 2])
+            lots = self.announce(lot)
+            total = sum(lot.count for lot in lots)
             if self.may_go_on(self.global_threshold, total):
                 self.global_threshold = self.corrected(self.global_threshold, total)
-                return (values[: part.count], indices[: part.count]), parts
+                return (values[: lot.count], indices[: lot.count]), lots
             self.global_threshold = self.th_re_evaluate_global(region)
         selected = self.select_exactly(region)
         return selected, self.announce(*self.measure(selected))
@@ -266,7 +266,7 @@ class OkTopk(ErrorFeedback):
         """Returns where the entries of each region begin, and the last ones end."""
         return torch.searchsorted(indices, self.edges)
 
-    def split_and_reduce(self, local: Selected, parts: list[Part]) -> tuple[Tensor, Tensor, Tensor]:
+    def split_and_reduce(self, local: Selected, lots: list[Lot]) -> tuple[Tensor, Tensor, Tensor]:
         """Sends each rank the entries of its region; sums the entries of this rank's region.
 
         Returns the region's sums, the places that may differ from zero, and what was rounded off.
@@ -274,21 +274,21 @@ class OkTopk(ErrorFeedback):
         rank, num_ranks = self.net.rank, self.net.world_size
         start, stop = self.boundaries[rank : rank + 2]
         order = downwards(rank, num_ranks)
-        (terms, places), rounded_off = self.swap(local, parts, order, self.wire_dtype)
+        (terms, places), rounded_off = self.swap(local, lots, order, self.wire_dtype)
         if len(self.room) < stop - start:
             self.room = self.residual.new_zeros(stop - start)
         region, touched = self.room[: stop - start], places - start
         return region.index_add_(0, touched, terms), touched, rounded_off
 
-    def balance(self, selected: Selected, sizes: Sequence[int]) -> tuple[Selected, list[Part]]:
+    def balance(self, selected: Selected, sizes: Sequence[int]) -> tuple[Selected, list[Lot]]:
         """Spreads the entries evenly, in their order."""
         rank, num_ranks = self.net.rank, self.net.world_size
         begin = sum(sizes[:rank])
         goals = evenly(sum(sizes), num_ranks)
         cuts = [min(max(goal - begin, 0), sizes[rank]) for goal in goals]
-        parts = self.measure(selected, devices.integers(cuts, self.residual.device))
+        lots = self.measure(selected, devices.integers(cuts, self.residual.device))
         wire_dtype = PLACES if self.is_shared else "float32"
-        selected = self.swap(selected, parts, range(num_ranks), wire_dtype)[0]
+        selected = self.swap(selected, lots, range(num_ranks), wire_dtype)[0]
         return selected, self.announce(*self.measure(selected))
 
     # ---- what is applied, and the residual ----
@@ -302,11 +302,11 @@ class OkTopk(ErrorFeedback):
             return values
         rank, num_ranks = self.net.rank, self.net.world_size
         numbers = torch.arange(len(places), device=places.device)
-        parts = [Part(a, b - a, a) for a, b in pairwise(evenly(len(places), num_ranks))]
-        share, order = slice(parts[rank].begin, parts[rank].end), downwards(rank, num_ranks)
-        (terms, those), rounded_off = self.swap((values, numbers), parts, order, self.wire_dtype)
+        lots = [Lot(a, b - a, a) for a, b in pairwise(evenly(len(places), num_ranks))]
+        share, order = slice(lots[rank].begin, lots[rank].end), downwards(rank, num_ranks)
+        (terms, those), rounded_off = self.swap((values, numbers), lots, order, self.wire_dtype)
         sums = torch.zeros_like(values[share]).index_add_(0, those - share.start, terms)
-        (totals, _), of_sums = self.gather((sums, numbers[share]), parts, self.wire_dtype)
+        (totals, _), of_sums = self.gather((sums, numbers[share]), lots, self.wire_dtype)
         rounded_off[share] = of_sums
         self.residual[places] = rounded_off
         return totals

@@ -36,7 +36,7 @@ from lightning_dsgd import devices
 from lightning_dsgd.algorithm import Profile
 from lightning_dsgd.primitives import sparse, sparse_wire
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, Selected, downwards, evenly
-from lightning_dsgd.primitives.sparse_wire import Part
+from lightning_dsgd.primitives.sparse_wire import Lot
 
 UP: Final = 1
 DOWN: Final = 2
@@ -122,16 +122,16 @@ class TopkDSA(ErrorFeedback):
         bounds = evenly(len(g), world_size)
         start, stop = bounds[rank : rank + 2]
         cuts = torch.searchsorted(selected[1], devices.integers(bounds, g.device))
-        parts, order = self.measure(selected, cuts), downwards(rank, world_size)
-        (values, places), _ = self.swap(selected, parts, order, "float32")
+        lots, order = self.measure(selected, cuts), downwards(rank, world_size)
+        (values, places), _ = self.swap(selected, lots, order, "float32")
         region = self.residual.new_zeros(stop - start).index_add_(0, places - start, values)
         values, places = sparse.select(region, region.new_zeros(()))
         sums = values, places + start
-        (part,) = self.measure(sums)
-        if part.num_bytes("float32", region.dtype) >= region.nbytes:
+        (lot,) = self.measure(sums)
+        if lot.num_bytes("float32", region.dtype) >= region.nbytes:
             sums = region, torch.arange(start, stop, device=region.device)
-            part = Part(0, len(region), start)
-        values, indices = self.gather(sums, self.announce(part))[0]
+            lot = Lot(0, len(region), start)
+        values, indices = self.gather(sums, self.announce(lot))[0]
         kept = values.nonzero().squeeze(1)  # a dense region has zeros
         return values[kept], indices[kept]
 
@@ -172,15 +172,15 @@ class GTopk(ErrorFeedback):
         return selected
 
     def send(self, selected: Selected, rank: int, tag: int) -> None:
-        parts = self.measure(selected)
-        self.net.send(sparse_wire.heads_of(parts), rank, tag)
-        self.net.send(sparse_wire.pack(*selected, parts)[0], rank, tag)
+        lots = self.measure(selected)
+        self.net.send(sparse_wire.heads_of(lots), rank, tag)
+        self.net.send(sparse_wire.pack(*selected, lots)[0], rank, tag)
 
     def recv(self, rank: int, tag: int) -> Selected:
-        parts = sparse_wire.parts_of(self.net.recv(_HEAD, rank, tag).wait())
+        lots = sparse_wire.lots_of(self.net.recv(_HEAD, rank, tag).wait())
         like = self.residual.new_empty(0, dtype=torch.uint8)
         message = self.net.recv(like, rank, tag).wait()
-        return sparse_wire.unpack([message], parts, self.residual)
+        return sparse_wire.unpack([message], lots, self.residual)
 
     def merge(self, ours: Selected, theirs: Selected) -> Selected:
         """Returns the k largest entries of the sum; the rest goes into the residual."""

@@ -42,20 +42,20 @@ class CollectivesMixin(LaunchedMixin):
         """The ranks that train; with `on_loss="continue"`, the ranks that are left."""
         return self.session.ranks.members
 
-    def _together(self, what: str) -> None:
+    def _meet_all(self, what: str) -> None:
         self.session.check_process()
-        self._loop.together(what)
+        self._loop.meet_all(what)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.session.ranks.check_stays()
         if self.session.is_open:
-            self._together("barrier")
+            self._meet_all("barrier")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not self.session.is_open:
             self.session.ranks.check_all_there("broadcast")
             return super().broadcast(obj, src)
-        self._together("broadcast")
+        self._meet_all("broadcast")
         theirs = partial(super().broadcast, obj, src)
         with failing(self.session):
             return self.session.ranks.broadcast(obj, src, theirs)
@@ -64,7 +64,7 @@ class CollectivesMixin(LaunchedMixin):
         if not self.session.is_open:
             self.session.ranks.check_all_there("all_gather")
             return super().all_gather(tensor, group, sync_grads)
-        self._together("all_gather")
+        self._meet_all("all_gather")
         theirs = partial(super().all_gather, tensor, group, sync_grads)
         with failing(self.session):
             return self.session.ranks.all_gather(tensor, theirs, group=group, sync_grads=sync_grads)
@@ -74,7 +74,7 @@ class CollectivesMixin(LaunchedMixin):
             self.session.ranks.check_all_there("all_reduce")
             return super().all_reduce(tensor, group, reduce_op)
         self._warn_of_reductions()
-        self._together("all_reduce")
+        self._meet_all("all_reduce")
         op = getattr(reduce_op, "name", str(reduce_op)).lower()
         theirs = partial(super().all_reduce, tensor, group, reduce_op)
         with failing(self.session):
@@ -82,7 +82,7 @@ class CollectivesMixin(LaunchedMixin):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self.session.is_open:
-            self._together("all_reduce")
+            self._meet_all("all_reduce")
             with failing(self.session):
                 return self.session.ranks.decide(decision, is_of_all=all)
         votes = int(self.all_reduce(torch.tensor(int(decision)), reduce_op="sum"))

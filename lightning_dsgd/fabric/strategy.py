@@ -263,7 +263,7 @@ class FabricMixin(CollectivesMixin):
         if self.session.training is None:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        self._together("save")
+        self._meet_all("save")
         checkpoint = self._convert_stateful_objects_in_state(state, filter=filter or {})
         has_replicas = any(isinstance(each, Optimizer) for each in state.values())
         with failing(self.session):
@@ -289,7 +289,7 @@ class FabricMixin(CollectivesMixin):
         if not resumes or not self.session.is_open:
             return dict(super().load_checkpoint(path, state, strict, weights_only=weights_only))
         self._loop.check_may_load("call fabric.load right after fabric.setup")
-        self._together("load")
+        self._meet_all("load")
         with failing(self.session):
             path = self.session.text_of_rank_0(str(path))
             shared = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)

@@ -228,7 +228,7 @@ class Loop:
         of_torch = getattr(loader, "_dataloader", loader)  # which Fabric wraps
         self._session.reads_indices = has_indices(of_torch)
         if self.claimed is not None:
-            loader = self.claimed.of(loader, self.together)
+            loader = self.claimed.of(loader, self.meet_all)
         return _Batches(loader, self._session, self._count_batch)
 
     def _count_batch(self) -> None:
@@ -295,7 +295,7 @@ class Loop:
 
         All ranks enter it together.
         """
-        self.together("consensus")
+        self.meet_all("consensus")
         with failing(self._session):
             self._session.show_consensus()
         try:
@@ -313,7 +313,7 @@ class Loop:
         """Returns the mean over all ranks of a number, a tensor, or a mapping of several."""
         if isinstance(value, Mapping):
             return {name: self.mean(each) for name, each in value.items()}
-        self.together("mean")
+        self.meet_all("mean")
         if isinstance(value, Tensor):
             return self._reduced(value)
         return float(self._reduced(torch.tensor(float(value), dtype=torch.float64)))
@@ -324,13 +324,13 @@ class Loop:
 
     def barrier(self) -> None:
         """Waits until all ranks are here."""
-        self.together("barrier")
+        self.meet_all("barrier")
 
     def metrics(self) -> dict[str, float]:
         """Returns what this rank has sent and waited for so far, and the algorithm's figures."""
         return figures.own(self._session)
 
-    def together(self, what: str) -> None:
+    def meet_all(self, what: str) -> None:
         """Waits until all ranks are here, and meanwhile serves ranks that still train.
 
         Raises:
@@ -362,7 +362,7 @@ class Loop:
     def finish(self) -> None:
         """Leaves the consensus in the model, once all ranks are here, and closes the network."""
         try:
-            self.together("end of training")
+            self.meet_all("end of training")
             self._session.end_training()
             self._session.ranks.end_leaver()
         except BaseException as error:

@@ -173,7 +173,7 @@ class decentralized(Loop):
                 these; each rank gets its own
         """
         _check_extras(extras)
-        self.together("save")
+        self.meet_all("save")
         with failing(self._session):
             sharding = self._session.sharding
             sharding.save(self._session, str(path), lambda: self._state(extras))
@@ -200,7 +200,7 @@ class decentralized(Loop):
         way_out = "call load as the first in `with decentralized(...) as replica:`"
         self._check_inside("load")
         self.check_may_load(way_out)
-        self.together("load")
+        self.meet_all("load")
         with failing(self._session):
             return self._load(self._session.text_of_rank_0(str(path)))
 

@@ -55,7 +55,7 @@ from lightning_dsgd.agreement import (
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions, Traits
 from lightning_dsgd.hyperparameters import above, at_least, one_of
 from lightning_dsgd.primitives import sparse, sparse_wire, step_scaling
-from lightning_dsgd.primitives.sparse_wire import Part
+from lightning_dsgd.primitives.sparse_wire import Lot
 from lightning_dsgd.transport import Diverged, Transport
 
 Selected = tuple[Tensor, Tensor]
@@ -134,7 +134,7 @@ class ErrorFeedback(Algorithm):
         sparse.prepare(self.residual, net.world_size, is_told=net.rank == 0)
         self.k = self.num_selected_of(len(x))
         self.step = self.steps_before = 0  # made among these ranks, and before another was lost
-        self.round = 0  # in which this rank took part, with or without a gradient
+        self.round = 0  # in which this rank took p, with or without a gradient
         self.num_own = 0  # steps that this rank has made itself
         self.num_applied = 0
         self.steps_since, self.samples = 0, self.no_samples()  # the last exchange
@@ -346,43 +346,43 @@ class ErrorFeedback(Algorithm):
 
     # ---- the wire ----
 
-    def measure(self, selected: Selected, cuts: Tensor | None = None) -> list[Part]:
-        """Returns the parts of a selection between the cuts, or the whole as one part."""
+    def measure(self, selected: Selected, cuts: Tensor | None = None) -> list[Lot]:
+        """Returns the lots of a selection between the cuts, or the whole as one lot."""
         values, indices = selected
         if cuts is None:
             cuts = devices.integers([0, len(indices)], indices.device)
-        parts, is_finite = sparse_wire.measure(values, indices, cuts, len(self.residual))
+        lots, is_finite = sparse_wire.measure(values, indices, cuts, len(self.residual))
         self.require_finite(is_finite)
-        return parts
+        return lots
 
     def swap(
-        self, selected: Selected, parts: Sequence[Part], order: Sequence[int], wire_dtype: str
+        self, selected: Selected, lots: Sequence[Lot], order: Sequence[int], wire_dtype: str
     ) -> tuple[Selected, Tensor]:
-        """Sends every rank its part of a selection.
+        """Sends every rank its lot of a selection.
 
         Args:
             selected: this rank's entries
-            parts: the part of each rank
-            order: the ranks; their parts are returned in this order, this rank's own among them
+            lots: the lot of each rank
+            order: the ranks; their lots are returned in this order, this rank's own among them
             wire_dtype: what values are rounded to; a rank's own are not rounded
 
         Returns:
-            The parts of all ranks for this one, and what was rounded off the values sent.
+            The lots of all ranks for this one, and what was rounded off the values sent.
         """
         net, (values, indices) = self.net, selected
-        own, parts = parts[net.rank], [*parts]
-        parts[net.rank] = Part(0, 0)
+        own, lots = lots[net.rank], [*lots]
+        lots[net.rank] = Lot(0, 0)
         kept = slice(own.begin, own.end)
         if net.world_size == 1:
             return selected, torch.zeros_like(values)
-        heads = sparse_wire.heads_of(parts)
+        heads = sparse_wire.heads_of(lots)
         each = [sparse_wire.HEAD_WORDS] * net.world_size
-        theirs = sparse_wire.parts_of(
+        theirs = sparse_wire.lots_of(
             net.all_to_all(torch.empty_like(heads), heads, each, each).wait()
         )
-        message, errors = sparse_wire.pack(values, indices, parts, wire_dtype)
+        message, errors = sparse_wire.pack(values, indices, lots, wire_dtype)
         to_each, from_each = (
-            [part.num_bytes(wire_dtype, values.dtype) for part in ones] for ones in (parts, theirs)
+            [lot.num_bytes(wire_dtype, values.dtype) for lot in ones] for ones in (lots, theirs)
         )
         into = message.new_empty(sum(from_each))
         net.all_to_all(into, message, from_each, to_each).wait()
@@ -401,35 +401,35 @@ class ErrorFeedback(Algorithm):
             rounded_off[own.end :] = errors[own.begin :]
         return (all_values, all_indices), rounded_off
 
-    def announce(self, part: Part) -> list[Part]:
-        """Tells all ranks what a part has; returns every rank's part."""
+    def announce(self, lot: Lot) -> list[Lot]:
+        """Tells all ranks what a lot has; returns every rank's lot."""
         heads = torch.empty(sparse_wire.HEAD_WORDS * self.net.world_size, dtype=torch.int64)
         each = [sparse_wire.HEAD_WORDS] * self.net.world_size
-        head = sparse_wire.heads_of([part])
-        return sparse_wire.parts_of(self.net.gather_into(heads, head, each).wait())
+        head = sparse_wire.heads_of([lot])
+        return sparse_wire.lots_of(self.net.gather_into(heads, head, each).wait())
 
     def gather(
-        self, selected: Selected, parts: Sequence[Part], wire_dtype: str = "float32"
+        self, selected: Selected, lots: Sequence[Lot], wire_dtype: str = "float32"
     ) -> tuple[Selected, Tensor]:
         """Gathers what all ranks have announced.
 
         Returns:
             The entries of all ranks, and what was rounded off this rank's values.
         """
-        own = replace(parts[self.net.rank], begin=0)
+        own = replace(lots[self.net.rank], begin=0)
         message, rounded_off = sparse_wire.pack(*selected, [own], wire_dtype)
-        sizes = [part.num_bytes(wire_dtype, self.residual.dtype) for part in parts]
+        sizes = [lot.num_bytes(wire_dtype, self.residual.dtype) for lot in lots]
         into = message.new_empty(sum(sizes))
         self.net.gather_into(into, message, sizes).wait()
-        all_of_them = sparse_wire.unpack(torch.split(into, sizes), parts, self.residual, wire_dtype)
+        all_of_them = sparse_wire.unpack(torch.split(into, sizes), lots, self.residual, wire_dtype)
         return all_of_them, rounded_off
 
 
 def evenly(length: int, num_parts: int) -> list[int]:
-    """Returns the bounds of parts of equal length."""
+    """Returns the bounds of lots of equal length."""
     return [length * i // num_parts for i in range(num_parts + 1)]
 
 
 def downwards(rank: int, world_size: int) -> list[int]:
-    """Returns all ranks, in the order in which a rank adds up what comes: its own part first."""
+    """Returns all ranks, in the order in which a rank adds up what comes: its own lot first."""
     return [(rank - distance) % world_size for distance in range(world_size)]

@@ -47,23 +47,23 @@ class OuterOptimizer:
         """Takes x as the global model."""
         self.model = x.clone() if self.model is None else self.model.copy_(x)
 
-    def part(self, span: slice = _ALL) -> Tensor:
+    def model_at(self, span: slice = _ALL) -> Tensor:
         """Returns a view of the global model, or of a span of it."""
         assert self.model is not None, "every rank begins before it takes part in an average"
         return self.model[span]
 
     def share(self, net: Transport, span: slice = _ALL) -> None:
         """Averages the global model, which may differ between ranks at the beginning."""
-        average(net, self.part(span))
+        average(net, self.model_at(span))
 
     def step(self, progress: Tensor, span: slice = _ALL) -> None:
         """Makes a step with D, the mean of the ranks' progress."""
-        model = self.part(span)
+        model = self.model_at(span)
         if not self._factor:
             model.add_(progress, alpha=self._lr)
             return
         if self.momentum is None:
-            self.momentum = torch.zeros_like(self.part())
+            self.momentum = torch.zeros_like(self.model_at())
         momentum = self.momentum[span]
         momentum.mul_(self._factor).add_(progress)
         if self._is_nesterov:
@@ -74,7 +74,7 @@ class OuterOptimizer:
 
     def apply(self, progress: Tensor) -> None:
         """Adds progress of earlier steps to the model; the momentum stays as it is."""
-        self.part().add_(progress, alpha=self._lr)
+        self.model_at().add_(progress, alpha=self._lr)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns what there is of the model and of the momentum."""

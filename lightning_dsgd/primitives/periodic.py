@@ -153,9 +153,9 @@ class PeriodicAverage(Algorithm):
         self.steps_since_sync = 0  # since the last round
         self.pending: tuple[int, Tensor] | None = None  # where, and what a finished sum adds to x
         self.bounds = conditions.fragments or evenly(len(x), self.num_fragments)
-        self.kept = quantised.keep(net, x, self.wire_dtype)
+        self.residual = quantised.residual_of(net, x, self.wire_dtype)
         self.samples = self.no_samples(self.num_fragments)
-        is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.kept is None
+        is_plain = self.outer_lr == 1 and self.outer_momentum == 0 and self.residual is None
         self.outer = None
         if not is_plain:
             rates = self.outer_lr, self.outer_momentum
@@ -268,8 +268,8 @@ class PeriodicAverage(Algorithm):
         mean = x.clone()
         self._add_pending(mean)
         agreement.weigh_pieces(self.net, mean, self.samples, self.bounds)
-        if self.kept is not None:
-            mean += self.kept
+        if self.residual is not None:
+            mean += self.residual
         agreement.average(self.net, mean)
         return mean
 
@@ -285,8 +285,8 @@ class PeriodicAverage(Algorithm):
             state["round"] = self.round
         if self.outer is not None and self.outer.model is not None:
             state |= {"num_unshared": self.num_unshared, **self.outer.state_dict()}
-        if self.kept is not None:
-            state["kept"] = self.kept.clone()
+        if self.residual is not None:
+            state["kept"] = self.residual.clone()
         if self.pending is not None:
             state["pending_at"], correction = self.pending
             state["pending"] = correction.clone()
@@ -310,8 +310,8 @@ class PeriodicAverage(Algorithm):
         if self.outer is not None:
             self.num_unshared = state.get("num_unshared", self.num_fragments)
             self.outer.load_state_dict(state)
-        if self.kept is not None and "kept" in state:
-            self.kept.copy_(state["kept"])
+        if self.residual is not None and "kept" in state:
+            self.residual.copy_(state["kept"])
 
     def carry_over(self, state: dict[str, Any], num_ranks: int) -> None:
         self.period.carry_over(state)
@@ -334,12 +334,12 @@ class PeriodicAverage(Algorithm):
         if self.num_unshared:
             self.outer.share(net, span)
             self.num_unshared -= 1
-        piece -= self.outer.part(span)
+        piece -= self.outer.model_at(span)
         agreement.weigh(net, piece, own, total)
-        kept = None if self.kept is None else self.kept[span]
-        quantised.average(net, piece, kept, self.wire_dtype)
+        residual = None if self.residual is None else self.residual[span]
+        quantised.average(net, piece, residual, self.wire_dtype)
         self.outer.step(piece, span)
-        piece.copy_(self.outer.part(span))
+        piece.copy_(self.outer.model_at(span))
 
     def _change(self, net: Transport, piece: Tensor, span: slice, weight: Weight) -> None:
         """Turns this rank's fragment into what `_add` adds or mixes."""

@@ -33,54 +33,54 @@ LEAST_PIECE: Final = 2**18
 """A smaller piece of a gradient costs more time than its sum takes on most networks."""
 
 
-def keep(net: Transport, x: Tensor, wire_dtype: str) -> Tensor | None:
+def residual_of(net: Transport, x: Tensor, wire_dtype: str) -> Tensor | None:
     """Makes a tensor for what is rounded off; None if nothing is rounded, or nothing is sent."""
     if wire_dtype == "float32" or net.world_size == 1:
         return None
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def average(net: Transport, x: Tensor, kept: Tensor | None, wire_dtype: str) -> None:
-    """Puts the mean over all ranks, of x plus what was kept, into x.
+def average(net: Transport, x: Tensor, residual: Tensor | None, wire_dtype: str) -> None:
+    """Puts the mean over all ranks, of x plus the residual, into x.
 
     Uses messages with tag 0 between the ranks.
 
     Args:
         net: the network of all ranks
         x: the tensor to average
-        kept: what was rounded off before, and will be from now on; may be None with "float32",
+        residual: what was rounded off before, and will be from now on; may be None with "float32",
             which rounds nothing
         wire_dtype: "float32", "bfloat16", "int8" or "int4"
     """
-    if wire_dtype == "float32" or kept is None:
-        if kept is not None:
-            x += kept
-            kept.zero_()
+    if wire_dtype == "float32" or residual is None:
+        if residual is not None:
+            x += residual
+            residual.zero_()
         agreement.average(net, x)
     else:
-        _average_rounded(net, range(net.world_size), x, kept, wire_dtype)
+        _average_rounded(net, range(net.world_size), x, residual, wire_dtype)
 
 
 def _average_rounded(
     net: Transport,
     members: Sequence[int],
     x: Tensor,
-    kept: Tensor,
+    residual: Tensor,
     wire_dtype: str,
     tag: int = 0,
 ) -> None:
-    kept += x
+    residual += x
     size, me = len(members), members.index(net.rank)
     spans = [slice(*pair) for pair in pairwise(evenly(len(x), size))]
     others = [(me + i) % size for i in range(1, size)]
     sent: list[Work[None]] = []
     for other in others:
-        share = kept[spans[other]]
+        share = residual[spans[other]]
         code = encode(share, wire_dtype)
         sent.append(net.send(code, members[other], tag, copy=False))
         share -= decode(code, like=share)
 
-    share = kept[spans[me]]
+    share = residual[spans[me]]
     total = torch.zeros_like(share)
     like = encode(share[:0], wire_dtype)
     for place, rank in enumerate(members):
@@ -94,7 +94,7 @@ def _average_rounded(
     x[spans[me]] = rounded.to(x.dtype)
     for other in others:
         code = net.recv(like, members[other], tag).wait()
-        x[spans[other]] = decode(code, like=kept[spans[other]]).to(x.dtype)
+        x[spans[other]] = decode(code, like=residual[spans[other]]).to(x.dtype)
     x /= size
     for work in sent:
         work.wait()

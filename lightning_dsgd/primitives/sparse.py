@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dsgd import devices
-from lightning_dsgd.primitives.sparse_choice import Choice, Form
+from lightning_dsgd.primitives.sparse_choice import FasterForm, Form
 
 _PIECE: Final = 1 << 17
 """The number of elements that stay in a core's cache from one operation to the next."""
@@ -41,7 +41,7 @@ _BITS: Final = {
     4: (torch.int32, np.uint32),
     8: (torch.int64, np.uint64),
 }
-_choice: Final = Choice()
+_choice: Final = FasterForm()
 """The measured choices of this process, which has the devices."""
 
 

@@ -38,7 +38,7 @@ Form = Callable[..., tuple[Tensor, Tensor]]
 """Adds a tensor to x, and returns x's values and indices that reach a least magnitude."""
 
 
-class Choice:
+class FasterForm:
     """Remembers what was measured; any thread may ask.
 
     Args:

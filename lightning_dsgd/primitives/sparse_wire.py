@@ -1,13 +1,13 @@
 """The wire format where only the largest entries are sent: (values, indices) <-> bytes.
 
-    measure     what the message of each part of a selection will hold       the only wait
-    pack        a selection -> the bytes of all its parts
-    unpack      the bytes of several parts -> values, indices
+    measure     what the message of each lot of a selection will hold       the only wait
+    pack        a selection -> the bytes of all its lots
+    unpack      the bytes of several lots -> values, indices
 
-A selection is split into parts, one for each receiver.  On a device the number of operations does
-not depend on the number of parts, and the host waits in `measure` alone.
+A selection is split into lots, one for each receiver.  On a device the number of operations does
+not depend on the number of lots, and the host waits in `measure` alone.
 
-**Heads.**  A part's head of 24 bytes says how many entries it has, the first index, and how the
+**Heads.**  A lot's head of 24 bytes says how many entries it has, the first index, and how the
 others are coded.  Heads travel by themselves, from host to host: so a receiver knows the length of
 what comes, and reads no length from its device.
 
@@ -23,7 +23,7 @@ indices that are spread evenly at random:
     at most       4.31    4.63    5.04    5.40    6.04    6.31     8.00
 
 Rounded values (`rounding`) take 2, 2.97 and 3.47 bytes less: at a density of 1% 2.12 bytes with
-"int8" and 1.62 with "int4", at 40% 1.34 and 0.84.  Each part holds whole blocks of these.  Indices
+"int8" and 1.62 with "int4", at 40% 1.34 and 0.84.  Each lot holds whole blocks of these.  Indices
 are integers of 64 bits until then: no length is too large.
 """
 
@@ -45,7 +45,7 @@ from lightning_dsgd.primitives.sparse import places
 HEAD_WORDS: Final = 3
 _WIDTHS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _MARKS: Final = 0
-"""Stands for a width where a part has a bit for each place."""
+"""Stands for a width where a lot has a bit for each place."""
 _RUN: Final = 3
 """Stands for a width where indices have no gap."""
 PLACES: Final = "places"
@@ -53,11 +53,11 @@ PLACES: Final = "places"
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a selection, and how its indices are coded."""
+class Lot:
+    """A lot of a selection, and how its indices are coded."""
 
     begin: int
-    """Where the part begins in its selection."""
+    """Where the lot begins in its selection."""
     count: int
     first: int = 0
     width: int = _RUN
@@ -65,7 +65,7 @@ class Part:
 
     @property
     def end(self) -> int:
-        """Where the part ends in its selection."""
+        """Where the lot ends in its selection."""
         return self.begin + self.count
 
     @property
@@ -74,7 +74,7 @@ class Part:
         return self.num_units * (1 if self.width == _MARKS else self.width)
 
     def num_bytes(self, wire_dtype: str, dtype: torch.dtype) -> int:
-        """Returns the bytes of the part's message."""
+        """Returns the bytes of the lot's message."""
         return sum(self.planes(wire_dtype, dtype)) + self.index_bytes
 
     def planes(self, wire_dtype: str, dtype: torch.dtype) -> list[int]:
@@ -82,33 +82,33 @@ class Part:
         return [] if wire_dtype == PLACES else rounding.planes(self.count, wire_dtype, dtype)
 
 
-def heads_of(parts: Sequence[Part]) -> Tensor:
+def heads_of(lots: Sequence[Lot]) -> Tensor:
     """Returns the heads, one after another, in the host's memory."""
-    words = [(part.count, part.first, part.num_units << 3 | part.width) for part in parts]
+    words = [(lot.count, lot.first, lot.num_units << 3 | lot.width) for lot in lots]
     return torch.tensor(words, dtype=torch.int64).view(-1)
 
 
-def parts_of(heads: Tensor) -> list[Part]:
-    """Returns the parts whose heads these are, one after another in one selection."""
+def lots_of(heads: Tensor) -> list[Lot]:
+    """Returns the lots whose heads these are, one after another in one selection."""
     words = heads.view(-1, HEAD_WORDS).tolist()
     begins = accumulate((count for count, _, _ in words), initial=0)
     return [
-        Part(begin, count, first, code & 7, code >> 3)
+        Lot(begin, count, first, code & 7, code >> 3)
         for begin, (count, first, code) in zip(begins, words, strict=False)
     ]
 
 
-def measure(values: Tensor, indices: Tensor, cuts: Tensor, n: int) -> tuple[list[Part], bool]:
-    """Returns the parts of a selection, and whether all its values are finite.
+def measure(values: Tensor, indices: Tensor, cuts: Tensor, n: int) -> tuple[list[Lot], bool]:
+    """Returns the lots of a selection, and whether all its values are finite.
 
     Args:
         values: the selected values; what lies behind the last cut does not matter
         indices: their ascending indices, on the same device
-        cuts: where each part begins and the last one ends, on the same device
+        cuts: where each lot begins and the last one ends, on the same device
         n: a number that all indices are below
     """
     if not len(indices):
-        return [Part(0, 0)] * (len(cuts) - 1), True
+        return [Lot(0, 0)] * (len(cuts) - 1), True
     begins, ends = cuts[:-1], cuts[1:]
     firsts, lasts = begins.clamp(max=len(indices) - 1), (ends - 1).clamp_(min=0)
     rows, steps = [begins, ends, indices[firsts], indices[lasts]], indices.diff()
@@ -119,80 +119,80 @@ def measure(values: Tensor, indices: Tensor, cuts: Tensor, n: int) -> tuple[list
         rows.append(far[lasts] - far[firsts])
     rows.append(values.isfinite().all().to(torch.int64).expand(len(begins)))
     table = torch.stack(rows, 1).tolist()
-    parts = [
-        _part(begin, end, first, last, dict(zip(widths, escapes, strict=True)))
+    lots = [
+        _lot(begin, end, first, last, dict(zip(widths, escapes, strict=True)))
         for begin, end, first, last, *escapes, _ in table
     ]
-    return parts, bool(table[0][-1])
+    return lots, bool(table[0][-1])
 
 
-def _part(begin: int, end: int, first: int, last: int, escapes: dict[int, int]) -> Part:
+def _lot(begin: int, end: int, first: int, last: int, escapes: dict[int, int]) -> Lot:
     """Chooses the code that takes the fewest bytes."""
     count, span = end - begin, last - first
     if count == 0:
-        return Part(begin, 0)
+        return Lot(begin, 0)
     if span == count - 1:
-        return Part(begin, count, first)
+        return Lot(begin, count, first)
     num_units = {w: count - 1 + num for w, num in escapes.items()} | {_MARKS: span // 8 + 1}
     width = min(num_units, key=lambda w: max(1, w) * num_units[w])
-    return Part(begin, count, first, width, num_units[width])
+    return Lot(begin, count, first, width, num_units[width])
 
 
 def pack(
-    values: Tensor, indices: Tensor, parts: Sequence[Part], wire_dtype: str = "float32"
+    values: Tensor, indices: Tensor, lots: Sequence[Lot], wire_dtype: str = "float32"
 ) -> tuple[Tensor, Tensor]:
-    """Packs parts of a selection.
+    """Packs lots of a selection.
 
     Returns:
-        The bytes of the parts, one after another, and what was rounded off their values; none if
+        The bytes of the lots, one after another, and what was rounded off their values; none if
         nothing is rounded.
     """
-    parts = [part for part in parts if part.count]
-    if not parts:
+    lots = [lot for lot in lots if lot.count]
+    if not lots:
         return values.new_empty(0, dtype=torch.uint8), values[:0]
     rounded_off = values[:0]
     if wire_dtype == PLACES:
-        return torch.cat(_units(indices, parts)), rounded_off
-    code = taken = torch.cat([values[part.begin : part.end] for part in parts])
+        return torch.cat(_units(indices, lots)), rounded_off
+    code = taken = torch.cat([values[lot.begin : lot.end] for lot in lots])
     if wire_dtype != "float32":
-        slots, length = _slots(parts, wire_dtype, values.device)
+        slots, length = _slots(lots, wire_dtype, values.device)
         blocks = values.new_zeros(length).index_copy_(0, slots, taken)
         code = rounding.encode(blocks, wire_dtype)
         rounded_off = taken - rounding.decode(code, like=blocks)[slots]
-    sizes = [part.planes(wire_dtype, values.dtype) for part in parts]
+    sizes = [lot.planes(wire_dtype, values.dtype) for lot in lots]
     in_order = [size for plane in zip(*sizes, strict=True) for size in plane]
     planes = torch.split(code.view(torch.uint8), in_order)
-    units = _units(indices, parts)
-    pieces = [(*planes[i :: len(parts)], units[i]) for i in range(len(parts))]
-    return torch.cat([piece for part in pieces for piece in part]), rounded_off
+    units = _units(indices, lots)
+    pieces = [(*planes[i :: len(lots)], units[i]) for i in range(len(lots))]
+    return torch.cat([piece for lot in pieces for piece in lot]), rounded_off
 
 
 def unpack(
-    messages: Sequence[Tensor], parts: Sequence[Part], like: Tensor, wire_dtype: str = "float32"
+    messages: Sequence[Tensor], lots: Sequence[Lot], like: Tensor, wire_dtype: str = "float32"
 ) -> tuple[Tensor, Tensor]:
-    """Unpacks and decodes messages of one part each; returns values, like `like`, and indices."""
-    found = [(message, part) for message, part in zip(messages, parts, strict=True) if part.count]
+    """Unpacks and decodes messages of one lot each; returns values, like `like`, and indices."""
+    found = [(message, lot) for message, lot in zip(messages, lots, strict=True) if lot.count]
     if not found:
         return like.new_empty(0), torch.empty(0, dtype=torch.int64, device=like.device)
-    parts = [part for _, part in found]
-    sizes = [[*part.planes(wire_dtype, like.dtype), part.index_bytes] for part in parts]
+    lots = [lot for _, lot in found]
+    sizes = [[*lot.planes(wire_dtype, like.dtype), lot.index_bytes] for lot in lots]
     *planes, units = zip(
         *(torch.split(message, size) for (message, _), size in zip(found, sizes, strict=True)),
         strict=True,
     )
     if wire_dtype == PLACES:
-        return like.new_zeros(sum(part.count for part in parts)), _indices(units, parts)
+        return like.new_zeros(sum(lot.count for lot in lots)), _indices(units, lots)
     code = torch.cat([piece for plane in planes for piece in plane])
     code = code.view(rounding.encode(like.new_empty(0), wire_dtype).dtype)
     if wire_dtype == "float32":
-        return code, _indices(units, parts)
-    slots, length = _slots(parts, wire_dtype, like.device)
-    return rounding.decode(code, like.new_empty(length))[slots], _indices(units, parts)
+        return code, _indices(units, lots)
+    slots, length = _slots(lots, wire_dtype, like.device)
+    return rounding.decode(code, like.new_empty(length))[slots], _indices(units, lots)
 
 
-def _slots(parts: Sequence[Part], wire_dtype: str, device: torch.device) -> tuple[Tensor, int]:
-    """Returns where entries go so that each part begins with a block, and the length of blocks."""
-    counts = [part.count for part in parts]
+def _slots(lots: Sequence[Lot], wire_dtype: str, device: torch.device) -> tuple[Tensor, int]:
+    """Returns where entries go so that each lot begins with a block, and the length of blocks."""
+    counts = [lot.count for lot in lots]
     padding = [rounding.padding(count, wire_dtype) for count in counts]
     before = list(accumulate(padding, initial=0))
     slots = torch.arange(sum(counts), device=device)
@@ -200,7 +200,7 @@ def _slots(parts: Sequence[Part], wire_dtype: str, device: torch.device) -> tupl
 
 
 def _each(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor | int:
-    """Returns each part's number once for each of its entries; the number itself for one part."""
+    """Returns each lot's number once for each of its entries; the number itself for one lot."""
     if len(numbers) == 1:
         return numbers[0]
     both = devices.integers([*numbers, *counts], device).view(2, -1)
@@ -210,46 +210,46 @@ def _each(numbers: Sequence[int], counts: Sequence[int], device: torch.device) -
 # ---- indices ----
 
 
-def _units(indices: Tensor, parts: Sequence[Part]) -> list[Tensor]:
-    """Returns the coded indices of each part as bytes; codes all parts of one width at once."""
-    units = [indices.new_empty(0, dtype=torch.uint8)] * len(parts)
+def _units(indices: Tensor, lots: Sequence[Lot]) -> list[Tensor]:
+    """Returns the coded indices of each lot as bytes; codes all lots of one width at once."""
+    units = [indices.new_empty(0, dtype=torch.uint8)] * len(lots)
     steps = indices.diff()
-    for width in {part.width for part in parts} - {_RUN}:
-        chosen = [i for i, part in enumerate(parts) if part.width == width]
-        those = [parts[i] for i in chosen]
+    for width in {lot.width for lot in lots} - {_RUN}:
+        chosen = [i for i, lot in enumerate(lots) if lot.width == width]
+        those = [lots[i] for i in chosen]
         code = _marks(indices, those) if width == _MARKS else _distances(steps, those, width)
-        pieces = torch.split(code.view(torch.uint8), [part.index_bytes for part in those])
+        pieces = torch.split(code.view(torch.uint8), [lot.index_bytes for lot in those])
         for i, piece in zip(chosen, pieces, strict=True):
             units[i] = piece
     return units
 
 
-def _indices(units: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """Returns the indices of all parts, one part after another."""
+def _indices(units: Sequence[Tensor], lots: Sequence[Lot]) -> Tensor:
+    """Returns the indices of all lots, one lot after another."""
     pieces: dict[int, Tensor] = {}
-    for width in {part.width for part in parts}:
-        chosen = [i for i, part in enumerate(parts) if part.width == width]
-        those, codes = [parts[i] for i in chosen], [units[i] for i in chosen]
+    for width in {lot.width for lot in lots}:
+        chosen = [i for i, lot in enumerate(lots) if lot.width == width]
+        those, codes = [lots[i] for i in chosen], [units[i] for i in chosen]
         read = {_RUN: _run, _MARKS: _marked}.get(width, _summed)
         found = read(codes, those)
-        if len(those) == len(parts):
+        if len(those) == len(lots):
             return found
-        pieces |= zip(chosen, torch.split(found, [part.count for part in those]), strict=True)
-    return torch.cat([pieces[i] for i in range(len(parts))])
+        pieces |= zip(chosen, torch.split(found, [lot.count for lot in those]), strict=True)
+    return torch.cat([pieces[i] for i in range(len(lots))])
 
 
-def _run(units: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
+def _run(units: Sequence[Tensor], lots: Sequence[Lot]) -> Tensor:
     """Returns indices without a gap."""
-    counts, device = [part.count for part in parts], units[0].device
+    counts, device = [lot.count for lot in lots], units[0].device
     before = accumulate(counts, initial=0)
-    numbers = [part.first - begin for part, begin in zip(parts, before, strict=False)]
+    numbers = [lot.first - begin for lot, begin in zip(lots, before, strict=False)]
     return torch.arange(sum(counts), device=device) + _each(numbers, counts, device)
 
 
-def _distances(steps: Tensor, parts: Sequence[Part], width: int) -> Tensor:
-    """Returns the distances within parts from one index to the next, in units of so many bytes."""
-    steps = torch.cat([steps[part.begin : part.end - 1] for part in parts])
-    num_units, limit = sum(part.num_units for part in parts), _limit(width)
+def _distances(steps: Tensor, lots: Sequence[Lot], width: int) -> Tensor:
+    """Returns the distances within lots from one index to the next, in units of so many bytes."""
+    steps = torch.cat([steps[lot.begin : lot.end - 1] for lot in lots])
+    num_units, limit = sum(lot.num_units for lot in lots), _limit(width)
     if num_units > len(steps):
         escapes = steps.div(limit, rounding_mode="floor")
         ends = torch.arange(len(steps), device=steps.device).add_(escapes.cumsum(0))
@@ -259,53 +259,53 @@ def _distances(steps: Tensor, parts: Sequence[Part], width: int) -> Tensor:
     return steps.to(_WIDTHS[width])
 
 
-def _summed(units: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
-    """Sums up distances; a distance of zero stands for the first index of each part."""
-    width, counts = parts[0].width, [part.count for part in parts]
+def _summed(units: Sequence[Tensor], lots: Sequence[Lot]) -> Tensor:
+    """Sums up distances; a distance of zero stands for the first index of each lot."""
+    width, counts = lots[0].width, [lot.count for lot in lots]
     zero, limit, device = units[0].new_zeros(width), _limit(width), units[0].device
     joined = torch.cat([piece for code in units for piece in (zero, code)])
     steps = joined.view(_WIDTHS[width]).to(torch.int64).bitwise_and_(limit)
     sums = steps.cumsum(0)
     if len(steps) > sum(counts):
         sums = sums[places(steps != limit, sum(counts))]
-    if len(parts) == 1:
-        return sums.add_(parts[0].first)
+    if len(lots) == 1:
+        return sums.add_(lots[0].first)
     starts = list(accumulate(counts, initial=0))[:-1]
-    table = devices.integers([*starts, *(part.first for part in parts), *counts], device)
+    table = devices.integers([*starts, *(lot.first for lot in lots), *counts], device)
     begins, firsts, lengths = table.view(3, -1)
     offsets = firsts - sums[begins]
     return sums.add_(torch.repeat_interleave(offsets, lengths, output_size=len(sums)))
 
 
-def _marks(indices: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Returns a bit for each place from a part's first index to its last; eight a byte."""
-    total, shifts = sum(part.num_units for part in parts), _shifts(parts, indices.device)
+def _marks(indices: Tensor, lots: Sequence[Lot]) -> Tensor:
+    """Returns a bit for each place from a lot's first index to its last; eight a byte."""
+    total, shifts = sum(lot.num_units for lot in lots), _shifts(lots, indices.device)
     marks = torch.zeros(8 * total, dtype=torch.uint8, device=indices.device)
-    marks[torch.cat([indices[part.begin : part.end] for part in parts]) - shifts] = 1
+    marks[torch.cat([indices[lot.begin : lot.end] for lot in lots]) - shifts] = 1
     if devices.is_on_host(marks):
         return torch.from_numpy(np.packbits(marks.numpy(), bitorder="little"))
     return (marks.view(-1, 8) << _bits(marks.device)).sum(1, dtype=torch.uint8)
 
 
-def _marked(units: Sequence[Tensor], parts: Sequence[Part]) -> Tensor:
+def _marked(units: Sequence[Tensor], lots: Sequence[Lot]) -> Tensor:
     """Returns the indices whose bits are set."""
-    code, count = torch.cat(list(units)), sum(part.count for part in parts)
+    code, count = torch.cat(list(units)), sum(lot.count for lot in lots)
     if devices.is_on_host(code):
         marks = torch.from_numpy(np.unpackbits(code.numpy(), bitorder="little"))
     else:
         marks = (code.unsqueeze(1) >> _bits(code.device) & 1).view(-1)
-    return places(marks.bool(), count).add_(_shifts(parts, code.device))
+    return places(marks.bool(), count).add_(_shifts(lots, code.device))
 
 
 def _bits(device: torch.device) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=device)
 
 
-def _shifts(parts: Sequence[Part], device: torch.device) -> Tensor | int:
-    """Returns for each entry what its index is more than its place among the bits of all parts."""
-    begins = accumulate((part.num_units for part in parts), initial=0)
-    shifts = [part.first - 8 * begin for part, begin in zip(parts, begins, strict=False)]
-    return _each(shifts, [part.count for part in parts], device)
+def _shifts(lots: Sequence[Lot], device: torch.device) -> Tensor | int:
+    """Returns for each entry what its index is more than its place among the bits of all lots."""
+    begins = accumulate((lot.num_units for lot in lots), initial=0)
+    shifts = [lot.first - 8 * begin for lot, begin in zip(lots, begins, strict=False)]
+    return _each(shifts, [lot.count for lot in lots], device)
 
 
 def _limit(width: int) -> int:

@@ -113,16 +113,16 @@ class View(Endpoint):
     def post(
         self, x: Tensor, dst: int, channel: int, tag: int, kind: int, *, copy: bool
     ) -> Work[None]:
-        return self.below.post(x, self.members[dst], self._mark(channel), tag, kind, copy=copy)
+        return self.below.post(x, self.members[dst], self._numbered(channel), tag, kind, copy=copy)
 
     def collect(
         self, like: Tensor, src: int, channel: int, tag: int, kind: int, into: Tensor | None = None
     ) -> Receipt:
         below = ANY if src == ANY else self.members[src]
-        receipt = self.below.collect(like, below, self._mark(channel), tag, kind, into)
+        receipt = self.below.collect(like, below, self._numbered(channel), tag, kind, into)
         return _Receipt(receipt, self.members)
 
-    def _mark(self, channel: int) -> int:
+    def _numbered(self, channel: int) -> int:
         return self.number % (1 << _NUMBER_BITS) << _REST_BITS | channel & _REST
 
     @property

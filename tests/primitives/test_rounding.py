@@ -83,7 +83,7 @@ def test_a_message_of_another_length_names_the_setting() -> None:
 
 # ---- rounded averages: what they send, that all get the same, that nothing is lost ----
 def average(net: Any, n: int, wire_dtype: str, rounds: int) -> tuple[list[Tensor], Tensor, int]:
-    kept = quantised.keep(net, torch.zeros(n).double(), wire_dtype)
+    kept = quantised.residual_of(net, torch.zeros(n).double(), wire_dtype)
     means = []
     for k in range(rounds):
         x = values(n, 10 * k + net.rank).double()

@@ -115,7 +115,7 @@ def pack(values: Tensor, indices: Tensor, cuts: list[int], wire: str) -> tuple[l
     parts, is_finite = sparse_wire.measure(values, indices, torch.tensor(cuts), 1 << 62)
     assert is_finite
     message, rounded_off = sparse_wire.pack(values, indices, parts, wire)
-    theirs = sparse_wire.parts_of(sparse_wire.heads_of(parts))
+    theirs = sparse_wire.lots_of(sparse_wire.heads_of(parts))
     assert theirs == parts
     sizes = [part.num_bytes(wire, values.dtype) for part in theirs]
     back, places = sparse_wire.unpack(torch.split(message, sizes), theirs, values, wire)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.primitives import sparse
-from lightning_dsgd.primitives.sparse_choice import VARIABLE, Choice
+from lightning_dsgd.primitives.sparse_choice import VARIABLE, FasterForm
 
 
 class Clock:
@@ -41,7 +41,7 @@ def test_the_faster_form_is_measured_once_a_size(
     torch_s: float, triton_s: float, taken: str
 ) -> None:
     clock = Clock(torch=torch_s, triton=triton_s)
-    choice, x = Choice(clock), torch.randn(1000)
+    choice, x = FasterForm(clock), torch.randn(1000)
     as_given = x.clone()
     assert choice.among(clock.forms, x) is clock.forms[taken]
     assert [name for name, *_ in clock.called] == ["torch"] * 4 + ["triton"] * 4
@@ -61,33 +61,33 @@ def test_a_variable_sets_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, x = Clock(torch=1, triton=2), torch.zeros(10)
     for name in ("triton", "torch"):
         monkeypatch.setenv(VARIABLE, name)
-        assert Choice(clock).among(clock.forms, x) is clock.forms[name]
+        assert FasterForm(clock).among(clock.forms, x) is clock.forms[name]
     assert clock.called == []
     monkeypatch.setenv(VARIABLE, "triton")
     with pytest.raises(ValueError, match=f"{VARIABLE}=triton needs Triton and a GPU.*on cpu"):
-        Choice(clock).among({"torch": clock.forms["torch"]}, x)
+        FasterForm(clock).among({"torch": clock.forms["torch"]}, x)
     monkeypatch.setenv(VARIABLE, "cuda")
     with pytest.raises(ValueError, match=f'{VARIABLE} must be "triton" or "torch", got \'cuda\''):
-        Choice(clock).among(clock.forms, x)
+        FasterForm(clock).among(clock.forms, x)
 
 
 def test_kernels_that_cannot_run_are_left_out_with_a_warning() -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("Failed to find C compiler")
 
-    clock, choice = Clock(torch=1), Choice()
+    clock, choice = Clock(torch=1), FasterForm()
     forms = clock.forms | {"triton": fail}
     with pytest.warns(UserWarning, match="triton cannot run on cpu, RuntimeError: Failed to find"):
         assert choice.among(forms, torch.zeros(10)) is forms["torch"]
     assert choice.among(forms, torch.zeros(10)) is forms["torch"]  # is not tried again
     with pytest.raises(RuntimeError, match="C compiler"):
-        Choice().among({"torch": fail, "triton": fail}, torch.zeros(10))
+        FasterForm().among({"torch": fail, "triton": fail}, torch.zeros(10))
 
 
 @pytest.mark.gpu("cuda")
 def test_a_form_is_measured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.zeros(1_000_000, device="cuda")
-    choice, forms = Choice(), sparse.forms(x)
+    choice, forms = FasterForm(), sparse.forms(x)
     with caplog.at_level(logging.INFO, "lightning_dsgd"):
         choice.prepare(forms, x, is_told=True)
     assert choice.among(forms, x) in forms.values()

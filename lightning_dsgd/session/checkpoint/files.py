@@ -136,14 +136,14 @@ def save(
     """
     number = torch.tensor([random.SystemRandom().getrandbits(60)])
     net.broadcast(number, src=0).wait()
-    mark = record.Save(int(number), net.world_size, own is not None, num_shards)
+    saved_as = record.Save(int(number), net.world_size, own is not None, num_shards)
     # Where the path is a link, a save replaces the link, so the replicas go beside the link.
     this = _Save(io, net, path, f"{path}.replicas", _can_rename(io, path), storage_options)
     if own is not None:
-        replica = record.marked(own, mark, net.rank)
-        this.together(lambda: this.write_replica(replica))
-    consensus = record.marked(shared, mark)
-    this.together(lambda: this.write_consensus(consensus))
+        replica = record.marked(own, saved_as, net.rank)
+        this.on_all_ranks(lambda: this.write_replica(replica))
+    consensus = record.marked(shared, saved_as)
+    this.on_all_ranks(lambda: this.write_consensus(consensus))
     if own is not None and this.renames:
         file = replica_file(this.folder, net.rank)
         os.replace(_new(file), file)
@@ -197,7 +197,7 @@ class _Save:
     def _write(self, content: dict[str, Any], file: str | Path) -> None:
         self.io.save_checkpoint(content, _new(file) if self.renames else file, self.storage_options)
 
-    def together(self, write: Callable[[], None]) -> None:
+    def on_all_ranks(self, write: Callable[[], None]) -> None:
         """Calls `write`; raises on every rank, and removes all files, if one cannot write."""
         error: Exception | None = None
         try:
@@ -290,28 +290,28 @@ def load_replica(
     own, reason = load.own_replica()
     if own is None:
         announce(f"All ranks start from the one model in {path}: {reason}.")
-        if algorithm.traits.holds_back and load.mark is not None and load.mark.has_replicas:
-            announce(load.add_held_back(shared, load.mark))
+        if algorithm.traits.holds_back and load.saved_as is not None and load.saved_as.has_replicas:
+            announce(load.add_held_back(shared, load.saved_as))
     return own
 
 
 @dataclass
 class _Load:
-    """Reads the replicas of one save, on all ranks together; `mark` is the save's."""
+    """Reads the replicas of one save, on all ranks together; `saved_as` says which."""
 
     io: FileIO
     net: Transport
     path: str | Path
-    mark: record.Save | None
+    saved_as: record.Save | None
     weights_only: bool | None
     num_shards: int
 
-    def add_held_back(self, shared: dict[str, Any], mark: record.Save) -> str:
+    def add_held_back(self, shared: dict[str, Any], saved_as: record.Save) -> str:
         """Adds the saved ranks' states to the consensus, each on one rank; says which are lost."""
         net, faults = self.net, []
-        for rank in range(net.rank, mark.world_size, net.world_size):
-            if self.num_shards == mark.num_shards == 1:
-                own, fault = self._read_replica(rank, mark)
+        for rank in range(net.rank, saved_as.world_size, net.world_size):
+            if self.num_shards == saved_as.num_shards == 1:
+                own, fault = self._read_replica(rank, saved_as)
             else:
                 own, fault = None, "of shards"
             if own is None:
@@ -328,19 +328,19 @@ class _Load:
 
     def own_replica(self) -> tuple[dict[str, Any] | None, str]:
         """Returns this rank's replica; or None, and why there is no replica to go on from."""
-        mark, net = self.mark, self.net
-        if mark is None:
+        saved_as, net = self.saved_as, self.net
+        if saved_as is None:
             return None, (
                 "it was saved by another strategy or after training, with one model for all"
             )
-        if not mark.has_replicas:
+        if not saved_as.has_replicas:
             return None, "it holds the model only"
-        if mark.world_size != net.world_size:
-            saved = f"it was saved from {mark.world_size} ranks"
+        if saved_as.world_size != net.world_size:
+            saved = f"it was saved from {saved_as.world_size} ranks"
             return None, f"{saved} and there are {net.world_size} now"
-        if mark.num_shards != self.num_shards:
-            return None, f"a replica had {mark.num_shards} shards and has {self.num_shards} now"
-        own, fault = self._read_replica(net.rank, mark)
+        if saved_as.num_shards != self.num_shards:
+            return None, f"a replica had {saved_as.num_shards} shards and has {self.num_shards} now"
+        own, fault = self._read_replica(net.rank, saved_as)
         faults, folder = everyones(net, fault), replicas_folder(self.path)
         if set(faults) == {_ABSENT}:
             return None, f"there is no replica in {folder}"
@@ -356,18 +356,20 @@ class _Load:
     def _file(self, rank: int) -> str:
         return replica_file(replicas_folder(self.path), rank)
 
-    def _read_replica(self, rank: int, mark: record.Save) -> tuple[dict[str, Any] | None, str]:
+    def _read_replica(self, rank: int, saved_as: record.Save) -> tuple[dict[str, Any] | None, str]:
         """Reads a rank's replica, a newer file if the ranks were killed while they saved."""
         file = self._file(rank)
-        own, fault = self._read(file, rank, mark)
+        own, fault = self._read(file, rank, saved_as)
         if fault and os.path.exists(_new(file)):
-            newer, newer_fault = self._read(_new(file), rank, mark)
+            newer, newer_fault = self._read(_new(file), rank, saved_as)
             if not newer_fault:
                 os.replace(_new(file), file)
                 return newer, ""
         return own, fault
 
-    def _read(self, file: str, rank: int, mark: record.Save) -> tuple[dict[str, Any] | None, str]:
+    def _read(
+        self, file: str, rank: int, saved_as: record.Save
+    ) -> tuple[dict[str, Any] | None, str]:
         """Reads a rank's replica; returns what is wrong with the file too, or an empty text."""
         try:
             own: dict[str, Any] = self.io.load_checkpoint(
@@ -378,7 +380,7 @@ class _Load:
             return None, _ABSENT
         except Exception as err:  # whatever a damaged file makes the reader raise
             return None, f"damaged ({f'{type(err).__name__}: {err}'.splitlines()[0]})"
-        if of_save is None or of_save.save_number != mark.save_number:
+        if of_save is None or of_save.save_number != saved_as.save_number:
             return None, "from another save than the checkpoint"
         if of_rank != rank:
             return None, f"the replica of rank {of_rank}"

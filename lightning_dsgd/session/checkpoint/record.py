@@ -70,8 +70,8 @@ def with_record(checkpoint: dict[str, Any], record: Record) -> dict[str, Any]:
 
 def marked(checkpoint: dict[str, Any], save: Save, rank: int | None = None) -> dict[str, Any]:
     """Returns a checkpoint marked as a file of this save, and as this rank's if it is a replica."""
-    mark = asdict(save) | ({} if rank is None else {"rank": rank})
-    return {**checkpoint, _KEY: {**checkpoint[_KEY], **mark}}
+    entry = asdict(save) | ({} if rank is None else {"rank": rank})
+    return {**checkpoint, _KEY: {**checkpoint[_KEY], **entry}}
 
 
 def without_record(checkpoint: dict[str, Any]) -> dict[str, Any]:
