@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
@@ -344,7 +343,7 @@ class Loop:
             session.check_peers()
             if session.is_training:
                 session.end_batch()
-            session.ranks.together(partial(self._meet_for, what))
+            session.ranks.together(lambda: self._meet_for(what))
 
     def _meet_for(self, what: str) -> None:
         session = self._session

@@ -16,7 +16,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, Generic, NoReturn
 
 import torch
@@ -192,13 +191,14 @@ class Session(Face, Generic[TrainingT]):
         """Begins a batch; stops here, at the same batch on all ranks, if one was told to stop."""
         if self.samples is not None:
             self.samples.begin(batch)
-        if self.training is None:  # Fabric's begins with its first step
+        training = self.training
+        if training is None:  # Fabric's begins with its first step
             self.net.check()
             return
         if self._phase is Phase.READY:
             self.begin_training()
         self.ranks.before_batch()
-        self.ranks.step(partial(self._begin_batch, self.training), again=True)
+        self.ranks.step(lambda: self._begin_batch(training), again=True)
 
     def _begin_batch(self, training: TrainingT) -> None:
         if self._phase is Phase.IN_BATCH:
@@ -238,12 +238,14 @@ class Session(Face, Generic[TrainingT]):
         if self.samples is not None:
             self.samples.before_update(optimizer)
         if self.training is not None:
-            self.ranks.step(partial(self.training.replica.before_update, optimizer), again=True)
+            replica = self.training.replica
+            self.ranks.step(lambda: replica.before_update(optimizer), again=True)
 
     def after_update(self, optimizer: Optimizer) -> None:
         """Tells the replica that the optimizer has stepped."""
         if self.training is not None and self._lateness is not None:
-            self.ranks.step(partial(self.training.replica.after_update, optimizer), again=False)
+            replica = self.training.replica
+            self.ranks.step(lambda: replica.after_update(optimizer), again=False)
             self._lateness.num_steps += 1
         if self.samples is not None:
             self.samples.after_update(optimizer)
@@ -255,9 +257,10 @@ class Session(Face, Generic[TrainingT]):
 
     def show_consensus(self) -> None:
         """Puts the consensus into the model, on all ranks."""
-        if self.training is not None:
-            self.ranks.show(partial(self._show_consensus, self.training))
-            self.consensus_distance = self.training.replica.consensus_distance
+        training = self.training
+        if training is not None:
+            self.ranks.show(lambda: self._show_consensus(training))
+            self.consensus_distance = training.replica.consensus_distance
 
     def _show_consensus(self, training: TrainingT) -> None:
         self.meet()
@@ -270,8 +273,9 @@ class Session(Face, Generic[TrainingT]):
 
     def end_training(self) -> None:
         """Leaves the consensus in the model, once all ranks are here."""
-        if self.training is not None and self._phase is not Phase.BROKEN:
-            self.ranks.end_training(partial(self._end_training, self.training))
+        training = self.training
+        if training is not None and self._phase is not Phase.BROKEN:
+            self.ranks.end_training(lambda: self._end_training(training))
 
     def _end_training(self, training: TrainingT) -> None:
         agreed = training.agreed
@@ -284,8 +288,9 @@ class Session(Face, Generic[TrainingT]):
 
     def end_alike(self) -> None:
         """Makes the model the same on all ranks, where it was changed after training had ended."""
-        if self.training is not None and self._phase is Phase.TRAINED:
-            self.ranks.together(partial(self._end_alike, self.training))
+        training = self.training
+        if training is not None and self._phase is Phase.TRAINED:
+            self.ranks.together(lambda: self._end_alike(training))
 
     def _end_alike(self, training: TrainingT) -> None:
         self.meet()
@@ -309,9 +314,10 @@ class Session(Face, Generic[TrainingT]):
             ValueError: on every rank, where ranks have come for what they cannot do together
         """
         self.check_process()
-        if self.training is None or self._phase in (Phase.IN_BATCH, Phase.STOPPING):
+        training = self.training
+        if training is None or self._phase in (Phase.IN_BATCH, Phase.STOPPING):
             return False
-        return self.ranks.together(partial(self._meet, what, self.training), apart=True)
+        return self.ranks.together(lambda: self._meet(what, training), apart=True)
 
     def _meet(self, what: int, training: TrainingT) -> bool:
         lateness, meetings = opened(self._lateness), self.meetings
@@ -377,7 +383,7 @@ class Session(Face, Generic[TrainingT]):
 
     def reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
         """Returns the sum over all ranks, or the mean, once all are here."""
-        return self.ranks.together(partial(self._reduce, tensor, is_mean=is_mean), apart=tensor)
+        return self.ranks.together(lambda: self._reduce(tensor, is_mean=is_mean), apart=tensor)
 
     def _reduce(self, tensor: Tensor, *, is_mean: bool) -> Tensor:
         self.meet(REDUCE)
@@ -388,7 +394,7 @@ class Session(Face, Generic[TrainingT]):
 
     def texts(self, text: str) -> list[str]:
         """Returns the texts of all ranks."""
-        return self.ranks.together(partial(self._texts, text), apart=[text])
+        return self.ranks.together(lambda: self._texts(text), apart=[text])
 
     def _texts(self, text: str) -> list[str]:
         self.meet()

@@ -91,11 +91,14 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         self.algorithm.check(self.num_replicas, self._conditions())
         ranks, chosen = self.session.ranks, self.in_force
         ranks.check(self.algorithm, self.num_replicas, self.root_device)
-        meet = partial(self._opening.open_network, self.world_size, self.root_device)
-        self.session.open(ranks.open_network(meet))
+        self.session.open(ranks.open_network(self._open_network))
         ranks.check_alike(options.describe(self.algorithm, chosen))
         if self.lightning_module is not None:
             refusals.check_searches(self.lightning_module.trainer, self.algorithm)
+
+    def _open_network(self) -> Transport:
+        """Meets the other ranks, and opens the network."""
+        return self._opening.open_network(self.world_size, self.root_device)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
