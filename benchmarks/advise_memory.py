@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.compare import contestants
 from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.lab.advise import memory
 from lightning_dsgd.lab.advise.candidates import BOUND, all_for
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.fit import Sleeper
@@ -99,7 +98,7 @@ def main() -> None:
             {
                 "strategy": spec,
                 "copies": round(statistics.median(more) / (4 * PARAMS), 2),
-                "said": memory.copies(spec, RANKS),
+                "said": make_algorithm(spec).num_copies(RANKS),
             }
         )
         print(rows[-1])

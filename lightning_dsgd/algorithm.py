@@ -11,6 +11,7 @@ runs under Lightning, in the simulated world and in a test: it knows no more tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -289,6 +290,20 @@ class Algorithm:
 
     def stop(self) -> None:
         """Ends all lanes, also when training failed.  Never waits for another rank."""
+
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        """Returns the memory that a rank needs more at its peak, in copies of x; NaN: not known.
+
+        `Profile.memory` says the same in words.
+
+        Args:
+            world_size: P
+            is_claimed: whether ranks claim batches, and so have different numbers of them
+            on_device: whether ranks train on a device
+        """
+        return math.nan
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that an exact resume needs besides x: tensors and plain values."""

@@ -66,6 +66,11 @@ class ADPSGD(Algorithm):
     def traits(self) -> Traits:
         return Traits(scales_steps=self.scale_steps)
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        return 6.0 if on_device else 4.0
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.neighbours = topology.neighbours("bipartite_exponential", net.rank, net.world_size)

@@ -84,6 +84,14 @@ class AllReduce(Algorithm):
             weighs_samples=True,
         )
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        copies = 1.0 + 3 * self.delay
+        if self.wire_dtype != "float32":
+            copies += 2 if self.overlap else 1
+        return copies
+
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
         if (self.overlap or self.delay) and conditions.skips_overflow:

@@ -39,6 +39,11 @@ class DPSGD(Algorithm):
 
     topology: str = one_of("ring", default="ring", doc="the communication graph, as in the paper")
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        return 2.0
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         # A shard may be empty, on all ranks alike; an empty message says that its sender stops.

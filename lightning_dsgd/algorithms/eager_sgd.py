@@ -80,6 +80,11 @@ class EagerSGD(Algorithm):
         "pending; None means an eighth of the duration of its last step",
     )
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        return 4.0
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.version = 0

@@ -127,6 +127,15 @@ class HPSGD(Algorithm):
     def traits(self) -> Traits:
         return Traits(weighs_samples=True, scales_steps=self.scale_steps)
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        if self.wire_dtype != "float32":
+            return 5.0
+        if self.outer_lr != 1 or self.outer_momentum:
+            return 4.0
+        return 3.0 if self.paper else 2.0
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.x = x

@@ -26,3 +26,8 @@ class NoSync(Algorithm):
         memory="none",
     )
     traits = Traits(averages_weights=False, follows_time=False)
+
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        return 0.0

@@ -61,6 +61,11 @@ class NoLoCo(Algorithm):
     def traits(self) -> Traits:
         return Traits(exchange_period=self.sync_period, scales_steps=self.scale_steps)
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        return 4.0  # during an exchange
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.steps_since = self.version = 0

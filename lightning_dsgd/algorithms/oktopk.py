@@ -110,6 +110,11 @@ class OkTopk(ErrorFeedback):
     def traits(self) -> Traits:
         return replace(super().traits, engine_takes_rounded=True)
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        return 3.0
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.is_shared = self.rule != "paper"

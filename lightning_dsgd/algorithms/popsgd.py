@@ -130,6 +130,14 @@ class PopSGD(Algorithm):
             engine_takes_rounded=True,
         )
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        copies = 1.0
+        if not self.blocking:
+            copies = 7.0 if on_device else 5.0  # during an exchange
+        return copies if self.wire_dtype == "float32" else copies + 1
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         self.steps_since = 0

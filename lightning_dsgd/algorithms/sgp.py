@@ -122,6 +122,13 @@ class SGP(Algorithm):
             engine_takes_rounded=True,
         )
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        is_held = self.overlap > 0 or self.topology.startswith("random") or is_claimed
+        copies = 3.0 if is_held else 2.0
+        return copies + 1 if self.hierarchical else copies
+
     def check(self, world_size: int, conditions: Conditions = ORDINARY) -> None:
         super().check(world_size, conditions)
         if self.hierarchical:

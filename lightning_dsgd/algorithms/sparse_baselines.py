@@ -114,6 +114,11 @@ class TopkDSA(ErrorFeedback):
         memory="2 |g|; |g| / P more for the region",
     )
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        return 2.0 + 1 / world_size  # for the region
+
     def sparse_allreduce(self, g: Tensor) -> Selected:
         rank, world_size = self.net.rank, self.net.world_size
         self.accumulate(g)

@@ -168,6 +168,18 @@ class WAGMA(Algorithm):
             scales_steps=self.scale_steps,
         )
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        copies = 2.0
+        if self.overlap:
+            copies = 6.0 if on_device else 3.0
+        if self.grace_s == math.inf:
+            copies = 0.0
+        if self.wire_dtype != "float32":
+            copies += 4  # in a sum
+        return 1 + copies / (self.node_size or 1) if self.hierarchical else copies
+
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
         if self.period % self.group_period:

@@ -127,6 +127,11 @@ class ErrorFeedback(Algorithm):
             scales_steps=self.scale_steps,
         )
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        return 2.0
+
     def start(self, net: Transport, x: Tensor, conditions: Conditions = ORDINARY) -> None:
         super().start(net, x, conditions)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -120,6 +120,18 @@ class PeriodicAverage(Algorithm):
             num_layer_fragments=self.num_fragments if self.fragments == "layers" else 0,
         )
 
+    def num_copies(
+        self, world_size: int, *, is_claimed: bool = False, on_device: bool = False
+    ) -> float:
+        copies = 0.0
+        if self.outer_lr != 1 or self.outer_momentum:
+            copies = 2.0 if self.outer_momentum else 1.0
+        if self.wire_dtype != "float32":
+            copies = 3.0 if copies else 2.0
+        if self.overlap_steps:
+            copies += 2 / self.num_fragments
+        return copies
+
     def check_hyperparameters(self) -> None:
         super().check_hyperparameters()
         if self.num_fragments > self.sync_period:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
 from lightning_dsgd.lab import catalogue, decisions
-from lightning_dsgd.lab.advise import accuracy, memory, words
+from lightning_dsgd.lab.advise import accuracy, words
 from lightning_dsgd.lab.advise.candidates import BOUND, Candidate, all_for
 from lightning_dsgd.lab.advise.ranking import CLOSE, rank
 from lightning_dsgd.lab.decisions import OWN_RATE, SITUATIONS, Choice, Situation
@@ -40,7 +40,7 @@ def test_a_choice_works_and_a_result_backs_it(situation: Situation, choice: Choi
     code = decisions.code(choice.strategy, choice.data)
     assert f"strategy={code}, " in words.paste(Candidate(choice.strategy, choice.data))
     if situation is SITUATIONS["memory"]:
-        assert memory.copies(choice.strategy, 8) == 0
+        assert algorithm.num_copies(8) == 0
     assert bool(choice.source) == bool(situation.measured)
     if choice.source:
         assert (ROOT / "docs/results" / choice.source).exists()

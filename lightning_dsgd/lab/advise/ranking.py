@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.lab import decisions
-from lightning_dsgd.lab.advise import accuracy, memory
+from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.advise.accuracy import Cost
 from lightning_dsgd.lab.advise.candidates import BASELINE, BOUND, Candidate, with_claims
 from lightning_dsgd.lab.decisions import Choice, Situation
@@ -190,8 +191,8 @@ def rank(
     for candidate, (done, steps) in runs.items():
         share = bases[steps].slowest_steps_per_s / done.slowest_steps_per_s
         is_claimed = candidate.data == CLAIMED
-        copies = memory.copies(
-            candidate.spec, num_ranks, is_claimed=is_claimed, on_device=on_device
+        copies = make_algorithm(candidate.spec).num_copies(
+            num_ranks, is_claimed=is_claimed, on_device=on_device
         )
         rows.append(
             Row(

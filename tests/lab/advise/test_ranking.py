@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.compare.situations import SITUATIONS
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
-from lightning_dsgd.lab.advise import accuracy, memory
+from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.advise.accuracy import Cost
 from lightning_dsgd.lab.advise.candidates import CANDIDATES, Candidate, with_claims
 from lightning_dsgd.lab.advise.ranking import Ranking, Row, rank
@@ -37,9 +37,10 @@ def machine(situation: str, bandwidth_bytes_s: float = 1e9) -> Machine:
 def test_every_strategy_is_a_candidate_whose_settings_work() -> None:
     assert {candidate.name for candidate in CANDIDATES} == set(ALGORITHMS)
     for candidate in CANDIDATES:
-        make_algorithm(candidate.spec).check(8)
+        algorithm = make_algorithm(candidate.spec)
+        algorithm.check(8)
         if candidate.name not in ("no_sync", "local_sgd"):
-            assert memory.copies(candidate.spec, 8) >= 1
+            assert algorithm.num_copies(8) >= 1
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_every_strategy_is_a_candidate_whose_settings_work() -> None:
 def test_memory_is_what_the_page_of_a_strategy_says(spec: str, copies: float) -> None:
     name, _, case = spec.partition(", ")
     cases = {"is_claimed": case == "claimed", "on_device": case == "on a device"}
-    assert memory.copies(name, 8, **cases) == copies
+    assert make_algorithm(name).num_copies(8, **cases) == copies
 
 
 @pytest.mark.exhaustive
