@@ -123,7 +123,7 @@ class ChangingMembers(Members):
             return
         if self._wants_to_meet(training.agreed):
             training.agreed.ask_to_meet()
-        if training.agreed.meets_now():
+        if training.agreed.take_meeting():
             found = self.calls.once(self._find_changes)
             if found is not None:
                 self._change_members(*found)

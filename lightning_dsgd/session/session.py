@@ -204,7 +204,7 @@ class Session(Face, Generic[TrainingT]):
         if self._phase is Phase.IN_BATCH:
             return  # another rank of this replica has not begun, and makes the step again
         self.net.check()
-        if not training.agreed.may_begin_batch():
+        if not training.agreed.begin_batch():
             self.meet(STOP)
         self.enter(Phase.IN_BATCH)
 

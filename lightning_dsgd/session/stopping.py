@@ -109,8 +109,8 @@ class AgreedBatch:
         # A handler may have interrupted the very code that sending needs: hence the thread.
         threading.Thread(target=self._ask, args=(what, detail, number), daemon=True).start()
 
-    def may_begin_batch(self) -> bool:
-        """Returns whether the next batch may begin, and counts it; called before every batch."""
+    def begin_batch(self) -> bool:
+        """Begins the next batch, and counts it; returns False if all ranks stop before it."""
         with self._changed:
             self._wait_until(lambda: not self._holding)
             if self.others_stopped or 0 <= self.stop_at <= self.num_begun:
@@ -124,16 +124,16 @@ class AgreedBatch:
             self._is_to_meet = True
             self.ask(MEET)
 
-    def meets_now(self) -> bool:
-        """Returns whether all ranks meet before the batch that comes; once for each wish."""
+    def take_meeting(self) -> bool:
+        """Takes a meeting before the batch that comes, once; returns False if there is none."""
         with self._changed:
             meets = any(what == MEET and at <= self.num_begun for at, what, *_ in self._due)
             if meets:
                 self.forget([MEET], self.num_told)
             return meets
 
-    def due(self) -> list[tuple[int, int]]:
-        """Returns what all do, besides stopping, after the batch that this rank has done; once."""
+    def take_due(self) -> list[tuple[int, int]]:
+        """Takes what all do, besides stopping, after the batch that this rank has done."""
         with self._changed:
             due = [each for each in self._due if each[0] <= self.num_begun and each[1] != MEET]
             self._due = [later for later in self._due if later not in due]

@@ -338,7 +338,7 @@ class Hooks(pl.Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         session = self._strategy.session
         session.end_batch()
-        for what, detail in session.training.agreed.due():
+        for what, detail in session.training.agreed.take_due():
             session.do_together(what, detail)
 
     def on_train_epoch_end(self, *args: Any) -> None:

@@ -60,12 +60,12 @@ def held(net: Silent) -> AgreedBatch:
 
 
 def test_a_rank_that_rank_0_tells_nothing_says_so_after_the_timeout() -> None:
-    found = raised_by(held(Silent()).may_begin_batch)
+    found = raised_by(held(Silent()).begin_batch)
     assert isinstance(found, Timeout)
     assert str(found).startswith("rank 1 has waited 0.5 s for rank 0 to say after which batch")
 
 
-@pytest.mark.parametrize("wait", ["may_begin_batch", "await_stop"])
+@pytest.mark.parametrize("wait", ["begin_batch", "await_stop"])
 def test_a_rank_that_waits_for_rank_0_notices_its_loss(wait: str) -> None:
     net = Silent()
     net.timeout_s = 1000.0
@@ -85,7 +85,7 @@ def do_as_agreed(
     agreed = AgreedBatch(net.sub("stop"))
     done = []
     batches = 0
-    while agreed.may_begin_batch():
+    while agreed.begin_batch():
         batches += 1
         for at, what, detail in asks.get(net.rank, []):
             if at == batches:
@@ -94,7 +94,7 @@ def do_as_agreed(
                     agreed.finish()
         net.send(EMPTY, (net.rank + 1) % net.world_size)
         net.recv(EMPTY, (net.rank - 1) % net.world_size).wait()
-        done += [(batches, *due) for due in agreed.due()]
+        done += [(batches, *due) for due in agreed.take_due()]
         if any(what == END for _, what, _ in done):
             break
     agreed.finish()
@@ -120,7 +120,7 @@ def stop_while_others_save(net: Any) -> tuple[int, list[Any]]:
 def ask_and_leave(net: Any) -> None:
     """What a rank asks in its last batch does not outlive the network."""
     agreed = AgreedBatch(net.sub("stop"))
-    assert agreed.may_begin_batch()
+    assert agreed.begin_batch()
     agreed.ask(SAVE, net.rank)
     agreed.finish()
     net.barrier().wait()
@@ -157,15 +157,15 @@ def miss_a_meeting(net: Any) -> list[bool]:
     session.training = SimpleNamespace(agreed=agreed, algorithm=None, **parts)
     came = []
     for epoch in range(2):
-        assert agreed.may_begin_batch()
-        assert not agreed.meets_now()
+        assert agreed.begin_batch()
+        assert not agreed.take_meeting()
         net.barrier().wait()
         if is_first:
             agreed.ask_to_meet()
         until(lambda epoch=epoch: agreed.num_told > epoch)
         if epoch or not is_first:
-            assert agreed.may_begin_batch()
-            assert agreed.meets_now()
+            assert agreed.begin_batch()
+            assert agreed.take_meeting()
             came.append(session.meet(MEET))
         came.append(session.meet(END_EPOCH))
     agreed.finish()
@@ -190,8 +190,8 @@ def test_a_rank_comes_once_for_each_wish_whenever_it_hears_of_it(heard_after: in
     for number in range(4):
         if number == heard_after:
             agreed._take(MEET, 0, 1, 2)
-        came += [number] * agreed.meets_now()
-        assert agreed.may_begin_batch()
+        came += [number] * agreed.take_meeting()
+        assert agreed.begin_batch()
     assert came == [1, 2]
 
 
@@ -201,5 +201,5 @@ def test_a_rank_that_misses_a_save_forgets_that_one_alone() -> None:
         agreed._take(SAVE, number, 0, 1 + number)
     agreed.forget([SAVE], agreed.num_told)
     for _ in range(2):
-        assert agreed.may_begin_batch()
-    assert agreed.due() == [(SAVE, 1)]
+        assert agreed.begin_batch()
+    assert agreed.take_due() == [(SAVE, 1)]
