@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dsgd as dsgd
 from lightning_dsgd import decentralized
 from lightning_dsgd.plain import launch
-from lightning_dsgd.transport.mesh import Mesh
+from lightning_dsgd.transport.memory import Memory
 from tests.support.fits import Plain, Seeded, errors, run, same
 from tests.support.models import Regression, weights
 
@@ -49,7 +49,7 @@ def steps(model: Regression, optimizer: torch.optim.Optimizer, batches: Any) -> 
 def train_unevenly() -> tuple[Tensor, Tensor, float, dict[str, float], int]:
     model, optimizer = make()
     noted = mock.patch.object(
-        Mesh, "expect_at_most", autospec=True, side_effect=Mesh.expect_at_most
+        Memory, "expect_at_most", autospec=True, side_effect=Memory.expect_at_most
     )
     with noted as expect, replica_of(model, optimizer, dsgd.WAGMA(group_size=2)) as replica:
         # At first, and once there is a model, whose longest message has 6 times its bytes.
