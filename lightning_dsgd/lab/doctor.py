@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from lightning_dsgd import hyperparameters
+from lightning_dsgd.lab import paths
 from lightning_dsgd.lab.jobs import network
 from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.progress import of_checks
@@ -134,7 +135,8 @@ def examine() -> list[Finding]:
         "packages": packages,
         "MPI": mpi,
         "launcher": launcher,
-        "networks": emulated_networks,
+        "network": network_of_ranks,
+        "namespaces": emulated_networks,
     }
     findings = [
         Finding("Python", True, f"{platform.python_version()}, {os.cpu_count()} cores"),
@@ -272,6 +274,23 @@ def launcher() -> list[Finding]:
     if seen:
         return [Finding("launcher", True, "; ".join(seen))]
     return [Finding("launcher", True, "none: Lightning starts the ranks of this machine by itself")]
+
+
+def network_of_ranks() -> list[Finding]:
+    """Examines whether all traffic of this job takes one network."""
+    subject, host = "network", paths.rendezvous()
+    if not host:
+        return [Finding(subject, True, "known on a node of a job: `srun lightning-dsgd doctor`")]
+    try:
+        found = paths.interfaces()
+    except OSError as error:
+        advice = "give the name to the cluster's DNS or to /etc/hosts of every node"
+        text = f"the ranks meet at {host}; a name does not resolve: {error}"
+        return [Finding(subject, False, text, advice)]
+    text = ", ".join(f"{kind}: {interface}" for kind, interface in found.items())
+    is_one = len(set(found.values())) == 1
+    advice = "" if is_one else "set GLOO_SOCKET_IFNAME, and the library's variable, to one of them"
+    return [Finding(subject, is_one, f"{text}; the ranks meet at {host}", advice)]
 
 
 def emulated_networks() -> list[Finding]:

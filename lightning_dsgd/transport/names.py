@@ -30,7 +30,7 @@ _log: Final = logging.getLogger("lightning_dsgd")
 _WARN_AFTER_S: Final = 10.0
 _ASK_EVERY_S: Final = 1.0
 _LOOK_EVERY_S: Final = 0.1
-_NODE_LISTS: Final = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+NODE_LISTS: Final = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 """SLURM's variables with the nodes of a job; its ranks meet on the first of them."""
 
 
@@ -44,7 +44,7 @@ def source_of(host: str, variables: Mapping[str, str] = os.environ) -> str:
     """Returns which variable the name of that machine comes from, as an error tells it."""
     if variables.get("TORCHELASTIC_RUN_ID"):
         return "MASTER_ADDR, which the launcher of the ranks has set"
-    for name in _NODE_LISTS:
+    for name in NODE_LISTS:
         nodes = variables.get(name, "")
         # Lightning writes this node into MASTER_ADDR, so that variable tells nothing then.
         if nodes and first_node(nodes) == host:

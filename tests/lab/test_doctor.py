@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dsgd.cli import main
-from lightning_dsgd.lab import doctor
+from lightning_dsgd.lab import doctor, paths
 from lightning_dsgd.lab.doctor import Finding
 
 
@@ -95,8 +97,48 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken() -> list[Finding]:
         raise OSError("no more processes")
 
-    for name in ("torch_and_cuda", "packages", "mpi", "emulated_networks"):
+    for name in ("torch_and_cuda", "packages", "mpi", "network_of_ranks", "emulated_networks"):
         monkeypatch.setattr(doctor, name, broken)
     report = doctor.report(doctor.examine())
-    assert report.count("OSError: no more processes") == 4
+    assert report.count("OSError: no more processes") == 5
     assert "launcher" in report
+
+
+@pytest.mark.parametrize(
+    ("variables", "works", "told"),
+    [
+        ({}, True, "known on a node of a job"),
+        ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}, True, "messages: lo, gloo: lo;"),
+        ({"SLURM_NODELIST": "n[1-2]", "GLOO_SOCKET_IFNAME": "ib0"}, True, "the ranks meet at n1"),
+        (
+            {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=eth0"},
+            False,
+            "gloo: ib0, NCCL: eth0",
+        ),
+        (
+            {"MASTER_ADDR": "n1", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "^eth0"},
+            True,
+            "",
+        ),
+        ({"MASTER_ADDR": "no-such-name.invalid"}, False, "a name does not resolve"),
+    ],
+)
+def test_all_traffic_takes_one_network(
+    variables: dict[str, str], works: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("MASTER_", "GLOO_", "NCCL_"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (finding,) = doctor.network_of_ranks()
+    assert finding.works is works
+    assert told in finding.found
+    assert bool(finding.advice) is not works
+
+
+def test_messages_leave_where_the_rendezvous_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gloo by the address of this machine's name: on many machines, that is loopback's."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "192.0.2.7")
+    found = paths.interfaces({"MASTER_ADDR": "127.0.0.1"})
+    assert found == {"messages": "lo", "gloo": "192.0.2.7"}
