@@ -52,6 +52,13 @@ def give_mesh(module: Any, mesh: Any) -> None:
     module._device_mesh = mesh
 
 
+def requeue_signal(trainer: Any) -> int | None:
+    """Returns the signal for which the Trainer saves, and has SLURM requeue the job, or None."""
+    environment = trainer._accelerator_connector.cluster_environment
+    asks = getattr(environment, "auto_requeue", False)
+    return environment.requeue_signal if asks else None
+
+
 def requeue(trainer: Any, signum: int) -> None:
     """Saves, and has SLURM requeue the job, as Lightning does by itself."""
     connector = trainer._signal_connector

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.session.ending import ended_by, say
+from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.ranks import Ranks
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.session.stopping import END, END_SIGNALS, SAVE
@@ -60,22 +61,32 @@ class TrainerSession(LaunchedSession[TrainerTraining]):
     """Leads one rank through one call of the Trainer."""
 
     _trainer: Any = None
+    _requeue_signum: int | None = None
+    """The signal by which SLURM asks to save and to requeue the job; None: nobody asks."""
 
     def take_signals(self, trainer: Any) -> None:
         """Has the Trainer hand SIGTERM and SLURM's signal over from now on."""
         self._trainer = trainer
-        seams.take_signals(trainer, self.signals.on_sigterm, self._on_requeue)
+        self._requeue_signum = seams.requeue_signal(trainer)
+        seams.take_signals(trainer, self._on_sigterm, self._on_requeue)
 
     @property
     def is_evaluating(self) -> bool:
         return not self.is_training or bool(self._trainer.validating)
 
-    def _on_requeue(self, signum: int, _: Any) -> None:
+    def _on_sigterm(self, signum: int, frame: Any) -> None:
+        """Ends or stops the ranks, unless this is the signal by which SLURM asks to requeue."""
+        if self.training is None or signum != self._requeue_signum:
+            self.signals.on_sigterm(signum, frame)
+
+    def _on_requeue(self, signum: int, frame: Any) -> None:
         """Stops all ranks together where SLURM's time is up soon; they save, and are requeued.
 
         Lightning alone would save in the midst of whatever this rank does.
         """
         if self.is_fork:
+            if signum in END_SIGNALS:
+                self.signals.on_sigterm(signum, frame)
             return
         if self.training is None:
             say(f"[rank {self.rank}] {signal.Signals(signum).name}: no training to requeue")
@@ -116,6 +127,6 @@ class TrainerSession(LaunchedSession[TrainerTraining]):
     def end_by(self, signum: int, begin: str, end: str = "") -> NoReturn:
         if self._trainer is None:
             super().end_by(signum, begin, end)
-        if signum not in END_SIGNALS:
+        if signum == self._requeue_signum and self.phase is Phase.STOPPING:
             seams.requeue(self._trainer, signum)
         raise ended_by(signum, seams.interruption(self._trainer, signum), begin, end)

@@ -40,7 +40,9 @@ SOON_S = 100.0  # on a busy machine too, and before the 150 s for which doomed r
 
 
 # All ranks stop at the same batch
-def fit_until_requeued(folder: str, plans: tuple[Plan, ...], max_steps: int) -> tuple[int, str]:
+def fit_until_requeued(
+    folder: str, plans: tuple[Plan, ...], max_steps: int, name: str
+) -> tuple[int, str]:
     own = os.environ["RANK"]
     os.environ.pop("TORCHELASTIC_RUN_ID")
     job = {"JOB_ID": "77", "JOB_NAME": "train", "NTASKS": "2", "NTASKS_PER_NODE": "2"}
@@ -53,7 +55,7 @@ def fit_until_requeued(folder: str, plans: tuple[Plan, ...], max_steps: int) -> 
         max_steps=max_steps,
         max_epochs=-1,
         default_root_dir=folder,
-        plugins=[SLURMEnvironment(auto_requeue=True)],
+        plugins=[SLURMEnvironment(requeue_signal=signal.Signals[name])],
     )
     try:
         fitter.fit(Doomed(folder, plans), loader(256))
@@ -62,20 +64,21 @@ def fit_until_requeued(folder: str, plans: tuple[Plan, ...], max_steps: int) -> 
     return fitter.global_step, "trained"
 
 
-def test_slurms_signal_saves_between_batches_and_requeues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGUSR1", pytest.param("SIGTERM", marks=LATER)])
+def test_slurms_signal_saves_between_batches_and_requeues(name: str, tmp_path: Path) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\necho "$@" >> "$(dirname "$0")/asked"\n')
     scontrol.chmod(0o755)
-    plans = (Plan(1, "SIGUSR1", at=21),)  # in a step, where ranks wait for each other
-    first, second = FitWorld().run(2, fit_until_requeued, str(tmp_path), plans, 10_000)
+    plans = (Plan(1, name, at=21),)  # in a step, where ranks wait for each other
+    first, second = FitWorld().run(2, fit_until_requeued, str(tmp_path), plans, 10_000, name)
     assert first[0] == second[0] > 20
     for rank, (_, text) in enumerate((first, second)):
         stopped = f"all ranks stopped, rank {rank} after {first[0]} batches"
-        assert text == f"rank 1 received SIGUSR1; {stopped}"
+        assert text == f"rank 1 received {name}; {stopped}"
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
     assert len(list((tmp_path / "hpc_ckpt_1.ckpt.replicas").iterdir())) == 2
     more = first[0] + 5
-    ended = FitWorld().run(2, fit_until_requeued, str(tmp_path), (), more)
+    ended = FitWorld().run(2, fit_until_requeued, str(tmp_path), (), more, name)
     assert ended == [(more, "trained")] * 2
 
 
