@@ -20,7 +20,7 @@ PEFT_INSTALLED := $(PEFT)/.installed
 TRACKERS := $(VENV)/trackers
 TRACKERS_INSTALLED := $(TRACKERS)/.installed
 
-.PHONY: help test test-all test-peft test-trackers test-stops test-faults test-versions lint demo docs clean
+.PHONY: help test test-all test-peft test-trackers test-slurm test-stops test-faults test-versions lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -31,6 +31,7 @@ help:
 	@echo "               (TIMES=20 make test-all tries what is random 20 times as often)"
 	@echo "make test-peft  the LoRA example and Hugging Face's Trainer, in a virtual environment with PEFT and transformers"
 	@echo "make test-trackers  MLflow and TensorBoard with real servers on this machine, in a virtual environment with both"
+	@echo "make test-slurm  jobs of a real SLURM, on a cluster of three nodes on this machine (needs root, and Debian's packages)"
 	@echo "make test-stops  the test suite, while random processes of it are stopped for up to a second"
 	@echo "               (SEED=3 make test-stops stops others)"
 	@echo "make test-faults  small faults, put into a copy of the package one at a time: which test notices?"
@@ -53,6 +54,10 @@ test-peft: $(PEFT_INSTALLED)
 
 test-trackers: $(TRACKERS_INSTALLED)
 	$(TRACKERS)/bin/python -m pytest -W default tests/lab/servers.py
+
+# Daemons and packages are in folders of their own: the machine never has SLURM.
+test-slurm: $(INSTALLED)
+	$(BIN)/python -m pytest tests/slurm/jobs.py
 
 test-stops: $(INSTALLED)
 	$(BIN)/python tests/stops.py --seed $(SEED) -- $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"
