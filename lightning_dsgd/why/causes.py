@@ -42,6 +42,11 @@ def usual_cause(verdict: Verdict, job: Job) -> Cause:
                 "a smaller batch, or batches sorted and padded alike on all ranks; do not catch "
                 "the error and go on, as the others wait for this rank's gradient",
             )
+        if ending is not None and "finished reduction in the prior iteration" in ending.error:
+            return Cause(
+                "a layer that this rank did not use in the step before",
+                "let all parameters take part on all ranks, or find_unused_parameters=True",
+            )
         return Cause("", "mend this error first: those of the other ranks come from it")
     if verdict.is_late_only:
         return Cause("", "nothing yet: it works, and the others wait for it")

@@ -293,23 +293,49 @@ def _of_the_end(job: Job) -> Verdict | None:
     if not bad and job.exit_status == 0:
         return None
     own = [rank for rank in bad if not is_consequence(rank.ending)]
-    if not own:
-        found = next(iter(sorted(_waits(job).values(), key=lambda wait: -wait.since_s)), None)
-        if found is not None and found.strange:
-            return replace(_of_strange(found), is_over=True)
-        left = [r for r in ended if r.ending is not None and r.ending.how == "left"]
-        if found is not None and found.missing and set(found.missing) & {r.rank for r in left}:
-            culprits = tuple(r.rank for r in left if r.rank in found.missing)
-            return Verdict("left", culprits, found.waiting, found.collective, is_over=True)
-        if found is not None and found.missing:
-            return Verdict("missing", found.missing, found.waiting, found.collective, is_over=True)
-        own = bad
+    found = None if own else _before_the_consequences(job, ended)
+    if found is not None:
+        return replace(found, is_over=True)
+    own = own or bad
     if not own:
         return None
     first = min(own, key=_order_of_ending)
     assert first.ending is not None
     others = tuple(sorted(rank.rank for rank in bad if rank is not first))
     return Verdict(first.ending.how, (first.rank,), others, is_over=True)
+
+
+def _before_the_consequences(job: Job, ended: Collection[Rank]) -> Verdict | None:
+    """Returns the verdict where no rank has failed of itself: someone has left, or never came."""
+    left = [rank for rank in ended if rank.ending is not None and rank.ending.how == "left"]
+    wait = next(iter(sorted(_waits(job).values(), key=lambda wait: -wait.since_s)), None)
+    if wait is not None and wait.strange:
+        return _of_strange(wait)
+    if wait is not None and wait.missing:
+        gone = tuple(rank.rank for rank in left if rank.rank in wait.missing)
+        return Verdict(
+            "left" if gone else "missing", gone or wait.missing, wait.waiting, wait.collective
+        )
+    return _left_first(job, left)
+
+
+def _left_first(job: Job, left: Collection[Rank]) -> Verdict | None:
+    """Returns the verdict on ranks that have entered fewer collectives than others, and left."""
+    for name in {name for rank in left for name in rank.groups}:
+        stands = {r.rank: r.groups[name] for r in job.ranks.values() if name in r.groups}
+        furthest = max(group.entered for group in stands.values())
+        early = {r.rank for r in left if r.rank in stands and stands[r.rank].entered < furthest}
+        if not early:
+            continue
+        number = min(stands[rank].entered for rank in early) + 1
+        known = [group.recent[number] for group in stands.values() if number in group.recent]
+        return Verdict(
+            "left",
+            tuple(sorted(early)),
+            tuple(sorted(stands.keys() - early)),
+            known[0] if known else Collective(name, number, "collective"),
+        )
+    return None
 
 
 def is_consequence(ending: Ending | None) -> bool:

@@ -10,7 +10,8 @@ import pytest
 from tests.support.thorough import cases
 from tests.why.jobs import SCRIPTS, forked, place, watched
 
-MISSING, DISAGREE, RAISED, KILLED = "missing", "disagree", "raised", "killed"
+MISSING, DISAGREE, RAISED, KILLED, LEFT = "missing", "disagree", "raised", "killed", "left"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 NOW = [
     # script, ranks, what has happened, whose fault, what the others were in, a word of the remedy
     ("branch_by_rank", 3, MISSING, [2], "all_reduce", "depends on the rank"),
@@ -21,6 +22,10 @@ LATER = [
     ("killed_by_kernel", 3, KILLED, [1], "", "dmesg"),
     ("metric_on_rank_zero", 3, DISAGREE, [0], "all_reduce", "depends on the rank"),
     ("dead_loader", 2, MISSING, [1], "all_reduce", "num_workers"),
+    ("unused_branch", 2, RAISED, [1], "", "find_unused_parameters"),
+    ("log_on_one_rank", 3, DISAGREE, [1], "all_reduce", "depends on the rank"),
+    ("save_on_rank_zero", 3, DISAGREE, [0], "broadcast", "depends on the rank"),
+    ("sigterm_to_one_rank", 3, LEFT, [1], "", "fewer batches"),
 ]
 
 
@@ -61,10 +66,27 @@ def test_groups_in_different_orders_are_a_cycle(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_rank_that_is_late_before_it_joins_is_named(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "late_before_start.py")
+    job = watched(tmp_path / "run", *TORCHRUN, "--nproc-per-node=2", script, options=("--end",))
+    assert (job.verdict["cause"], job.verdict["culprits"]) == ("missing", [1]), job.said
+    assert place("late_before_start", "culprit") in job.said
+    assert place("late_before_start", "others") in job.said
+
+
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_are_watched(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     script = str(SCRIPTS / "branch_by_rank.py")
-    job = watched(tmp_path / "run", *torchrun, script, options=("--end",))
+    job = watched(tmp_path / "run", *TORCHRUN, "--nproc-per-node=3", script, options=("--end",))
     assert (job.verdict["cause"], job.verdict["culprits"]) == ("missing", [2]), job.said
     assert place("branch_by_rank", "culprit") in job.said
+    assert job.status == 1
+
+
+@pytest.mark.exhaustive
+def test_ranks_of_lightnings_own_launcher_are_watched(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "log_on_one_rank.py")
+    job = watched(tmp_path / "run", sys.executable, script, options=("--end",))
+    assert (job.verdict["cause"], job.verdict["culprits"]) == ("disagree", [1]), job.said
+    assert place("log_on_one_rank", "culprit") in job.said
     assert job.status == 1

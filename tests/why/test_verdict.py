@@ -157,6 +157,19 @@ def test_at_the_end_a_rank_that_left_early_is_named() -> None:
     assert (verdict.cause, verdict.culprits) == ("left", (2,))
 
 
+def test_at_the_end_a_rank_that_left_before_the_others_next_sum_is_named() -> None:
+    """A sum that has failed is over, so the others do not wait in it any more."""
+    known = ranks(group(9, 9, at_9="all_reduce"), group(9, 9), group(8, 8))
+    for rank in (0, 1):
+        known[rank] = replace(known[rank], ending=Ending("raised", GONE))
+    known[2] = replace(known[2], ending=Ending("left"))
+    verdict = judge(Job(known, 3, 1), AFTER_S)
+    assert verdict is not None
+    assert (verdict.cause, verdict.culprits, verdict.waiting) == ("left", (2,), (0, 1))
+    assert verdict.collective is not None
+    assert (verdict.collective.name, verdict.collective.number) == ("all_reduce", 9)
+
+
 def test_a_run_that_ends_well_has_no_verdict() -> None:
     known = {rank: Rank(rank, ending=Ending("left")) for rank in ALL}
     assert judge(Job(known, 3, 0), AFTER_S) is None
