@@ -57,7 +57,7 @@ CORE = {
     "__main__": "cli",
 }  # fmt: skip
 WINGS = {
-    "why": "",
+    "why": f"{PACKAGE.name} lab",
     "simulated": "transport",
     "mpi": "buffers devices transport",
     "lab": f"{PACKAGE.name} agreement algorithm algorithms data devices hyperparameters "
@@ -93,7 +93,8 @@ LIBRARIES = {
     "lightning_dsgd_rank": "why.inside",  # on the path of a watched job alone
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
-    f"pytorch_lightning cli tasks elastic.claimed elastic.taken_over {LAB_ON_RANKS}",
+    f"pytorch_lightning cli tasks elastic.claimed elastic.taken_over {LAB_ON_RANKS} "
+    "why.inside.lightning_dsgd_rank.callbacks",
     "torchmetrics": "elastic trainer tasks",
     "numpy": "elastic.claimed primitives session tasks",
     "triton": "primitives.sparse_triton",

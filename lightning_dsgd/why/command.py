@@ -1,23 +1,25 @@
-"""Why a distributed job is stuck, or has ended badly: it names the rank, the line and the remedy.
+"""Why a distributed job is stuck, slow or has ended badly: the rank, the line and the remedy.
 
     lightning-dsgd why -- torchrun --nproc-per-node 4 train.py
     lightning-dsgd why --end -- srun python train.py
     lightning-dsgd why why_run/
 
-The program is not edited: Lightning, Fabric, plain PyTorch, Hugging Face.
+The program is not edited: Lightning, Fabric, plain PyTorch, Hugging Face.  Why a job is slow is
+said of Lightning's DDP, after 30 s and at the end, as by `lightning-dsgd diagnose`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.why import job
+from lightning_dsgd.why import job, slow
 from lightning_dsgd.why.options import parser_of
 from lightning_dsgd.why.verdict import Verdict
 from lightning_dsgd.why.watch import TOLD, Watch
@@ -25,6 +27,8 @@ from lightning_dsgd.why.watch import TOLD, Watch
 STATUS_STUCK: Final = 1
 """The exit status of a command that was ended as it was stuck."""
 _LOOKS_EVERY_S: Final = 0.5
+_SLOW_AFTER_S: Final = 30.0
+"""A job is old enough then for a first word on its steps."""
 _AFTER_TROUBLE_S: Final = 10.0
 
 
@@ -56,13 +60,17 @@ def _watch(parser: argparse.ArgumentParser, args: argparse.Namespace, command: l
     beat_s = min(1.0, args.stuck_after / 10)
     watch = Watch(folder, args.stuck_after, beat_s, time.monotonic, _tell)
     try:
-        process = job.start(command, folder, beat_s)
+        process = job.start(command, folder, beat_s, with_steps=not args.only_stuck)
     except OSError as error:
         parser.error(f"the command must be one that can be run, got {command[0]}: {error}")
     # Both signals are for the command: it ends by them, and this process after it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    slow_at_s = time.monotonic() + _SLOW_AFTER_S
     while process.poll() is None:
+        if time.monotonic() >= slow_at_s and (text := slow.lines_of(folder)):
+            _tell(["so far:", *text])
+            slow_at_s = math.inf
         found = _looked(watch)
         if found is not None and args.end and not found.is_late_only:
             _tell(["ending the job, as --end says"])
@@ -74,7 +82,9 @@ def _watch(parser: argparse.ArgumentParser, args: argparse.Namespace, command: l
         time.sleep(min(_LOOKS_EVERY_S, beat_s))
     status = job.exit_status(process.returncode)
     watch.end(status)
-    watch.write(command=command, exit_status=status)
+    text = slow.lines_of(folder)
+    _tell(text)
+    watch.write(command=command, exit_status=status, slow=text)
     return status
 
 
@@ -105,6 +115,7 @@ def _tell_of(parser: argparse.ArgumentParser, runs: list[Path]) -> int:
         verdicts = told["told"]
         for each in verdicts:
             sys.stdout.write("\n".join(each["lines"]) + "\n")
-        if not verdicts:
+        sys.stdout.writelines(f"{line}\n" for line in told.get("slow", ()))
+        if not verdicts and not told.get("slow"):
             sys.stdout.write(f"nothing was wrong; exit status {told.get('exit_status')}\n")
     return 0

@@ -16,7 +16,9 @@ ENDS_WITHIN_S: Final = 15.0
 """How long the command, and then its ranks, may take to end after SIGTERM."""
 
 
-def environment(given: Mapping[str, str], folder: Path, beat_s: float) -> dict[str, str]:
+def environment(
+    given: Mapping[str, str], folder: Path, beat_s: float, with_steps: bool
+) -> dict[str, str]:
     """Returns the environment of a command whose ranks are to be recorded."""
     path = [str(INSIDE), *filter(None, [given.get("PYTHONPATH")])]
     made = {**given, "PYTHONPATH": os.pathsep.join(path)}
@@ -25,14 +27,19 @@ def environment(given: Mapping[str, str], folder: Path, beat_s: float) -> dict[s
         "LIGHTNING_DSGD_TRACE_BEAT_S": f"{beat_s:g}",
     }
     made.pop("LIGHTNING_DSGD_TRACE_RANK", None)
+    if with_steps:
+        made["LIGHTNING_DSGD_TRACE_STEPS"] = "1"
     # As many collectives are remembered on each rank, and can be listed within milliseconds.
     made.setdefault("TORCH_FR_BUFFER_SIZE", "300")
     return made
 
 
-def start(command: Sequence[str], folder: Path, beat_s: float) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], folder: Path, beat_s: float, with_steps: bool
+) -> subprocess.Popen[bytes]:
     """Starts the command; it has this process's terminal."""
-    return subprocess.Popen([*command], env=environment(os.environ, folder, beat_s))
+    made = environment(os.environ, folder, beat_s, with_steps)
+    return subprocess.Popen([*command], env=made)
 
 
 def end(process: subprocess.Popen[bytes], ranks: Iterable[int]) -> None:

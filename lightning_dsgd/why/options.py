@@ -31,6 +31,11 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
         "--end", action="store_true", help="end a job that is stuck, with exit status 1"
     )
     parser.add_argument(
+        "--only-stuck",
+        action="store_true",
+        help="record no steps, which Lightning's DDP is recorded with else, to say why it is slow",
+    )
+    parser.add_argument(
         "--to",
         type=Path,
         default=Path(time.strftime("why_%Y%m%d_%H%M%S")),

@@ -28,8 +28,8 @@ class Frame:
 
     @property
     def text(self) -> str:
-        """The line's text; empty where the file cannot be read here."""
-        return linecache.getline(self.file, self.line).strip()
+        """The line's text without its comment; empty where the file cannot be read here."""
+        return linecache.getline(self.file, self.line).partition("  # ")[0].strip()
 
     @property
     def is_users(self) -> bool:

@@ -50,10 +50,12 @@ def watched(to: Path, *command: str, options: tuple[str, ...] = (), **env: str) 
     return Watched(done.returncode, done.stdout, told)
 
 
-def forked(to: Path, script: str, num_ranks: int, **env: str) -> Watched:
+def forked(
+    to: Path, script: str, num_ranks: int, options: tuple[str, ...] = (), **env: str
+) -> Watched:
     """Watches the forked ranks of one of the scripts, and ends it where it is stuck."""
     started = [sys.executable, str(SCRIPTS / "forked.py"), str(SCRIPTS / f"{script}.py")]
-    return watched(to, *started, str(num_ranks), options=("--end",), **env)
+    return watched(to, *started, str(num_ranks), options=("--end", *options), **env)
 
 
 def place(script: str, who: str) -> str:
