@@ -151,7 +151,7 @@ def balanced() -> str:
         f"balanced takes {min(shares):.2f} to {max(shares):.2f} of DDP's time where ranks are "
         "late, at DDP's loss",
         f"{measured['ranks']} real ranks on {measured['cores']} cores, AdamW, 8 micro-batches of "
-        "40 ms in a rank's step; medians of 5 pairs of runs, whose final losses are equal.",
+        "40 ms, mostly a sleep; medians of 5 pairs of runs, whose final losses are equal.",
     )
     left, right = 92.0, picture.width - 56.0
     for name, words in SITUATIONS.items():
