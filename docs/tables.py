@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.compare import target_tables
 from benchmarks.compare.situations import SITUATIONS
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.lab import decisions, target_rows
 from lightning_dsgd.lab.adaptive import own_rate
-from lightning_dsgd.lab.advise import accuracy, memory
+from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.catalogue import markdown
 from lightning_dsgd.lab.decisions import Choice, Situation
 from lightning_dsgd.lab.epochs import CLAIMED
@@ -160,7 +160,7 @@ def gain_and_cost(choice: Choice, situations: list[Situation]) -> tuple[str, str
     if choice.strategy in decisions.NOT_COMPARED:
         return "", ""
     is_claimed = choice.data == CLAIMED
-    copies = memory.copies(choice.strategy, 8, is_claimed=is_claimed)
+    copies = make_algorithm(choice.strategy).num_copies(8, is_claimed=is_claimed)
     held = rf"{copies:g} \|x\|" if copies else "no memory"
     if not choice.source:
         return "", held

@@ -11,7 +11,7 @@ from lightning_dsgd import wings
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
-_OFF = (False, None, "equal")
+_OFF = (False, None, "equal", "float32")
 """The values with which an option changes nothing: a file without the option means the same."""
 _GONE = {"wagma": {"wait_avoiding": True, "dynamic_groups": True, "rule": "conserving"}}
 """The options that a strategy has no more, and the value of each that is what the strategy does."""
