@@ -153,13 +153,18 @@ class SurvivingReplica(Replica):
         return self._pattern.traits.sums_units
 
     @property
+    def _summing(self) -> list[Any]:
+        """The algorithm of each part, which sums micro-batches."""
+        return [part.algorithm for part in self.parts]
+
+    @property
     def made(self) -> int:
         """The last step whose sum this rank has, or has had."""
-        return int(min(part.algorithm.made for part in self.parts))
+        return int(min(algorithm.made for algorithm in self._summing))
 
     def holds(self, step: int) -> bool:
         """Returns whether this rank's sum of a step, of its own units, is there."""
-        return all(part.algorithm.holds(step) for part in self.parts)
+        return all(algorithm.holds(step) for algorithm in self._summing)
 
     def share_sums(self, summed: int, has: Sequence[bool], num_homes: int, kept: int) -> None:
         """Gives all ranks the sums that any of them has, and goes on; after `change_view`.

@@ -18,8 +18,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final
+
+import torch
 
 from lightning_dsgd.data.units import CLOSED, DEALER, NONE, Dealer, Hand, Words
 from lightning_dsgd.lab.diagnose.times import PARTS, Times
@@ -95,7 +97,7 @@ def work_of(
     of_part = {
         name: times.by_step(part)[steps] for name, part in zip(PARTS, times.parts, strict=True)
     }
-    computed = sum(of_part[name][:, ranks] for name in _COMPUTED)
+    computed = torch.stack([of_part[name][:, ranks] for name in _COMPUTED]).sum(0)
     usual = computed if is_of_home else computed.minimum(computed.median(0).values)
     questions = times.by_step(times.takes * ~times.is_sum)[steps]
     work = Work(
@@ -227,7 +229,7 @@ class _Job:
         """Sends what a rank has to say."""
         said, rank.hand.outbox = rank.hand.outbox, []
         for words in said:
-            self.after(self._latency_s(rank.hand.rank), lambda words=words: self._hear(rank, words))
+            self.after(self._latency_s(rank.hand.rank), partial(self._hear, rank, words))
 
     def _latency_s(self, rank: int) -> float:
         return 0.0 if rank == DEALER else self.work.message_s
@@ -239,14 +241,11 @@ class _Job:
     def _dealer_has_dealt(self) -> None:
         said, self._dealer.outbox = self._dealer.outbox, []
         for number, words in said:
-            self.after(
-                self._latency_s(number),
-                lambda number=number, words=words: self._tell(number, words),
-            )
+            self.after(self._latency_s(number), partial(self._tell, number, words))
         self._num_looks += 1
         pause_s = self._dealer.next_look(self.now_s)
         if pause_s < math.inf:
-            self.after(pause_s, lambda look=self._num_looks: self._look_again(look))
+            self.after(pause_s, partial(self._look_again, self._num_looks))
 
     def _look_again(self, look: int) -> None:
         """Has the dealer deal, if it has heard nothing since it said when it would look again."""
