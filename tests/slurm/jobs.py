@@ -96,7 +96,7 @@ print("Started by", type(trainer.strategy.cluster_environment).__name__)
 KINDS = ["SLURMEnvironment", "TorchElasticEnvironment"]
 
 
-@pytest.mark.parametrize(("block", "kind"), enumerate(KINDS), ids=["srun", "torchrun"])
+@pytest.mark.parametrize(("block", "kind"), list(enumerate(KINDS)), ids=["srun", "torchrun"])
 def test_the_batch_files_of_the_page(
     block: int, kind: str, cluster: Cluster, tmp_path: Path
 ) -> None:
