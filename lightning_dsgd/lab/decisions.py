@@ -155,8 +155,17 @@ SITUATIONS: Final = {
         "you do not know which, or it changes, on CPUs",
         "you do not know, or it changes, on CPUs",
         (
-            _BALANCED,
-            Choice(FIRST, ADAPTIVE, "It measures while it trains, and changes.", CLAIMED),
+            Choice(
+                FIRST,
+                BALANCED,
+                "It makes DDP's steps, whoever is late. `diagnose` says where a link is slow.",
+            ),
+            Choice(
+                THEN,
+                ADAPTIVE,
+                "It measures while it trains, and changes: also where a link is slow.",
+                CLAIMED,
+            ),
         ),
     ),
     "random": Situation(

@@ -1,5 +1,9 @@
 """Why a DDP job is slow, and which rank is late: `lightning-dsgd diagnose`.
 
+**As functions.**  `times.read` turns a folder of records into times, or `times.times_of` turns the
+traces; `verdict.judge` turns times into a verdict, and is the only place that does.
+`remedies.remedies` adds what each remedy gains, and `words.lines` says it all.
+
 **What is recorded.**  `StepTrace` and `LoopTrace` write, on each rank and for each step:
 
 - the meetings: where the rank came to what all ranks do together, and when that was over.  The
