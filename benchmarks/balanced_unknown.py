@@ -1,6 +1,6 @@
 """How long `balanced` takes in the situations that `adaptive` was measured in: `adaptive.py`.
 
-    python benchmarks/balanced_unknown.py
+    python -m benchmarks.balanced_unknown
 
 Its protocol is played with the same step times, 8 ranks, 120 steps, 4 micro-batches a batch.  Each
 of its steps is DDP's, so training ends at all of all-reduce's quality: `share`, the time over
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.adaptive import ALL, STEPS, Changing, Situation
 from lightning_dsgd.lab.diagnose.sharing import Work, shared_s
 from lightning_dsgd.lab.in_force import in_force
-from lightning_dsgd.lab.results import provenance, write_result
+from lightning_dsgd.lab.results import provenance, typed, write_result
 
 RANKS, UNITS, SEEDS = 8, 4, 3
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -65,7 +65,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "balanced" / "unknown.json")
     args = parser.parse_args()
     told = {"hyperparameters": in_force(["balanced"], [RANKS]), "seeds": SEEDS, "steps": STEPS}
-    write_result({**provenance(), **told, "rows": rows()}, args.output)
+    command = typed("python -m benchmarks.balanced_unknown", None)
+    write_result({**provenance(command), **told, "rows": rows()}, args.output)
 
 
 if __name__ == "__main__":
