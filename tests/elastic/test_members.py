@@ -120,7 +120,7 @@ def fabrics(net: Any) -> FabricStrategy:
     strategy = FabricStrategy("local_sgd", on_loss="continue")
     strategy.session = FabricSession(Processes(), Untrained(strategy._opening, None))
     entered(net, strategy.session)
-    strategy._loop = SimpleNamespace(together=lambda what: None, num_steps=0)  # type: ignore[assignment]
+    strategy._loop = SimpleNamespace(meet_all=lambda what: None, num_steps=0)  # type: ignore[assignment]
     return strategy
 
 
