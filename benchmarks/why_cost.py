@@ -2,9 +2,9 @@
 
     python benchmarks/why_cost.py [ROUNDS]
 
-Each rank's training thread computes for 50 ms of its own processor's time and then sums a gradient.
-The cost is what the rank's other threads use more of the processor with the recorder on, as a share
-of the time that has passed.  The steps' length is not compared: other work on the machine changes it
+Each rank's training thread computes for 50 ms of its processor's time, then sums a gradient.  The
+cost is what the rank's other threads use more of the processor with the recorder on, as a share of
+the time that has passed.  The steps' length is not compared: other work on the machine changes it
 by more.  It also tells the size of what each rank has written.
 """
 

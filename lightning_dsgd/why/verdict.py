@@ -41,8 +41,8 @@ USUAL_TIMES: Final = 10.0
 """A rank is suspicious after so many times what it usually takes between two collectives."""
 WORKING_TIMES: Final = 10.0
 """A rank that works gets so many times as long as one that has stopped."""
-EVERYONE_TIMES: Final = 2.0
-"""The same for a collective that all have entered, and where nobody is in one."""
+EVERYONE_TIMES: Final = 5.0
+"""The same where all ranks have entered a collective, or none is in one: they may go on."""
 GONE_S: Final = 3.0
 """Nobody needs to wait longer for a rank that has ended."""
 _SAME_SIZES: Final = ("all_reduce", "broadcast", "reduce", "_allgather_base")
@@ -169,18 +169,18 @@ def _in_collectives(job: Job, stuck_after_s: float) -> Verdict | None:
                 job, "missing", guilty, wait.waiting, wait.collective, wait.since_s, stuck_after_s
             )
     longest = max(waits.values(), key=lambda wait: wait.since_s)
-    if longest.since_s < EVERYONE_TIMES * _limit(job, stuck_after_s):
+    if longest.since_s < _limit(job, stuck_after_s):
         return None
-    if not longest.missing:
-        is_idle = all(job.ranks[rank].idle_s >= stuck_after_s for rank in longest.waiting)
-        if not is_idle:
+    if longest.missing:
+        if set(longest.missing) - waiting:
             return None
-        return Verdict("everyone", (), longest.waiting, longest.collective, longest.since_s)
-    if not set(longest.missing) - waiting:
         return Verdict(
             "cycle", longest.missing, longest.waiting, longest.collective, longest.since_s
         )
-    return None
+    is_idle = all(job.ranks[rank].idle_s >= stuck_after_s for rank in longest.waiting)
+    if not is_idle or longest.since_s < EVERYONE_TIMES * _limit(job, stuck_after_s):
+        return None
+    return Verdict("everyone", (), longest.waiting, longest.collective, longest.since_s)
 
 
 def _waits(job: Job) -> dict[str, _Wait]:

@@ -12,9 +12,12 @@ Thread 0x00007f01 (most recent call first):
   File "/x/threading.py", line 1 in wait
 
 Current thread 0x00007f02 (most recent call first):
-  File "/venv/lib/python3.11/site-packages/torch/nn/module.py", line 7 in forward
+  File "/opt/site-packages/torch/nn/module.py", line 7 in forward
   File "/home/me/train.py", line 88 in training_step
   File "/home/me/train.py", line 120 in <module>
+
+Thread 0x00007f03 (most recent call first):
+  File "/home/me/other.py", line 2 in serve
 """
 
 

@@ -103,7 +103,7 @@ def test_ranks_that_wait_for_each_other_are_a_cycle() -> None:
 
 
 def test_a_sum_that_all_have_entered_ends_no_job_while_it_moves() -> None:
-    known = ranks(group(9, 8, 61.0), group(9, 8, 61.0), group(9, 8, 61.0), idle_s=61.0)
+    known = ranks(group(9, 8, 151.0), group(9, 8, 151.0), group(9, 8, 151.0), idle_s=151.0)
     verdict = judge(Job(known, 3), AFTER_S)
     assert verdict is not None
     assert verdict.cause == "everyone"
@@ -124,8 +124,8 @@ def test_ranks_that_never_started_and_that_are_late_are_told_apart() -> None:
 def test_ranks_that_all_idle_are_told_with_those_that_wait_in_torch() -> None:
     receives = (Frame("/x/torch/distributed/distributed_c10d.py", 9, "recv"),)
     known = {
-        0: Rank(0, idle_s=61.0, frames=receives),
-        1: Rank(1, idle_s=61.0, frames=(Frame("/home/me/train.py", 3, "main"),)),
+        0: Rank(0, idle_s=151.0, frames=receives),
+        1: Rank(1, idle_s=151.0, frames=(Frame("/home/me/train.py", 3, "main"),)),
     }
     verdict = judge(Job(known, 2), AFTER_S)
     assert verdict is not None
@@ -141,10 +141,11 @@ def test_at_the_end_the_first_error_is_named_and_not_what_it_caused() -> None:
         0: Rank(0, ending=Ending("raised", GONE, at_s=1.0)),
         1: Rank(1, ending=Ending("raised", "ValueError: no", at_s=2.0)),
         2: Rank(2, ending=Ending("terminated", "SIGTERM", at_s=3.0)),
+        3: Rank(3, ending=Ending("raised", "OSError: the same disk", at_s=4.0)),
     }
-    verdict = judge(Job(known, 3, 1), AFTER_S)
+    verdict = judge(Job(known, 4, 1), AFTER_S)
     assert verdict is not None
-    assert (verdict.cause, verdict.culprits, verdict.waiting) == ("raised", (1,), (0, 2))
+    assert (verdict.cause, verdict.culprits, verdict.waiting) == ("raised", (1,), (0, 2, 3))
 
 
 def test_at_the_end_a_rank_that_left_early_is_named() -> None:
