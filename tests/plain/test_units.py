@@ -121,6 +121,58 @@ def test_fabrics_weights_are_those_of_one_process_on_all_batches() -> None:
         torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
 
 
+def train_with_units_that_are_dropped() -> Tensor:
+    """The first micro-batch of each step is dropped, as if another rank's had entered the sum.
+
+    No other has, so the dealer deals it again.
+    """
+    model, optimizer = make()
+    with dsgd.decentralized(model, optimizer, dsgd.Balanced(), timeout_s=30.0) as replica:
+        steps = replica.steps(loader_of(replica.rank), 4)
+        for batches in steps:
+            dealing = replica._session.training.balancing._dealing
+            optimizer.zero_grad()
+            for number, batch in enumerate(batches):
+                model.loss(batch).backward()
+                if number == 0:
+                    drop_what_is_in_hand(dealing)
+            optimizer.step()
+    return weights(model)
+
+
+def drop_what_is_in_hand(dealing: Any) -> None:
+    """Has the unit in hand enter no sum, and be free again."""
+    finish = dealing.finish
+
+    def drop(enter: Any) -> bool:
+        dealing.finish = finish
+        unit, dealer = dealing._hand.current, dealing._dealer
+        with dealing._lock:
+            dealer._free[0].append(unit)
+            dealer._num_free += 1
+            dealing._hand.finish(has_entered=False)
+        dealing._send(dealing._lane.net)
+        return False
+
+    dealing.finish = drop
+
+
+def train_alone_on_half() -> Tensor:
+    model, optimizer = make()
+    batches = list(loader_of(0))
+    for first in range(0, len(batches), 4):
+        optimizer.zero_grad()
+        for batch in batches[first : first + 4]:
+            (model.loss(batch) / 4).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def test_a_micro_batch_that_was_dropped_leaves_nothing_in_the_next() -> None:
+    [x] = run(1, train_with_units_that_are_dropped)
+    torch.testing.assert_close(x, train_alone_on_half(), rtol=1e-5, atol=1e-6)
+
+
 def train_unevenly() -> tuple[Tensor, int]:
     """Rank 0 has five batches and rank 1 three: the steps that rank 1 has none for count alone."""
     model, optimizer = make()

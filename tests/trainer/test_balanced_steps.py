@@ -211,6 +211,12 @@ class Asks(Plain):
         return self.loss(batch)
 
 
+class Meets(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.strategy.barrier()
+        return self.loss(batch)
+
+
 class Iterates(Plain):
     def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
         return self.loss(next(dataloader_iter)[0])
@@ -228,9 +234,10 @@ def fit_several() -> None:
         (unfreeze, ("balanced", 3), "before the first micro-batch of a step"),
         (of, (("balanced", Gathers, TWO),), "must not wait for all ranks, got all_gather"),
         (of, (("balanced", Asks, TWO),), "must not ask all ranks in training_step, got SumMetric"),
+        (of, (("balanced", Meets, TWO),), "must not wait for all ranks, got a barrier"),
         (of, (("balanced", Iterates, TWO),), "got training_step(dataloader_iter)"),
     ],
-    ids=["loaders", "unfrozen", "all_gather", "metric", "dataloader_iter"],
+    ids=["loaders", "unfrozen", "all_gather", "metric", "barrier", "dataloader_iter"],
 )
 def test_what_would_wait_or_differ_is_refused(fn: Any, given: Any, text: str) -> None:
     for error in errors(2, fn, *given):
