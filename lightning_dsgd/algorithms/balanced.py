@@ -53,7 +53,7 @@ from lightning_dsgd.hyperparameters import at_least, setting
 from lightning_dsgd.primitives import quantised, rounding
 from lightning_dsgd.primitives.in_order import sum_in_order
 from lightning_dsgd.primitives.own_device import await_step
-from lightning_dsgd.transport import PeerLost, Transport
+from lightning_dsgd.transport import PeerLost, Transport, TransportError
 
 _WORDS: Final = torch.empty(0, dtype=torch.int64)
 _ALL: Final = -1
@@ -311,6 +311,8 @@ class Balanced(Algorithm):
             summed: the last step that is summed
             kept: the step of which this rank's G_r is kept, if it is there
         """
+        with contextlib.suppress(TransportError):  # with which it has failed
+            self._lane.stop()
         self._num_homes, self._half_made = num_homes, None
         for step in [step for step in self._sums if step != kept]:
             self._drop(self._sums.pop(step)[0])

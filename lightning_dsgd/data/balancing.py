@@ -104,11 +104,12 @@ class Balancing:
         self._members: tuple[int, ...] = tuple(range(net.world_size))
         self._num_epochs = 0  # as many are begun
         self._drawn = 0, list[Batches]()  # for the epoch of that number, by home
+        self._first_slot = NONE  # of an epoch that others have begun, on a newcomer; else NONE
         self._dealing = Dealing(net.sub("units"), backups=backups, on_closed=sums.close_step)
         self._first_step = self._num_steps = 0
         self._taken = NONE  # the last step whose sum is in the gradients, or has been
         self._units: list[Unit] = []
-        self._step = NONE
+        self._step = self._within = NONE
         self.unit = NONE
 
     def close(self) -> None:
@@ -135,12 +136,14 @@ class Balancing:
             num_parts: into how many units a batch is split
             first_slot: where the epoch goes on, if it was begun before
         """
-        self._num_epochs += 1
-        draw = loader.draws()
-        self._ranks.together(partial(self._draw, draw), _adopt_nothing)
+        if self._first_slot == NONE:
+            self._num_epochs += 1
+            self._ranks.together(partial(self._draw, loader.draws()), _adopt_nothing)
+            self._first_step += self._num_steps
+        else:
+            first_slot, self._first_slot = self._first_slot, NONE
         _, batches = self._drawn
-        self._loader = loader
-        self._first_step += self._num_steps
+        self._loader, self._within = loader, NONE
         self.plan = Plan(
             batches,
             limit=limit,
@@ -188,7 +191,9 @@ class Balancing:
         reports = losses.exchange(net.sub("reports"), mine)
         self._take_over_epoch(net.sub("epoch"))
         after = losses.conclude(reports)
-        has = [report.made >= after.summed for report in reports]
+        has = [report.made >= after.summed or report.is_newcomers for report in reports]
+        if mine.is_newcomers:
+            self._taken = after.summed
         sums.share_sums(after.summed, has, self._num_homes, after.step)
         self._dealing.go_on(net.sub("units"), after)
         if self._num_steps:
@@ -197,17 +202,24 @@ class Balancing:
     def _take_over_epoch(self, net: Transport) -> None:
         """Gives all ranks the batches of an epoch that some have been told before the loss."""
         number, batches = self._drawn
-        known = [int(each) for each in net.all_gather(torch.tensor([number])).wait()]
-        if min(known) < max(known):
-            giver = known.index(max(known))
-            self._drawn = max(known), give(net, batches, giver)
+        first_slot = self.plan.first_slot if self._num_steps else NONE
+        mine = torch.tensor([number, self._first_step, first_slot])
+        told = [theirs.tolist() for theirs in net.all_gather(mine).wait()]
+        known = [each[0] for each in told]
+        if min(known) == max(known):
+            return
+        giver = known.index(max(known))
+        self._drawn = max(known), give(net, batches, giver)
+        if number == 0 and told[giver][2] != NONE:  # the others are in the midst of it
+            self._num_epochs, self._first_step, self._first_slot = told[giver]
+            self._num_homes = len(self._drawn[1])
 
     # ---- a step ----
 
     def begin_step(self, within: int) -> None:
         """Goes on to a step of the epoch, of which this rank has no unit in hand."""
         self._ranks.step(self._sums.follow, again=True)
-        self._step = self._first_step + within
+        self._step, self._within = self._first_step + within, within
         self.unit = NONE  # of a step that was left in its midst
         self._units = self.plan.units(within)
         self._loader.begin_step(within, self._units)
@@ -215,7 +227,7 @@ class Balancing:
 
     def begin_slot(self, slot: int) -> int:
         """Goes on to a slot, and begins a unit if there is one for this rank; returns it."""
-        if self.plan.begins_step(slot):
+        if self.plan.step_of(slot) != self._within:
             self.begin_step(self.plan.step_of(slot))
         self.finish_without_gradient()
         self.unit = self._taken_up(waits=False)

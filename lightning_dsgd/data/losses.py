@@ -40,6 +40,10 @@ stands in the replica and the hand, and nothing of it is changed before all repo
 is changed then, from the same reports, is a conclusion that the next one includes.  After it each
 member asks the new dealer, as at the beginning of a step, which sees to the rest (`units`).
 
+**A newcomer** comes where all members are before the same batch, so all are in the same step, and
+none is behind.  It has made no sum and no unit.  It gets the weights of another member and the
+batches of the epoch, and asks the dealer for units of this step as all do.
+
 **A lost rank may have applied a sum** that no member has, as it was lost just then.  The members
 then sum that step again, and compute what the lost rank had finished of it.  It is the same sum.
 """
@@ -70,6 +74,11 @@ class Report(NamedTuple):
     step: int
     current: int
     entered: tuple[int, ...]
+
+    @property
+    def is_newcomers(self) -> bool:
+        """Whether the member has made no step, and gets the weights that all sums have made."""
+        return self.made == self.step == NONE
 
 
 def report_of(hand: Hand, made: int, *, holds: bool) -> Report:
@@ -104,7 +113,7 @@ def conclude(reports: Sequence[Report]) -> Conclusion:
         step,
         {unit for report in there.values() for unit in report.entered},
         {rank: report.current for rank, report in there.items() if report.current != NONE},
-        [report.step for report in reports],
+        [step if report.is_newcomers else report.step for report in reports],
     )
 
 

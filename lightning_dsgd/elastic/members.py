@@ -187,8 +187,6 @@ class Members(Ranks, ABC):
             session.net.views.survive(self._min_ranks, rows)
         register, card = self._entrance.register, views_of(self.calls.view).card()
         can_be_joined = self.can_be_joined and self._entrance.is_open and not self._rows
-        if session.training is not None and session.training.balancing is not None:
-            can_be_joined = False  # the loops of others are in the midst of a step
         can_be_joined = can_be_joined and card is not None
         if register is not None and card is not None and can_be_joined:
             register.write_card(session.rank, card)

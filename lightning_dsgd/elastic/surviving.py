@@ -130,6 +130,9 @@ class SurvivingReplica(Replica):
         was_new, self._is_new = self._is_new, False
         for part in self.parts:
             if self._sums_units:  # which goes on with what it has, in `share_sums`
+                if was_new:
+                    part.algorithm = self._start(part.weights, part.optimizer)
+                    part.scaling = self._start_scaling(part.weights)
                 part.kept.begin(part.x)
                 continue
             state = {} if was_new else part.algorithm.state_dict()
@@ -175,15 +178,13 @@ class SurvivingReplica(Replica):
             num_homes: how many ranks there were at the start
             kept: the step of which this rank keeps the sum of its own units
         """
-        for part in self.parts:
+        for number, part in enumerate(self.parts):
             algorithm: Any = part.algorithm
             if not all(has):
                 flags = self.net.broadcast(algorithm.flags_of(summed), src=has.index(True)).wait()
                 if algorithm.made < summed:
                     algorithm.make_whole(summed, flags)
-            self._num_builds += 1
-            net = self.net.sub(f"part-{self._num_builds}")
-            algorithm.go_on(net, num_homes, summed, kept)
+            algorithm.go_on(self.net.sub(f"sums-{number}"), num_homes, summed, kept)
             if self._is_finished:
                 algorithm.stop()
 

@@ -62,7 +62,9 @@ class BalancedMixin:
         session = self.session
         if session.ranks.go_on:
             check_can_draw_for_others(loader)
-        num_slots = session.ranks.together(lambda: longest(session.meetings, len(loader)))
+        num_slots = session.ranks.together(
+            lambda: longest(session.meetings, len(loader)), apart=len(loader)
+        )
         self._loader = BalancedLoader(loader, num_slots, self._slots)
         return self._loader
 
@@ -99,14 +101,14 @@ class BalancedMixin:
         _check_is_one(trainer.train_dataloader, loader)
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         balancing.begin_epoch(
-            loader.units(trainer.global_rank),
+            loader.units(self.session.rank),
             limit=int(trainer.num_training_batches),
             num_slots_of_step=trainer.accumulate_grad_batches,
             num_parts=parts_of(self.algorithm.micro_batches, trainer.accumulate_grad_batches),
             first_slot=progress.ready,
         )
         before = None
-        for slot in range(balancing.plan.first_slot, balancing.plan.num_slots):
+        for slot in range(progress.ready, balancing.plan.num_slots):
             self._begins_step = balancing.plan.begins_step(slot)
             if balancing.begin_slot(slot) != NONE:
                 before = balancing.batch()

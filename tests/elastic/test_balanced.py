@@ -1,10 +1,11 @@
-"""`balanced` where ranks are lost at any moment, beside one process on the whole batches.
+"""`balanced` where ranks are lost and come at any moment, beside one process on the whole batches.
 
 In the simulated world, and with real processes that are killed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_dsgd as dsgd
+from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.balancing import Balancing
 from lightning_dsgd.data.loaders import UnitLoader
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
+from lightning_dsgd.replica.consensus import give
 from lightning_dsgd.transport.view import View
 from tests.support.killed import kill_after
 from tests.support.models import trainer
@@ -63,30 +66,49 @@ class RanksOfCalls:
         self.together, self.step = calls.together, calls.step
 
 
-def survive(net: Any, time: Time, backups: bool) -> dict[int, Tensor]:
-    """Trains, whoever is lost meanwhile; returns the weights after each step."""
+def survive(net: Any, time: Time, backups: bool, world_size: int) -> dict[str, Any]:
+    """Trains, whoever is lost or comes meanwhile; returns the weights after each step."""
     module, optimizer = make()
+    at = [-1, -1] if net.is_newcomer else [0, 0]  # the epoch, and the step of it
 
     def begin(view: View) -> None:
+        told = [json.loads(text) for text in everyones(view.sub("begun"), json.dumps(at))]
+        old = [rank for rank, (epoch, _) in enumerate(told) if epoch >= 0]
+        is_member, is_grown = at[0] >= 0, len(old) < len(told)
+        among = View(view.sub("old"), old, view.number) if is_grown and is_member else None
         balancing.stand_still()
-        replica.change_view(view.sub("replica"))
+        replica.change_view(view.sub("replica"), among, old[0] if is_grown else -1)
         balancing.change_view(view.sub("balancing"), view.members, replica)
+        if is_grown:
+            give(view.sub("state"), momenta(optimizer), old[0])
+        if not is_member:
+            at[:] = max(told)  # some may still be in the call that lets it in
 
-    calls = Calls(net, begin)
+    calls = Calls(net, begin, is_newcomer=net.is_newcomer)
     ranks: Any = RanksOfCalls(calls)
     algorithm = Balanced(backups=backups)
-    replica = SurvivingReplica(calls.view.sub("replica"), module, [optimizer], algorithm)
+    inside = calls.view.sub("replica")
+    replica = SurvivingReplica(inside, module, [optimizer], algorithm, is_newcomer=net.is_newcomer)
     balancing = Balancing(calls.view.sub("balancing"), replica, ranks, backups=backups)
-    loader = loader_of(net.world_size, net.rank)
+    loader = loader_of(world_size, net.rank % world_size)
     units = UnitLoader(loader, net.rank)
-    seen = []
-    for epoch in range(NUM_EPOCHS):
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+    seen: dict[int, Tensor] = {}
+    if net.is_newcomer:
+        net.join(within_s=60.0)
+        calls.join()
+    has_begun = not net.is_newcomer
+    while at[0] < NUM_EPOCHS:
+        loader.sampler.set_epoch(at[0])  # type: ignore[attr-defined]
         balancing.begin_epoch(
             units, limit=len(loader), num_slots_of_step=NUM_SLOTS, num_parts=NUM_PARTS
         )
-        for step in range(balancing.plan.num_steps):
-            balancing.begin_step(step)
+        while at[1] < balancing.plan.num_steps:
+            if at[1] % 2 and has_begun:
+                mine = torch.tensor([sum(1 << n for n in calls.view.views.newcomers())])
+                first = int(calls.together(lambda mine=mine: calls.view.all_gather(mine).wait())[0])
+                calls.admit([n for n in range(first.bit_length()) if first >> n & 1])
+            has_begun = True
+            balancing.begin_step(at[1])
             while balancing.next_unit() >= 0:
                 x, y = balancing.batch()
                 net.compute(time(net.rank, len(seen)))
@@ -96,11 +118,21 @@ def survive(net: Any, time: Time, backups: bool) -> dict[int, Tensor]:
             calls.step(lambda: replica.before_update(optimizer), again=True)
             optimizer.step()
             calls.step(lambda: replica.after_update(optimizer), again=False)
-            seen.append(weights(module).clone())
+            at[1] += 1
+            seen[at[0] * balancing.plan.num_steps + at[1] - 1] = weights(module).clone()
+        at[:] = at[0] + 1, 0
     calls.together(replica.finish, replica.finish_as_shared)
     balancing.stand_still()
     calls.leave()
-    return {"seen": seen, "at": net.now(), "members": calls.view.members}  # type: ignore[return-value]
+    return {"seen": seen, "members": calls.view.members}
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The optimizer's state, zeros where it has made no step, as the Trainer hands it over."""
+    return [
+        optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        for p in optimizer.param_groups[0]["params"]
+    ]
 
 
 def in_one_process(world_size: int) -> list[Tensor]:
@@ -122,11 +154,11 @@ def in_one_process(world_size: int) -> list[Tensor]:
     return seen
 
 
-def play(seed: int) -> int:
-    """Some ranks are killed at any time; returns how many of them were."""
+def play(seed: int, num_came: int = 0) -> tuple[int, int]:
+    """Some ranks are killed at any time, some come; returns how many of each."""
     chance = random.Random(seed)
     world_size = chance.choice([2, 3, 4, 5, 8])
-    slow = [chance.choice([0.1, 0.1, 0.2, 0.5]) for _ in range(world_size)]
+    slow = [chance.choice([0.1, 0.1, 0.2, 0.5]) for _ in range(world_size + num_came)]
 
     def time(rank: int, step: int) -> float:
         return slow[rank] * (1 + chance.random()) + 2.0 * (chance.random() < 0.03)
@@ -138,25 +170,36 @@ def play(seed: int) -> int:
     lost = chance.sample(range(world_size), num_lost)
     for rank in lost:
         world.kill(rank, chance.uniform(0.05, 20.0))
-    outcomes = world.outcomes(survive, time, seed % 3 > 0)
+    for _ in range(num_came):
+        world.join(chance.uniform(0.0, 2.0))
+    outcomes = world.outcomes(survive, time, seed % 3 > 0, world_size)
     expected = in_one_process(world_size)
-    num_killed = 0
+    what = f"{seed}: {lost} of {world_size} are lost, {num_came} come"
+    num_joined = 0
     for rank, outcome in enumerate(outcomes):
         if rank in lost:
-            num_killed += isinstance(outcome, BaseException)
             continue
-        assert not isinstance(outcome, BaseException), f"{seed}: {outcome!r}"
-        assert len(outcome["seen"]) == len(expected)
-        for step, (x, right) in enumerate(zip(outcome["seen"], expected, strict=True)):
-            what = f"{seed}: {lost} of {world_size} are lost; step {step} of rank {rank}: {{}}"
-            torch.testing.assert_close(x, right, rtol=1e-12, atol=1e-12, msg=what.format)
-        others = [o for r, o in enumerate(outcomes) if r not in lost]
-        assert all(map(torch.equal, outcome["seen"], others[0]["seen"]))
-    return num_killed
+        assert not isinstance(outcome, BaseException), f"{what}: {outcome!r}"
+        seen = outcome["seen"]
+        assert seen.keys() == {*range(min(seen), len(expected))}
+        assert min(seen) == 0 or rank >= world_size
+        num_joined += rank >= world_size
+        for step, x in seen.items():
+            name = f"{what}; step {step} of rank {rank}: {{}}"
+            torch.testing.assert_close(x, expected[step], rtol=1e-12, atol=1e-12, msg=name.format)
+            others = [o["seen"] for r, o in enumerate(outcomes) if r not in lost]
+            assert all(torch.equal(x, other[step]) for other in others if step in other), name
+    return sum(isinstance(outcomes[rank], BaseException) for rank in lost), num_joined
 
 
 def test_weights_equal_one_process_in_every_step_whoever_is_lost() -> None:
-    assert sum(play(seed) for seed in range(4)) > 2
+    assert sum(play(seed)[0] for seed in range(3)) > 1
+
+
+def test_newcomers_make_the_same_steps_from_their_first_one_on() -> None:
+    played = [play(seed, 2) for seed in range(3)]
+    assert sum(lost for lost, _ in played) > 1
+    assert sum(came for _, came in played) > 4
 
 
 @pytest.mark.exhaustive
@@ -164,6 +207,7 @@ def test_weights_equal_one_process_in_every_step_whoever_is_lost() -> None:
 def test_ranks_are_lost_at_any_moment(block: int) -> None:
     for seed in range(20):
         play(1000 + 100 * block + seed)
+        play(5000 + 100 * block + seed, 2)
 
 
 # ---- real processes ----

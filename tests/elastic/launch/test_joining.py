@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.elastic.launch.reserve import IMPORTS
 from lightning_dsgd.session.checkpoint.files import replicas_folder
 from tests.support.launched import Launched, until
+from tests.support.models import loader
 from tests.support.mpi import ROOT
 from tests.support.ports import free_port
+from tests.support.scripts.joined import smooth
 from tests.support.thorough import cases, some
 
-FEW = ("wagma", "popsgd:claimed")
+FEW = ("wagma", "popsgd:claimed", "balanced")
 SCRIPT = (ROOT / "tests/support/scripts/joined.py").read_text()
 
 
@@ -73,6 +77,31 @@ def kill_and_let_join(folder: Path, name: str, lost: int, ranks: int) -> None:
 def test_a_rank_is_killed_and_started_again_and_trains_with_the_others(tmp_path, name):
     """In the simulated world, all algorithms let others join: test_algorithms.py."""
     kill_and_let_join(tmp_path, name, 0, 3)
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_is_lost_and_comes_back_leaves_no_trace_in_balanced(tmp_path):
+    """The weights at the end are those of one process on all batches of all ranks."""
+    kill_and_let_join(tmp_path, "balanced:smooth", 0, 3)
+    end = json.loads((tmp_path / "ended_1").read_text())
+    model, optimizer, scheduler = smooth()
+    source, num_steps = loader(3 * 160), 0
+    for epoch in range(end["epoch"]):
+        samplers = [DistributedSampler(source.dataset, 3, rank, seed=0) for rank in range(3)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        ranks = [DataLoader(source.dataset, 8, sampler=sampler) for sampler in samplers]
+        for batches in zip(*ranks, strict=True):
+            optimizer.zero_grad()
+            for x, y in batches:
+                ((model(x.double()) - y.double()).square().mean() / 3).backward()
+            optimizer.step()
+            scheduler.step()
+            num_steps += 1
+    assert end["step"] == num_steps
+    for p, given in zip(model.parameters(), end["weights"], strict=True):
+        trained = torch.tensor(given, dtype=torch.float64)
+        torch.testing.assert_close(trained, p.detach(), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,8 @@
 """A user's script that `lightning-dsgd launch` starts: trains until it is told to end.
 
 Its arguments: a folder, the strategy (with claimed batches: "popsgd:claimed"; on a device that is
-none: "wagma:fake"; recorded by StepTrace: "local_sgd:trace"), the ranks of a node, the nodes; and
+none: "wagma:fake"; recorded by StepTrace: "local_sgd:trace"; with a model of `smooth`:
+"balanced:smooth"), the ranks of a node, the nodes; and
 how many ranks there may be, and from which checkpoint it goes on.  A rank writes how far it is, and
 what it ends with.  Training ends with the epoch in which the file `end` is there.
 """
@@ -65,6 +66,26 @@ class Steady(Doomed):
         }
 
 
+def smooth() -> tuple[torch.nn.Module, Any, Any]:
+    """A model in fp64 whose weights hardly follow the rounding of sums; what trains it."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+    model = torch.nn.Sequential(*layers).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
+
+
+class Smooth(Steady):
+    """Trains that model."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.net, _, _ = smooth()
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss((batch[0].double(), batch[1].double()))
+
+
 def main(
     folder: str, name: str, ranks: int, nodes: int, max_ranks: int | None, resume: str | None
 ) -> None:
@@ -84,7 +105,7 @@ def main(
         saving["callbacks"] = [StepTrace(Path(folder, "trace")), saver]
     strategy = STRATEGIES[name](**survives, **options)
     train = trainer(strategy, ranks, num_nodes=nodes, max_epochs=1000, **saving)
-    model = Steady(folder)
+    model = Smooth(folder) if option == "smooth" else Steady(folder)
     with parameters_allowed():
         train.fit(model, loader(nodes * ranks * 160), loader(32), ckpt_path=resume)
     end = {
