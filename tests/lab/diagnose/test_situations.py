@@ -121,7 +121,7 @@ class Situation:
                 while (unit := dealing.take(waits=True)) != NONE:
                     net.compute(late_s + self.work_s / k)
                     late_s, mine = 0.0, [torch.full((num_elements,), float(unit))]
-                    dealing.finish(lambda: algorithm.add(step, lambda flat: [flat], mine))  # noqa: B023
+                    dealing.finish(lambda: algorithm.add(step, unit, lambda flat: [flat], mine))  # noqa: B023
                 algorithm.take_sum(step)
             net.sub("end").barrier().wait()
             dealing.close()
