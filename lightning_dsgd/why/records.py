@@ -178,17 +178,8 @@ class Reader:
             self._endings[rank, pid] = ending
         recent = raw.get("recent", {})
         groups = {
-            group: Group(
-                tuple(told["ranks"]),
-                int(told["entered"]),
-                int(told["over"]),
-                float(told["still_s"]) + silent_s,
-                {
-                    number: Collective(group, number, str(op), int(size), bool(is_over))
-                    for number, op, size, is_over in recent.get(group, ())
-                },
-            )
-            for group, told in raw.get("groups", {}).items()
+            name: _group(name, told, recent.get(name, ()), silent_s)
+            for name, told in raw.get("groups", {}).items()
         }
         return Rank(
             rank,
@@ -243,6 +234,24 @@ class Reader:
         if fatal:
             return Ending("terminated", "SIGTERM", frames, now)
         return Ending("killed", "", (), now)
+
+
+def _group(name: str, told: dict[str, Any], listed: Iterable[Any], silent_s: float) -> Group:
+    """Returns how far a rank has come in a group, by its last numbers and its list.
+
+    torch's number of the last collective that is over may lag; the list does not.
+    """
+    recent = {
+        number: Collective(name, number, str(op), int(size), bool(is_over))
+        for number, op, size, is_over in listed
+    }
+    entered, over = int(told["entered"]), int(told["over"])
+    pending = [number for number, each in recent.items() if not each.is_over]
+    if pending:
+        over = max(over, min(pending) - 1)
+    elif entered in recent:
+        over = entered
+    return Group(tuple(told["ranks"]), entered, over, float(told["still_s"]) + silent_s, recent)
 
 
 def _placed(frames: Iterable[Frame], raw: dict[str, Any]) -> tuple[Frame, ...]:

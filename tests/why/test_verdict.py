@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.why.records import Collective, Ending, Group, Job, Rank
+from lightning_dsgd.why.records import Collective, Ending, Group, Job, Rank, _group
 from lightning_dsgd.why.stacks import Frame
 from lightning_dsgd.why.verdict import judge
 
@@ -174,3 +174,10 @@ def test_at_the_end_a_rank_that_left_before_the_others_next_sum_is_named() -> No
 def test_a_run_that_ends_well_has_no_verdict() -> None:
     known = {rank: Rank(rank, ending=Ending("left")) for rank in ALL}
     assert judge(Job(known, 3, 0), AFTER_S) is None
+
+
+def test_the_list_of_collectives_says_what_is_over_where_the_number_lags() -> None:
+    told = {"ranks": [0, 1], "entered": 9, "over": 7, "still_s": 31.0}
+    assert _group("0", told, [[8, "broadcast", 1, True], [9, "barrier", 0, False]], 0.0).over == 8
+    assert _group("0", told, [[8, "broadcast", 1, True], [9, "barrier", 0, True]], 0.0).over == 9
+    assert _group("0", told, [[6, "broadcast", 1, False]], 0.0).over == 7
