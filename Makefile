@@ -19,8 +19,10 @@ PEFT := $(VENV)/peft
 PEFT_INSTALLED := $(PEFT)/.installed
 TRACKERS := $(VENV)/trackers
 TRACKERS_INSTALLED := $(TRACKERS)/.installed
+RAY := $(VENV)/ray
+RAY_INSTALLED := $(RAY)/.installed
 
-.PHONY: help test test-all test-peft test-trackers test-slurm test-stops test-faults test-versions lint demo docs clean
+.PHONY: help test test-all test-peft test-trackers test-slurm test-ray test-stops test-faults test-versions lint demo docs clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -32,6 +34,7 @@ help:
 	@echo "make test-peft  the LoRA example and Hugging Face's Trainer, in a virtual environment with PEFT and transformers"
 	@echo "make test-trackers  MLflow and TensorBoard with real servers on this machine, in a virtual environment with both"
 	@echo "make test-slurm  jobs of a real SLURM, on a cluster of three nodes on this machine (needs root, and Debian's packages)"
+	@echo "make test-ray  ranks that Ray Train starts, on a real Ray cluster of this machine, in a virtual environment with Ray"
 	@echo "make test-stops  the test suite, while random processes of it are stopped for up to a second"
 	@echo "               (SEED=3 make test-stops stops others)"
 	@echo "make test-faults  small faults, put into a copy of the package one at a time: which test notices?"
@@ -58,6 +61,9 @@ test-trackers: $(TRACKERS_INSTALLED)
 # Daemons and packages are in folders of their own: the machine never has SLURM.
 test-slurm: $(INSTALLED)
 	$(BIN)/python -m pytest tests/slurm/jobs.py
+
+test-ray: $(RAY_INSTALLED)
+	$(RAY)/bin/python -m pytest -W default tests/ray_train/jobs.py
 
 test-stops: $(INSTALLED)
 	$(BIN)/python tests/stops.py --seed $(SEED) -- $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m "not exhaustive"
@@ -104,8 +110,9 @@ SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(PEFT_INSTALLED): NEEDS := -e '.[examples]'
 $(TRACKERS_INSTALLED): NEEDS := 'mlflow>=3,<4' 'tensorboard>=2.20,<3' wandb-workspaces
 # Where MPI's library is, which mpi4py looks for below the prefix of the interpreter that runs.
-test-peft test-trackers: export MPI4PY_LIBMPI := $(abspath $(VENV))/lib
-$(PEFT_INSTALLED) $(TRACKERS_INSTALLED): pyproject.toml $(INSTALLED)
+$(RAY_INSTALLED): NEEDS := -e '.[ray]'
+test-peft test-trackers test-ray: export MPI4PY_LIBMPI := $(abspath $(VENV))/lib
+$(PEFT_INSTALLED) $(TRACKERS_INSTALLED) $(RAY_INSTALLED): pyproject.toml $(INSTALLED)
 	$(BIN)/python -m venv $(@D)
 	$(BIN)/python $(SITE) > "$$($(@D)/bin/python $(SITE))/whole.pth"
 	$(@D)/bin/python -m pip install $(NEEDS)
