@@ -27,6 +27,8 @@ def callbacks() -> list[Any]:
     except ImportError:  # the job's environment has no such package
         return []
 
+    steps = Path(folder, "steps")
+
     class Enters(Callback):
         """Adds a `StepTrace` when a fit begins whose steps it can see, and that has none."""
 
@@ -34,6 +36,6 @@ def callbacks() -> list[Any]:
             has_one = any(isinstance(each, StepTrace) for each in trainer.callbacks)
             if stage == "fit" and type(trainer.strategy).__name__ == "DDPStrategy" and not has_one:
                 # The Trainer is calling `setup` of one callback after another, and so comes to it.
-                trainer.callbacks.append(StepTrace(Path(folder, "steps")))
+                trainer.callbacks.append(StepTrace(steps))
 
     return [Enters()]
