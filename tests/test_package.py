@@ -347,7 +347,8 @@ def wheel(dist: Path) -> zipfile.ZipFile:
 
 
 def text_of(wheel: zipfile.ZipFile, name: str) -> str:
-    (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
+    own = re.compile(r"[^/]+\.dist-info/" + re.escape(name))  # a watched job's path has another
+    (path,) = filter(own.fullmatch, wheel.namelist())
     return wheel.read(path).decode()
 
 

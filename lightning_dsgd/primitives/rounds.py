@@ -132,4 +132,6 @@ class Rounds:
 
     def _serve(self, net: Transport) -> None:
         while True:
-            self._background.answer(self._make(net, self.hear(net)))
+            # The thread that makes `_background` has it before it asks for anything.
+            answer = self._make(net, self.hear(net))
+            self._background.answer(answer)

@@ -86,6 +86,7 @@ def rehearse(folder: Path) -> subprocess.Popen[str]:
     bare = {
         "PYTHONPATH": str(folder),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # the entry point is of what is installed
         "OMP_NUM_THREADS": "1",
     }
     command = [

@@ -54,6 +54,6 @@ def test_what_an_older_view_has_sent_is_told_by_its_number():
     for number in (0, 77, 40_000):  # of which few bits travel
         view = object.__new__(View)
         view.number = number
-        marked = [view._mark(channel) for channel in (-(1 << 63), -5, 0, (1 << 63) - 1)]
+        numbered = [view._numbered(channel) for channel in (-(1 << 63), -5, 0, (1 << 63) - 1)]
         for n, expected in ((-1, False), (0, False), (1, True), (9_000, True)):
-            assert [is_old(number + n, each) for each in marked] == [expected] * 4
+            assert [is_old(number + n, each) for each in numbered] == [expected] * 4

@@ -144,6 +144,7 @@ def begun(trace: StepTrace, *, takes_part: bool, rank: int) -> dict[str, Any]:
         world_size=2,
         num_training_batches=8,
         accumulate_grad_batches=1,
+        train_dataloader=None,
     )
     trace.on_train_start(train, model)
     trace._end(train, "the test has ended")

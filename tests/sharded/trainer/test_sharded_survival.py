@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lightning_dsgd as dsgd
 from lightning_dsgd import ShardedStrategy
-from lightning_dsgd.session import record
+from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.sharded import together
 from tests.sharded.trainer.test_sharded import Sharded, whole
 from tests.support.doomed import Doomed, Plan
