@@ -288,8 +288,9 @@ def test_each_unit_enters_once_and_nobody_waits_for_ever(block: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("block", times(10))
-def test_ten_thousand_schedules(block: int) -> None:
+@pytest.mark.parametrize("block", times(2))
+def test_two_thousand_schedules(block: int) -> None:
+    """Those with losses, in `test_losses`, are ten thousand."""
     for seed in range(1000 * (block + 1), 1000 * (block + 2)):
         try:
             schedule(seed).run().check()
