@@ -326,7 +326,7 @@ TABLE |= {
 
 def cautious(algorithm: type[Algorithm]) -> Row:
     """What may be asked of any algorithm."""
-    mixes = not algorithm.traits.uses_gradient
+    mixes = not algorithm().traits.uses_gradient
     return Row(algorithm.name, mixes_weights=mixes, is_synchronous=False, accuracy=1.0)
 
 
