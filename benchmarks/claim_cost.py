@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks import script
+from benchmarks import script, thread_cost
 from lightning_dsgd.elastic.claimed.claims import Epoch
 from lightning_dsgd.elastic.claimed.dealing import Dealing
 from lightning_dsgd.lab.jobs.cells import Cell, finish
@@ -23,15 +23,6 @@ from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 NUM_RANKS = 4
-
-
-def step(kind: str, seconds: float) -> None:
-    """Takes the time of a step."""
-    end = time.monotonic() + seconds
-    if kind == "sleep":
-        time.sleep(seconds)
-    while time.monotonic() < end:
-        sum(range(1000))
 
 
 def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +38,7 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         begin = time.perf_counter()
         dealing.begin(position)
         middle = time.perf_counter()
-        step(cell["step"], settings["step_s"])
+        thread_cost.take(cell["step"], settings["step_s"])
         after = time.perf_counter()
         dealing.end()
         position += 1
@@ -67,13 +58,11 @@ def summarize(results: list[Cell], step_s: float) -> list[dict[str, Any]]:
     rows = []
     for kind in dict.fromkeys(result["step"] for result in results):
         ranks = [rank["seconds"] for r in results if r["step"] == kind for rank in r["ranks"]]
-        every = sorted(seconds for mine in ranks for seconds in mine)
+        every = [seconds for mine in ranks for seconds in mine]
         rows.append(
             {
                 "step": kind,
-                "median_ms": 1e3 * statistics.median(every),
-                "p95_ms": 1e3 * every[int(0.95 * len(every))],
-                "mean_ms": 1e3 * statistics.mean(every),  # with what other processes take
+                **thread_cost.figures(every),
                 "share_of_step": statistics.median(every) / step_s,
                 "claims": len(every),
             }
@@ -88,17 +77,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     settings = {"batches": args.batches, "step_s": args.step_s}
-    cells = [
-        {"step": kind, "round": number}
-        for number in range(args.rounds)
-        for kind in ("sleep", "plain Python")
-    ]
     job = Job(f"{__file__}:run_cell", settings, NUM_RANKS)
-    results = job.run(cells, args.output)
+    results = job.run(thread_cost.cells("step", args.rounds), args.output)
     rows = summarize(results, args.step_s)
     for row in rows:
         print(
-            f"{row['step']:14} {row['median_ms']:6.3f} ms (95%: {row['p95_ms']:6.3f} ms), "
+            f"{row['step']:14} {thread_cost.in_words(row)}, "
             f"{row['share_of_step']:.2%} of a step of {1e3 * args.step_s:g} ms"
         )
     finish(job.provenance() | {"rows": rows}, args.output)

@@ -10,15 +10,14 @@ wait are counted, and not timed.  The rounds of all cells alternate.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks import script, thread_cost
 from lightning_dsgd.data.dealing import Dealing
 from lightning_dsgd.data.units import NONE
 from lightning_dsgd.lab.jobs.cells import Cell, finish
@@ -26,15 +25,6 @@ from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 NUM_RANKS = 4
-
-
-def compute(kind: str, seconds: float) -> None:
-    """Takes the time of a micro-batch."""
-    end = time.monotonic() + seconds
-    if kind == "sleep":
-        time.sleep(seconds)
-    while time.monotonic() < end:
-        sum(range(1000))
 
 
 def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +41,7 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         dealing.begin_step(step)
         unit = dealing.take(waits=True)
         while unit != NONE:
-            compute(cell["unit"], settings["unit_s"])
+            thread_cost.take(cell["unit"], settings["unit_s"])
             is_granted = dealing.has_next
             begin = time.perf_counter()
             dealing.finish(lambda: None)
@@ -67,19 +57,17 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "waits": num_waits, "load": os.getloadavg()[0]}
 
 
-def summarize(results: list[Cell], step_s: float) -> list[dict[str, Any]]:
+def summarize(results: list[Cell], unit_s: float) -> list[dict[str, Any]]:
     """A row for each kind of micro-batch."""
     rows = []
     for kind in dict.fromkeys(result["unit"] for result in results):
         ranks = [rank for r in results if r["unit"] == kind for rank in r["ranks"]]
-        every = sorted(seconds for rank in ranks for seconds in rank["seconds"])
+        every = [seconds for rank in ranks for seconds in rank["seconds"]]
         rows.append(
             {
                 "unit": kind,
-                "median_ms": 1e3 * statistics.median(every),
-                "p95_ms": 1e3 * every[int(0.95 * len(every))],
-                "mean_ms": 1e3 * statistics.mean(every),  # with what other processes take
-                "share_of_unit": statistics.median(every) / step_s,
+                **thread_cost.figures(every),
+                "share_of_unit": statistics.median(every) / unit_s,
                 "timed": len(every),
                 "waited_for": sum(rank["waits"] for rank in ranks),
                 "load": round(statistics.median(rank["load"] for rank in ranks), 1),
@@ -89,25 +77,19 @@ def summarize(results: list[Cell], step_s: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = script.parser(__doc__, "docs/results/balanced/unit_cost.json")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--k", type=int, default=8, help="micro-batches of each rank in a step")
     parser.add_argument("--unit-s", type=float, default=0.04)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("docs/results/balanced/unit_cost.json"))
     args = parser.parse_args()
     settings = {"steps": args.steps, "k": args.k, "unit_s": args.unit_s}
-    cells = [
-        {"unit": kind, "round": number}
-        for number in range(args.rounds)
-        for kind in ("sleep", "plain Python")
-    ]
     job = Job(f"{__file__}:run_cell", settings, NUM_RANKS)
-    results = job.run(cells, args.output)
+    results = job.run(thread_cost.cells("unit", args.rounds), args.output)
     rows = summarize(results, args.unit_s)
     for row in rows:
         print(
-            f"{row['unit']:14} {row['median_ms']:6.3f} ms (95%: {row['p95_ms']:6.3f} ms), "
+            f"{row['unit']:14} {thread_cost.in_words(row)}, "
             f"{row['share_of_unit']:.2%} of a micro-batch of {1e3 * args.unit_s:g} ms, "
             f"{row['timed']} timed, {row['waited_for']} waited for, load {row['load']}"
         )
