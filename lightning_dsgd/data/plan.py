@@ -138,16 +138,21 @@ def gather(net: Transport, own: Mapping[int, Sequence[list[int]]], num_homes: in
     gathered: dict[int, Batches] = {}
     for theirs in net.all_gather(torch.tensor(packed, dtype=torch.int64)).wait():
         while len(theirs):
-            home, num = theirs[:2].tolist()
-            lengths = theirs[2 : 2 + num].tolist()
-            end = 2 + num + sum(lengths)
-            gathered[home] = theirs[2 + num : end], lengths
-            theirs = theirs[end:]
+            home = int(theirs[0])
+            gathered[home], theirs = _unpacked(theirs[1:])
     return [gathered[home] for home in range(num_homes)]
 
 
 def _packed(batches: Sequence[list[int]]) -> list[int]:
     return [len(batches), *map(len, batches), *(sample for batch in batches for sample in batch)]
+
+
+def _unpacked(words: Tensor) -> tuple[Batches, Tensor]:
+    """Returns the batches that stand first in what ranks tell each other, and the rest."""
+    num = int(words[0])
+    lengths = words[1 : 1 + num].tolist()
+    end = 1 + num + sum(lengths)
+    return (words[1 + num : end], lengths), words[end:]
 
 
 def give(net: Transport, batches: Sequence[Batches], giver: int) -> list[Batches]:
@@ -160,9 +165,6 @@ def give(net: Transport, batches: Sequence[Batches], giver: int) -> list[Batches
     net.broadcast(words, src=giver).wait()
     given: list[Batches] = []
     while len(words):
-        num = int(words[0])
-        lengths = words[1 : 1 + num].tolist()
-        end = 1 + num + sum(lengths)
-        given.append((words[1 + num : end], lengths))
-        words = words[end:]
+        first, words = _unpacked(words)
+        given.append(first)
     return given
