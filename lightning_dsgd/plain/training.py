@@ -84,7 +84,8 @@ class decentralized(Loop):
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         if replicas is not None:  # an optimizer trains shards, also after an evaluation
-            wings.load("sharded.shards", "replicas=...").reshard(model)
+            wing = wings.load("sharded.shards", "replicas=...")
+            wing.reshard(wing.sharding_of(model))
         _check_optimizers(self._optimizers, model)
         self._scaler = scaler
         self._replicas = replicas

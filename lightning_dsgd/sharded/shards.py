@@ -38,11 +38,15 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def reshard(module: nn.Module) -> None:
-    """Drops what FSDP has gathered: the module's parameters are its shards again."""
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
+def sharding_of(module: nn.Module) -> list[Any]:
+    """Returns those of a module's modules whose parameters FSDP shards."""
+    return [each for each in module.modules() if isinstance(each, FSDPModule)]
+
+
+def reshard(modules: Iterable[Any]) -> None:
+    """Drops what FSDP has gathered: the modules' parameters are their shards again."""
+    for module in modules:
+        module.reshard()
 
 
 class Shards(Whole):
@@ -56,7 +60,7 @@ class Shards(Whole):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._sharding = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        self._sharding = sharding_of(module)
         self.reshard()
         found = _fsdp_params(self._sharding)
         self._fsdp_params: dict[Parameter, Any] = found or {}
@@ -80,9 +84,8 @@ class Shards(Whole):
         return local(tensor)
 
     def reshard(self) -> None:
-        """Drops what was gathered: the modules' parameters are their shards again."""
-        for module in self._sharding:
-            module.reshard()
+        """See `reshard`."""
+        reshard(self._sharding)
 
     def describe(self) -> str:
         """Says, for the user, where x lies."""
