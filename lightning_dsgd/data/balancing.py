@@ -73,7 +73,7 @@ class Ranks(Protocol):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Their numbers."""
+        """The numbers of the ranks that are there."""
 
     def together(self, call: Callable[[], T], adopt: Callable[[], None] | None = None) -> T:
         """Returns what `call` returns, which all ranks call; see `session.ranks`."""

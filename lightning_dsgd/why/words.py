@@ -22,7 +22,7 @@ _ENDED: Final = {
 
 
 def lines(verdict: Verdict, job: Job) -> list[str]:
-    """Returns what to print."""
+    """Returns the lines that tell a user the verdict about a job."""
     told = [_headline(verdict, job)]
     for ranks, frames in _by_place(verdict.culprits, job):
         told.append(f"  {_ranks(ranks)}: {_state(job, ranks[0], place_of(frames))}")

@@ -57,12 +57,12 @@ class Work:
 
     @property
     def num_ranks(self) -> int:
-        """P."""
+        """How many ranks there are."""
         return len(self.units)
 
     @property
     def num_steps(self) -> int:
-        """S."""
+        """How many steps there are."""
         return len(self.units[0])
 
     @cached_property

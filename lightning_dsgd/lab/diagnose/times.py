@@ -83,12 +83,12 @@ class Times:
 
     @property
     def num_ranks(self) -> int:
-        """P."""
+        """How many ranks there are."""
         return self.own.shape[1]
 
     @property
     def num_steps(self) -> int:
-        """S."""
+        """How many steps there are."""
         return len(self.numbers)
 
     @property

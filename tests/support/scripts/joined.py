@@ -76,7 +76,7 @@ def smooth() -> tuple[torch.nn.Module, Any, Any]:
 
 
 class Smooth(Steady):
-    """Trains that model."""
+    """Trains the model of `smooth`, in fp64."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
