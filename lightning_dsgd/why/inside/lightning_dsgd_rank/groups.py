@@ -9,6 +9,7 @@ these counts differ between ranks; only the list has the names, which do not.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from statistics import median
@@ -100,15 +101,8 @@ def _recent(flights: dict[str, Any]) -> dict[str, list[tuple[int, str, int, bool
         if entry.get("is_p2p"):
             continue
         name = str(entry["profiling_name"]).partition(":")[2]
-        size = sum(_product(sizes) for sizes in entry["input_sizes"])
+        size = sum(math.prod(sizes) for sizes in entry["input_sizes"])
         is_over = bool(entry["retired"]) or entry["state"] == "completed"
         told = int(entry["collective_seq_id"]), name, size, is_over
         found.setdefault(str(entry["process_group"][0]), []).append(told)
     return {name: entries[-_RECENT:] for name, entries in found.items()}
-
-
-def _product(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
