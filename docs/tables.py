@@ -24,7 +24,6 @@ from benchmarks.compare import target_tables
 from benchmarks.compare.situations import SITUATIONS
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.lab import decisions, target_rows
-from lightning_dsgd.lab.adaptive import own_rate
 from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.catalogue import markdown
 from lightning_dsgd.lab.decisions import Choice, Situation
@@ -428,15 +427,8 @@ def known_accuracy() -> str:
     return text(accuracy.distilled(results)) + "\n"
 
 
-def known_at_its_rate() -> str:
-    """What `adaptive` holds of the results."""
-    results = (json.loads((ROOT / "docs/results" / name).read_text()) for name in own_rate.SOURCES)
-    return text(own_rate.distilled(results)) + "\n"
-
-
 def main() -> None:
     """All documents."""
-    (ROOT / "lightning_dsgd" / "lab" / "adaptive" / own_rate.FILE).write_text(known_at_its_rate())
     (ROOT / "lightning_dsgd" / "lab" / "advise" / accuracy.FILE).write_text(known_accuracy())
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")):
         text = page.read_text()

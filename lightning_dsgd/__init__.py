@@ -23,8 +23,6 @@ from lightning_dsgd.hyperparameters import NAMES_ALIKE
 __version__ = "0.1.0.dev0"
 
 _HOMES = {
-    "Adaptive": "lab.adaptive.algorithm",
-    "AdaptiveStrategy": "lab.adaptive.strategy",
     "Algorithm": "algorithm",
     "BatchSizesSampler": "elastic.unequal_sampler",
     "CheckpointArtifacts": "lab.checkpoint_artifacts",
@@ -50,8 +48,6 @@ if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exporte
     from lightning_dsgd.algorithms import *  # noqa: F403
     from lightning_dsgd.elastic.unequal_sampler import BatchSizesSampler as BatchSizesSampler
     from lightning_dsgd.fabric.strategy import FabricStrategy as FabricStrategy
-    from lightning_dsgd.lab.adaptive.algorithm import Adaptive as Adaptive
-    from lightning_dsgd.lab.adaptive.strategy import AdaptiveStrategy as AdaptiveStrategy
     from lightning_dsgd.lab.callbacks import CommunicationMonitor as CommunicationMonitor
     from lightning_dsgd.lab.callbacks import StragglerInjector as StragglerInjector
     from lightning_dsgd.lab.checkpoint_artifacts import CheckpointArtifacts as CheckpointArtifacts

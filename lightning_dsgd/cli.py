@@ -121,8 +121,7 @@ def _run_lightning(args: list[str] | None) -> None:
                 self.config_filename = "config_of_run.yaml"
             super().setup(trainer, *rest, **named)
 
-    names = [*STRATEGIES, *wings.ALGORITHMS]
-    take_on_command_line(DecentralizedStrategy, class_of, names)
+    take_on_command_line(DecentralizedStrategy, class_of, [*STRATEGIES])
     theirs = COMMANDS.keys() - wings.COMMANDS.keys()
     usages = {name: {"usage": f"lightning-dsgd {name} [options]"} for name in theirs}
     LightningCLI(

@@ -32,8 +32,6 @@ COMMANDS: Final = {
     "why": "why.command",
 }
 """The commands of `lightning-dsgd` that a wing carries out, and the module whose `main` does."""
-ALGORITHMS: Final = {"adaptive": "lab.adaptive"}
-"""The algorithms of wings, by name: the folder with the modules `algorithm` and `strategy`."""
 
 
 class WingMissing(ImportError):

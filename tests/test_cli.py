@@ -83,7 +83,7 @@ def test_a_command_answers_or_refuses(case: str, capsys: pytest.CaptureFixture[s
 def test_records_are_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     main(["strategies", "--json"])
     every = json.loads(capsys.readouterr().out)
-    assert [each["name"] for each in every] == [*lightning_dsgd.STRATEGIES, "adaptive"]
+    assert [each["name"] for each in every] == [*lightning_dsgd.STRATEGIES]
     main(["strategies", "local_sgd", "--json"])
     [one] = json.loads(capsys.readouterr().out)
     assert one in every
@@ -131,9 +131,6 @@ WAYS: dict[str, tuple[str, list[str], str]] = {
     "a file": ("strategy: wagma", [], "WAGMA"),
     "a class in a file": ("strategy: {class_path: wagma}", [], "WAGMA"),
     "an alias": ("", ["--trainer.strategy", "ddp_wagma"], "WAGMA"),
-    "a wing's, by a flag": ("", ["--trainer.strategy", "adaptive"], "Adaptive"),
-    "a wing's, by its alias": ("strategy: ddp_adaptive", [], "Adaptive"),
-    "a wing's, as a class": ("strategy: {class_path: adaptive}", [], "Adaptive"),
 }
 """How a strategy is named: what a file holds, flags, and which class is meant."""
 
@@ -213,15 +210,15 @@ class MyModel(L.LightningModule):
 
 
 def test_a_model_brings_its_own_data(tmp_path: Path) -> None:
-    """Its file lies in the working folder; the strategy is a wing's, with an option."""
+    """Its file lies in the working folder; the strategy has an option."""
     (tmp_path / "my_model.py").write_text(MODEL)
-    strategy = "{class_path: adaptive, init_args: {data: claimed, timeout_s: 60}}"
+    strategy = "{class_path: popsgd, init_args: {data: claimed, timeout_s: 60}}"
     limits = "accelerator: cpu, devices: 2, max_epochs: 1, logger: false"
     (tmp_path / "run.yaml").write_text(f"trainer: {{strategy: {strategy}, {limits}}}\n")
     command = ["fit", "--config", "run.yaml", "--model", "my_model.MyModel"]
     FitWorld().run(2, fit_as_typed, tmp_path, command)
     for rank in range(2):
-        assert (tmp_path / f"rank_{rank}.txt").read_text() == "AdaptiveStrategy claimed\n"
+        assert (tmp_path / f"rank_{rank}.txt").read_text() == "PopSGDStrategy claimed\n"
 
 
 def fit_in(folder: Path, args: list[str]) -> None:

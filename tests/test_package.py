@@ -69,7 +69,7 @@ WINGS = {
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (
     "lab.advise.verify_cell lab.probe.ranks lab.jobs.fit lab.callbacks lab.timeline.step_trace "
-    "lab.checkpoint_artifacts lab.loggers lab.trackers lab.adaptive.strategy"
+    "lab.checkpoint_artifacts lab.loggers lab.trackers"
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
 BEHIND_THE_CONTRACT = {

@@ -33,19 +33,13 @@ from lightning_dsgd.lab.results import typed
 
 
 def flatten(result: Cell) -> dict[str, Any]:
-    """Returns one curve per cell: the seconds of the slowest rank, the means of other figures.
-
-    Rank 0 says what `adaptive` has decided, as all ranks do alike.
-    """
+    """Returns one curve per cell: the seconds of the slowest rank, the means of other figures."""
     curves = [rank["rows"] for rank in result["ranks"]]
     rows = []
     for epoch in zip(*curves, strict=True):
         row = {key: statistics.mean(rank[key] for rank in epoch) for key in epoch[0]}
         rows.append(row | {"seconds": max(rank["seconds"] for rank in epoch)})
-    found = {"strategy": result["strategy"], "seed": result["seed"], "rows": rows}
-    if "decisions" in result["ranks"][0]:
-        found["decisions"] = result["ranks"][0]["decisions"]
-    return found
+    return {"strategy": result["strategy"], "seed": result["seed"], "rows": rows}
 
 
 def summarize(

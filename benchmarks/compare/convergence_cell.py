@@ -20,7 +20,7 @@ _SHOWN: Final = ("consensus_distance", "late_share", "staleness", "wait_s")
 
 
 def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and returns a row per evaluation; with `adaptive` also what it has decided."""
+    """Trains, and returns a row per evaluation."""
     workload = WORKLOADS[settings["task"]]
     L.seed_everything(cell["seed"], verbose=False)
     model = load(workload.model)(**{**workload.model_options, **settings["model"]})
@@ -35,8 +35,7 @@ def run(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         callbacks=[straggler, Paced(settings["compute_s"]), history],  # the delay comes on top
     )
     trainer.fit(model, data)
-    decisions = getattr(trainer.strategy, "decisions", ())
-    return {"rows": history.rows} | ({"decisions": [*decisions]} if decisions else {})
+    return {"rows": history.rows}
 
 
 class Paced(L.Callback):

@@ -12,7 +12,6 @@ import warnings
 from importlib.metadata import entry_points
 from typing import Final
 
-from lightning_dsgd import wings
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms.adpsgd import ADPSGD
 from lightning_dsgd.algorithms.allreduce import AllReduce
@@ -51,14 +50,13 @@ def make_algorithm(spec: str) -> Algorithm:
     """Makes an algorithm from its name and hyperparameters, as in `wagma:overlap=true`."""
     name, options = parse(spec)
     ours = BY_UNITS | ALGORITHMS
-    all_names = [*ours, *wings.ALGORITHMS]
-    if name not in all_names:
+    if name not in ours:
         raise ValueError(
-            f"an algorithm must be one of {', '.join(all_names)}, "
+            f"an algorithm must be one of {', '.join(ours)}, "
             f"with hyperparameters as in wagma:overlap=true, got {spec!r}"
-            f"{did_you_mean(name, all_names)}"
+            f"{did_you_mean(name, ours)}"
         )
-    kind = ours.get(name) or wings.load(f"{wings.ALGORITHMS[name]}.algorithm", name).ALGORITHM
+    kind = ours[name]
     known = names(kind)
     for option, value in options.items():
         if option not in known:
@@ -66,7 +64,7 @@ def make_algorithm(spec: str) -> Algorithm:
                 f"{name} has no option {option}, got {option}={value!r}; it takes "
                 f"{', '.join(known) or 'none'}{did_you_mean(option, known)}"
             )
-    algorithm: Algorithm = kind(**options)
+    algorithm = kind(**options)
     algorithm.check_hyperparameters()
     return algorithm
 

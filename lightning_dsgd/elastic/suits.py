@@ -26,12 +26,6 @@ def check_survival(
             f'not, got on_loss="continue" with shards on {device.type}; train whole replicas, '
             'or use on_loss="end"'
         )
-    if algorithm.name == "adaptive":
-        raise ValueError(
-            "ranks decide together with numbers of all, which a loss would break off, got "
-            'on_loss="continue" with strategy="adaptive"; use on_loss="end", or take what it '
-            "has chosen"
-        )
     fewest, most = min_ranks or 2, max_ranks or world_size
     if most < world_size:
         raise ValueError(

@@ -31,7 +31,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dsgd import keywords, wings
+from lightning_dsgd import keywords
 from lightning_dsgd.algorithm import Algorithm, Conditions
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.algorithms.written import check_algorithm, written
@@ -347,7 +347,7 @@ class FabricStrategy(FabricMixin, DDPStrategy):
 def make_known(package: str, strategy: type) -> None:
     """Makes the algorithms' names known to one of the packages that have a Fabric."""
     registry = import_module(f"{package}.strategies").STRATEGY_REGISTRY
-    every = [*BY_UNITS, *ALGORITHMS, *wings.ALGORITHMS]
+    every = [*BY_UNITS, *ALGORITHMS]
     for name in every:
         description = (inspect.getdoc((ALGORITHMS | BY_UNITS).get(name)) or name).splitlines()[0]
         names.register(registry, name, strategy, description, algorithm=name)

@@ -17,7 +17,6 @@ from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm, Profile
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.lab import decisions
-from lightning_dsgd.lab.adaptive.algorithm import Adaptive
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ _NOT_SAID: Final = Profile("-", "-", "-", "-", "-")
 _NARROW: Final = 130
 """Columns of a terminal below which the table's cells would break words."""
 _INDENTED: Final[Any] = {"initial_indent": "    ", "subsequent_indent": "    "}
-_ALL: Final[dict[str, type[Algorithm]]] = {**BY_UNITS, **ALGORITHMS, Adaptive.name: Adaptive}
+_ALL: Final[dict[str, type[Algorithm]]] = BY_UNITS | ALGORITHMS
 _SHARES: Final = (0, 24, 15, 16, 23, 17, 25)
 """Each column's share of the width that the names leave."""
 

@@ -26,9 +26,9 @@ SAME_LOSS: Final = "same loss"
 FIRST: Final = "first"
 THEN: Final = "then"
 OWN_RATE: Final = "own rate"
-DDP, ADAPTIVE, BALANCED = "ddp", "adaptive", "balanced"
-NOT_COMPARED: Final = (DDP, ADAPTIVE, BALANCED)
-"""Lightning's own strategy, the one that chooses itself, and the one whose loss is DDP's."""
+DDP, BALANCED = "ddp", "balanced"
+NOT_COMPARED: Final = (DDP, BALANCED)
+"""Lightning's own strategy, and the one whose loss is DDP's."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,8 @@ SITUATIONS: Final = {
             Choice(
                 FIRST,
                 BALANCED,
-                "It makes DDP's steps, whoever is late. `diagnose` says where a link is slow.",
-            ),
-            Choice(
-                THEN,
-                ADAPTIVE,
-                "It measures while it trains, and changes: also where a link is slow.",
-                CLAIMED,
+                "It makes DDP's steps, whoever is late. Where `diagnose` finds a slow link, add "
+                '`wire_dtype="int8"`.',
             ),
         ),
     ),
@@ -345,8 +340,7 @@ def code(strategy: str, data: str = EQUAL) -> str:
     if not given:
         return f'"{name}"'
     arguments = ", ".join(f"{key}={written(value)}" for key, value in given.items())
-    title = "Adaptive" if name == ADAPTIVE else (ALGORITHMS | BY_UNITS)[name].__name__
-    return f"lightning_dsgd.{title}Strategy({arguments})"
+    return f"lightning_dsgd.{(ALGORITHMS | BY_UNITS)[name].__name__}Strategy({arguments})"
 
 
 def written(value: Any) -> str:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from lightning_dsgd import wings
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.hyperparameters import parse
 
@@ -25,7 +24,7 @@ def in_force(specs: Iterable[str], ranks: Iterable[int]) -> dict[str, dict[str, 
     each of these numbers of ranks.
     """
     sizes = sorted({*ranks})
-    ours = ALGORITHMS.keys() | BY_UNITS.keys() | wings.ALGORITHMS.keys()
+    ours = ALGORITHMS.keys() | BY_UNITS.keys()
     return {spec: _all(spec, sizes) for spec in specs if parse(spec)[0] in ours}
 
 
@@ -90,5 +89,5 @@ def lacks(result: dict[str, Any]) -> list[str]:
 
 
 def _names_a_strategy(result: dict[str, Any]) -> bool:
-    names = "|".join(ALGORITHMS.keys() | wings.ALGORITHMS.keys())
+    names = "|".join(ALGORITHMS)
     return re.search(rf'"(?:{names})[":,]', json.dumps(result)) is not None

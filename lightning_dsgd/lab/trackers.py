@@ -7,7 +7,6 @@
 | charts | summary rules, ranks as series | none | custom scalars | none |
 | the timeline | panel | artifact `timeline.html` | none | none |
 | checkpoints with replicas | artifact | artifact | none | none |
-| decisions of `adaptive` | config, summary | artifact `decisions.txt` | text | `hparams.yaml` |
 
 Rank 0 alone calls these functions.  They know a logger by the name of Lightning's class, and so
 those of `pytorch_lightning` too.
@@ -16,7 +15,7 @@ those of `pytorch_lightning` too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,20 +94,6 @@ def begin(logger: Any, config: Mapping[str, Any], recipe: str) -> None:
             logger.experiment.add_text("dsgd/recipe", f"```yaml\n{recipe}\n```")
     elif seams.is_a("CSVLogger", logger):
         logger.log_hyperparams({"strategy": dict(config)})
-
-
-def give_decisions(logger: Any, lines: Sequence[str], step: int) -> None:
-    """Tells a run all decisions of `adaptive` so far, the newest included."""
-    text = "\n".join(lines)
-    if seams.is_a("WandbLogger", logger):
-        logger.experiment.config.update({"decisions": list(lines)}, allow_val_change=True)
-        logger.experiment.summary["dsgd/decision"] = lines[-1]
-    elif seams.is_a("MLFlowLogger", logger):
-        logger.experiment.log_text(logger.run_id, text, "decisions.txt")
-    elif seams.is_a("TensorBoardLogger", logger):
-        logger.experiment.add_text("dsgd/decisions", text.replace("\n", "\n\n"), step)
-    elif seams.is_a("CSVLogger", logger):
-        logger.log_hyperparams({"decisions": list(lines)})
 
 
 def give_series(logger: Any, name: str, series: Series) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from inspect import Parameter
 from typing import Any, Final, get_type_hints
 
-from lightning_dsgd import hyperparameters, keywords, wings
+from lightning_dsgd import hyperparameters, keywords
 from lightning_dsgd.algorithm import Algorithm
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, warn_of_one_left_out, written
 from lightning_dsgd.trainer import names
@@ -85,51 +85,25 @@ def make_all(base: type, module: str) -> dict[str, type]:
     return {name: named(each, by_units, module) for name, each in BY_UNITS.items()} | made
 
 
-class OfWing:
-    """Makes the strategy of a wing, which is loaded once somebody asks for the strategy.
-
-    Args:
-        name: the algorithm's name
-        base: the strategy of one of Lightning's two packages
-    """
-
-    def __init__(self, name: str, base: type) -> None:
-        self._name = name
-        self._base = base
-
-    def __call__(self, **given: Any) -> Any:
-        return self.load()(**given)
-
-    def load(self) -> type:
-        """Returns the class of the strategy."""
-        home: Any = wings.load(f"{wings.ALGORITHMS[self._name]}.strategy", f'"{self._name}"')
-        made: type = home.made(self._base)
-        return made
-
-
 def make_known(package: str, strategies: Mapping[str, type], base: type) -> None:
     """Makes the strategies' names known to the Trainer of one of Lightning's packages."""
     registry = _registry_of(package)
     for name, strategy in strategies.items():
         description = (strategy.__doc__ or "").splitlines()[0]
         names.register(registry, name, strategy, description)
-    for name in wings.ALGORITHMS:
-        names.register(registry, name, OfWing(name, base), description=name)
     connectors = f"{package}.trainer.connectors.accelerator_connector"
     home = base.__module__ if package == "pytorch_lightning" else "lightning_dsgd"
     names.hint_in(
         connectors,
         "_AcceleratorConnector",
-        [*strategies, *wings.ALGORITHMS],
+        [*strategies],
         partial(_written_as_strategy, home),
     )
 
 
 def _written_as_strategy(home: str, algorithm: Algorithm) -> str:
-    """Returns the call, or the name, of the Trainer's strategy with an algorithm."""
+    """Returns the call of the Trainer's strategy with an algorithm."""
     is_public = home == "lightning_dsgd" and written.is_ours(algorithm)
-    if algorithm.name in wings.ALGORITHMS and not is_public:
-        return f'"{algorithm.name}"'
     if is_public or algorithm.name in (*ALGORITHMS, *BY_UNITS):
         return f"{home}.{type(algorithm).__name__}Strategy({written.arguments(algorithm)})"
     return f"{home}.DecentralizedStrategy({written.written(algorithm)})"
@@ -144,8 +118,6 @@ def class_of(name: str, package: str = "lightning.pytorch") -> type | None:
     """
     registry = _registry_of(package)
     strategy = registry[name]["strategy"] if name in registry else None
-    if isinstance(strategy, OfWing):
-        return strategy.load()
     is_ours = isinstance(strategy, type) and issubclass(strategy, DecentralizedMixin)
     return strategy if is_ours else None
 

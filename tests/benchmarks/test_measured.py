@@ -75,14 +75,12 @@ def test_a_cell_delays_the_device() -> None:
 # ---- convergence ----
 @pytest.mark.exhaustive
 def test_convergence_counts_steps_and_seconds_to_the_target(tmp_path: Path) -> None:
-    options = "--task digits --ranks 2 --strategies allreduce,wagma:group_size=2,adaptive --seeds 1"
+    options = "--task digits --ranks 2 --strategies allreduce,wagma:group_size=2 --seeds 1"
     options += " --epochs 4 --val-every 2 --target 0.5"
     options += " --compute-ms 5 --delay-ms 10 --delayed-ranks 1"
     options += ' --model {"lr":0.03} --data {"batch_size":16}'
     result = run_bench(convergence, tmp_path / "c.json", options)
-    ours, chosen = result["summary"][1:]
-    assert chosen["strategy"] == "adaptive"
-    assert result["cells"][2]["decisions"]
+    [ours] = result["summary"][1:]
     assert ours["strategy"] == "wagma:group_size=2"
     assert result["settings"]["model"] == {"lr": 0.03}
     assert ours["reached"] == 1

@@ -45,7 +45,6 @@ WRITTEN: list[tuple[Any, Any, str]] = [
     (dsgd.FabricStrategy, dsgd.WAGMAStrategy(), "write FabricStrategy(lightning_dsgd.WAGMA())"),
     (train_with(L.Trainer), GROUPS, "Write strategy=lightning_dsgd.WAGMAStrategy(group_size=4)."),
     (train_with(L.Trainer), dsgd.WAGMAStrategy, "Write strategy=lightning_dsgd.WAGMAStrategy()."),
-    (train_with(L.Trainer), dsgd.Adaptive(), "Write strategy=lightning_dsgd.AdaptiveStrategy()."),
     (train_with(L.Trainer), dsgd.FabricStrategy(GROUPS), "strategy=lightning_dsgd.WAGMAStrategy("),
     (train_with(L.Trainer), 3, "Find a complete list of options in our documentation"),
     (
@@ -53,7 +52,6 @@ WRITTEN: list[tuple[Any, Any, str]] = [
         dsgd.WAGMAStrategy(),
         "Write strategy=lightning_dsgd.pytorch_lightning.WAGMAStrategy().",
     ),
-    (train_with(pytorch_lightning.Trainer), dsgd.Adaptive(), 'Write strategy="adaptive".'),
     (
         train_with(L.Fabric),
         dsgd.WAGMAStrategy(group_size=4),

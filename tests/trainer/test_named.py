@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import lightning_dsgd.pytorch_lightning as twins
-from lightning_dsgd import wings
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
 from lightning_dsgd.trainer.named import STRATEGIES, class_of
 from tests.support.mpi import ended
@@ -105,8 +104,8 @@ def test_every_name_and_its_alias_stand_for_one_class(package: str) -> None:
     """Some libraries take a strategy for one of several ranks where its name has "ddp" in it."""
     made = importlib.import_module(package)
     known = [name for name in made.strategies.StrategyRegistry if class_of(name, package)]
-    assert len(known) == 2 * len([*ALGORITHMS, *BY_UNITS, *wings.ALGORITHMS])
-    for name in (*ALGORITHMS, *wings.ALGORITHMS):
+    assert len(known) == 2 * len([*ALGORITHMS, *BY_UNITS])
+    for name in (*BY_UNITS, *ALGORITHMS):
         kind = class_of(name, package)
         assert kind is class_of(f"ddp_{name}", package)
         assert kind is not None

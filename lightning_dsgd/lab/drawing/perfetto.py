@@ -15,9 +15,6 @@ def trace_events(runs: Sequence[Run]) -> str:
     events: list[dict[str, Any]] = []
     for process, run in enumerate(runs):
         events.append(_name("process_name", process, 0, run.name))
-        for at_s, text in run.decisions:
-            ts = round(1e6 * at_s)
-            events.append({"ph": "i", "s": "p", "name": text, "pid": process, "tid": 0, "ts": ts})
         for track in run.tracks:
             for place, (spans, name) in enumerate(
                 ((track.spans, f"rank {track.rank}"), (track.beside, f"rank {track.rank}, beside"))

@@ -34,13 +34,11 @@ class Run:
         name: the title above its tracks
         tracks: one for each rank
         note: what is not drawn, for the reader of the picture
-        decisions: what `adaptive` has decided, and when
     """
 
     name: str
     tracks: list[Track]
     note: str = ""
-    decisions: tuple[tuple[float, str], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -81,15 +79,12 @@ def load(
     drawn = _moved(drawn, -begin_s)
     if seconds is not None:
         drawn = _moved(_cut(drawn, *seconds), -seconds[0])
-        begin_s += seconds[0]
-    decisions = tuple((at_s - begin_s, text) for at_s, text in traces[0].decisions)
-    notes += [f"at {at_s:.1f} s {_choice(text)}" for at_s, text in decisions]
     absent = missing_ranks(traces)
     if absent:
         notes.append(f"no files of ranks {', '.join(map(str, absent))}")
     if any(trace.about.get("waits") == "not seen" for trace in traces):
         notes.append("waits were not recorded")
-    return Run(_name(traces[0]), drawn, ", ".join(notes), decisions)
+    return Run(_name(traces[0]), drawn, ", ".join(notes))
 
 
 def named_apart(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
@@ -116,12 +111,6 @@ def _label(path: Path, others: Sequence[Path]) -> str:
         if ends.count(parts[-size:]) == 1:
             return "/".join(parts[-size:])
     return str(path)
-
-
-def _choice(decision: str) -> str:
-    """Returns what a decision was, without its step and its reason."""
-    words = decision.split(": ")
-    return words[1] if len(words) > 1 else decision
 
 
 def _name(trace: Trace) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.hyperparameters import parse
-from lightning_dsgd.lab.adaptive.strategy import AdaptiveStrategy
 from lightning_dsgd.lab.catalogue import strategy_called
 from lightning_dsgd.trainer.named import STRATEGIES
 from lightning_dsgd.trainer.strategy import DecentralizedStrategy
@@ -27,8 +26,7 @@ def strategy(spec: str, others: Mapping[str, Any] | None = None) -> Any:
         others: strategies beside this package's, by name
     """
     name, options = parse(spec)
-    known = {**(others or {}), "adaptive": AdaptiveStrategy, **STRATEGIES}
-    return strategy_called(name, known)(**options)
+    return strategy_called(name, {**(others or {}), **STRATEGIES})(**options)
 
 
 def communication(trainer: L.Trainer) -> dict[str, float]:

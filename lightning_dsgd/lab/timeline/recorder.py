@@ -5,8 +5,7 @@
      "wait": [[403001, 411870, 5]], "serve": [[88012, 88931, 2]]}
 
 The first line says who wrote it; then there is one line for each step, in microseconds from
-`origin_s`, which is a time on the clock that all ranks share.  A line {"decision": text, "at": ...}
-tells what `adaptive` has chosen, and why.
+`origin_s`, which is a time on the clock that all ranks share.
 
     span      from the end of the step before to the end of this one
     fetch     between batches: the data loader, loggers and other callbacks
@@ -157,12 +156,6 @@ class Recorder:
     def did(self, kind: str, begin_s: float, end_s: float, *figures: int) -> None:
         """Records a time of one of the other kinds, with figures that belong to it."""
         self._add(kind, (begin_s, end_s, *figures))
-
-    def decided(self, text: str) -> None:
-        """Records a decision of `adaptive`, in words."""
-        if self.is_open:
-            at = self._whole((self._now(), self._now()))[0]
-            self._write({"decision": text, "at": at})
 
     def has_batch(self, num_items: int) -> None:
         """Records that the step has a batch of so many numbers."""

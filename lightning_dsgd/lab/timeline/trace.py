@@ -81,7 +81,6 @@ class Trace:
         about: the file's first line
         steps: the steps in their order
         end: why the file ends; empty where the run was killed
-        decisions: what `adaptive` has decided, and when
     """
 
     rank: int
@@ -89,7 +88,6 @@ class Trace:
     about: dict[str, Any]
     steps: tuple[Step, ...]
     end: str
-    decisions: tuple[tuple[float, str], ...] = ()
 
 
 def read_folder(folder: Path) -> list[Trace]:
@@ -156,7 +154,6 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
     text = path.read_text(encoding="ascii", errors="replace")
     lines = text.splitlines(keepends=True)
     shift_s, steps, end = float(head["origin_s"]) - origin_s, [], ""
-    decisions: list[tuple[float, str]] = []
     sums: dict[str, dict[int, list[tuple[float, float, int]]]] = {kind: {} for kind in _SUMS}
     for number, line in enumerate(lines[1:], 2):
         if not line.endswith("\n"):
@@ -164,11 +161,6 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
         record = _parsed(path, number, line)
         if "end" in record:
             end = str(record["end"])
-        elif "decision" in record:
-            at: Any = record.get("at")
-            if not _is_figure(at):
-                _refuse(path, number, "'at' must be a number", at)
-            decisions.append((1e-6 * at + shift_s, str(record["decision"])))
         else:
             _check_step(path, number, record)
             steps.append(_step(record, shift_s))
@@ -186,7 +178,7 @@ def _read(path: Path, head: dict[str, Any], origin_s: float) -> Trace:
         for step in steps
     ]
     rank, world_size = int(head["rank"]), int(head["world_size"])
-    return Trace(rank, world_size, head, tuple(steps), end, tuple(decisions))
+    return Trace(rank, world_size, head, tuple(steps), end)
 
 
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from lightning_dsgd.cli import main
-from lightning_dsgd.lab.drawing import command, page, perfetto, picture
+from lightning_dsgd.lab.drawing import command, page, picture
 from lightning_dsgd.lab.simulate import command as simulate
 from lightning_dsgd.lab.timeline.recorder import file_of
-from tests.lab.timeline.support import record, recorder
+from tests.lab.timeline.support import record
 from tests.support.browser import chromium
 
 
@@ -78,15 +78,6 @@ def test_a_trace_that_is_broken_is_an_error_of_the_command(
     assert "a span of 'wait' must be 3 numbers, got" in capsys.readouterr().err
 
 
-def test_a_decision_without_a_reason_is_told_whole(tmp_path: Path) -> None:
-    mine = recorder(tmp_path, world_size=1)
-    mine.decided("stays")
-    mine.clock.at_s += 1.0
-    mine.end_step(1)
-    mine.close("")
-    assert "at 0.0 s stays" in picture.sentence(picture.load(tmp_path))
-
-
 def test_a_picture_is_xml_and_cut_to_the_seconds(runs: Path, tmp_path: Path) -> None:
     output = tmp_path / "timeline.svg"
     arguments = [str(runs / "wagma-4"), "--seconds", "1:2.5", "--output", str(output)]
@@ -96,20 +87,6 @@ def test_a_picture_is_xml_and_cut_to_the_seconds(runs: Path, tmp_path: Path) -> 
     assert "rank 3" in texts
     assert "1.4 s" in texts
     assert "2 s" not in texts
-
-
-def test_a_decision_is_shown_with_its_time(tmp_path: Path) -> None:
-    mine = recorder(tmp_path, world_size=1)
-    mine.end_step(1)
-    mine.clock.at_s += 2.0
-    mine.decided("step 1: takes wagma: nobody waits there")
-    mine.end_step(2)
-    mine.close("the test has ended")
-    run = picture.load(tmp_path)
-    assert run.decisions == ((2.0, "step 1: takes wagma: nobody waits there"),)
-    assert "at 2.0 s takes wagma" in picture.sentence(run)
-    [told] = [e for e in json.loads(perfetto.trace_events([run]))["traceEvents"] if e["ph"] == "i"]
-    assert (told["ts"], told["name"]) == (2_000_000, run.decisions[0][1])
 
 
 USED = """

@@ -1,1 +1,0 @@
-"""`strategy="adaptive"`: begins as all-reduce, and changes to what ends training sooner."""
