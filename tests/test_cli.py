@@ -70,7 +70,10 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", SAID)
-def test_a_command_answers_or_refuses(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_answers_or_refuses(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
     arguments, status, texts = SAID[case]
     with nullcontext() if status is None else pytest.raises(SystemExit) as end:
         main(arguments)
