@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.simulated import RankFailed, SimulatedWorld
 
 REFUSED = {
+    "wagma:perod=3": "wagma has no option perod, got perod=3; it takes ",
     "sgp:num_peers=0": "num_peers must be a whole number of at least 1, got num_peers=0",
     "sgp:topology=star": "got topology='star'",
     "sgp:hierarchical=true": "node_size must divide world_size, got node_size=None",
@@ -51,3 +54,10 @@ REFUSED = {
 def test_what_cannot_work_is_refused_with_what_to_try(spec: str) -> None:
     with pytest.raises(ValueError, match=re.escape(REFUSED[spec])):
         make_algorithm(spec).check(4)
+
+
+def test_what_cannot_work_does_not_start() -> None:
+    """Whoever starts an algorithm need not have checked it."""
+    sgp = make_algorithm("sgp:hierarchical=true:node_size=3")
+    with pytest.raises(RankFailed, match="got node_size=3 with world_size=4"):
+        SimulatedWorld(4).run(lambda net: sgp.start(net, torch.zeros(2)))
