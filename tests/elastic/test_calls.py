@@ -153,6 +153,28 @@ def test_ranks_come_and_are_lost_in_thousands_of_schedules() -> None:
         run(10_000 + seed, may_end=seed % 2 == 1)
 
 
+def meet_in_steps(net: Any, again: bool) -> list[int]:
+    """In which views a step is made of which one rank is lost."""
+    calls, made = Calls(net, lambda view: None), list[int]()
+
+    def step() -> None:
+        made.append(calls.view.number)
+        calls.view.sub("step").barrier().wait()
+
+    if net.rank == 2:
+        net.compute(60.0)  # it is killed in the midst of that
+    calls.step(step, again=again)
+    calls.leave()
+    return made
+
+
+def test_a_step_is_made_again_after_a_loss_only_where_it_must_be() -> None:
+    for again, views in ((True, [0, 1]), (False, [0])):
+        world = SurvivingWorld(3, strict=False)
+        world.kill(2, 1.0)
+        assert world.outcomes(meet_in_steps, again)[:2] == [views, views]
+
+
 def close_by_a_view(net: Any) -> int:
     """How many functions are left to be called when the process ends."""
     left: list[Any] = []

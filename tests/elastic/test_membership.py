@@ -1,8 +1,8 @@
-"""What a rank makes of messages of a dead one: one rank of `membership`, message by message."""
+"""What one rank of `membership` makes of what others tell it, message by message."""
 
 from __future__ import annotations
 
-from lightning_dsgd.elastic.ballots import ACCEPT, COMMIT, PREPARE, PROMISE, Message
+from lightning_dsgd.elastic.ballots import ACCEPT, COMMIT, JOIN, PREPARE, PROMISE, WANT, Message
 from lightning_dsgd.elastic.membership import Membership
 
 ALL = (0, 1, 2)
@@ -32,3 +32,20 @@ def test_a_dead_rank_leads_nobody() -> None:
     rank_1.hear(0.2, 2, Message(PROMISE, 1, ALL, ballot=(1, 1), dead=(0,)))
     [(to, message)] = rank_1.outbox
     assert (to, message.kind, message.members, message.ballot) == (2, ACCEPT, (1, 2), (1, 1))
+
+
+def test_a_newcomer_that_is_a_member_waits_no_more() -> None:
+    """Else it would take the place of the one that is to be let in next."""
+    rank_0 = Membership(0, (0, 1), patience_s=1.0, holds_joins=True)
+    for newcomer in (2, 3):
+        rank_0.hear(0.0, newcomer, Message(JOIN, 0))
+    rank_0.hear(0.1, 1, Message(COMMIT, 1, members=ALL))
+    assert rank_0.believes.waiting == {3}
+
+
+def test_a_rank_outside_says_whom_its_replica_misses_though_others_alone_have_lost_it() -> None:
+    rank_1 = Membership(1, range(4), patience_s=1.0, groups=[(0, 1), (2, 3)])
+    rank_1.hear(0.0, 2, Message(WANT, 1, tuple(range(4)), lost=(0,)))
+    assert not rank_1.believes.lost
+    rank_1.hear(0.1, 2, Message(COMMIT, 1, members=(2, 3)))
+    assert rank_1.ended == "cannot go on without rank 0, which held shards of its replica"
