@@ -12,6 +12,7 @@ from lightning_dsgd.mpi.flight import InFlight, Leaving, chunks_of
 from lightning_dsgd.mpi.job import Job
 from lightning_dsgd.mpi.wire import MPIWire
 from lightning_dsgd.transport.frames import CODES, HEADER
+from lightning_dsgd.transport.mailboxes import Expected
 from lightning_dsgd.transport.mesh import Mesh
 
 
@@ -112,6 +113,24 @@ def test_chunks_hold_all_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
         chunks = chunks_of(memoryview(text))
         assert b"".join(chunks) == text
         assert all(0 < len(chunk) <= 4 for chunk in chunks)
+
+
+def test_a_receive_belongs_to_the_first_message_of_its_mailbox(mpi: MPI) -> None:
+    """The second is not read into the tensor of a receive that comes between the two."""
+    over = wire_over(mpi)
+    messages = [torch.full((4,), value) for value in (1.0, 2.0)]
+    frames = [bytearray(header_of(x) + x.numpy().tobytes()) for x in messages]
+    over._begin_message(1, frames[0])
+    receives = [Expected(1, (5, 6), torch.empty(4)) for _ in messages]
+    for expected in receives:
+        over._mesh.mailboxes.collect(expected)
+    over._begin_message(1, frames[1])
+    over._deliver()
+    for expected, x in zip(receives, messages, strict=True):
+        assert expected.into is not None
+        assert expected.payload is not None
+        expected.into.copy_(expected.payload)  # as its wait does
+        assert torch.equal(expected.into, x)
 
 
 class Ending:
