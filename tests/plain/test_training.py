@@ -156,6 +156,32 @@ def test_closures_subclasses_and_what_is_compiled_step_as_others_do(kinds: Any) 
         assert first[kind][1]["bytes_sent"] == first["plain"][1]["bytes_sent"], kind
 
 
+class Drifting(torch.optim.SGD):
+    """Changes its weights after the step of its base, each rank its own way."""
+
+    drift = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        output = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter += self.drift
+        return output
+
+
+def step_and_drift() -> Tensor:
+    model, _ = make(Plain)
+    optimizer = Drifting(model.parameters(), 0.05)
+    with replica_of(model, optimizer, dsgd.LocalSGD(sync_period=1)) as replica:
+        optimizer.drift = replica.rank
+        steps(model, optimizer, [mean_batch(0)])
+        return weights(model)
+
+
+def test_what_a_subclass_does_after_its_bases_step_belongs_to_the_step() -> None:
+    assert same(run(2, step_and_drift))
+
+
 def fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1, fused=True)
 
@@ -295,6 +321,19 @@ def test_what_is_saved_beside_a_model_is_loaded_again(tmp_path: Path) -> None:
     for world_size, owners in ((2, [0, 1]), (3, [0, 0, 0])):
         found = run(world_size, load, str(tmp_path))
         assert found == [{"epoch": 1, "own": [rank, OWN]} for rank in owners]
+
+
+def resume_a_scaler(path: str) -> float:
+    for resumes in (False, True):
+        model, optimizer = make()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 if resumes else 1024.0)
+        with replica_of(model, optimizer, dsgd.LocalSGD(4), scaler=scaler) as replica:
+            (replica.load if resumes else replica.save)(path)
+    return scaler.get_scale()
+
+
+def test_a_scaler_that_is_saved_beside_a_model_is_loaded_again(tmp_path: Path) -> None:
+    assert run(2, resume_a_scaler, str(tmp_path / "scaled.pt")) == [1024.0, 1024.0]
 
 
 def save_what_cannot_be_read(folder: str) -> None:
