@@ -283,15 +283,19 @@ def stop_while_the_device_hangs(net: Any, fake: FakeDevice) -> None:
 
     def fn(lane_net: Any) -> None:
         with hung(fake):
+            y = torch.zeros(
+                10, device=fake.device
+            )  # nothing is copied to it before the device ends
+            receive = lane_net.collect(y, other, lane_net._messages, 0, 0, y)
+            assert until(receive.arrived.is_set, 60, lambda: None)
             begun.set()
-            y = torch.zeros(10, device=fake.device)
-            lane_net.broadcast(y, src=other).wait()
+            receive.wait()  # for the device alone
             raise AssertionError("it came through")
 
     begun = threading.Event()
     lane = net.spawn_lane(fn)
-    lane.net.broadcast(x, src=net.rank)
-    assert begun.wait(20)
+    lane.net.send(x, other)
+    assert begun.wait(60)
     lane.stop(20)
     net.barrier().wait()
 
