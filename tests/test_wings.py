@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_dsgd import wings
 from lightning_dsgd.wings import COMMANDS, WINGS
 from tests.test_package import WINGS as RULE
 
@@ -57,6 +58,22 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(folder)}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("absent", "kind"),
+    [("lightning_dsgd.lab", wings.WingMissing), ("yaml", ModuleNotFoundError)],
+)
+def test_what_a_wing_misses_is_not_taken_for_the_wing(
+    absent: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(module: str) -> None:
+        raise ModuleNotFoundError(name=absent)
+
+    monkeypatch.setattr(wings.importlib, "import_module", lacks)
+    with pytest.raises(ImportError) as info:
+        wings.load("lab.doctor", "`lightning-dsgd doctor`")
+    assert info.type is kind
 
 
 @pytest.mark.exhaustive
