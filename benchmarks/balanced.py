@@ -86,8 +86,8 @@ def virtual(num_ranks: int, k: int, situation: str, *, backups: bool, seed: int)
     """The time of `balanced` as a share of DDP's."""
     from lightning_dsgd.algorithm import Conditions
     from lightning_dsgd.algorithms.balanced import Balanced
-    from lightning_dsgd.data.dealing import Dealing
-    from lightning_dsgd.data.units import NONE
+    from lightning_dsgd.data.units.dealing import Dealing
+    from lightning_dsgd.data.units.protocol import NONE
     from lightning_dsgd.simulated import SimulatedWorld
 
     num_steps = 40

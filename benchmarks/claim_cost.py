@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import script, thread_cost
-from lightning_dsgd.elastic.claimed.claims import Epoch
-from lightning_dsgd.elastic.claimed.dealing import Dealing
+from lightning_dsgd.data.claims.claims import Epoch
+from lightning_dsgd.data.claims.dealing import Dealing
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport

@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import script, thread_cost
-from lightning_dsgd.data.dealing import Dealing
-from lightning_dsgd.data.units import NONE
+from lightning_dsgd.data.units.dealing import Dealing
+from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport

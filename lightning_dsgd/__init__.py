@@ -24,7 +24,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "Algorithm": "algorithm",
-    "BatchSizesSampler": "elastic.unequal_sampler",
+    "BatchSizesSampler": "data.unequal_sampler",
     "CheckpointArtifacts": "lab.checkpoint_artifacts",
     "CommunicationMonitor": "lab.callbacks",
     "DecentralizedStrategy": "trainer.strategy",
@@ -46,7 +46,7 @@ _HOMES = {
 if TYPE_CHECKING:  # "as": `mypy --strict` takes a name only where it is exported by name
     from lightning_dsgd.algorithm import Algorithm as Algorithm
     from lightning_dsgd.algorithms import *  # noqa: F403
-    from lightning_dsgd.elastic.unequal_sampler import BatchSizesSampler as BatchSizesSampler
+    from lightning_dsgd.data.unequal_sampler import BatchSizesSampler as BatchSizesSampler
     from lightning_dsgd.fabric.strategy import FabricStrategy as FabricStrategy
     from lightning_dsgd.lab.callbacks import CommunicationMonitor as CommunicationMonitor
     from lightning_dsgd.lab.callbacks import StragglerInjector as StragglerInjector

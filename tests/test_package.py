@@ -42,9 +42,9 @@ CORE = {
     "primitives": "agreement algorithm buffers devices hyperparameters transport",
     "algorithms": "agreement algorithm devices hyperparameters primitives transport wings",
     "replica": "agreement algorithm devices primitives transport",
-    "data": "transport",
     "session": "agreement algorithm devices hyperparameters keywords primitives replica transport "
     "wings",
+    "data": "session transport",
     "plain": "agreement algorithm algorithms data devices keywords replica session transport wings",
     "trainer": "agreement algorithm algorithms data devices hyperparameters keywords replica "
     "session transport wings",
@@ -52,7 +52,7 @@ CORE = {
     "pytorch_lightning": "keywords trainer",
     "tasks": "",
     PACKAGE.name: "algorithm algorithms arrival fabric hyperparameters plain trainer transport "
-    "wings sharded tasks lab elastic",  # public names, which type checkers alone import there
+    "wings sharded tasks lab elastic data",  # public names, which type checkers alone import there
     "cli": f"{PACKAGE.name} hyperparameters trainer wings",
     "__main__": "cli",
 }  # fmt: skip
@@ -93,10 +93,10 @@ LIBRARIES = {
     "lightning_dsgd_rank": "why.inside",  # on the path of a watched job alone
     "mpi4py": "transport.mpi_job",
     "lightning pytorch_lightning lightning_fabric lightning_utilities": "trainer fabric sharded "
-    f"pytorch_lightning cli tasks elastic.claimed elastic.taken_over {LAB_ON_RANKS} "
+    f"pytorch_lightning cli tasks elastic.taken_over {LAB_ON_RANKS} "
     "why.inside.lightning_dsgd_rank.callbacks",
     "torchmetrics": "elastic trainer tasks",
-    "numpy": "elastic.claimed primitives session tasks",
+    "numpy": "data.claims primitives session tasks",
     "triton": "primitives.sparse_triton",
     "wandb": "lab",
     "PIL gymnasium sklearn tokenizers": "tasks lab",

@@ -16,7 +16,7 @@ makes the sum once all units of the step are there.  It needs no training thread
 rank that stalls has finished is in its G_r, and the sums that it misses wait for it.
 
 Where the others go on without a lost rank, the lane sums a copy of G_r, so that a step whose sum
-breaks off loses what the lost rank had finished, and nothing else: see `data.losses`.
+breaks off loses what the lost rank had finished, and nothing else: see `data.units.losses`.
 
 **Rounded sums.**  With a `wire_dtype` the lanes send sums rounded, and add what was rounded off to
 their next sum (`primitives/quantised.py`).  At the end of training the optimizer applies what is

@@ -1,1 +1,7 @@
-"""What ranks train on: the micro-batches of a step, and who computes which."""
+"""What ranks train on, and who deals it.
+
+claims     ranks claim the batches of an epoch, as many as they can train on: `data="claimed"`
+units      ranks share the micro-batches of each step: `balanced`
+unequal    ranks have batches of different sizes, and means are weighted by samples;
+           `unequal_sampler` deals the data so
+"""

@@ -1,4 +1,4 @@
-"""Training that goes on where ranks are lost, join or leave, or are slow.
+"""Training that goes on where ranks are lost, join or leave.
 
     members    the ranks of a session, in the place of `session.ranks`: they go on where one is lost
     calls      ends calls although a rank is lost, with the same result everywhere
@@ -7,9 +7,6 @@
     joining    ranks join the Trainer's training: `handover` gives them what the others have
     entrance   how processes come to ranks that train
     suits      whether an algorithm suits all numbers of ranks that there may come to be
-    unequal    ranks have batches of different sizes, and means are weighted by samples;
-               `unequal_sampler` deals the data so
-    claimed    ranks claim their batches from the epoch, as many as they can train on
     membership how the ranks agree on who goes on: `ballots`, what they believe and say; `quorum`,
                who may agree and go on
     views      what each rank makes of that: `survival`, between processes; `simulated`

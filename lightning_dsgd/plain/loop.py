@@ -25,8 +25,8 @@ from lightning_dsgd import wings
 from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
-from lightning_dsgd.data.balancing import Balancing
-from lightning_dsgd.data.loaders import has_indices
+from lightning_dsgd.data.units.balancing import Balancing
+from lightning_dsgd.data.units.loaders import has_indices
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.plain.units import UnitSteps
 from lightning_dsgd.session import figures, notices, options
@@ -184,7 +184,7 @@ class Loop:
             training.replica = replica
         else:
             if self.claims:
-                wing: Any = wings.load("elastic.claimed.in_loops", 'data="claimed"')
+                wing: Any = wings.load("plain.claimed", 'data="claimed"')
                 self.claimed = wing.LoopData(session)
                 self.claimed.open(session.net.sub("claims"))
             agreed = AgreedBatch(session.net.sub("stop"), is_of_each=self.claims)

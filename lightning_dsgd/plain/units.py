@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_dsgd.data.balancing import Balancing, longest, parts_of
-from lightning_dsgd.data.loaders import UnitLoader, check_can_draw_for_others
-from lightning_dsgd.data.units import NONE
+from lightning_dsgd.data.units.balancing import Balancing, longest, parts_of
+from lightning_dsgd.data.units.loaders import UnitLoader, check_can_draw_for_others
+from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.plain.steps import failing
 from lightning_dsgd.session.session import Session
 

@@ -152,7 +152,7 @@ def samples_of(chosen: Mapping[str, Any], optimizers: Callable[[], Sequence[Any]
     """Returns what counts the samples of these optimizers' steps; None: nobody asks for it."""
     if chosen.get("weigh_by") != "samples":
         return None
-    wing: Any = wings.load("elastic.unequal", 'weigh_by="samples"')
+    wing: Any = wings.load("data.unequal", 'weigh_by="samples"')
     return wing.Samples(optimizers)
 
 

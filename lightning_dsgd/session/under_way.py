@@ -19,9 +19,9 @@ class Training:
     replica: Replica
     agreed: AgreedBatch
     claimed: Any = field(default=None, kw_only=True)
-    """What this rank trains on, where it claims its batches (`elastic.claimed`); else None."""
+    """What this rank trains on, where it claims its batches (`data.claims`); else None."""
     balancing: Any = field(default=None, kw_only=True)
-    """What shares the micro-batches of a step, where ranks do (`data.balancing`); else None."""
+    """What shares the micro-batches of a step, where ranks do (`data.units`); else None."""
 
     def stop_lanes(self) -> Sequence[Callable[[], None]]:
         """Returns what ends the threads beside the training."""

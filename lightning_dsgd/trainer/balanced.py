@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.agreement import everyones
-from lightning_dsgd.data.balancing import Balancing, longest, parts_of
-from lightning_dsgd.data.loaders import UnitLoader, check, check_can_draw_for_others
-from lightning_dsgd.data.units import NONE
+from lightning_dsgd.data.units.balancing import Balancing, longest, parts_of
+from lightning_dsgd.data.units.loaders import UnitLoader, check, check_can_draw_for_others
+from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.session.options import check_is_first
 from lightning_dsgd.trainer import joint, seams, step_sizes
 from lightning_dsgd.trainer.metrics import StepMetrics

@@ -42,7 +42,7 @@ from torchmetrics import Metric
 
 from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm, Conditions
-from lightning_dsgd.data.loaders import has_indices
+from lightning_dsgd.data.units.loaders import has_indices
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import notices, options
@@ -207,7 +207,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     def _claim(self, trainer: Any) -> Any:
         """Returns what this rank trains on, where it claims its batches."""
-        wing: Any = wings.load("elastic.claimed.in_trainer", 'data="claimed"')
+        wing: Any = wings.load("trainer.claimed", 'data="claimed"')
         wing.check_trainer(trainer, self.algorithm.name)
         is_newcomer = not self.session.takes_part
         return wing.TrainerData(self.session, trainer, self.world_size, is_newcomer=is_newcomer)

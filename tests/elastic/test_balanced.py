@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lightning_dsgd as dsgd
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithms.balanced import Balanced
-from lightning_dsgd.data.balancing import Balancing
-from lightning_dsgd.data.loaders import UnitLoader
+from lightning_dsgd.data.units.balancing import Balancing
+from lightning_dsgd.data.units.loaders import UnitLoader
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from lightning_dsgd.data.claims.claims import Claims
 from lightning_dsgd.elastic import membership
 from lightning_dsgd.elastic.ballots import PREPARE
-from lightning_dsgd.elastic.claimed.claims import Claims
 from lightning_dsgd.elastic.membership import Membership
 from lightning_dsgd.elastic.quorum import Terms as TermsOfViews
 from tests.elastic.chaos.record import Record, findings, summary

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 
 from lightning_dsgd.algorithms.balanced import Balanced
-from lightning_dsgd.data.balancing import Balancing
+from lightning_dsgd.data.units.balancing import Balancing
 from lightning_dsgd.trainer.refusals import check_sync_batchnorm
 from tests.support.fits import LATER, Plain, Seeded, errors, fit, run, strategy
 from tests.support.models import loader, trainer, weights

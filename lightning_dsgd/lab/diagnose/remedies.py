@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.algorithms.allreduce import AllReduce
-from lightning_dsgd.data.balancing import parts_of
+from lightning_dsgd.data.units.balancing import parts_of
 from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.decisions import Choice
 from lightning_dsgd.lab.diagnose import sharing

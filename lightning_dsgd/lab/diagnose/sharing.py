@@ -23,7 +23,7 @@ from typing import Final
 
 import torch
 
-from lightning_dsgd.data.units import CLOSED, DEALER, NONE, Dealer, Hand, Words
+from lightning_dsgd.data.units.protocol import CLOSED, DEALER, NONE, Dealer, Hand, Words
 from lightning_dsgd.lab.diagnose.times import PARTS, Times
 
 UNIT_S: Final = 1e-3

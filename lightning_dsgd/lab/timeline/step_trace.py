@@ -26,7 +26,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dsgd.data import loaders
+from lightning_dsgd.data.units import loaders
 from lightning_dsgd.lab import trackers
 from lightning_dsgd.lab.timeline.clocks import boot_id, offset_by_meetings, offset_to_rank_0
 from lightning_dsgd.lab.timeline.recorder import DEFAULT_MB, SHARDED, Recorder

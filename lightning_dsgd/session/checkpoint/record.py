@@ -33,7 +33,7 @@ from lightning_dsgd.replica.replica import Replica
 
 _KEY: Final = "lightning_dsgd"
 CLAIMS: Final = "lightning_dsgd_claims"
-"""The key of what ranks have claimed in an epoch (`elastic.claimed`)."""
+"""The key of what ranks have claimed in an epoch (`data.claims`)."""
 
 Record = dict[str, Any]
 

@@ -26,9 +26,9 @@ from torch import nn
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
+from lightning_dsgd.data.claims.claims import NONE, Claims, Epoch
+from lightning_dsgd.data.claims.dealing import Dealing
 from lightning_dsgd.elastic.calls import Calls
-from lightning_dsgd.elastic.claimed.claims import NONE, Claims, Epoch
-from lightning_dsgd.elastic.claimed.dealing import Dealing
 from lightning_dsgd.elastic.simulated import SurvivableFaults, SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
 from lightning_dsgd.elastic.views import views_of

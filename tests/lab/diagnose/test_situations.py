@@ -15,8 +15,8 @@ import torch
 
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
-from lightning_dsgd.data.dealing import Dealing
-from lightning_dsgd.data.units import NONE
+from lightning_dsgd.data.units.dealing import Dealing
+from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.lab.diagnose.remedies import (
     STRATEGIES,
     advised,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dsgd.data.plan import Plan, split
+from lightning_dsgd.data.units.plan import Plan, split
 
 
 def batches(*lengths: int, first: int = 0) -> tuple[Tensor, list[int]]:

@@ -35,9 +35,9 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dsgd.data.loaders import has_indices
-from lightning_dsgd.elastic.claimed.claims import NONE
-from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed
+from lightning_dsgd.data.claims.claims import NONE
+from lightning_dsgd.data.claims.loaders import ClaimedData, claimed
+from lightning_dsgd.data.units.loaders import has_indices
 from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session

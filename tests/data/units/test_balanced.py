@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
-from lightning_dsgd.data.dealing import Dealing
-from lightning_dsgd.data.units import NONE
+from lightning_dsgd.data.units.dealing import Dealing
+from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import PeerLost
 from tests.support.thorough import times

@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from lightning_dsgd.elastic.claimed.claims import Claims, Epoch, Report
+from lightning_dsgd.data.claims.claims import Claims, Epoch, Report
 from lightning_dsgd.transport import ANY, Timeout, Transport, TransportError
 
 _WORDS: Final = torch.empty(0, dtype=torch.int64)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.elastic.claimed.dealing import Dealing
-from tests.elastic.claimed.test_claimed_fits import Numbered, all_once
+from lightning_dsgd.data.claims.dealing import Dealing
+from tests.data.claims.test_claimed_fits import Numbered, all_once
 from tests.support.fits import errors, run
 from tests.support.worlds import FitWorld
 

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
-from lightning_dsgd.elastic.claimed.claims import NONE, Claims, Epoch
-from lightning_dsgd.elastic.claimed.dealing import Dealing
+from lightning_dsgd.data.claims.claims import NONE, Claims, Epoch
+from lightning_dsgd.data.claims.dealing import Dealing
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.transport import Transport
 
@@ -256,7 +256,7 @@ def claimed(loader: Any, data: ClaimedData, begin: Callable[[Any], None]) -> Any
     """Returns a twin of a loader, with the batches that this rank claims.
 
     Args:
-        loader: a loader of which `data.loaders.has_indices` is true
+        loader: a loader of which `data.units.loaders.has_indices` is true
         data: the claims
         begin: has `data` begin the epoch, or go on with it; called with the twin before the first
             batch

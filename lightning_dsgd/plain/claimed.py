@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_dsgd.data.loaders import has_indices
-from lightning_dsgd.elastic.claimed.loaders import ClaimedData, claimed
+from lightning_dsgd.data.claims.loaders import ClaimedData, claimed
+from lightning_dsgd.data.units.loaders import has_indices
 from lightning_dsgd.session.session import Session
 
 _log: Final = logging.getLogger("lightning_dsgd")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.data.losses import conclude, members_of, report_of
-from lightning_dsgd.data.units import CLOSED, DEALER, NONE, Dealer
-from tests.data.test_units import World, schedule
+from lightning_dsgd.data.units.losses import conclude, members_of, report_of
+from lightning_dsgd.data.units.protocol import CLOSED, DEALER, NONE, Dealer
+from tests.data.units.test_protocol import World, schedule
 from tests.support.thorough import times
 
 

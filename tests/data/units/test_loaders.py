@@ -17,8 +17,8 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from lightning_dsgd.data.loaders import UnitLoader, check_can_draw_for_others
-from lightning_dsgd.data.plan import Plan
+from lightning_dsgd.data.units.loaders import UnitLoader, check_can_draw_for_others
+from lightning_dsgd.data.units.plan import Plan
 
 
 class Numbers(Dataset[int]):

@@ -24,11 +24,11 @@ epoch's beginning.  A lost rank's samples are drawn by a member in the epochs to
 `members_of`.
 
 **Each unit enters the sum once.**  Within a view it has entered one rank's G_r at most: see
-`units`.  It is done if that rank is a member, and free if not.  It may be in the hand of a member
-that had not entered it, or was about to: that one asks the new dealer before it enters it, as every
-member does with a unit that it had begun before.  The dealer says no if the unit is done, or if it
-has said yes to another.  Messages of the old view are dropped, so no member hears a yes of the old
-dealer here; a member that has heard it before has entered the unit, or asks again.
+`protocol`.  It is done if that rank is a member, and free if not.  It may be in the hand of a
+member that had not entered it, or was about to: that one asks the new dealer before it enters it,
+as every member does with a unit that it had begun before.  The dealer says no if the unit is done,
+or if it has said yes to another.  Messages of the old view are dropped, so no member hears a yes of
+the old dealer here; a member that has heard it before has entered the unit, or asks again.
 
 **Who deals, if the dealer is lost.**  The first member always deals, and knows nothing of the old
 dealer's: the reports say all that counts.  What a rank had been granted and has not begun is free.
@@ -38,7 +38,7 @@ waits next.  Nobody waits for another from there to the exchange of reports.  An
 that ends it, and the members of the view after that begin here again: a report is made from what
 stands in the replica and the hand, and nothing of it is changed before all reports are there; what
 is changed then, from the same reports, is a conclusion that the next one includes.  After it each
-member asks the new dealer, as at the beginning of a step, which sees to the rest (`units`).
+member asks the new dealer, as at the beginning of a step, which sees to the rest (`protocol`).
 
 **A newcomer** comes where all members are before the same batch, so all are in the same step, and
 none is behind.  It has made no sum and no unit.  It gets the weights of another member and the
@@ -56,7 +56,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_dsgd.data.units import NONE, Conclusion, Hand
+from lightning_dsgd.data.units.protocol import NONE, Conclusion, Hand
 from lightning_dsgd.transport import Transport
 
 

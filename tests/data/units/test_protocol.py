@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.data.units import (
+from lightning_dsgd.data.units.protocol import (
     ANSWER,
     CLOSED,
     CONTEST,

@@ -1,4 +1,4 @@
-"""Units over a network: a lane hears all messages of `units`, and the training thread waits.
+"""Units over a network: a lane hears all messages of `protocol`, and the training thread waits.
 
     training thread   takes a unit, computes it, has it enter the sum, takes another
     lane              hears all messages; deals, on the first rank; has sums begin
@@ -23,7 +23,7 @@ from typing import Final
 
 import torch
 
-from lightning_dsgd.data.units import (
+from lightning_dsgd.data.units.protocol import (
     ANSWER,
     BEGIN,
     CLOSED,

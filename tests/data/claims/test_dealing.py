@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_dsgd.data.claims.claims import NONE, Claims, Epoch
+from lightning_dsgd.data.claims.dealing import Dealing
 from lightning_dsgd.elastic.calls import Calls
-from lightning_dsgd.elastic.claimed.claims import NONE, Claims, Epoch
-from lightning_dsgd.elastic.claimed.dealing import Dealing
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.simulated import Killed, RankFailed, SimulatedWorld
 from lightning_dsgd.transport import PeerLost, Timeout

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_dsgd.data.plan import Plan, Unit
+from lightning_dsgd.data.units.plan import Plan, Unit
 
 Key = tuple[int, int]
 """A unit's step, counted within the epoch, and its number in it."""

@@ -6,8 +6,8 @@
     next_unit      more units, once this rank has nothing else to do in the step
                    NONE once all of the step are finished, and its sum is in the gradients
 
-`data.units` says who computes which unit, `data.losses` what becomes of a step where a rank is
-lost.  A wait that a loss ends is made again among the ranks that are left, as `Ranks` has it.
+`protocol` says who computes which unit, `losses` what becomes of a step where a rank is lost.
+A wait that a loss ends is made again among the ranks that are left, as `Ranks` has it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from lightning_dsgd.data import losses
-from lightning_dsgd.data.dealing import Dealing
-from lightning_dsgd.data.loaders import UnitLoader
-from lightning_dsgd.data.plan import Batches, Plan, Unit, gather, give
-from lightning_dsgd.data.units import NONE
+from lightning_dsgd.data.units import losses
+from lightning_dsgd.data.units.dealing import Dealing
+from lightning_dsgd.data.units.loaders import UnitLoader
+from lightning_dsgd.data.units.plan import Batches, Plan, Unit, gather, give
+from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.transport import Transport
 
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""The micro-batches of a step, and who computes which: `balanced`."""
