@@ -23,6 +23,8 @@ from typing import Final
 
 import torch
 
+from lightning_dsgd.data.units.dealer import Dealer
+from lightning_dsgd.data.units.hand import Hand
 from lightning_dsgd.data.units.protocol import (
     ANSWER,
     BEGIN,
@@ -32,8 +34,6 @@ from lightning_dsgd.data.units.protocol import (
     NONE,
     READY,
     Conclusion,
-    Dealer,
-    Hand,
     Words,
 )
 from lightning_dsgd.transport import ANY, PeerLost, Timeout, Transport, TransportError

@@ -56,7 +56,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_dsgd.data.units.protocol import NONE, Conclusion, Hand
+from lightning_dsgd.data.units.hand import Hand
+from lightning_dsgd.data.units.protocol import NONE, Conclusion
 from lightning_dsgd.transport import Transport
 
 

@@ -23,7 +23,9 @@ from typing import Final
 
 import torch
 
-from lightning_dsgd.data.units.protocol import CLOSED, DEALER, NONE, Dealer, Hand, Words
+from lightning_dsgd.data.units.dealer import Dealer
+from lightning_dsgd.data.units.hand import Hand
+from lightning_dsgd.data.units.protocol import CLOSED, DEALER, NONE, Words
 from lightning_dsgd.lab.diagnose.times import PARTS, Times
 
 UNIT_S: Final = 1e-3

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from lightning_dsgd.data.units.dealer import Dealer
 from lightning_dsgd.data.units.losses import conclude, members_of, report_of
-from lightning_dsgd.data.units.protocol import CLOSED, DEALER, NONE, Dealer
+from lightning_dsgd.data.units.protocol import CLOSED, DEALER, NONE
 from tests.data.units.test_protocol import World, schedule
 from tests.support.thorough import times
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from lightning_dsgd.data.units.dealer import Dealer
+from lightning_dsgd.data.units.hand import Hand
 from lightning_dsgd.data.units.protocol import (
     ANSWER,
     CLOSED,
@@ -29,8 +31,6 @@ from lightning_dsgd.data.units.protocol import (
     NONE,
     READY,
     VERDICT,
-    Dealer,
-    Hand,
 )
 from tests.support.thorough import times
 
