@@ -5,9 +5,9 @@
 
 `Trainer.fit` with 4 real ranks: a GPT of 10.8 million weights learns the bytes of Python's own
 library, with AdamW and OneCycleLR, in epochs with a validation and a checkpoint each.  Gradients
-are real.  What is emulated is how long they take: each layer's passes sleep until a step of
---compute-ms, two thirds of it backward, would be as far.  So gradients can travel meanwhile, with
-DDP too.  The emulated link connects network namespaces, and needs root.
+are real.  What is emulated is how long they take: each layer's passes sleep until a batch that
+takes --compute-ms, two thirds of it backward, would be as far.  So gradients can travel meanwhile,
+with DDP too.  The emulated link connects network namespaces, and needs root.
 
     random       one random rank is --delay-ms late in every step
     slow-rank    the last rank computes twice as long
@@ -65,6 +65,8 @@ SITUATIONS = {"random": (1, 1.0), "slow-rank": (0, 2.0), "both": (1, 2.0)}
 FORWARD = 1 / 3
 """The share of a step's computation that is its forward pass."""
 VALIDATION_BATCH = 16
+COUNTS = ("epochs", "epoch_steps", "batch", "accumulate", "validated")
+"""Options that are settings of every rank."""
 
 
 # ---- what a rank does ----
@@ -72,13 +74,16 @@ VALIDATION_BATCH = 16
 
 @dataclass
 class Pace:
-    """Lets a step's computation take `compute_s`, if the real one is not slower."""
+    """Lets the computation for a piece of text take `piece_s`, if the real one is not slower."""
 
-    compute_s: float
+    piece_s: float
     begin_s: float = field(default=0.0, init=False)
+    compute_s: float = field(default=0.0, init=False)
 
-    def begin(self) -> None:
+    def begin(self, num_pieces: int) -> None:
+        """Begins with a micro-batch of so many pieces."""
         self.begin_s = time.monotonic()
+        self.compute_s = num_pieces * self.piece_s
 
     def wait(self, share: float) -> None:
         """Sleeps until that share of the computation would be done."""
@@ -122,7 +127,7 @@ class GPT(L.LightningModule):
         return nn.functional.cross_entropy(logits.flatten(0, 1), pieces[:, 1:].flatten())
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.pace.begin()
+        self.pace.begin(len(batch[0]))
         return self.loss(batch)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -176,7 +181,8 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     """Trains once on this rank."""
     L.seed_everything(cell["seed"], verbose=False)
     late, slow = SITUATIONS[cell["situation"]]
-    clock, pace = Clock(), Pace(settings["compute_s"])
+    accumulated = settings["accumulate"]
+    clock, pace = Clock(), Pace(settings["compute_s"] / settings["batch"])
     checkpoint = ModelCheckpoint(
         settings["folder"], "best", monitor="val_loss", enable_version_counter=False
     )
@@ -184,12 +190,13 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
         cell["strategy"],
         settings["world_size"],
         max_epochs=settings["epochs"],
-        limit_train_batches=settings["epoch_steps"],
+        limit_train_batches=settings["epoch_steps"] * accumulated,
+        accumulate_grad_batches=accumulated,
         enable_checkpointing=True,
         callbacks=[StragglerInjector(settings["delay_s"], late, cell["seed"]), clock, checkpoint],
     )
     if rank_of_this_process() == settings["world_size"] - 1:
-        pace.compute_s *= slow
+        pace.piece_s *= slow
     splits = _splits(settings["size"]["seq_len"])
     train = DataLoader(splits["train"], settings["batch"], shuffle=True, drop_last=True)
     held_out = Subset(splits["val"], range(settings["validated"]))
@@ -412,7 +419,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lrs", default="0.0005,0.001", help="to choose from")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--epoch-steps", type=int, default=24)
-    parser.add_argument("--batch", type=int, default=2, help="pieces of text a rank and step")
+    parser.add_argument("--batch", type=int, default=2, help="pieces of text a rank and batch")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches of a rank and step")
     parser.add_argument("--validated", type=int, default=128, help="pieces of text")
     parser.add_argument("--size", default="64,384,6,6", help="seq_len,dim,depth,num_heads")
     parser.add_argument(
@@ -442,7 +450,7 @@ def main(argv: list[str] | None = None) -> None:
         "compute_s": args.compute_ms / 1e3,
         "delay_s": args.delay_ms / 1e3,
         "size": dict(zip(names, map(int, args.size.split(",")), strict=True)),
-        **{name: getattr(args, name) for name in ("epochs", "epoch_steps", "batch", "validated")},
+        **{name: getattr(args, name) for name in COUNTS},
     }
     job = Job(f"{__file__}:run_cell", settings, args.ranks, link)
     results = taken_up(args.output, job, args.tuning_seed, specs)
