@@ -33,14 +33,18 @@ from lightning_dsgd.hyperparameters import did_you_mean, names, parse
 
 _GROUP: Final = "lightning_dsgd.algorithms"
 
+_COMPARED: Final[tuple[type[Algorithm], ...]] = (
+    EagerSGD, DPSGD, NoLoCo, SparseLoCo, TopkAllgather, TopkDSA, GTopk, GaussianTopk, NoSync,
+)  # fmt: skip
 ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
     algorithm.name: algorithm
     for algorithm in (
-        WAGMA, EagerSGD, HPSGD, SGP, ADPSGD, PopSGD, LocalSGD, DiLoCo, SparseLoCo, NoLoCo,
-        DPSGD, OkTopk, TopkAllgather, TopkDSA, GTopk, GaussianTopk, AllReduce, NoSync,
+        WAGMA, HPSGD, OkTopk, PopSGD, SGP, ADPSGD, LocalSGD, DiLoCo, AllReduce, *_COMPARED
     )
 }  # fmt: skip
 """The algorithms by name; the first ones are those to try first."""
+COMPARISONS: Final = tuple(algorithm.name for algorithm in _COMPARED)
+"""The names of those that are here to be compared with."""
 
 BY_UNITS: Final[dict[str, type[Algorithm]]] = {Balanced.name: Balanced}
 """Those that sum a step's micro-batches one by one, and so stand on a face's loaders."""

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.algorithm import Algorithm, Profile
-from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS
+from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, COMPARISONS
 from lightning_dsgd.lab import decisions
 
 T = TypeVar("T")
@@ -24,6 +24,8 @@ COLUMNS: Final = (
     "name", "what it does", "communicates", "with", "extra memory", "bytes sent per step",
     "use it for",
 )  # fmt: skip
+TO_COMPARE: Final = "Here to be compared with:"
+"""Stands above the strategies that nobody need try first."""
 BRIEF: Final = ("name", "what it does", "use it for")
 """The columns of a short table."""
 LEGEND: Final = (
@@ -83,10 +85,13 @@ def records(name: str | None) -> list[dict[str, Any]]:
 def table() -> str:
     """Returns the table for a terminal, as wide as the terminal; a list where that is narrow."""
     width = shutil.get_terminal_size((150, 24)).columns
-    rows = [row(algorithm) for algorithm in _ALL.values()]
+    front = [row(algorithm) for algorithm in _in_front(_ALL)]
+    compared = [row(algorithm) for algorithm in _compared()]
     if width < _NARROW:
-        return "\n\n".join(_entry(cells, width) for cells in rows)
-    name_width = max(len(name) for name, *_ in rows)
+        entries = [_entry(cells, width) for cells in (*front, *compared)]
+        entries.insert(len(front), TO_COMPARE)
+        return "\n\n".join(entries)
+    name_width = max(map(len, _ALL))
     spare = width - name_width - 2 * len(COLUMNS)
     widths = [name_width, *(spare * share // sum(_SHARES) for share in _SHARES[1:])]
 
@@ -100,9 +105,19 @@ def table() -> str:
         ]
 
     rule = "  ".join("-" * width for width in widths)
-    body = [line for cells in rows for line in (*lines(cells), "")]
+    body = [line for cells in front for line in (*lines(cells), "")]
+    body += [TO_COMPARE, ""]
+    body += [line for cells in compared for line in (*lines(cells), "")]
     legend = textwrap.fill(LEGEND, sum(widths) + 2 * len(COLUMNS))
     return "\n".join([*lines(COLUMNS), rule, *body, legend])
+
+
+def _in_front(known: Mapping[str, type[Algorithm]]) -> list[type[Algorithm]]:
+    return [algorithm for name, algorithm in known.items() if name not in COMPARISONS]
+
+
+def _compared() -> list[type[Algorithm]]:
+    return [ALGORITHMS[name] for name in COMPARISONS]
 
 
 def _entry(cells: tuple[str, ...], width: int) -> str:
@@ -120,13 +135,19 @@ def markdown(page: str, columns: tuple[str, ...] = COLUMNS) -> str:
         columns: which of `COLUMNS` the table has
     """
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    for algorithm in ALGORITHMS.values():
-        cells = dict(zip(COLUMNS, row(algorithm), strict=True))
-        section = algorithm.__module__.rpartition(".")[2]
-        cells = {column: cells[column].replace("|", r"\|") for column in columns}
-        cells["name"] = f"[`{algorithm.name}`]({page}#{section})"
-        lines.append("| " + " | ".join(cells.values()) + " |")
+    lines += [_linked(algorithm, page, columns) for algorithm in _in_front(ALGORITHMS)]
+    lines.append(f"| **{TO_COMPARE}** " + "| " * (len(columns) - 1) + "|")
+    lines += [_linked(algorithm, page, columns) for algorithm in _compared()]
     return "\n".join(lines)
+
+
+def _linked(algorithm: type[Algorithm], page: str, columns: tuple[str, ...]) -> str:
+    """Returns an algorithm's line of the table, with a link to its section."""
+    every = dict(zip(COLUMNS, row(algorithm), strict=True))
+    cells = {column: every[column].replace("|", r"\|") for column in columns}
+    section = algorithm.__module__.rpartition(".")[2]
+    cells["name"] = f"[`{algorithm.name}`]({page}#{section})"
+    return "| " + " | ".join(cells.values()) + " |"
 
 
 def describe(name: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 
-from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.algorithms import ALGORITHMS, COMPARISONS, make_algorithm
 from lightning_dsgd.lab import catalogue, decisions
 from lightning_dsgd.lab.advise import accuracy, words
 from lightning_dsgd.lab.advise.candidates import BOUND, Candidate, all_for
@@ -98,6 +99,16 @@ def test_diagnose_gives_the_same_answer() -> None:
             paste = remedies.paste_of(name, ranks)
             assert decisions.code(choice.strategy, choice.data) in paste
             assert remedies.what_of(name, ranks).lower() == choice.why.lower().rstrip(".")
+
+
+def test_what_is_there_to_be_compared_with_is_nobodys_answer() -> None:
+    chosen = {choice.name for _, choice in ALL}
+    assert not chosen & {*COMPARISONS}
+    before, title, after = catalogue.table().partition(catalogue.TO_COMPARE)
+    assert title
+    for name in ALGORITHMS:
+        found = re.compile(rf"^{name}\b", re.MULTILINE).search
+        assert bool(found(after)) == (name in COMPARISONS) != bool(found(before))
 
 
 def test_what_a_strategy_is_for_follows() -> None:
