@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lightning_dsgd.tasks.control import RecurrentPPO, Updates
+from lightning_dsgd.tasks.control import RecurrentPPO, TMaze, Updates
 from lightning_dsgd.tasks.partition import PopSGDSampler
 from lightning_dsgd.tasks.regression import (
     LeastSquaresData,
@@ -197,6 +197,15 @@ def test_padding_changes_nothing_of_what_is_heard() -> None:
 
 
 # ---- control ----
+def test_the_signal_is_seen_at_the_start_alone() -> None:
+    maze = TMaze()
+    seen, _ = maze.reset(seed=0)
+    assert seen == [maze.signal, 0, 1]
+    for place in range(1, maze.length + 1):
+        seen, *_ = maze.step(0)
+        assert seen == [0, place == maze.length, 1]
+
+
 @pytest.mark.exhaustive
 def test_policy_learns_to_walk_to_the_end() -> None:
     L.seed_everything(0, verbose=False)
