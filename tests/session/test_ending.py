@@ -26,6 +26,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_dsgd import STRATEGIES
 from lightning_dsgd.lab.jobs.job import is_of_mpich
 from lightning_dsgd.session import last_resort
+from lightning_dsgd.session.ending import all_fail
+from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.trainer.children import Processes
 from tests.support import doomed
 from tests.support.doomed import Doomed, Plan, num_batches
@@ -163,6 +165,15 @@ def test_what_all_raise_before_training_each_raises_itself(tmp_path: Path) -> No
     for outcome in outcomes("local_sgd", tmp_path, Plan(-1, "raise", "setup", 1)):
         assert outcome.error == "ValueError: no such luck in setup"
         assert outcome.seconds < SOON_S
+
+
+def fail_one_after_another(net: Any) -> bool:
+    net.compute(0.3 * net.rank)
+    return all_fail(net)
+
+
+def test_ranks_that_all_fail_wait_for_each_other_to_see_it() -> None:
+    assert SimulatedWorld(3).run(fail_one_after_another) == [True] * 3
 
 
 def test_a_signal_while_validating_ends_all(tmp_path: Path) -> None:
