@@ -175,6 +175,27 @@ def test_a_step_is_made_again_after_a_loss_only_where_it_must_be() -> None:
         assert world.outcomes(meet_in_steps, again)[:2] == [views, views]
 
 
+def call_within_a_call(net: Any) -> list[int]:
+    """In which views the outer of two calls is made of which one rank is lost."""
+    calls, made = Calls(net, lambda view: None), list[int]()
+
+    def outer() -> None:
+        made.append(calls.view.number)
+        calls.together(lambda: calls.view.sub("inner").barrier().wait())
+
+    if net.rank == 2:
+        net.compute(60.0)  # it is killed in the midst of that
+    calls.together(outer)
+    calls.leave()
+    return made
+
+
+def test_a_call_within_a_call_is_made_again_with_it() -> None:
+    world = SurvivingWorld(3, strict=False)
+    world.kill(2, 1.0)
+    assert world.outcomes(call_within_a_call)[:2] == [[0, 1], [0, 1]]
+
+
 def close_by_a_view(net: Any) -> int:
     """How many functions are left to be called when the process ends."""
     left: list[Any] = []
