@@ -42,9 +42,9 @@ CORE = {
     "primitives": "agreement algorithm buffers devices hyperparameters transport",
     "algorithms": "agreement algorithm devices hyperparameters primitives transport wings",
     "replica": "agreement algorithm devices primitives transport",
-    "session": "agreement algorithm devices hyperparameters keywords primitives replica transport "
-    "wings",
-    "data": "session transport",
+    "data": "transport",
+    "session": "agreement algorithm data devices hyperparameters keywords primitives replica "
+    "transport wings",
     "plain": "agreement algorithm algorithms data devices keywords replica session transport wings",
     "trainer": "agreement algorithm algorithms data devices hyperparameters keywords replica "
     "session transport wings",

@@ -66,8 +66,8 @@ class ChangingMembers(Members):
         training.agreed.leaves |= old.leaves  # a signal may have come meanwhile
         if old.requested and not training.agreed.requested:
             training.agreed.request(old.requested)
-        if training.claimed is not None:
-            training.claimed.open(view.sub("claims"))
+        if training.claiming is not None:
+            training.claiming.open(view.sub("claims"))
         self._members = view.members
         seconds = time.monotonic() - self.calls.changing_since
         self._changes_s += seconds
@@ -153,8 +153,8 @@ class ChangingMembers(Members):
         if leavers:
             self.replica.average()  # what those have learnt that leave
             training = self.session.training
-            if training is not None and training.claimed is not None:
-                training.claimed.dealing.share(self.session.meetings)
+            if training is not None and training.claiming is not None:
+                training.claiming.dealing.share(self.session.meetings)
             return [], leavers
         if not place or any(each[0] != place for each in told):
             return [], []

@@ -246,7 +246,7 @@ class TrainerMembers(ChangingMembers):
         """Gives newcomers a member's state, or takes that state on a newcomer."""
         training = self.session.training
         assert training is not None
-        claimed: Any = training.claimed
+        claiming = training.claiming
         if net.rank == giver:
             session = {
                 "num_begun": training.agreed.num_begun,
@@ -256,7 +256,7 @@ class TrainerMembers(ChangingMembers):
                 "divided_for": self._divided_for,
                 "division": self._division and self._division[0],
                 "loaders": taken_over.loaders_of(training.trainer),
-                "claimed": None if claimed is None else claimed.counts(),
+                "claimed": None if claiming is None else claiming.counts(),
             }
             handover.give(net, newcomers, training.trainer, session)
         elif self._is_new:
@@ -268,8 +268,8 @@ class TrainerMembers(ChangingMembers):
             self._divided_for = session["divided_for"]
             if session["division"]:  # else the share of the rank that it was started as
                 self._division = session["division"], net.rank % session["division"]
-            if claimed is not None:
-                claimed.take_counts(session["claimed"])
+            if claiming is not None:
+                claiming.take_counts(session["claimed"])
             self.session.enter(Phase.JOINED)
             self.tell_register(Register.say_trains)
 
@@ -282,7 +282,7 @@ class TrainerMembers(ChangingMembers):
     def _place(self) -> Any:
         training = self.session.training
         assert training is not None
-        if training.claimed is not None:
+        if training.claiming is not None:
             return [training.trainer.current_epoch]
         return taken_over.position(training.trainer)
 
@@ -357,7 +357,7 @@ class TrainerMembers(ChangingMembers):
         """Whether each rank reads a share of the data, which a lost rank leaves unread."""
         training = self.session.training
         assert training is not None
-        return training.claimed is None and training.balancing is None
+        return training.claiming is None and training.balancing is None
 
     def _left_undone(self) -> str:
         if self.session.training is not None and self.session.training.balancing is not None:

@@ -307,8 +307,8 @@ class FabricMixin(CollectivesMixin):
             rest = super().load_checkpoint(path, state, strict, weights_only=weights_only)
         self._build(own)
         record.carry_over(content, trained(self.session.training).replica)
-        if self._loop.claimed is not None:
-            self._loop.claimed.restore(rest)
+        if self._loop.claiming is not None:
+            self._loop.claiming.restore(rest)
         return record.without_record(rest)
 
     @contextlib.contextmanager

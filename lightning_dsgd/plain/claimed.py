@@ -11,40 +11,52 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_dsgd.data.claims.loaders import ClaimedData, claimed
-from lightning_dsgd.data.units.loaders import has_indices
+from lightning_dsgd.data.claims.claiming import Claiming, Saved
+from lightning_dsgd.data.claims.loaders import ClaimedLoader
+from lightning_dsgd.data.loaders import has_indices, sampler_of, twin
 from lightning_dsgd.session.session import Session
+from lightning_dsgd.session.under_way import Training
 
 _log: Final = logging.getLogger("lightning_dsgd")
 _KEY: Final = "lightning_dsgd_claims"
 
+T = TypeVar("T")
 
-class LoopData(ClaimedData):
-    """What one rank trains on, epoch by epoch.
+
+class LoopSaved(Saved):
+    """What a checkpoint holds, and how far the loop is: see `LoopClaiming.save`."""
+
+    counts: list[int]
+
+
+class LoopClaiming(Claiming):
+    """Leads one rank through its epochs.
 
     Args:
         session: the session of this rank
     """
 
-    def __init__(self, session: Session[Any]) -> None:
+    _session: Session[Training]
+
+    def __init__(self, session: Session[Training]) -> None:
         super().__init__(session, session.world_size)
         self._number, self._is_over = -1, True
         self._goes_on = False
         """Whether a checkpoint was saved within the epoch of this number."""
         self._batches_before = 0
         self._seed: int | None = None
-        self._twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        """By the user's loader, which alone keeps its twin, and the twin's workers, alive."""
+        self._stand_ins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """By the user's loader, which alone keeps its stand-in, and workers, alive."""
         self._num_begun = 0
         """How many times a loop has begun to read, or to go on with, an epoch."""
 
-    def of(self, loader: Any, meet: Callable[[str], None]) -> Any:
+    def of(self, loader: Iterable[T], meet: Callable[[str], None]) -> Iterable[T]:
         """Returns what is to be read in place of a loader; a stream keeps its own split.
 
         Args:
@@ -60,14 +72,14 @@ class LoopData(ClaimedData):
                     type(inner).__name__,
                 )
             return loader
-        if loader not in self._twins:
-            twin = claimed(inner, self, self._begin)
-            outer = twin
+        if loader not in self._stand_ins:
+            stand_in: Any = ClaimedLoader(twin(inner, sampler_of(inner)), self, self._begin)
             if inner is not loader:
-                outer = copy.copy(loader)
-                outer._dataloader = twin
-            self._twins[loader] = outer
-        return _Epoch(self, self._twins[loader], meet)
+                outer: Any = copy.copy(loader)
+                outer._dataloader = stand_in
+                stand_in = outer
+            self._stand_ins[loader] = stand_in
+        return _Epoch(self, self._stand_ins[loader], meet)
 
     @property
     def nominal_batches(self) -> int:
@@ -105,9 +117,9 @@ class LoopData(ClaimedData):
                 'data="equal"'
             )
 
-    def _begin(self, twin: Any) -> None:
+    def _begin(self, loader: ClaimedLoader) -> None:
         assert self._seed is not None
-        self.begin_epoch(self._number, [twin], seed=self._seed)
+        self.begin_epoch(self._number, [loader], seed=self._seed)
 
     def has_left(self) -> bool:
         """Returns whether a lost rank has left something, where all have come to the end."""
@@ -122,39 +134,42 @@ class LoopData(ClaimedData):
         if self._number >= 0:
             before = self._batches_before + self._is_over * self.nominal(self.num_batches)
             counts = [self._number, int(self._is_over), before, self._seed or 0]
-            checkpoint[_KEY] = self.state() | {"counts": counts}
+            saved: LoopSaved = {**self.state(), "counts": counts}
+            checkpoint[_KEY] = saved
 
-    def restore(self, checkpoint: Any) -> None:
+    def restore(self, checkpoint: dict[str, Any]) -> None:
         """Goes on with the claims in a checkpoint, and removes them from it."""
-        state = checkpoint.pop(_KEY, None)
+        state: LoopSaved | None = checkpoint.pop(_KEY, None)
         if state is not None:
             self._number, is_over, self._batches_before, self._seed = state["counts"]
             self._is_over, self._goes_on = bool(is_over), not is_over
             self.load_state(state)
 
 
-class _Epoch:
+class _Epoch(Generic[T]):
     """What a loop reads in one epoch.
 
     Args:
-        data: the claims
+        claiming: this rank's claims
         loader: the claimed loader
         meet: waits until all ranks are there
     """
 
-    def __init__(self, data: LoopData, loader: Any, meet: Callable[[str], None]) -> None:
-        self._data, self._loader, self._meet = data, loader, meet
+    def __init__(
+        self, claiming: LoopClaiming, loader: Iterable[T], meet: Callable[[str], None]
+    ) -> None:
+        self._claiming, self._loader, self._meet = claiming, loader, meet
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._loader)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Any]:
-        data = self._data
-        number = data.begin_next(self._meet)
+    def __iter__(self) -> Iterator[T]:
+        claiming = self._claiming
+        number = claiming.begin_next(self._meet)
         while True:
             for batch in self._loader:
                 yield batch
-                data.check_newest(number)
+                claiming.check_newest(number)
             self._meet("the end of an epoch")
-            if not data.has_left():
+            if not claiming.has_left():
                 return

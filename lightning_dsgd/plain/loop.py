@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_dsgd import wings
 from lightning_dsgd.agreement import everyones, refuse_unless_alike
 from lightning_dsgd.algorithm import ORDINARY, Algorithm, Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
+from lightning_dsgd.data.loaders import has_indices
 from lightning_dsgd.data.units.balancing import Balancing
-from lightning_dsgd.data.units.loaders import has_indices
+from lightning_dsgd.plain.claimed import LoopClaiming
 from lightning_dsgd.plain.steps import Steps, failing
 from lightning_dsgd.plain.units import UnitSteps
 from lightning_dsgd.session import figures, notices, options
@@ -52,7 +52,7 @@ class Loop:
         optimizers: returns all optimizers, as far as they are known
 
     Attributes:
-        claimed: what this rank trains on, where ranks claim batches and training has begun
+        claiming: what claims this rank's batches, where ranks claim and training has begun
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Loop:
         self._session = session
         self._chosen = chosen
         session.samples = options.samples_of(chosen, optimizers)
-        self.claimed: Any = None
+        self.claiming: LoopClaiming | None = None
         self._algorithm = algorithm
         self._steps: Steps | None = None
         self._conditions: Conditions = ORDINARY
@@ -136,7 +136,7 @@ class Loop:
             ranks_on_node if alike else None,
             skips_overflow=scales,
             claims_batches=self.claims,
-            samples=session.samples and session.samples.newest,
+            samples=None if session.samples is None else session.samples.newest,
         )
 
     def build(
@@ -184,11 +184,10 @@ class Loop:
             training.replica = replica
         else:
             if self.claims:
-                wing: Any = wings.load("plain.claimed", 'data="claimed"')
-                self.claimed = wing.LoopData(session)
-                self.claimed.open(session.net.sub("claims"))
+                self.claiming = LoopClaiming(session)
+                self.claiming.open(session.net.sub("claims"))
             agreed = AgreedBatch(session.net.sub("stop"), is_of_each=self.claims)
-            session.training = Training(self._algorithm, replica, agreed, claimed=self.claimed)
+            session.training = Training(self._algorithm, replica, agreed, claiming=self.claiming)
             self._share_units(session.training)
             self._steps = Steps(session, optimizers, scaler)
         if own is None:
@@ -226,8 +225,8 @@ class Loop:
         self._session.signals.take()
         of_torch = getattr(loader, "_dataloader", loader)  # which Fabric wraps
         self._session.reads_indices = has_indices(of_torch)
-        if self.claimed is not None:
-            loader = self.claimed.of(loader, self.meet_all)
+        if self.claiming is not None:
+            loader = self.claiming.of(loader, self.meet_all)
         return _Batches(loader, self._session, self._count_batch)
 
     def _count_batch(self) -> None:
@@ -282,8 +281,8 @@ class Loop:
         number of this rank's own batches, in all epochs.
         """
         self._check_inside("nominal_batches")
-        if self.claimed is not None:
-            return int(self.claimed.nominal_batches)
+        if self.claiming is not None:
+            return self.claiming.nominal_batches
         return self._num_batches
 
     # ---- where all ranks meet ----

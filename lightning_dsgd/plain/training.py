@@ -232,8 +232,8 @@ class decentralized(Loop):
             self._scaler.load_state_dict(checkpoint["scaler"])
         self.build(self._model, self._optimizers, self._scaler, own)
         self._num_batches = checkpoint.get("num_batches", 0)
-        if self.claimed is not None:
-            self.claimed.restore(checkpoint)
+        if self.claiming is not None:
+            self.claiming.restore(checkpoint)
         record.carry_over(checkpoint, trained(session.training).replica)
         extras: dict[str, Any] = checkpoint.get("extras", {})
         return extras

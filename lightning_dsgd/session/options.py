@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypedDict
 
-from torch.optim import LBFGS
+from torch.optim import LBFGS, Optimizer
 
 from lightning_dsgd import keywords, wings
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.data.unequal import Samples
 from lightning_dsgd.hyperparameters import above, at_least, one_of, setting
 from lightning_dsgd.keywords import Table
 
@@ -148,12 +149,11 @@ def _check_units(chosen: Mapping[str, Any], algorithm: Algorithm) -> None:
         )
 
 
-def samples_of(chosen: Mapping[str, Any], optimizers: Callable[[], Sequence[Any]]) -> Any:
+def samples_of(
+    chosen: Mapping[str, Any], optimizers: Callable[[], Sequence[Optimizer]]
+) -> Samples | None:
     """Returns what counts the samples of these optimizers' steps; None: nobody asks for it."""
-    if chosen.get("weigh_by") != "samples":
-        return None
-    wing: Any = wings.load("data.unequal", 'weigh_by="samples"')
-    return wing.Samples(optimizers)
+    return Samples(optimizers) if chosen.get("weigh_by") == "samples" else None
 
 
 def ranks_of(chosen: Mapping[str, Any], opening: Any, kind: str = "changes.ChangingMembers") -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.data.unequal import Samples
 from lightning_dsgd.primitives.own_device import await_step
 from lightning_dsgd.replica.held_back import unclipped
 from lightning_dsgd.session.ending import all_fail, end_fork, reason_of, say
@@ -76,7 +77,7 @@ class Session(Face, Generic[TrainingT]):
         self.consensus_distance: float | None = None
         self.clip: Callable[[Optimizer], None] = unclipped
         self.sharding = Sharding()
-        self.samples: Any = None
+        self.samples: Samples | None = None
         self.reads_indices = True
         self._net: Transport | None = None
         self._meetings: Transport | None = None
@@ -211,8 +212,8 @@ class Session(Face, Generic[TrainingT]):
     def end_batch(self) -> None:
         """Notes that this batch is over."""
         self.check_process()
-        if self.training is not None and self.training.claimed is not None:
-            self.training.claimed.end_batch()
+        if self.training is not None and self.training.claiming is not None:
+            self.training.claiming.end_batch()
         if self._phase is Phase.IN_BATCH:
             self.enter(Phase.TRAINING)
 
@@ -345,7 +346,7 @@ class Session(Face, Generic[TrainingT]):
                     figures,
                     self.ranks.members,
                     training.algorithm,
-                    claims=training.claimed is not None,
+                    claims=training.claiming is not None,
                     may_claim=self.reads_indices and not self.sharding.in_rows,
                 )
                 if late and self.ranks.is_first:

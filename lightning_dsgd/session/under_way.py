@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_dsgd.algorithm import Algorithm
+from lightning_dsgd.data.claims.claiming import Claiming
+from lightning_dsgd.data.units.balancing import Balancing
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session.stopping import AgreedBatch
 
@@ -18,14 +20,14 @@ class Training:
     algorithm: Algorithm
     replica: Replica
     agreed: AgreedBatch
-    claimed: Any = field(default=None, kw_only=True)
-    """What this rank trains on, where it claims its batches (`data.claims`); else None."""
-    balancing: Any = field(default=None, kw_only=True)
-    """What shares the micro-batches of a step, where ranks do (`data.units`); else None."""
+    claiming: Claiming | None = field(default=None, kw_only=True)
+    """What claims this rank's batches, where ranks claim them (`data.claims`)."""
+    balancing: Balancing | None = field(default=None, kw_only=True)
+    """What shares the micro-batches of a step, where ranks do (`data.units`)."""
 
     def stop_lanes(self) -> Sequence[Callable[[], None]]:
         """Returns what ends the threads beside the training."""
-        claims = () if self.claimed is None else (self.claimed.close,)
+        claims = () if self.claiming is None else (self.claiming.close,)
         balancing = () if self.balancing is None else (self.balancing.close,)
         return (*balancing, self.replica.stop, self.agreed.close, *claims)
 

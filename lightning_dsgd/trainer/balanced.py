@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dsgd.agreement import everyones
+from lightning_dsgd.data.loaders import StandIn
 from lightning_dsgd.data.units.balancing import Balancing, longest, parts_of
 from lightning_dsgd.data.units.loaders import UnitLoader, check, check_can_draw_for_others
 from lightning_dsgd.data.units.protocol import NONE
@@ -292,7 +293,7 @@ class BalancedMixin:
         self._balancing = self._loader = self._output = None
 
 
-class BalancedLoader:
+class BalancedLoader(StandIn):
     """What Lightning's loop reads: as many batches as DDP's rank has.
 
     Args:
@@ -302,13 +303,9 @@ class BalancedLoader:
     """
 
     def __init__(self, source: Any, num_slots: int, slots: Callable[[], Iterator[Any]]) -> None:
-        self._source, self._num_slots, self._slots = source, num_slots, slots
+        super().__init__(source)
+        self._num_slots, self._slots = num_slots, slots
         self._units: UnitLoader | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_source":
-            raise AttributeError(name)
-        return getattr(self._source, name)
 
     def __len__(self) -> int:
         return self._num_slots
@@ -319,10 +316,7 @@ class BalancedLoader:
     def units(self, rank: int) -> UnitLoader:
         """Returns what loads the units of this loader's batches."""
         if self._units is None:
-            init = vars(self).get("worker_init_fn")  # Lightning's, by which workers are seeded
-            if init is not None:
-                self._source.worker_init_fn = init
-            self._units = UnitLoader(self._source, rank)
+            self._units = UnitLoader(self.source, rank)
         return self._units
 
     def state_dict(self) -> dict[str, Any]:

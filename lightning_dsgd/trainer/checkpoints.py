@@ -84,8 +84,8 @@ class CheckpointsMixin(LaunchedMixin):
         training = self.session.training
         if training is None:
             return
-        if training.claimed is not None:
-            training.claimed.restore(checkpoint)
+        if training.claiming is not None:
+            training.claiming.restore(checkpoint)
         elif record.CLAIMS in checkpoint and seams.is_within_epoch(checkpoint):
             raise ValueError(
                 "an epoch must go on with the data= that it began with, got a checkpoint within an "

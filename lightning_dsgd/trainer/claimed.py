@@ -30,23 +30,31 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_dsgd.data.claims.claiming import Claiming, Saved
 from lightning_dsgd.data.claims.claims import NONE
-from lightning_dsgd.data.claims.loaders import ClaimedData, claimed
-from lightning_dsgd.data.units.loaders import has_indices
+from lightning_dsgd.data.claims.loaders import ClaimedLoader
+from lightning_dsgd.data.loaders import has_indices
 from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.session import Session
 from lightning_dsgd.trainer import seams
-from lightning_dsgd.trainer.joint import JointEpochs, OwnClass
+from lightning_dsgd.trainer.joint import JointEpochs
 
 
-class TrainerData(ClaimedData):
-    """What one rank of a Trainer's trains on: see the head of the file.
+class TrainerSaved(Saved, total=False):
+    """What a checkpoint holds, and what this rank has counted: see `TrainerClaiming.counts`."""
+
+    counts: list[int]
+    num_batches: int
+
+
+class TrainerClaiming(Claiming):
+    """Leads one rank of a Trainer's through its epochs: see the head of the file.
 
     Args:
         session: the session of this rank
@@ -55,13 +63,15 @@ class TrainerData(ClaimedData):
         is_newcomer: whether this rank comes to others that train
     """
 
+    _session: Session[Any]
+
     def __init__(
         self, session: Session[Any], trainer: Any, num_ranks: int, *, is_newcomer: bool
     ) -> None:
         super().__init__(session, num_ranks, is_newcomer=is_newcomer)
         self._trainer = trainer
         self._is_told = False
-        self._state: dict[str, Any] | None = None
+        self._state: TrainerSaved | None = None
         self._unclaimed_epoch = -1
         """The epoch that a checkpoint was saved in, by ranks that claimed nothing."""
         self._num_validations = 0
@@ -81,7 +91,7 @@ class TrainerData(ClaimedData):
     def take(self, loader: Any) -> Any:
         """Returns a training loader with claimed batches; streams keep their own split."""
         if has_indices(loader):
-            return claimed(loader, self, self._begin_epoch)
+            return ClaimedLoader(loader, self, self._begin_epoch)
         if not self._is_told:
             self._is_told = True
             rank_zero_info(
@@ -94,7 +104,7 @@ class TrainerData(ClaimedData):
     def is_used(self) -> bool:
         """Whether batches are claimed; not so where the training data is a stream."""
         loaders = self._combined.flattened if self._combined is not None else []
-        kinds = {hasattr(loader, "claimed") for loader in loaders}
+        kinds = {isinstance(loader, ClaimedLoader) for loader in loaders}
         if len(kinds) > 1:
             raise ValueError(
                 'with data="claimed" all loaders that are read together must be DataLoaders of '
@@ -106,7 +116,7 @@ class TrainerData(ClaimedData):
     def _combined(self) -> Any:
         return self._trainer.fit_loop._combined_loader
 
-    def _begin_epoch(self, loader: Any) -> None:
+    def _begin_epoch(self, loader: ClaimedLoader) -> None:
         """Begins the epoch of all loaders that are read together with this one."""
         trainer, combined = self._trainer, self._combined
         unit_size = trainer.accumulate_grad_batches
@@ -135,15 +145,20 @@ class TrainerData(ClaimedData):
                 "checkpoint of an epoch's end"
             )
         if self._state is not None and self._state["epoch"][0] == number:
-            limit: float = self._state.get("num_batches", float("inf"))
-            return limit
-        limit = self._trainer.num_training_batches * self.num_ranks
+            return self._state.get("num_batches", float("inf"))
+        limit: float = self._trainer.num_training_batches * self.num_ranks
         if self._trainer.fit_loop.max_steps >= 0:
             left = max(0, self._trainer.fit_loop.max_steps - self._steps_before)
             limit = min(limit, left * unit_size * self.num_ranks)
         return limit
 
     # ---- progress ----
+
+    def begin(self, position: int, number: int) -> bool:
+        has_begun = super().begin(position, number)
+        if has_begun:
+            self.schedule()
+        return has_begun
 
     @property
     def num_steps(self) -> int:
@@ -234,10 +249,14 @@ class TrainerData(ClaimedData):
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Adds the claims to a checkpoint; all ranks call it."""
         if self.is_used:
-            counted = {"counts": self.counts(), "num_batches": self.num_batches}
-            checkpoint[record.CLAIMS] = self.state() | counted
+            saved: TrainerSaved = {
+                **self.state(),
+                "counts": self.counts(),
+                "num_batches": self.num_batches,
+            }
+            checkpoint[record.CLAIMS] = saved
 
-    def restore(self, checkpoint: Any) -> None:
+    def restore(self, checkpoint: Mapping[str, Any]) -> None:
         """Goes on with the claims in a checkpoint, once the network is there."""
         self._state = checkpoint.get(record.CLAIMS)
         if self._state is None and self._session.takes_part and seams.is_within_epoch(checkpoint):
@@ -255,141 +274,127 @@ class ClaimedEpochs(JointEpochs):
         session: the session of all ranks
         trainer: the Trainer whose loops are taken over
         begin: called once the Trainer knows its batches, before training
-        data: what this rank trains on
+        claiming: what this rank claims
     """
 
     def __init__(
-        self, session: Session[Any], trainer: Any, begin: Callable[[], None], data: TrainerData
+        self,
+        session: Session[Any],
+        trainer: Any,
+        begin: Callable[[], None],
+        claiming: TrainerClaiming,
     ) -> None:
         super().__init__(session, trainer, begin)
-        self._data = data
-        self._has_loops = False
+        self._claiming = claiming
 
     @property
     def are_apart(self) -> bool:
-        return self._data.is_used or super().are_apart
+        return self._claiming.is_used or super().are_apart
 
     @property
     def num_steps(self) -> int:
-        return self._data.num_steps if self._data.is_used else super().num_steps
+        return self._claiming.num_steps if self._claiming.is_used else super().num_steps
 
     def begin(self) -> None:
-        if self._data.is_used and not self._has_loops:
-            self._has_loops = True
-            _take_epoch_loop(self._trainer, self, self._data)
+        if self._claiming.is_used:
+            if seams.fetches_itself(self._trainer.lightning_module):
+                raise ValueError(
+                    'with data="claimed" the Trainer must fetch the batches, got a training_step '
+                    'that takes dataloader_iter; take a batch, or use data="equal"'
+                )
+            _take_epoch_loop(self._trainer.fit_loop.epoch_loop, self._claiming)
         super().begin()
 
     def validate(self) -> None:
-        self._data.count_validation()
+        self._claiming.count_validation()
         super().validate()
 
     def before_validation(self) -> None:
-        self._data.count_validation()
+        self._claiming.count_validation()
         super().before_validation()
+
+    def make_batches(self, fetcher: Any) -> None:
+        if not self._claiming.is_used:
+            super().make_batches(fetcher)
+            return
+        loop = self._trainer.fit_loop.epoch_loop
+        with warnings.catch_warnings():  # what is left of the epoch is in the checkpoint
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
+            loop.reset()
+        loop.on_run_start(fetcher)
+        self._go_on(fetcher)
+
+    def _go_on(self, fetcher: Any) -> None:
+        """Makes batches until the loader has none, as Lightning's loop does."""
+        loop = self._trainer.fit_loop.epoch_loop
+        fetcher.length = None  # the nominal length is no limit
+        while not self._is_epoch_over():
+            try:
+                loop.advance(fetcher)
+                self._after_batch(fetcher)
+            except StopIteration:
+                break
+            finally:
+                loop.on_iteration_done()
+
+    def _is_epoch_over(self) -> bool:
+        """Returns whether the epoch ends; `max_steps` has bounded it at its beginning."""
+        trainer = self._trainer
+        loop = trainer.fit_loop.epoch_loop
+        if loop.batch_progress.is_last_batch and loop._is_validation_done:
+            return True
+        # `done` says why training goes on, where it may not stop yet.
+        return bool(trainer.should_stop and loop.done and trainer.fit_loop._can_stop_early)
+
+    def _after_batch(self, fetcher: Any) -> None:
+        """Validates as often as validations stand before this rank's next batch."""
+        self._trainer.fit_loop.epoch_loop.on_advance_end(fetcher)
+        while not self._trainer.should_stop and self._claiming.is_validation_due():
+            self.before_validation()
+            super().validate()
 
     def await_end(self) -> None:
         """Waits until all have done their batches, those of lost ranks included; ends the epoch."""
         super().await_end()
-        data, trainer = self._data, self._trainer
-        if not data.is_used:
+        claiming, trainer = self._claiming, self._trainer
+        if not claiming.is_used:
             return
         loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-        left, num_stopped = data.left(has_stopped=not fetcher.done)
+        left, num_stopped = claiming.left(has_stopped=not fetcher.done)
         while left and not num_stopped:  # a rank was lost while others stood here
-            fetcher.done = False
-            _train(loop, fetcher)
+            iter(fetcher)  # the loaders have come to their end before
+            self._go_on(fetcher)
             super().await_end()
-            left, num_stopped = data.left(has_stopped=not fetcher.done)
+            left, num_stopped = claiming.left(has_stopped=not fetcher.done)
         self.is_out = loop.batch_progress.current.ready == 0
         if not left:
             loop.batch_progress.is_last_batch = True
-            data.schedule_end()
-            if data.is_due_at_end():
+            claiming.schedule_end()
+            if claiming.is_due_at_end():
                 self.validate()
-        data.end_epoch()
+        claiming.end_epoch()
 
 
-def _train(loop: Any, fetcher: Any) -> None:
-    """Goes on with an epoch, as Lightning's loop does."""
-    while not loop.done:
-        try:
-            loop.advance(fetcher)
-            loop.on_advance_end(fetcher)
-        except StopIteration:
-            break
-        finally:
-            loop.on_iteration_done()
+def _take_epoch_loop(loop: Any, claiming: TrainerClaiming) -> None:
+    """Has Lightning's loop ask for what it would know if ranks made as many batches."""
 
+    def should_validate(fetcher: Any) -> bool:
+        if loop.restarting:
+            return False
+        if loop.trainer.should_stop and loop.trainer.fit_loop._can_stop_early:
+            return bool(loop._should_check_val_epoch())
+        return claiming.is_validation_due()
 
-def _take_epoch_loop(trainer: Any, epochs: ClaimedEpochs, data: TrainerData) -> None:
-    loop = trainer.fit_loop.epoch_loop
-    base: Any = type(loop)
+    def update_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+        if update_plateau_schedulers:
+            type(loop).update_lr_schedulers(loop, interval, update_plateau_schedulers)
+        elif interval == "epoch":  # for those of steps see `TrainerClaiming.schedule`
+            claiming.schedule_epoch()
 
-    class ClaimedEpochLoop(OwnClass, base):  # type: ignore[misc]
-        own = base
-
-        def run(self, data_fetcher: Any) -> None:
-            _take_fetcher(data_fetcher, data)
-            super().run(data_fetcher)
-
-        @property
-        def _is_training_done(self) -> bool:
-            return self._num_ready_batches_reached()
-
-        def _num_ready_batches_reached(self) -> bool:
-            return bool(self.batch_progress.is_last_batch)
-
-        def _accumulated_batches_reached(self) -> bool:
-            return data.is_unit_over
-
-        def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-            if update_plateau_schedulers:
-                super().update_lr_schedulers(interval, update_plateau_schedulers)
-            elif interval == "epoch":  # for those of steps see `TrainerData.schedule`
-                data.schedule_epoch()
-
-        def _should_check_val_fx(self, data_fetcher: Any) -> bool:
-            if self.restarting:
-                return False
-            if self.trainer.should_stop and self.trainer.fit_loop._can_stop_early:
-                return bool(self._should_check_val_epoch())
-            return data.is_validation_due()
-
-        def on_advance_end(self, data_fetcher: Any) -> None:
-            super().on_advance_end(data_fetcher)
-            while not self.trainer.should_stop and data.is_validation_due():
-                epochs.before_validation()
-                JointEpochs.validate(epochs)
-
-        def reset(self) -> None:
-            with warnings.catch_warnings():  # what is left of the epoch is in the checkpoint
-                warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
-                super().reset()
-
-    loop.__class__ = ClaimedEpochLoop
-
-
-def _take_fetcher(fetcher: Any, data: TrainerData) -> None:
-    base: Any = type(fetcher)
-    if base.__name__ == "ClaimedFetcher":
-        return
-    if base.__name__ == "_DataLoaderIterDataFetcher":
-        raise ValueError(
-            'with data="claimed" the Trainer must fetch the batches, got a training_step that '
-            'takes dataloader_iter; take a batch, or use data="equal"'
-        )
-
-    class ClaimedFetcher(base):  # type: ignore[misc]
-        length = property(lambda self: None, lambda self, value: None)
-        """Is unknown: the nominal length is no limit."""
-
-        def __next__(self) -> Any:
-            batch = super().__next__()
-            data.schedule()
-            return batch
-
-    vars(fetcher).pop("length", None)
-    fetcher.__class__, fetcher.prefetch_batches = ClaimedFetcher, 0
+    loop._should_check_val_fx = should_validate
+    loop.update_lr_schedulers = update_schedulers
+    loop._num_ready_batches_reached = lambda: bool(loop.batch_progress.is_last_batch)
+    loop._accumulated_batches_reached = lambda: claiming.is_unit_over
 
 
 def check_trainer(trainer: Any, algorithm_name: str) -> None:

@@ -58,8 +58,7 @@ class JointEpochs:
         self._trainer = trainer
         self._begin = begin
         self.is_out = False
-        _take_fit_loop(trainer, self)
-        _take_runs(trainer, self.before_validation, self.after_batches)
+        _take_runs(trainer, self)
 
     @property
     def are_apart(self) -> bool:
@@ -76,11 +75,55 @@ class JointEpochs:
         """How many steps of `max_steps` are made."""
         return int(self._trainer.global_step)
 
+    def train(self) -> None:
+        """Makes all epochs, as Lightning's loop does; ranks agree on whether there is one more."""
+        loop = self._trainer.fit_loop
+        loop.setup_data()
+        self.begin()
+        if self._is_training_over() or self._trainer.limit_train_batches == 0:
+            return
+        loop.reset()
+        loop.on_run_start()
+        while not self._is_training_over():
+            try:
+                loop.on_advance_start()
+                loop.advance()
+                loop.on_advance_end()
+            except StopIteration:
+                break
+            finally:
+                loop.on_iteration_done()
+        loop._restarting = False
+        loop.on_run_end()
+
+    def _is_training_over(self) -> bool:
+        """Returns whether no epoch follows; where ranks are apart, the same on each."""
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        if not self.are_apart:
+            return bool(loop.done)
+        is_finished = bool(
+            0 <= loop.max_steps <= self.num_steps
+            or 0 <= loop.max_epochs <= loop.epoch_progress.current.processed
+            or (trainer.should_stop and loop._can_stop_early)
+            or self.is_out
+        )
+        ends = self.agree_on_end(is_finished)
+        if ends:
+            bool(loop.done)  # which logs why training ends
+        elif is_finished:
+            loop.epoch_loop._restarting = False  # else a resume would begin with a batch
+        return ends
+
     def begin(self) -> None:
         """Begins, where the Trainer knows its batches and is about to train."""
         self._begin()
         if self.are_apart:
             _monitor_alike(self._trainer, self._session.text_of_rank_0)
+
+    def make_batches(self, fetcher: Any) -> None:
+        """Makes an epoch's batches, as Lightning's loop does."""
+        loop = self._trainer.fit_loop.epoch_loop
+        type(loop).run(loop, fetcher)
 
     def after_batches(self) -> None:
         """Joins the others once this rank has done all its batches of this epoch."""
@@ -132,71 +175,36 @@ def take_validation_data(trainer: Any, check: Callable[[list[float]], None]) -> 
 
 def give_back(trainer: Any) -> None:
     """Gives back the Trainer's own methods, in whose place others stand."""
-    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
-        if isinstance(loop, OwnClass):
-            loop.__class__ = type(loop).own
-    owners = trainer.fit_loop.epoch_loop, *_evaluations(trainer), *trainer.checkpoint_callbacks
-    for owner in owners:
-        for name in ("run", "setup_data", "_monitor_candidates"):
+    loops = trainer.fit_loop, trainer.fit_loop.epoch_loop, *_evaluations(trainer)
+    for owner in (*loops, *trainer.checkpoint_callbacks):
+        for name in _TAKEN:
             vars(owner).pop(name, None)
 
 
-class OwnClass:
-    """Marks a loop whose class stands in the place of Lightning's."""
-
-    own: type
-    """The class of the loop in whose place this one stands."""
-
-
-def _take_fit_loop(trainer: Any, epochs: JointEpochs) -> None:
-    base: Any = type(trainer.fit_loop)
-
-    class JointFitLoop(OwnClass, base):  # type: ignore[misc]
-        own = base
-
-        @property
-        def skip(self) -> bool:
-            epochs.begin()
-            return bool(super().skip)
-
-        @property
-        def done(self) -> bool:  # which Lightning asks before each epoch
-            return self._agree_on_end() if epochs.are_apart else bool(super().done)
-
-        def _agree_on_end(self) -> bool:
-            batches, progress = self.epoch_loop, self.epoch_progress.current
-            is_finished = bool(
-                0 <= self.max_steps <= epochs.num_steps
-                or 0 <= self.max_epochs <= progress.processed
-                or (self.trainer.should_stop and self._can_stop_early)
-                or epochs.is_out
-            )
-            ends = epochs.agree_on_end(is_finished)
-            if ends:
-                bool(super().done)  # which logs why training ends
-            elif is_finished:
-                batches._restarting = False  # else a resume would begin with a batch
-            return ends
-
-    trainer.fit_loop.__class__ = JointFitLoop
+_TAKEN: Final = (
+    *("run", "setup_data", "_monitor_candidates"),
+    # Of the loop of batches, where these are claimed: see `trainer.claimed`.
+    *("_should_check_val_fx", "_num_ready_batches_reached", "_accumulated_batches_reached"),
+    "update_lr_schedulers",
+)
+"""The methods in whose place others may stand."""
 
 
-def _take_runs(
-    trainer: Any, before_validation: Callable[[], None], after_batches: Callable[[], None]
-) -> None:
+def _take_runs(trainer: Any, epochs: JointEpochs) -> None:
     batches = trainer.fit_loop.epoch_loop
     validation = batches.val_loop
 
-    def train(*args: Any) -> None:
-        type(batches).run(batches, *args)
-        after_batches()
+    def make_batches(fetcher: Any) -> None:
+        epochs.make_batches(fetcher)
+        epochs.after_batches()
 
     def validate() -> Any:
         if not trainer.sanity_checking:
-            before_validation()
+            epochs.before_validation()
         return type(validation).run(validation)
 
-    batches.run, validation.run = train, validate
+    trainer.fit_loop.run = epochs.train
+    batches.run, validation.run = make_batches, validate
 
 
 def _set_up_data(loop: Any, check: Callable[[list[float]], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ from lightning_dsgd.session.stopping import END, END_SIGNALS, SAVE
 from lightning_dsgd.session.under_way import Training, TrainingT
 from lightning_dsgd.trainer import seams
 from lightning_dsgd.trainer.children import Processes
+from lightning_dsgd.trainer.claimed import TrainerClaiming
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.joint import JointEpochs
 
@@ -26,12 +27,14 @@ class TrainerTraining(Training):
     """Holds what there is while a Trainer fits.
 
     Attributes:
+        claiming: what claims this rank's batches, where ranks claim them
         is_uneven: whether ranks have different numbers of batches
     """
 
     trainer: Any
     clock: Clock
     epochs: JointEpochs
+    claiming: TrainerClaiming | None = field(default=None, kw_only=True)
     is_uneven: bool = False
 
 

@@ -40,9 +40,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_dsgd import keywords, wings
+from lightning_dsgd import keywords
 from lightning_dsgd.algorithm import Algorithm, Conditions
-from lightning_dsgd.data.units.loaders import has_indices
+from lightning_dsgd.data.loaders import has_indices
 from lightning_dsgd.replica.flat import Whole
 from lightning_dsgd.replica.replica import Replica
 from lightning_dsgd.session import notices, options
@@ -50,9 +50,10 @@ from lightning_dsgd.session.checkpoint import record
 from lightning_dsgd.session.phases import Phase
 from lightning_dsgd.session.scaling import agree_on_overflow
 from lightning_dsgd.session.stopping import AgreedBatch
-from lightning_dsgd.trainer import joint, refusals, seams
+from lightning_dsgd.trainer import claimed, joint, refusals, seams
 from lightning_dsgd.trainer.arguments import TrainerOptions
 from lightning_dsgd.trainer.checkpoints import CheckpointsMixin
+from lightning_dsgd.trainer.claimed import TrainerClaiming
 from lightning_dsgd.trainer.clock import Clock
 from lightning_dsgd.trainer.collectives import CollectivesMixin
 from lightning_dsgd.trainer.joint import JointEpochs
@@ -74,7 +75,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         super().__init__(algorithm, self._table, given)
         self._data = self.in_force.get("data", "equal")
         self.session = self._new_session()
-        self._claimed: Any = None
+        self._claiming: TrainerClaiming | None = None
         self._trainer: Any = None
         self._hooks = Hooks(self)
         self._resumes_own, self._random_states = False, None
@@ -118,7 +119,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self._claimed is not None and self._trainer.training:
+        if self._claiming is not None and self._trainer.training:
             return {"num_replicas": 1, "rank": 0}
         first: dict[str, Any] = super().distributed_sampler_kwargs
         return self.session.ranks.share(first)
@@ -127,16 +128,17 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         loader = super().process_dataloader(dataloader)
         if self._trainer.training and not has_indices(loader):
             self.session.reads_indices = False
-        if self._claimed is None or not self._trainer.training:
+        if self._claiming is None or not self._trainer.training:
             return loader
-        return self._claimed.take(loader)
+        return self._claiming.take(loader)
 
     def _conditions(self) -> Conditions:
+        samples = self.session.samples
         return Conditions(
             self.num_processes,
             skips_overflow=self._scaler is not None,
             claims_batches=self._data == "claimed",
-            samples=self.session.samples and self.session.samples.newest,
+            samples=None if samples is None else samples.newest,
         )
 
     @property
@@ -160,7 +162,7 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             self.session.ranks.check_trainer(trainer)
             if self._layer_sync is not None:
                 refusals.check_sync_batchnorm(self.algorithm, self.root_device)
-        self._claimed = self._claim(trainer) if is_fitting and self._data == "claimed" else None
+        self._claiming = self._claim(trainer) if is_fitting and self._data == "claimed" else None
         super().setup(trainer)
         trainer.callbacks.insert(0, self._hooks)
         joint.take_validation_data(trainer, partial(refusals.check_validation_data, self.session))
@@ -184,16 +186,16 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
         replica = self._make_replica(trainer, *self._lay_out(trainer, net.sub("replica")))
         if not self._resumes_own and self.session.takes_part:
             replica.synchronize()
-        claims, is_there = self._claimed is not None, self.session.takes_part
+        claims, is_there = self._claiming is not None, self.session.takes_part
         agreed = AgreedBatch(net.sub("stop"), serves=is_there, is_of_each=claims)
         seams.ask_nobody_for_sigterm(trainer)
         begin = self.check_numbers_of_batches
-        if self._claimed is None:
+        if self._claiming is None:
             epochs = JointEpochs(self.session, trainer, begin)
         else:
-            epochs = self._claimed.make_epochs(begin)
+            epochs = self._claiming.make_epochs(begin)
             if is_there:
-                self._claimed.open(net.sub("claims"))
+                self._claiming.open(net.sub("claims"))
         clock = Clock(trainer, agreed, lambda: epochs.are_apart)
         return TrainerTraining(
             self.algorithm,
@@ -202,15 +204,14 @@ class DecentralizedMixin(CheckpointsMixin, CollectivesMixin):
             trainer,
             clock,
             epochs,
-            claimed=self._claimed,
+            claiming=self._claiming,
         )
 
-    def _claim(self, trainer: Any) -> Any:
-        """Returns what this rank trains on, where it claims its batches."""
-        wing: Any = wings.load("trainer.claimed", 'data="claimed"')
-        wing.check_trainer(trainer, self.algorithm.name)
+    def _claim(self, trainer: Any) -> TrainerClaiming:
+        """Returns what claims this rank's batches."""
+        claimed.check_trainer(trainer, self.algorithm.name)
         is_newcomer = not self.session.takes_part
-        return wing.TrainerData(self.session, trainer, self.world_size, is_newcomer=is_newcomer)
+        return TrainerClaiming(self.session, trainer, self.world_size, is_newcomer=is_newcomer)
 
     def _lay_out(self, trainer: Any, net: Transport) -> tuple[Transport, Whole, Transport | None]:
         """Returns how replicas lie on ranks: their network, the layout, all ranks' network."""

@@ -153,7 +153,7 @@ def miss_a_meeting(net: Any) -> list[bool]:
     session.rank, session.world_size = net.rank, net.world_size
     session.open(net)
     agreed = AgreedBatch(net.sub("stop"), is_of_each=True)
-    parts = {"replica": SimpleNamespace(parts=(), settle=bool), "claimed": agreed}
+    parts = {"replica": SimpleNamespace(parts=(), settle=bool), "claiming": agreed}
     session.training = SimpleNamespace(agreed=agreed, algorithm=None, **parts)
     came = []
     for epoch in range(2):

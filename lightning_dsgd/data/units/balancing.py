@@ -14,18 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
+from lightning_dsgd.data.ranks import Ranks
 from lightning_dsgd.data.units import losses
 from lightning_dsgd.data.units.dealing import Dealing
 from lightning_dsgd.data.units.loaders import UnitLoader
 from lightning_dsgd.data.units.plan import Batches, Plan, Unit, gather, give
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.transport import Transport
-
-T = TypeVar("T")
 
 
 class Sums(Protocol):
@@ -66,20 +65,6 @@ class SurvivingSums(Sums, Protocol):
             num_homes: how many ranks there were at the start
             kept: the step of which this rank keeps the sum of its own units
         """
-
-
-class Ranks(Protocol):
-    """The ranks that train: they end with a lost one, or go on without it."""
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The numbers of the ranks that are there."""
-
-    def together(self, call: Callable[[], T], adopt: Callable[[], None] | None = None) -> T:
-        """Returns what `call` returns, which all ranks call; see `session.ranks`."""
-
-    def step(self, call: Callable[[], None], *, again: bool) -> None:
-        """Makes a step of this rank alone, which is made again after a loss, or ends with it."""
 
 
 class Balancing:

@@ -4,8 +4,7 @@
                      workers do; one that another rank has computed is dropped
     another's unit   once it is granted, after what is being loaded
 
-The loader's data set, workers and collate function are the user's; its batches are the units.
-Private names of torch's loaders stand here.
+The loader's class, data set and workers are the user's; its batches are the units.
 """
 
 from __future__ import annotations
@@ -14,26 +13,16 @@ import copy
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
+from lightning_dsgd.data.loaders import has_indices, load_more, sampler_of, twin
 from lightning_dsgd.data.units.plan import Plan, Unit
 
 Key = tuple[int, int]
 """A unit's step, counted within the epoch, and its number in it."""
-
-_TAKEN_OVER: Final = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
-    "pin_memory_device",
-)
-
-
-def has_indices(loader: Any) -> bool:
-    """Returns whether a loader's batches are known before they are read: a stream's are not."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 class UnitLoader:
@@ -48,16 +37,7 @@ class UnitLoader:
         check(loader)
         self.source, self._rank = loader, rank
         self._order = _Order()
-        options: dict[str, Any] = {
-            name: getattr(loader, name) for name in _TAKEN_OVER if hasattr(loader, name)
-        }
-        if loader.num_workers == 0:
-            options.pop("prefetch_factor", None)
-        if loader._auto_collation:
-            options["batch_sampler"] = self._order
-        else:
-            options |= {"sampler": self._order, "batch_size": None}
-        self._loader: DataLoader[Any] = DataLoader(loader.dataset, **options)
+        self._twin = twin(loader, self._order)
         self._depth = loader.num_workers * (loader.prefetch_factor or 0)
         self._batches: Any = None
         self._loaded: dict[Key, Any] = {}
@@ -70,7 +50,7 @@ class UnitLoader:
 
         def draw(home: int) -> list[list[int]]:
             if home == self._rank:
-                drawn.setdefault(home, self._draw(self.source._index_sampler))
+                drawn.setdefault(home, self._draw(sampler_of(self.source)))
             elif home not in drawn:
                 with torch.random.fork_rng([]):
                     torch.set_rng_state(chance)  # from which that rank's sampler would draw
@@ -81,7 +61,7 @@ class UnitLoader:
 
     def _draw(self, sampler: Any) -> list[list[int]]:
         drawn = list(sampler)
-        is_of_lists = self.source._auto_collation or any(
+        is_of_lists = self.source.batch_sampler is not None or any(
             isinstance(d, (list, tuple)) for d in drawn
         )
         self._order.is_of_samples = not is_of_lists
@@ -94,7 +74,7 @@ class UnitLoader:
         self._step = -1
         is_ahead = self.source.num_workers > 0
         self._order.begin_epoch(plan, self._rank, 2 * self._depth if is_ahead else 0)
-        self._batches = iter(self._loader)
+        self._batches = iter(self._twin)
 
     def begin_step(self, step: int, units: list[Unit]) -> None:
         """Goes on to a step; what was loaded for those before is dropped."""
@@ -125,7 +105,7 @@ class UnitLoader:
             before = -1
             while before != len(self._order.under_way) < self._depth:
                 before = len(self._order.under_way)
-                self._batches._try_put_index()
+                load_more(self._batches)
 
 
 class _Order:
@@ -198,7 +178,7 @@ def check(loader: Any) -> None:
 def check_can_draw_for_others(loader: Any) -> None:
     """Raises for a loader whose sampler cannot draw the batches of another rank, which is lost."""
     if _inner(loader) is None:
-        sampler = loader._index_sampler
+        sampler = sampler_of(loader)
         raise ValueError(
             'with strategy="balanced" and on_loss="continue" a rank draws the batches of a lost '
             "one, so the loader must have a DistributedSampler, got "
@@ -208,7 +188,7 @@ def check_can_draw_for_others(loader: Any) -> None:
 
 def _inner(loader: Any) -> Any:
     """Returns a loader's DistributedSampler; None if it has none."""
-    sampler = loader._index_sampler
+    sampler = sampler_of(loader)
     inner = getattr(sampler, "sampler", None)
     found = (each for each in (sampler, inner) if isinstance(each, DistributedSampler))
     return next(found, None)
@@ -216,7 +196,7 @@ def _inner(loader: Any) -> Any:
 
 def _sampler_of(loader: Any, home: int) -> Any:
     """Returns the sampler that a loader would have on another rank."""
-    outer, inner = copy.copy(loader._index_sampler), copy.copy(_inner(loader))
+    outer, inner = copy.copy(sampler_of(loader)), copy.copy(_inner(loader))
     inner.rank = home
     if isinstance(outer, DistributedSampler):
         return inner

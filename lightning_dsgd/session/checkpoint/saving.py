@@ -29,8 +29,8 @@ def save(
     """
     training = trained(session.training)
     algorithm, replica = training.algorithm, training.replica
-    if training.claimed is not None:
-        training.claimed.save(checkpoint)
+    if training.claiming is not None:
+        training.claiming.save(checkpoint)
 
     def write() -> None:
         # Ranks with other numbers of steps have other names for it.
