@@ -86,7 +86,7 @@ def virtual(num_ranks: int, k: int, situation: str, *, backups: bool, seed: int)
     """The time of `balanced` as a share of DDP's."""
     from lightning_dsgd.algorithm import Conditions
     from lightning_dsgd.algorithms.balanced import Balanced
-    from lightning_dsgd.data.units.dealing import Dealing
+    from lightning_dsgd.data.units.dealing import UnitDealing
     from lightning_dsgd.data.units.protocol import NONE
     from lightning_dsgd.simulated import SimulatedWorld
 
@@ -96,7 +96,7 @@ def virtual(num_ranks: int, k: int, situation: str, *, backups: bool, seed: int)
     def train(net: Any) -> float:
         algorithm, x = Balanced(backups=backups), torch.zeros(4)
         algorithm.start(net.sub("sums"), x, Conditions(gradient_counts=torch.zeros(1).long()))
-        dealing = Dealing(net.sub("units"), backups=backups, on_closed=algorithm.close_step)
+        dealing = UnitDealing(net.sub("units"), backups=backups, on_closed=algorithm.close_step)
         dealing.know(0, [[rank for _ in range(k) for rank in range(num_ranks)]] * num_steps)
         for step in range(num_steps):
             dealing.begin_step(step)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks import script, thread_cost
 from lightning_dsgd.data.claims.claims import Epoch
-from lightning_dsgd.data.claims.dealing import Dealing
+from lightning_dsgd.data.claims.dealing import ClaimDealing
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
@@ -30,7 +30,7 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     net = ProcessGroupTransport()
-    dealing = Dealing(net.sub("claims"))
+    dealing = ClaimDealing(net.sub("claims"))
     dealing.begin_epoch(Epoch(0, settings["batches"] * NUM_RANKS))
     seconds, position = [], 0
     dealing.secure(0, is_urgent=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks import script, thread_cost
-from lightning_dsgd.data.units.dealing import Dealing
+from lightning_dsgd.data.units.dealing import UnitDealing
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
@@ -32,7 +32,7 @@ def run_cell(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     net, num_steps = ProcessGroupTransport(), settings["steps"]
-    dealing = Dealing(net.sub("units"), backups=True, on_closed=lambda step: None)
+    dealing = UnitDealing(net.sub("units"), backups=True, on_closed=lambda step: None)
     homes = [rank for _ in range(settings["k"]) for rank in range(NUM_RANKS)]
     dealing.know(0, [homes] * num_steps)
     seconds: list[float] = []

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.data.claims.claims import NONE, Claims, Epoch
-from lightning_dsgd.data.claims.dealing import Dealing
+from lightning_dsgd.data.claims.dealing import ClaimDealing
 from lightning_dsgd.data.ranks import Session
 from lightning_dsgd.transport import Transport
 
@@ -67,7 +67,7 @@ class Claiming(ABC):
         self.cycles = True
         self._epoch = _ENDED
         self._at = (NONE, NONE)  # the batch in hand: its position, and its number in the unit
-        self._dealing: Dealing | None = None
+        self._dealing: ClaimDealing | None = None
 
     # ---- the network ----
 
@@ -77,7 +77,7 @@ class Claiming(ABC):
             self._dealing = self._dealing.in_view(net)
         else:
             claims = Claims(net.rank, net.world_size) if self._is_newcomer else None
-            self._dealing = Dealing(net, claims)
+            self._dealing = ClaimDealing(net, claims)
 
     def close(self) -> None:
         """Ends the lane."""
@@ -85,7 +85,7 @@ class Claiming(ABC):
             self._dealing.close()
 
     @property
-    def dealing(self) -> Dealing:
+    def dealing(self) -> ClaimDealing:
         """This rank's end of the claims."""
         assert self._dealing is not None, "claims are open while a training is"
         return self._dealing
@@ -142,7 +142,7 @@ class Claiming(ABC):
         return NONE
 
     def secure(self, position: int, *, is_urgent: bool) -> bool:
-        """Claims until there is a unit at a position; see `Dealing.secure`."""
+        """Claims until there is a unit at a position; see `ClaimDealing.secure`."""
         return self._step(lambda: self.dealing.secure(position, is_urgent=is_urgent))
 
     def begin(self, position: int, number: int) -> bool:

@@ -1,31 +1,22 @@
-"""Claims over a network: a lane answers them, the training thread waits for its own.
+"""Claims over a network: a rank's end of their dealing (`data.dealing`).
 
-    training thread   claims, begins, waits
-    lane              hears all messages of `claims`
-
-Both hold `_lock` while they use the machine, and send once they have let go of it.
-
-A training thread that must wait for an answer says so, and its lane then sends it a message.  So a
-wait for a claim is a wait like any other: it is counted, it has a limit, and a lost rank ends it.
+training thread   claims, begins, ends
+lane              hears all messages of `claims`; deals, on the first member
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import threading
 from collections.abc import Iterable
-from typing import Final
 
 import torch
 
 from lightning_dsgd.data.claims.claims import Claims, Epoch, Report
-from lightning_dsgd.transport import ANY, Timeout, Transport, TransportError
+from lightning_dsgd.data.dealing import Dealing, Words
+from lightning_dsgd.transport import Transport, TransportError
 
-_WORDS: Final = torch.empty(0, dtype=torch.int64)
 
-
-class Dealing:
+class ClaimDealing(Dealing):
     """One rank's end of the claims, in one view.
 
     Args:
@@ -33,24 +24,20 @@ class Dealing:
         claims: the machine to go on with; None: none has been used yet
     """
 
+    _name = "claims"
+    _awaited = "member to deal it a batch"
+
     def __init__(self, net: Transport, claims: Claims | None = None) -> None:
-        self._net = net
+        super().__init__()
         self._claims = claims or Claims(net.rank, net.world_size)
-        self._lock = threading.Lock()
-        self._is_awaited = False
-        if claims is not None:
-            self._take_part()
-        self._lane = net.spawn_lane(self._serve, "claims")
+        if claims is not None:  # tells all members what this one has, and goes on among them
+            claims.change_view(net.rank, _reports(net, claims.report()))
+        self._open(net)
 
-    def in_view(self, net: Transport) -> Dealing:
+    def in_view(self, net: Transport) -> ClaimDealing:
         """Returns this rank's end among the members of another view, all of which call it."""
-        with contextlib.suppress(TransportError):  # of which the lane has failed
-            self._lane.stop()
-        return Dealing(net, self._claims)
-
-    def close(self) -> None:
-        """Ends the lane."""
-        self._lane.stop()
+        self._stop()
+        return ClaimDealing(net, self._claims)
 
     # ---- the training thread ----
 
@@ -91,9 +78,7 @@ class Dealing:
                         return False
                     claims.ask(is_urgent=is_urgent)
                     was_urgent = is_urgent
-                self._is_awaited = True
-            self._send()
-            self._await_answer()
+            self._wait(lambda: not claims.is_asking)
             if claims.refused is not None:
                 self._check_alike(claims.epoch)
 
@@ -103,7 +88,7 @@ class Dealing:
             has_begun = self._claims.begin(position)
             if has_begun and position + 1 == len(self._claims.order):
                 self._claims.ask(is_urgent=False)
-        self._send()
+        self._send_if_all_are_there()
         return has_begun
 
     def end(self) -> None:
@@ -111,7 +96,7 @@ class Dealing:
         with self._lock:
             self._claims.end()
         with contextlib.suppress(TransportError):  # the view changes: all members report then
-            self._send()
+            self._send(self._lane.net)
 
     def num_free(self) -> int:
         """Returns how many units nobody has, on the dealer; 0 on the others."""
@@ -122,21 +107,6 @@ class Dealing:
         """Returns what this rank has, and what it knows to be trained on."""
         with self._lock:
             return self._claims.report()
-
-    def _send(self) -> None:
-        with self._lock:
-            outbox, self._claims.outbox = self._claims.outbox, []
-        for receiver, words in outbox:
-            self._lane.net.send(torch.tensor(words), receiver)
-
-    def _await_answer(self) -> None:
-        try:
-            self._net.recv(_WORDS, self._net.rank).wait()
-        except Timeout as err:
-            raise Timeout(
-                f"rank {self._net.job_rank} has waited {self._net.timeout_s:g} s for the first "
-                "member to deal it a batch"
-            ) from err
 
     def _check_alike(self, epoch: Epoch) -> None:
         refused = self._claims.refused
@@ -156,27 +126,15 @@ class Dealing:
         with self._lock:
             self._claims.learn(reports)
 
-    def _take_part(self) -> None:
-        """Tells all members what this one has, and goes on among them."""
-        reports = _reports(self._net, self._claims.report())
-        self._claims.change_view(self._net.rank, reports)
-
     # ---- the lane ----
 
-    def _serve(self, net: Transport) -> None:
-        while True:
-            receipt = net.recv(_WORDS, ANY)
-            words = receipt.wait(timeout_s=math.inf).tolist()
-            with self._lock:
-                claims = self._claims
-                claims.hear(receipt.source, tuple(words))
-                outbox, claims.outbox = claims.outbox, []
-                wakes = self._is_awaited and not claims.is_asking
-                self._is_awaited = self._is_awaited and not wakes
-            for receiver, answer in outbox:
-                net.send(torch.tensor(answer), receiver)
-            if wakes:
-                self._net.send(_WORDS, self._net.rank)
+    def _hear(self, sender: int, words: Words) -> None:
+        with self._lock:
+            self._claims.hear(sender, words)
+
+    def _outgoing(self) -> list[tuple[int, Words]]:
+        outgoing, self._claims.outbox = self._claims.outbox, []
+        return outgoing
 
 
 def _in_words(epoch: Epoch) -> str:

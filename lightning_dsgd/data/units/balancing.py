@@ -20,7 +20,7 @@ import torch
 
 from lightning_dsgd.data.ranks import Ranks
 from lightning_dsgd.data.units import losses
-from lightning_dsgd.data.units.dealing import Dealing
+from lightning_dsgd.data.units.dealing import UnitDealing
 from lightning_dsgd.data.units.loaders import UnitLoader
 from lightning_dsgd.data.units.plan import Batches, Plan, Unit, gather, give
 from lightning_dsgd.data.units.protocol import NONE
@@ -90,7 +90,7 @@ class Balancing:
         self._num_epochs = 0  # as many are begun
         self._drawn = 0, list[Batches]()  # for the epoch of that number, by home
         self._first_slot = NONE  # of an epoch that others have begun, on a newcomer; else NONE
-        self._dealing = Dealing(net.sub("units"), backups=backups, on_closed=sums.close_step)
+        self._dealing = UnitDealing(net.sub("units"), backups=backups, on_closed=sums.close_step)
         self._first_step = self._num_steps = 0
         self._taken = NONE  # the last step whose sum is in the gradients, or has been
         self._units: list[Unit] = []
@@ -227,7 +227,7 @@ class Balancing:
         return unit
 
     def _taken_up(self, *, waits: bool) -> int:
-        """Begins a unit and returns it; NONE if there is none: see `Dealing.take`."""
+        """Begins a unit and returns it; NONE if there is none: see `UnitDealing.take`."""
         units: list[int] = []
         self._ranks.step(lambda: units.append(self._dealing.take(waits=waits)), again=True)
         return units[-1]

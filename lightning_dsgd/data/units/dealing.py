@@ -1,28 +1,19 @@
-"""Units over a network: a lane hears all messages of `protocol`, and the training thread waits.
+"""Units over a network: a rank's end of their dealing (`data.dealing`).
 
     training thread   takes a unit, computes it, has it enter the sum, takes another
     lane              hears all messages; deals, on the first rank; has sums begin
 
-`_lock` guards what this rank has in hand, and on the first rank what the dealer knows.  Nobody
-holds it while a unit enters the sum or a message leaves; `_leaving` keeps messages in their order.
-
-A training thread that must wait says so, and its lane then sends it a message.  So the wait is one
-like any other: it is counted, it has a limit, and a lost rank ends it.
-
-Once a rank is lost no message leaves any more.  What a training thread had to say then is in what
-it reports (`losses`), and its next wait ends.
+Nobody holds the lock while a unit enters the sum.  What a training thread had to say when a rank
+was lost is in what it reports to `losses`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import torch
-
+from lightning_dsgd.data.dealing import Dealing, Words
 from lightning_dsgd.data.units.dealer import Dealer
 from lightning_dsgd.data.units.hand import Hand
 from lightning_dsgd.data.units.protocol import (
@@ -34,15 +25,13 @@ from lightning_dsgd.data.units.protocol import (
     NONE,
     READY,
     Conclusion,
-    Words,
 )
-from lightning_dsgd.transport import ANY, PeerLost, Timeout, Transport, TransportError
+from lightning_dsgd.transport import Transport
 
-_WORDS: Final = torch.empty(0, dtype=torch.int64)
 _TO_THE_DEALER: Final = (READY, BEGIN, COMMIT, ANSWER)
 
 
-class Dealing:
+class UnitDealing(Dealing):
     """One rank's end of the dealing.
 
     Args:
@@ -51,31 +40,27 @@ class Dealing:
         on_closed: is called in the lane for each step that closes, in the order of the steps
     """
 
+    _name = "units"
+    _awaited = "rank to deal it a micro-batch, or to say that all of the step are computed"
+
     def __init__(self, net: Transport, *, backups: bool, on_closed: Callable[[int], None]) -> None:
+        super().__init__()
         self._backups, self._on_closed = backups, on_closed
-        self._lock, self._leaving = threading.Lock(), threading.Lock()
         self._hand = Hand(net.rank)
         self._begin(net, None)
 
     def _begin(self, net: Transport, after: Conclusion | None) -> None:
-        self._net = net
         is_dealer = net.rank == DEALER
         self._dealer = (
             Dealer(net.world_size, backups=self._backups, after=after) if is_dealer else None
         )
-        self._awaits: Callable[[], bool] | None = None
-        self._lane = net.spawn_lane(self._serve, "units")
-
-    def close(self) -> None:
-        """Ends the lane."""
-        self._lane.stop()
+        self._open(net)
 
     # ---- where a rank is lost: the training thread ----
 
     def stand_still(self) -> Hand:
         """Ends the lane, which may have failed with a rank; returns what this rank has in hand."""
-        with contextlib.suppress(TransportError):
-            self._lane.stop()
+        self._stop()
         return self._hand
 
     def go_on(self, net: Transport, after: Conclusion) -> None:
@@ -143,43 +128,7 @@ class Dealing:
         self._send_if_all_are_there()
         return may_enter
 
-    def _wait(self, is_so: Callable[[], bool]) -> None:
-        with self._lock:
-            if is_so():
-                return
-            self._awaits = is_so
-        self._send_if_all_are_there()
-        try:
-            self._net.recv(_WORDS, self._net.rank).wait()
-        except Timeout as err:
-            raise Timeout(
-                f"rank {self._net.job_rank} has waited {self._net.timeout_s:g} s for the first "
-                "rank to deal it a micro-batch, or to say that all of the step are computed"
-            ) from err
-
     # ---- the lane ----
-
-    def _serve(self, net: Transport) -> None:
-        while True:
-            try:
-                receipt = net.recv(_WORDS, ANY)
-                words = tuple(receipt.wait(timeout_s=self._pause()).tolist())
-            except Timeout:
-                self._look_again()
-            else:
-                self._hear(receipt.source, words)
-            self._send(net)
-
-    def _pause(self) -> float:
-        if self._dealer is None:
-            return math.inf
-        with self._lock:
-            return self._dealer.next_look(self._net.now())
-
-    def _look_again(self) -> None:
-        if self._dealer is not None:
-            with self._lock:
-                self._dealer.deal(self._net.now())
 
     def _hear(self, sender: int, words: Words) -> None:
         if words[0] == CLOSED:
@@ -191,25 +140,21 @@ class Dealing:
             else:
                 self._hand.hear(words)
 
-    # ---- both ----
+    def _pause_s(self) -> float:
+        if self._dealer is None:
+            return math.inf
+        with self._lock:
+            return self._dealer.next_look(self._net.now())
 
-    def _send_if_all_are_there(self) -> None:
-        with contextlib.suppress(PeerLost):
-            self._send(self._lane.net)
-
-    def _send(self, net: Transport) -> None:
-        """Sends all messages that are to leave; wakes the training thread if it waits no longer."""
-        with self._leaving:
+    def _look_again(self) -> None:
+        if self._dealer is not None:
             with self._lock:
-                wakes = self._awaits is not None and self._awaits()
-                if wakes:
-                    self._awaits = None
-                leaving = [(DEALER, words) for words in self._hand.outbox]
-                self._hand.outbox.clear()
-                if self._dealer is not None:
-                    leaving += self._dealer.outbox
-                    self._dealer.outbox.clear()
-            for receiver, words in leaving:
-                net.send(torch.tensor(words), receiver)
-            if wakes:
-                self._net.send(_WORDS, self._net.rank)
+                self._dealer.deal(self._net.now())
+
+    def _outgoing(self) -> list[tuple[int, Words]]:
+        outgoing = [(DEALER, words) for words in self._hand.outbox]
+        self._hand.outbox.clear()
+        if self._dealer is not None:
+            outgoing += self._dealer.outbox
+            self._dealer.outbox.clear()
+        return outgoing

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dsgd as dsgd
-from lightning_dsgd.data.claims.dealing import Dealing
+from lightning_dsgd.data.claims.dealing import ClaimDealing
 from tests.data.claims.test_claimed_fits import Numbered, all_once
 from tests.support.fits import errors, run
 from tests.support.worlds import FitWorld
@@ -101,8 +101,8 @@ def resumes(folder: str) -> Any:
     """Half an epoch and a save; then another training, which goes on from there."""
     path = f"{folder}/saved.pt"
     if os.environ["RANK"] == "0":  # it deals, and takes over the checkpoint after the others
-        real = Dealing.resume
-        Dealing.resume = lambda *given: (time.sleep(0.5), real(*given))[1]
+        real = ClaimDealing.resume
+        ClaimDealing.resume = lambda *given: (time.sleep(0.5), real(*given))[1]
     model, optimizer = make()
     before, after = [], []
     with replica_of(model, optimizer) as replica:

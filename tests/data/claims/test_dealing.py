@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_dsgd.data.claims.claims import NONE, Claims, Epoch
-from lightning_dsgd.data.claims.dealing import Dealing
+from lightning_dsgd.data.claims.dealing import ClaimDealing
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivingWorld
 from lightning_dsgd.simulated import Killed, RankFailed, SimulatedWorld
@@ -41,7 +41,7 @@ def train(net: Any, seed: int, made: dict[int, list[int]]) -> None:
         return int(calls.view.sub("left").all_reduce(torch.tensor([dealing.num_free()])).wait())
 
     calls = Calls(net, enter)
-    dealing = Dealing(calls.view.sub("claims"))
+    dealing = ClaimDealing(calls.view.sub("claims"))
     for number in range(2):
         do("begin_epoch", Epoch(number, NUM_UNITS, 5))
         position = 0
@@ -100,7 +100,7 @@ def test_every_unit_is_trained_on_once_by_those_that_are_left() -> None:
 
 
 def misled(net: Any, late: int) -> None:
-    dealing = Dealing(net.sub("claims"))
+    dealing = ClaimDealing(net.sub("claims"))
     if net.rank == late:
         net.compute(1.0)
     dealing.begin_epoch(Epoch(0, 5, net.rank))
@@ -117,7 +117,7 @@ def test_a_rank_with_other_batches_ends_with_both_named(late: int, refused: int)
 
 def lonely(net: Any) -> None:
     if net.rank:
-        dealing = Dealing(net.sub("claims"))
+        dealing = ClaimDealing(net.sub("claims"))
         dealing.begin_epoch(Epoch(0, 5))
         dealing.secure(0, is_urgent=True)
     net.compute(60.0)

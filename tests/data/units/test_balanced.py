@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
-from lightning_dsgd.data.units.dealing import Dealing
+from lightning_dsgd.data.units.dealing import UnitDealing
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.simulated import SimulatedWorld
 from lightning_dsgd.transport import PeerLost
@@ -60,7 +60,7 @@ def train(
     else:
         for state in before[net.rank :: net.world_size]:
             algorithm.carry_over(state, len(before))
-    dealing = Dealing(net.sub("units"), backups=backups, on_closed=algorithm.close_step)
+    dealing = UnitDealing(net.sub("units"), backups=backups, on_closed=algorithm.close_step)
     homes = [rank for _ in range(num_slots) for rank in range(net.world_size)]
     dealing.know(0, [homes] * num_steps)
     seen, num_void, own, applied = [], 0, torch.zeros_like(x), torch.zeros_like(x)

@@ -27,7 +27,7 @@ from lightning_dsgd.agreement import everyones
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms import make_algorithm
 from lightning_dsgd.data.claims.claims import NONE, Claims, Epoch
-from lightning_dsgd.data.claims.dealing import Dealing
+from lightning_dsgd.data.claims.dealing import ClaimDealing
 from lightning_dsgd.elastic.calls import Calls
 from lightning_dsgd.elastic.simulated import SurvivableFaults, SurvivingWorld
 from lightning_dsgd.elastic.surviving import SurvivingReplica
@@ -125,7 +125,7 @@ class Member:
             Conditions(claims_batches=True),
             is_newcomer=self.is_new,
         )
-        self.dealing: Dealing | None = None
+        self.dealing: ClaimDealing | None = None
 
     def note(self, state: str, number: int) -> None:
         """Notes that another state begins."""
@@ -138,7 +138,7 @@ class Member:
             self.net.join(within_s=_JOIN_WITHIN_S)
             self.calls.join()
         else:
-            self.dealing = Dealing(self.calls.view.sub("claims"))
+            self.dealing = ClaimDealing(self.calls.view.sub("claims"))
             self.note_view(self.calls.view)
             self.note(TAKES_PART, 0)
         try:
@@ -162,7 +162,7 @@ class Member:
             self.claims.close()
 
     @property
-    def claims(self) -> Dealing:
+    def claims(self) -> ClaimDealing:
         """This rank's end of the claims."""
         assert self.dealing is not None, "a rank that trains claims"
         return self.dealing
@@ -309,7 +309,7 @@ class Member:
         digest = self.digest()
         net = view.sub("claims")
         if self.dealing is None:
-            self.dealing = Dealing(net, Claims(net.rank, net.world_size))
+            self.dealing = ClaimDealing(net, Claims(net.rank, net.world_size))
         else:
             self.dealing = self.dealing.in_view(net)
         self.note_view(view, digest)

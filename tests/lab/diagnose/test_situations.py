@@ -15,7 +15,7 @@ import torch
 
 from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
-from lightning_dsgd.data.units.dealing import Dealing
+from lightning_dsgd.data.units.dealing import UnitDealing
 from lightning_dsgd.data.units.protocol import NONE
 from lightning_dsgd.lab.diagnose.remedies import (
     STRATEGIES,
@@ -113,7 +113,7 @@ class Situation:
         def train(net: SimulatedTransport) -> float:
             algorithm, x = Balanced(), torch.zeros(num_elements)
             algorithm.start(net.sub("sums"), x, Conditions(gradient_counts=torch.zeros(1).long()))
-            dealing = Dealing(net.sub("units"), backups=True, on_closed=algorithm.close_step)
+            dealing = UnitDealing(net.sub("units"), backups=True, on_closed=algorithm.close_step)
             dealing.know(0, [[home for home in range(RANKS) for _ in range(k)]] * STEPS)
             for step in range(STEPS):
                 dealing.begin_step(step)

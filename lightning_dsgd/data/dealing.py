@@ -1,0 +1,126 @@
+"""A lane that hears what is dealt, and a training thread that waits for it: claims and units.
+
+    training thread   says what it does, and waits for what it is dealt
+    lane              hears all messages; deals, on the first rank
+
+`_lock` guards what both know.  Nobody holds it while a message leaves; `_leaving` keeps messages in
+their order.
+
+A training thread that must wait says so, and its lane then sends it a message.  So the wait is one
+like any other: it is counted, it has a limit, and a lost rank ends it.
+
+Once a rank is lost no message leaves any more.  What a training thread had to say then is in what
+it reports, and its next wait ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Final
+
+import torch
+
+from lightning_dsgd.transport import ANY, PeerLost, Timeout, Transport, TransportError
+
+Words = tuple[int, ...]
+"""A message."""
+
+_WORDS: Final = torch.empty(0, dtype=torch.int64)
+
+
+class Dealing(ABC):
+    """One rank's end of the dealing."""
+
+    _name: ClassVar[str]
+    """The lane's."""
+    _awaited: ClassVar[str]
+    """What a training thread waits for, to be said where it waits in vain."""
+
+    def __init__(self) -> None:
+        self._lock, self._leaving = threading.Lock(), threading.Lock()
+
+    def _open(self, net: Transport) -> None:
+        """Begins to hear; all of this class's own is there."""
+        self._net = net
+        self._awaits: Callable[[], bool] | None = None
+        self._lane = net.spawn_lane(self._serve, self._name)
+
+    def close(self) -> None:
+        """Ends the lane."""
+        self._lane.stop()
+
+    def _stop(self) -> None:
+        """Ends the lane, which may have failed with a rank."""
+        with contextlib.suppress(TransportError):
+            self._lane.stop()
+
+    # ---- what is dealt ----
+
+    @abstractmethod
+    def _hear(self, sender: int, words: Words) -> None:
+        """Hears a message, under the lock."""
+
+    @abstractmethod
+    def _outgoing(self) -> list[tuple[int, Words]]:
+        """Returns the messages that are to leave, each with its receiver; called under the lock."""
+
+    def _pause_s(self) -> float:
+        """Returns how long the lane may wait for a message before it looks again."""
+        return math.inf
+
+    def _look_again(self) -> None:
+        """Deals anew, as no message has come for so long."""
+        raise AssertionError("a lane that may wait for ever looks at nothing again")
+
+    # ---- the training thread ----
+
+    def _wait(self, is_so: Callable[[], bool]) -> None:
+        """Waits until this is so; it is asked under the lock."""
+        with self._lock:
+            if is_so():
+                return
+            self._awaits = is_so
+        self._send_if_all_are_there()
+        try:
+            self._net.recv(_WORDS, self._net.rank).wait()
+        except Timeout as err:
+            raise Timeout(
+                f"rank {self._net.job_rank} has waited {self._net.timeout_s:g} s for the first "
+                f"{self._awaited}"
+            ) from err
+
+    # ---- the lane ----
+
+    def _serve(self, net: Transport) -> None:
+        while True:
+            try:
+                receipt = net.recv(_WORDS, ANY)
+                words = tuple(receipt.wait(timeout_s=self._pause_s()).tolist())
+            except Timeout:
+                self._look_again()
+            else:
+                self._hear(receipt.source, words)
+            self._send(net)
+
+    # ---- both ----
+
+    def _send_if_all_are_there(self) -> None:
+        with contextlib.suppress(PeerLost):
+            self._send(self._lane.net)
+
+    def _send(self, net: Transport) -> None:
+        """Sends all messages that are to leave; wakes the training thread if it waits no longer."""
+        with self._leaving:
+            with self._lock:
+                wakes = self._awaits is not None and self._awaits()
+                if wakes:
+                    self._awaits = None
+                outgoing = self._outgoing()
+            for receiver, words in outgoing:
+                net.send(torch.tensor(words), receiver)
+            if wakes:
+                self._net.send(_WORDS, self._net.rank)
