@@ -84,7 +84,7 @@ class LoopClaiming(Claiming):
     @property
     def nominal_batches(self) -> int:
         """How many batches each rank had made before this one, if all made as many."""
-        now = self.nominal_before(self.unit) if self.unit >= 0 else 0
+        now = self.nominal_before(self.portion) if self.portion >= 0 else 0
         return self._batches_before + (self.nominal(self.num_batches) if self._is_over else now)
 
     def begin_next(self, meet: Callable[[str], None]) -> int:

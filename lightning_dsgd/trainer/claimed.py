@@ -119,7 +119,7 @@ class TrainerClaiming(Claiming):
     def _begin_epoch(self, loader: ClaimedLoader) -> None:
         """Begins the epoch of all loaders that are read together with this one."""
         trainer, combined = self._trainer, self._combined
-        unit_size = trainer.accumulate_grad_batches
+        portion_size = trainer.accumulate_grad_batches
         number = trainer.fit_loop.epoch_progress.current.processed
         if self._session.phase is Phase.JOINED:
             self._session.enter(Phase.TRAINING)  # from its first claim on it meets the others
@@ -129,11 +129,11 @@ class TrainerClaiming(Claiming):
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
             shortest=combined._mode == "min_size",
             cycles=combined._mode == "max_size_cycle",
-            limit=self._limit(number, unit_size),
-            unit_size=unit_size,
+            limit=self._limit(number, portion_size),
+            portion_size=portion_size,
         )
 
-    def _limit(self, number: int, unit_size: int) -> float:
+    def _limit(self, number: int, portion_size: int) -> float:
         """Returns how many batches an epoch has at most, of all ranks.
 
         An epoch that a resume goes on with has as many as before, whatever the number of ranks.
@@ -149,7 +149,7 @@ class TrainerClaiming(Claiming):
         limit: float = self._trainer.num_training_batches * self.num_ranks
         if self._trainer.fit_loop.max_steps >= 0:
             left = max(0, self._trainer.fit_loop.max_steps - self._steps_before)
-            limit = min(limit, left * unit_size * self.num_ranks)
+            limit = min(limit, left * portion_size * self.num_ranks)
         return limit
 
     # ---- progress ----
@@ -172,9 +172,9 @@ class TrainerClaiming(Claiming):
     def schedule(self, num_batches: int | None = None) -> None:
         """Has the schedulers of steps come to the batch in hand, or to so many nominal batches."""
         if num_batches is None:
-            num_batches = self.nominal_before(self.unit)
+            num_batches = self.nominal_before(self.portion)
         while self._num_scheduled < num_batches:
-            self._num_scheduled = min(self._num_scheduled + self.unit_size, num_batches)
+            self._num_scheduled = min(self._num_scheduled + self.portion_size, num_batches)
             progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
             ready, progress.ready = progress.ready, self._num_scheduled
             with warnings.catch_warnings():  # this rank may not have made a step before
@@ -204,12 +204,12 @@ class TrainerClaiming(Claiming):
     def is_validation_due(self) -> bool:
         """Returns whether a validation within the epoch stands before this rank's next batch."""
         every = self._trainer.val_check_batch
-        if every is None or not self.is_unit_over or self._due(self._length) <= self._due(0):
+        if every is None or not self.is_portion_over or self._due(self._length) <= self._due(0):
             return False
         if self._due(self._length - 1) <= self._num_validations:
             return False  # the next one, if any, stands at the end
-        unit = self.next_unit()
-        return unit != NONE and self._due(self.nominal_before(unit)) > self._num_validations
+        portion = self.next_portion()
+        return portion != NONE and self._due(self.nominal_before(portion)) > self._num_validations
 
     def is_due_at_end(self) -> bool:
         """Returns whether a validation stands at the end of the epoch."""
@@ -229,7 +229,7 @@ class TrainerClaiming(Claiming):
     def end_epoch(self) -> None:
         """Counts on with the next epoch."""
         self._batches_before += self._length
-        self._steps_before += -(-self._length // self.unit_size)
+        self._steps_before += -(-self._length // self.portion_size)
         self._num_validations = self._num_scheduled = 0
         self._has_ended = False
 
@@ -394,7 +394,7 @@ def _take_epoch_loop(loop: Any, claiming: TrainerClaiming) -> None:
     loop._should_check_val_fx = should_validate
     loop.update_lr_schedulers = update_schedulers
     loop._num_ready_batches_reached = lambda: bool(loop.batch_progress.is_last_batch)
-    loop._accumulated_batches_reached = lambda: claiming.is_unit_over
+    loop._accumulated_batches_reached = lambda: claiming.is_portion_over
 
 
 def check_trainer(trainer: Any, algorithm_name: str) -> None:

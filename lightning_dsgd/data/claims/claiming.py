@@ -1,10 +1,10 @@
 """One rank's way through epochs whose batches are claimed, whoever drives it.
 
     begin_epoch    each rank draws all batches of the epoch, in one order that all ranks know
-    secure         claims until there is a unit at a place of this rank's own order
-    begin          begins a batch of it, unless the unit was given back
-    end_batch      the unit was trained on, as others are to know
-    left           all have come to the end: how many units a lost rank has left, if any
+    secure         claims until there is a portion at a place of this rank's own order
+    begin          begins a batch of it, unless the portion was given back
+    end_batch      the portion was trained on, as others are to know
+    left           all have come to the end: how many portions a lost rank has left, if any
 
 `claims` is the protocol, `dealing` its lane, `loaders` what loads the batches.
 """
@@ -37,7 +37,7 @@ class Draws(Protocol):
 
 
 class Saved(TypedDict):
-    """What a checkpoint holds of an epoch: the words of `Epoch`, and the units trained on."""
+    """What a checkpoint holds of an epoch: the words of `Epoch`, and the portions trained on."""
 
     epoch: list[int]
     trained: Tensor
@@ -49,7 +49,7 @@ class Claiming(ABC):
     Attributes:
         num_ranks: the number of ranks by which nominal lengths count; it stays the same
         num_batches: how many batches the epoch has, of all ranks
-        unit_size: how many batches are claimed together
+        portion_size: how many batches are claimed together
         cycles: whether a shorter loader begins again, where several are read together
 
     Args:
@@ -63,10 +63,10 @@ class Claiming(ABC):
         self._is_newcomer = is_newcomer
         self.num_ranks = num_ranks
         self.num_batches = 0
-        self.unit_size = 1
+        self.portion_size = 1
         self.cycles = True
         self._epoch = _ENDED
-        self._at = (NONE, NONE)  # the batch in hand: its position, and its number in the unit
+        self._at = (NONE, NONE)  # the batch in hand: its position, and its number in the portion
         self._dealing: ClaimDealing | None = None
 
     # ---- the network ----
@@ -107,7 +107,7 @@ class Claiming(ABC):
         shortest: bool = False,
         cycles: bool = True,
         limit: float = float("inf"),
-        unit_size: int = 1,
+        portion_size: int = 1,
     ) -> None:
         """Begins an epoch, unless it is under way.
 
@@ -118,35 +118,35 @@ class Claiming(ABC):
             shortest: whether the shortest loader ends the epoch, not the longest
             cycles: whether a shorter loader begins again
             limit: the most batches that the epoch may have
-            unit_size: how many batches are claimed together
+            portion_size: how many batches are claimed together
         """
         if self._epoch.number == number:
             return
         drawn = [loader.draw(seed + number) for loader in loaders]
         lengths = [len(batches) for batches in drawn]
         self.num_batches = int(min(min(lengths) if shortest else max(lengths), limit))
-        self.unit_size, self.cycles, self._at = unit_size, cycles, (NONE, NONE)
-        num_units = -(-self.num_batches // unit_size)
+        self.portion_size, self.cycles, self._at = portion_size, cycles, (NONE, NONE)
+        num_portions = -(-self.num_batches // portion_size)
         checksum = zlib.crc32(repr(drawn).encode())
-        self._epoch = Epoch(number, num_units, checksum)
+        self._epoch = Epoch(number, num_portions, checksum)
         self._step(lambda: self.dealing.begin_epoch(self._epoch))
 
-    def next_unit(self) -> int:
-        """Returns the unit that this rank trains on next, for which it may wait; or NONE."""
+    def next_portion(self) -> int:
+        """Returns the portion that this rank trains on next, for which it may wait; or NONE."""
         position = self.dealing.num_begun
         while self.secure(position, is_urgent=True):
-            unit = self.dealing.unit(position)
-            if unit != NONE:
-                return unit
+            portion = self.dealing.portion(position)
+            if portion != NONE:
+                return portion
             position += 1
         return NONE
 
     def secure(self, position: int, *, is_urgent: bool) -> bool:
-        """Claims until there is a unit at a position; see `ClaimDealing.secure`."""
+        """Claims until there is a portion at a position; see `ClaimDealing.secure`."""
         return self._step(lambda: self.dealing.secure(position, is_urgent=is_urgent))
 
     def begin(self, position: int, number: int) -> bool:
-        """Begins a batch of a unit, unless that was given back."""
+        """Begins a batch of a portion, unless that was given back."""
         has_begun = self._step(lambda: self.dealing.begin(position))
         if has_begun:
             self._at = position, number
@@ -154,43 +154,43 @@ class Claiming(ABC):
 
     def end_batch(self) -> None:
         """Notes that the batch in hand is over."""
-        if self._at[0] != NONE and self.is_unit_over:
+        if self._at[0] != NONE and self.is_portion_over:
             self.dealing.end()
 
-    def places(self, unit: int) -> range:
-        """Returns the places in the epoch of a unit's batches."""
-        first = unit * self.unit_size
-        return range(first, min(first + self.unit_size, self.num_batches))
+    def places(self, portion: int) -> range:
+        """Returns the places in the epoch of a portion's batches."""
+        first = portion * self.portion_size
+        return range(first, min(first + self.portion_size, self.num_batches))
 
     # ---- progress ----
 
     @property
-    def unit(self) -> int:
-        """The unit of the batch in hand; NONE before the first."""
+    def portion(self) -> int:
+        """The portion of the batch in hand; NONE before the first."""
         position = self._at[0]
-        return NONE if position == NONE else self.dealing.unit(position)
+        return NONE if position == NONE else self.dealing.portion(position)
 
     @property
-    def is_unit_over(self) -> bool:
+    def is_portion_over(self) -> bool:
         """Whether the batch in hand is the last of those that were claimed together."""
         position, number = self._at
         if position == NONE:
             return True
-        left = self.num_batches - self.unit * self.unit_size
-        return number + 1 == min(self.unit_size, left)
+        left = self.num_batches - self.portion * self.portion_size
+        return number + 1 == min(self.portion_size, left)
 
     def nominal(self, num_batches: int) -> int:
         """Returns how many batches each rank has of so many, if all have as many."""
         return -(-num_batches // self.num_ranks)
 
-    def nominal_before(self, unit: int) -> int:
-        """Returns how many batches each rank has nominally made before a unit."""
-        return unit // self.num_ranks * self.unit_size
+    def nominal_before(self, portion: int) -> int:
+        """Returns how many batches each rank has nominally made before a portion."""
+        return portion // self.num_ranks * self.portion_size
 
     # ---- what all ranks do together ----
 
     def left(self, *, has_stopped: bool) -> tuple[int, int]:
-        """Returns how many units nobody has, and how many ranks have stopped the epoch early.
+        """Returns how many portions nobody has, and how many ranks have stopped the epoch early.
 
         All ranks have come to the end of the epoch, and call it.
         """

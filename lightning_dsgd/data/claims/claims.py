@@ -1,28 +1,28 @@
 """Claimed batches: ranks claim what they train on from the epoch, so no share is fixed beforehand.
 
-An epoch is a list of batches in an order that all ranks know: its sampler's.  A unit is a batch, or
-the batches of one optimizer step.  Rank r trains on unit u once the dealer has granted it:
+An epoch is a list of batches in an order that all ranks know: its sampler's.  A portion is a batch,
+or the batches of one optimizer step.  Rank r trains on a portion once the dealer has granted it:
 
-    rank       begins a unit, and asks ahead for another one                    ASK  to the dealer
-    dealer     grants the first unit that is free; or says that there is none   GRANT
-    rank       has trained on a unit                     TELL  to the dealer, and the second member
-    rank       has none and is told there is none: asks again, as it must wait  ASK, urgent
-    dealer     asks the rank that holds the most units that it has not begun    RECALL
-    that rank  gives its last one back, or says that it has begun them all      BACK
+    rank       begins a portion, and asks ahead for another one                     ASK
+    dealer     grants the first portion that is free; or says that there is none    GRANT
+    rank       tells the dealer and the second member what it has trained on        TELL
+    rank       has none and is told there is none: asks again, as it must wait      ASK, urgent
+    dealer     asks the rank that holds the most portions that it has not begun     RECALL
+    that rank  gives its last one back, or says that it has begun them all          BACK
     dealer     grants that one; or says that there is none: the rank has none left
 
 **Who deals.**  The first member of the view.  A lane answers, and never a training thread, so a
 claim waits for messages only.  A loader with workers claims as far ahead as it loads.
 
-**No unit is trained on twice.**  A unit is free, or one rank has it: the dealer takes it from the
-free ones when it grants it, and a rank that gives it back has not begun it and never will.  A unit
-that was granted to a rank that waited is never given back, so it does not wander.
+**No portion is trained on twice.**  A portion is free, or one rank has it: the dealer takes it from
+the free ones when it grants it, and a rank that gives it back has not begun it and never will.  A
+portion that was granted to a rank that waited is never given back, so it does not wander.
 
-**No unit is left out.**  A rank that is told that there is none has come to the end of its epoch.
-The epoch ends once all ranks are there, and no unit is free.
+**No portion is left out.**  A rank that is told that there is none has come to the end of its
+epoch.  The epoch ends once all ranks are there, and no portion is free.
 
-**Who is told what was trained on.**  Once a rank has trained on a unit it tells the dealer, and the
-second member, before it loads its next batch.  A unit counts as trained on from then on.
+**Who is told what was trained on.**  Once a rank has trained on a portion it tells the dealer, and
+the second member, before it loads its next batch.  A portion counts as trained on from then on.
 
 **Where the view changes** each member tells all others what it knows to be trained on, and what it
 holds.  All else is free again, and the first member deals it.  So
@@ -33,7 +33,7 @@ holds.  All else is free again, and the first member deals it.  So
 - what it had trained on and told nobody, as it was lost just then, is trained on again;
 - the same goes for the dealer, as the second member knows what it has trained on.  If both are lost
   together, the others train again on what lost ranks had told these two;
-- messages that were under way are dropped with the old view.  A unit that was in one is free;
+- messages that were under way are dropped with the old view.  A portion that was in one is free;
 - what a rank that leaves on purpose knows to be trained on it tells all members before;
 - a newcomer holds nothing, and claims.
 
@@ -41,7 +41,7 @@ holds.  All else is free again, and the first member deals it.  So
 each from the ranks that hold something; lanes give these at once.  A rank that was recalled in vain
 is not asked again before it has claimed more.  A lost rank ends each wait; so does a time limit.
 
-**In a checkpoint** are the epoch and the units that were trained on, of all ranks.  What is held
+**In a checkpoint** are the epoch and the portions that were trained on, of all ranks.  What is held
 and not begun is free again after a resume, with any number of ranks.  Nobody claims before all have
 resumed: a dealer that has not would begin the epoch anew.
 
@@ -55,7 +55,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 NONE: Final = -1
-"""Stands for a unit where there is none."""
+"""Stands for a portion where there is none."""
 DEALER: Final = 0
 _WITNESS: Final = 1
 """The member that is told, beside the dealer, what was trained on."""
@@ -70,12 +70,12 @@ class Epoch(NamedTuple):
 
     Attributes:
         number: its number; a later epoch has a larger one
-        num_units: how many units it has
+        num_portions: how many portions it has
         checksum: of the order of its samples
     """
 
     number: int = NONE
-    num_units: int = 0
+    num_portions: int = 0
     checksum: int = 0
 
 
@@ -86,7 +86,7 @@ class Report(NamedTuple):
     trained: list[int]
     begun: list[int]
     ahead: list[int]
-    """Units that it has claimed and not begun."""
+    """Portions that it has claimed and not begun."""
 
 
 class Claims:
@@ -94,9 +94,9 @@ class Claims:
 
     Attributes:
         epoch: the epoch that is dealt
-        order: the units that this rank has claimed, in that order; NONE: given back since
+        order: the portions that this rank has claimed, in that order; NONE: given back since
         num_begun: how many of `order` lie behind this rank, given back ones included
-        trained: the units that were trained on, as far as this rank knows
+        trained: the portions that were trained on, as far as this rank knows
         is_asking: whether a claim of this rank has no answer yet
         is_dry: whether the last answer was that there is none
         refused: the dealer's epoch, where it is another than this rank's
@@ -121,7 +121,7 @@ class Claims:
         self.is_asking = self.is_dry = False
         self._num_bound = 0  # of `order`: all up to here stay this rank's
         self._current = NONE
-        self._desk = _Desk(epoch.num_units, ())
+        self._desk = _Desk(epoch.num_portions, ())
 
     # ---- of the rank that trains ----
 
@@ -136,10 +136,10 @@ class Claims:
         """Begins in the midst of an epoch; all ranks call it with the same."""
         self._enter(epoch)
         self.trained = set(trained)
-        self._desk = _Desk(epoch.num_units, self.trained)
+        self._desk = _Desk(epoch.num_portions, self.trained)
 
     def ask(self, *, is_urgent: bool) -> None:
-        """Claims one more unit; does nothing while an answer is awaited.
+        """Claims one more portion; does nothing while an answer is awaited.
 
         Args:
             is_urgent: whether this rank has nothing else to do; else it takes no for an answer
@@ -151,7 +151,7 @@ class Claims:
         self.outbox.append((DEALER, words))
 
     def begin(self, position: int) -> bool:
-        """Begins the unit at a position of `order`, unless it was given back meanwhile."""
+        """Begins the portion at a position of `order`, unless it was given back meanwhile."""
         if position >= self.num_begun:
             self.end()
             self.num_begun = position + 1
@@ -159,7 +159,7 @@ class Claims:
         return self.order[position] != NONE
 
     def end(self) -> None:
-        """Ends the unit that this rank has begun: it was trained on, as others are to know."""
+        """Ends the portion that this rank has begun: it was trained on, as others are to know."""
         if self._current != NONE:
             self.trained.add(self._current)
             words = (_TELL, *self.epoch, self._current)
@@ -192,10 +192,10 @@ class Claims:
             self._take(*rest[1:])
         elif kind == _RECALL:
             ahead = self._ahead()[-1:]
-            units = [self.order[at] for at in ahead] or [NONE]
+            portions = [self.order[at] for at in ahead] or [NONE]
             for at in ahead:
                 self.order[at] = NONE
-            self.outbox.append((sender, (_BACK, self.epoch.number, *units)))
+            self.outbox.append((sender, (_BACK, self.epoch.number, *portions)))
         else:
             self._desk.take_back(sender, rest[1])
             self._deal()
@@ -213,17 +213,17 @@ class Claims:
         self._deal()
 
     def _deal(self) -> None:
-        for receiver, unit, is_bound in self._desk.deal():
-            self.outbox.append((receiver, (_GRANT, self.epoch.number, unit, int(is_bound))))
+        for receiver, portion, is_bound in self._desk.deal():
+            self.outbox.append((receiver, (_GRANT, self.epoch.number, portion, int(is_bound))))
         victim = self._desk.recall()
         if victim != NONE:
             self.outbox.append((victim, (_RECALL, self.epoch.number)))
 
-    def _take(self, unit: int, is_bound: int) -> None:
+    def _take(self, portion: int, is_bound: int) -> None:
         self.is_asking = False
-        self.is_dry = unit == NONE
-        if unit != NONE:
-            self.order.append(unit)
+        self.is_dry = portion == NONE
+        if portion != NONE:
+            self.order.append(portion)
             if is_bound:
                 self._num_bound = len(self.order)
 
@@ -231,7 +231,7 @@ class Claims:
 
     @property
     def num_free(self) -> int:
-        """How many units nobody has, as the dealer knows; 0 on the others."""
+        """How many portions nobody has, as the dealer knows; 0 on the others."""
         return self._desk.num_free if self.rank == DEALER else 0
 
     def report(self) -> Report:
@@ -254,10 +254,10 @@ class Claims:
         if epoch.number != self.epoch.number:
             self._enter(epoch)
         there = {r: each for r, each in enumerate(reports) if each.epoch == epoch}
-        self.trained = {unit for each in there.values() for unit in each.trained}
+        self.trained = {portion for each in there.values() for portion in each.trained}
         self.is_asking = self.is_dry = False
-        held = {unit for each in there.values() for unit in (*each.begun, *each.ahead)}
-        self._desk = _Desk(epoch.num_units, self.trained | held)
+        held = {portion for each in there.values() for portion in (*each.begun, *each.ahead)}
+        self._desk = _Desk(epoch.num_portions, self.trained | held)
         self._desk.ahead.update({r: len(each.ahead) for r, each in there.items()})
 
 
@@ -265,26 +265,26 @@ class _Desk:
     """What the dealer deals from.
 
     Args:
-        num_units: how many units the epoch has
-        taken: the units that somebody has, or has trained on
+        num_portions: how many portions the epoch has
+        taken: the portions that somebody has, or has trained on
 
     Attributes:
-        ahead: how many units each rank has claimed and not begun, or fewer
+        ahead: how many portions each rank has claimed and not begun, or fewer
     """
 
-    def __init__(self, num_units: int, taken: Iterable[int]) -> None:
+    def __init__(self, num_portions: int, taken: Iterable[int]) -> None:
         taken = set(taken)
-        self._num_units = num_units
+        self._num_portions = num_portions
         self._next = max(taken, default=NONE) + 1
-        self._returned = deque(unit for unit in range(self._next) if unit not in taken)
+        self._returned = deque(portion for portion in range(self._next) if portion not in taken)
         self.ahead: Counter[int] = Counter()
         self._asks: deque[tuple[int, bool]] = deque()
         self._recalled = NONE
 
     @property
     def num_free(self) -> int:
-        """How many units nobody has."""
-        return len(self._returned) + self._num_units - self._next
+        """How many portions nobody has."""
+        return len(self._returned) + self._num_portions - self._next
 
     def ask(self, sender: int, *, is_urgent: bool, num_ahead: int) -> None:
         """Notes a claim, to be dealt."""
@@ -292,32 +292,32 @@ class _Desk:
         self._asks.append((sender, is_urgent))
 
     def deal(self) -> list[tuple[int, int, bool]]:
-        """Returns the answers that can be given: to whom, which unit, whether it stays there."""
+        """Returns the answers that can be given: to whom, which portion, whether it stays there."""
         answers, waiting = [], deque[tuple[int, bool]]()
         for sender, is_urgent in self._asks:
-            unit = self._take_free()
-            if unit == NONE and is_urgent and self._may_recall():
+            portion = self._take_free()
+            if portion == NONE and is_urgent and self._may_recall():
                 waiting.append((sender, is_urgent))
                 continue
-            if unit != NONE and not is_urgent:
+            if portion != NONE and not is_urgent:
                 self.ahead[sender] += 1
-            answers.append((sender, unit, is_urgent))
+            answers.append((sender, portion, is_urgent))
         self._asks = waiting
         return answers
 
     def recall(self) -> int:
-        """Returns whom to ask to give a unit back; NONE: nobody, now."""
+        """Returns whom to ask to give a portion back; NONE: nobody, now."""
         if not self._asks or self._recalled != NONE:
             return NONE
         self._recalled = max(self.ahead, key=lambda rank: (self.ahead[rank], -rank))
         return self._recalled
 
-    def take_back(self, sender: int, unit: int) -> None:
+    def take_back(self, sender: int, portion: int) -> None:
         """Takes what a rank that was asked gives back."""
         self._recalled = NONE
-        self.ahead[sender] = 0 if unit == NONE else max(0, self.ahead[sender] - 1)
-        if unit != NONE:
-            self._returned.append(unit)
+        self.ahead[sender] = 0 if portion == NONE else max(0, self.ahead[sender] - 1)
+        if portion != NONE:
+            self._returned.append(portion)
 
     def _may_recall(self) -> bool:
         return self._recalled != NONE or any(self.ahead.values())
@@ -325,7 +325,7 @@ class _Desk:
     def _take_free(self) -> int:
         if self._returned:
             return self._returned.popleft()
-        if self._next < self._num_units:
+        if self._next < self._num_portions:
             self._next += 1
             return self._next - 1
         return NONE

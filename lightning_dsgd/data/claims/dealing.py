@@ -46,8 +46,8 @@ class ClaimDealing(Dealing):
         """How many positions of its order lie behind this rank."""
         return self._claims.num_begun
 
-    def unit(self, position: int) -> int:
-        """Returns the unit that was claimed at this position; NONE where it was given back."""
+    def portion(self, position: int) -> int:
+        """Returns the portion that was claimed at this position; NONE where it was given back."""
         return self._claims.order[position]
 
     def begin_epoch(self, epoch: Epoch) -> None:
@@ -62,10 +62,10 @@ class ClaimDealing(Dealing):
             self._claims.resume(epoch, trained)
 
     def secure(self, position: int, *, is_urgent: bool) -> bool:
-        """Claims units until there is one at this position; returns whether there is.
+        """Claims portions until there is one at this position; returns whether there is.
 
         Args:
-            position: the number of the unit among all that this rank has claimed in this epoch
+            position: the number of the portion among all that this rank has claimed in this epoch
             is_urgent: whether this rank has nothing else to do
         """
         claims, was_urgent = self._claims, False
@@ -83,7 +83,7 @@ class ClaimDealing(Dealing):
                 self._check_alike(claims.epoch)
 
     def begin(self, position: int) -> bool:
-        """Begins a unit, unless it was given back; claims another where this was the last."""
+        """Begins a portion, unless it was given back; claims another where this was the last."""
         with self._lock:
             has_begun = self._claims.begin(position)
             if has_begun and position + 1 == len(self._claims.order):
@@ -92,14 +92,14 @@ class ClaimDealing(Dealing):
         return has_begun
 
     def end(self) -> None:
-        """Notes that the unit that was begun is trained on, and tells others."""
+        """Notes that the portion that was begun is trained on, and tells others."""
         with self._lock:
             self._claims.end()
         with contextlib.suppress(TransportError):  # the view changes: all members report then
             self._send(self._lane.net)
 
     def num_free(self) -> int:
-        """Returns how many units nobody has, on the dealer; 0 on the others."""
+        """Returns how many portions nobody has, on the dealer; 0 on the others."""
         with self._lock:
             return self._claims.num_free
 
@@ -138,7 +138,7 @@ class ClaimDealing(Dealing):
 
 
 def _in_words(epoch: Epoch) -> str:
-    return f"epoch {epoch.number} of {epoch.num_units} with the checksum {epoch.checksum}"
+    return f"epoch {epoch.number} of {epoch.num_portions} with the checksum {epoch.checksum}"
 
 
 def _reports(net: Transport, own: Report) -> list[Report]:
@@ -149,10 +149,10 @@ def _reports(net: Transport, own: Report) -> list[Report]:
 
 def _packed(report: Report) -> list[int]:
     parts = report.trained, report.begun, report.ahead
-    return [*report.epoch, *map(len, parts), *(unit for part in parts for unit in part)]
+    return [*report.epoch, *map(len, parts), *(portion for part in parts for portion in part)]
 
 
 def _unpacked(words: list[int]) -> Report:
-    epoch, (num_trained, num_begun, _), units = Epoch(*words[:3]), words[3:6], words[6:]
-    rest = units[num_trained:]
-    return Report(epoch, units[:num_trained], rest[:num_begun], rest[num_begun:])
+    epoch, (num_trained, num_begun, _), portions = Epoch(*words[:3]), words[3:6], words[6:]
+    rest = portions[num_trained:]
+    return Report(epoch, portions[:num_trained], rest[:num_begun], rest[num_begun:])

@@ -31,8 +31,8 @@ class Handed(NamedTuple):
     """A batch that was handed to the loader.
 
     Attributes:
-        position: of its unit, among all that this rank has claimed
-        number: its number in the unit
+        position: of its portion, among all that this rank has claimed
+        number: its number in the portion
         indices: what the loader loads; None: of several loaders, this one has no batch there
     """
 
@@ -56,7 +56,7 @@ class ClaimSampler:
         self._drawn: Sequence[object] = ()
         self._given = NONE  # the position that the loop has come to
         self._cursor = 0  # the position that is claimed next
-        self._rest: deque[Handed] = deque()  # of a unit that is claimed
+        self._rest: deque[Handed] = deque()  # of a portion that is claimed
         self.handed: deque[Handed] = deque()
 
     def begin_epoch(self, drawn: Sequence[object]) -> None:
@@ -75,7 +75,7 @@ class ClaimSampler:
         while not (self.handed or self._rest):
             if not claiming.secure(self._cursor, is_urgent=True):
                 return False
-            if claiming.dealing.unit(self._cursor) != NONE:
+            if claiming.dealing.portion(self._cursor) != NONE:
                 break
             self._cursor += 1
         return True
@@ -102,8 +102,8 @@ class ClaimSampler:
 
     def _batches_at(self, position: int) -> Iterator[Handed]:
         claiming, drawn = self._claiming, self._drawn
-        unit = claiming.dealing.unit(position)
-        for number, place in enumerate(claiming.places(unit) if unit != NONE else ()):
+        portion = claiming.dealing.portion(position)
+        for number, place in enumerate(claiming.places(portion) if portion != NONE else ()):
             has_one = place < len(drawn) or claiming.cycles
             yield Handed(position, number, drawn[place % len(drawn)] if has_one else None)
 
@@ -154,7 +154,7 @@ class ClaimedLoader(StandIn):
             if not sampler.handed and self.source.num_workers:
                 load_more(batches)
             elif not sampler.handed:
-                with contextlib.suppress(StopIteration):  # as a unit was given back just now
+                with contextlib.suppress(StopIteration):  # as a portion was given back just now
                     loaded.append(next(batches))
             if not sampler.handed:
                 continue

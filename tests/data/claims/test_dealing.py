@@ -19,7 +19,7 @@ from lightning_dsgd.transport import PeerLost, Timeout
 from lightning_dsgd.transport.view import View
 from tests.support.thorough import times
 
-NUM_UNITS = 24
+NUM_PORTIONS = 24
 
 
 def train(net: Any, seed: int, made: dict[int, list[int]]) -> None:
@@ -43,7 +43,7 @@ def train(net: Any, seed: int, made: dict[int, list[int]]) -> None:
     calls = Calls(net, enter)
     dealing = ClaimDealing(calls.view.sub("claims"))
     for number in range(2):
-        do("begin_epoch", Epoch(number, NUM_UNITS, 5))
+        do("begin_epoch", Epoch(number, NUM_PORTIONS, 5))
         position = 0
         while True:
             while do("secure", position, is_urgent=True):
@@ -51,7 +51,7 @@ def train(net: Any, seed: int, made: dict[int, list[int]]) -> None:
                     do("secure", position + ahead, is_urgent=False)
                 if do("begin", position):
                     net.compute(step_s)
-                    mine.append(NUM_UNITS * number + dealing.unit(position))
+                    mine.append(NUM_PORTIONS * number + dealing.portion(position))
                     dealing.end()
                 position += 1
             if not calls.together(count_left):
@@ -86,15 +86,15 @@ def run(seed: int) -> None:
     there = [rank for rank in range(size) if rank not in lost]
     for rank in there:
         assert outcomes[rank] is None, (seed, rank, outcomes[rank])
-    count = Counter(unit for rank in there for unit in made[rank])
-    by_lost = {unit for rank in lost for unit in made.get(rank, [])}
-    assert set(count) | by_lost == set(range(2 * NUM_UNITS)), seed
+    count = Counter(portion for rank in there for portion in made[rank])
+    by_lost = {portion for rank in lost for portion in made.get(rank, [])}
+    assert set(count) | by_lost == set(range(2 * NUM_PORTIONS)), seed
     assert not count or max(count.values()) == 1, seed
     if lost == [0]:  # it has told of all but the newest
         assert len(by_lost & set(count)) <= 1, seed
 
 
-def test_every_unit_is_trained_on_once_by_those_that_are_left() -> None:
+def test_every_portion_is_trained_on_once_by_those_that_are_left() -> None:
     for seed in times(30):
         run(seed)
 
@@ -140,7 +140,7 @@ def exchange(*ranks: Claims) -> None:
                 ranks[dst].hear(place, words)
 
 
-def test_a_rank_without_units_gets_one_that_another_has_not_begun() -> None:
+def test_a_rank_without_portions_gets_one_that_another_has_not_begun() -> None:
     slow, fast = ranks = Claims(0, 2), Claims(1, 2)
     for rank in ranks:
         rank.begin_epoch(Epoch(0, 3))

@@ -205,7 +205,7 @@ class Member:
 
     def train(self, position: int) -> None:
         """Makes a step on a unit."""
-        unit = self.claims.unit(position)
+        unit = self.claims.portion(position)
         if unit == NONE:  # it went back to the others while this rank met them
             return
         self.net.compute(STEP_S * self.chance.uniform(0.8, 1.2))
