@@ -118,6 +118,25 @@ class LoopTrace(Events):
         is_one_boot = told[0].pop("boot") == boot_id()
         offset_s = offset_by_meetings(is_one_boot, device)
         watch.begin(model)
+        watch.see_buffers(model)
+        self._open(model, told[0], offset_s)
+        if self._recorder is None:
+            return
+        self._handles = [
+            model.register_forward_pre_hook(self._begins_forward, with_kwargs=True),
+            model.register_forward_hook(self._ends_forward),
+        ]
+        if self._optimizer is not None:
+            self._handles += [
+                self._optimizer.register_step_pre_hook(self._begins_step),
+                self._optimizer.register_step_post_hook(self._ends_step),
+            ]
+        self._between_s = time.monotonic()
+
+    def _open(self, model: torch.nn.Module, told: dict[str, Any], offset_s: float) -> None:
+        """Opens this rank's file."""
+        watch = self._watch
+        assert watch is not None
         try:
             self._recorder = watch.recorder = Recorder(
                 self._folder,
@@ -125,9 +144,9 @@ class LoopTrace(Events):
                 dist.get_world_size(),
                 time.monotonic,
                 about={
-                    **told[0],
+                    **told,
                     "host": socket.gethostname(),
-                    "device": str(device),
+                    "device": str(device_of(model)),
                     "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
                     "strategy": "ddp" if watch.is_ddp else SHARDED,
                     "waits": "of DDP" if watch.is_on_host else "not seen",
@@ -140,17 +159,6 @@ class LoopTrace(Events):
             )
         except OSError as error:
             self._give_up(error)
-            return
-        self._handles = [
-            model.register_forward_pre_hook(self._begins_forward, with_kwargs=True),
-            model.register_forward_hook(self._ends_forward),
-        ]
-        if self._optimizer is not None:
-            self._handles += [
-                self._optimizer.register_step_pre_hook(self._begins_step),
-                self._optimizer.register_step_post_hook(self._ends_step),
-            ]
-        self._between_s = time.monotonic()
 
     def __exit__(
         self,
@@ -261,7 +269,7 @@ class LoopTrace(Events):
 
     def _begins_step(self, *_: Any) -> None:
         self._optimizer_s = time.monotonic()
-        if self._watch is not None and self._watch.is_ddp:
+        if self._watch is not None and self._watch.is_ddp and self._watch.sums.ready_s is not None:
             self._watch.leaves()
         if self._watch is not None and not self._watch.sums.sees_sums:
             self._watch.sums.over_s = self._optimizer_s

@@ -18,6 +18,8 @@ The first line says who wrote it; then there is one line for each step, in micro
     forward, backward, optimizer
               these parts of the step; a wait in one of them is listed as a wait too
     gc        Python collected garbage, whatever the step was doing
+    save      a checkpoint was written, whatever the step was doing
+    start     a loader began an epoch, and may have started its workers
     sum       a piece of the gradient was summed: from when this rank's piece was ready until the
               sum was there, its bytes and its step, which on a device is an earlier one
     gather    weights in shards were put together, with the same figures

@@ -136,6 +136,7 @@ class StepTrace(pl.Callback):
         }
         if self._watch is not None:
             self._watch.begin(watched)
+            self._watch.see_buffers(watched)
             self._head |= {} if self._watch.is_ddp else {"strategy": SHARDED}
             self._head["sums"] = "seen" if self._watch.sums.sees_sums else "the last"
             self._head["clock"] = "host" if self._watch.is_on_host else "device"

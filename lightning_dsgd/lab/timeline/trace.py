@@ -20,7 +20,7 @@ SpansOf = tuple[tuple[float, float, int], ...]
 
 _SPANS: Final = (
     *("fetch", "evaluate", "exchange", "wait", "serve"),
-    *("load", "forward", "backward", "optimizer", "gc"),
+    *("load", "forward", "backward", "optimizer", "gc", "save", "start"),
 )
 _WHO: Final = ("wait", "serve")
 """The kinds whose spans name a rank."""
@@ -52,6 +52,8 @@ class Step:
     backward: Spans = ()
     optimizer: Spans = ()
     gc: Spans = ()
+    save: Spans = ()
+    start: Spans = ()
     sum: SpansOf = ()
     gather: SpansOf = ()
     items: int = 0

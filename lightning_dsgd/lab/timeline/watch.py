@@ -1,4 +1,4 @@
-"""What a rank of DDP or `fully_shard` records besides the phases of a step: sums and meetings.
+"""What a rank of DDP or `fully_shard` records besides a step's phases: sums, meetings, pauses.
 
 `StepTrace` and `LoopTrace` have one each.  All times go to the recorder that is set at the moment;
 while none is set, nothing is recorded.
@@ -7,6 +7,7 @@ while none is set, nothing is recorded.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -14,19 +15,20 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dsgd.devices import port_of
 from lightning_dsgd.lab.accelerators import DeviceTimes, times_of
 from lightning_dsgd.lab.timeline import processors
 from lightning_dsgd.lab.timeline.meetings import Meetings
+from lightning_dsgd.lab.timeline.pauses import Pauses
 from lightning_dsgd.lab.timeline.recorder import ALL, Recorder
 from lightning_dsgd.lab.timeline.sums import Sums
 
 _SHORTEST_GC_S: Final = 5e-4
 """Garbage collections that are shorter are not listed."""
+_SHORTEST_PAUSE_S: Final = 5e-4
+"""The same for checkpoints, and for loaders that start."""
 _ASK_EVERY_S: Final = 1.0
 """How often it is asked how many threads want to run."""
 
@@ -46,6 +48,7 @@ class Watch:
         self.is_on_host = not isinstance(times, DeviceTimes)
         self.sums = Sums(times)
         self._meetings = Meetings(self.met, self.comes)
+        self._pauses = Pauses(self._pauses_for)
         self._thread = threading.get_ident()
         self._collecting_s: float | None = None
         self._forward_s: float | None = None
@@ -76,7 +79,11 @@ class Watch:
             self.sums.sees_sums = True
             self._meetings.note = self.sums.begin
         self._meetings.begin()
+        self._pauses.begin()
         gc.callbacks.append(self._collects)
+
+    def see_buffers(self, model: Any) -> None:
+        """Notes the meetings in which DDP sends the buffers of rank 0, by hooks of the model."""
         has_buffers = self.is_ddp and model.broadcast_buffers and any(True for _ in model.buffers())
         if self.is_on_host and has_buffers:
             # Before a forward pass DDP waits for the buffers of rank 0.
@@ -99,6 +106,7 @@ class Watch:
         if waited is not None:
             waited.close()
         self.sums.stop()
+        self._pauses.end()
         self._meetings.end()
         if self._collects in gc.callbacks:
             gc.callbacks.remove(self._collects)
@@ -160,6 +168,10 @@ class Watch:
         if begin_s is not None:
             self.met(begin_s)
 
+    def _pauses_for(self, kind: str, begin_s: float, end_s: float) -> None:
+        if self.recorder is not None and end_s - begin_s >= _SHORTEST_PAUSE_S:
+            self.recorder.did(kind, begin_s, end_s)
+
     def _collects(self, phase: str, _: Any) -> None:
         if threading.get_ident() != self._thread:
             return
@@ -178,26 +190,37 @@ def watched_in(model: torch.nn.Module) -> torch.nn.Module | None:
     root = inside if isinstance(inside, torch.nn.Module) else model
     every = list(root.modules())
     found = next((each for each in every if isinstance(each, DistributedDataParallel)), None)
-    return found or (root if any(isinstance(each, FSDPModule) for each in every) else None)
+    fsdp = sys.modules.get(
+        "torch.distributed.fsdp"
+    )  # where nobody has loaded it, nothing is sharded
+    is_sharded = fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in every)
+    return found or (root if is_sharded else None)
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
     """Returns where a model computes, which is not where an offloaded shard lies."""
-    parameter = next(model.parameters())
-    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != "cpu":
-        return port_of(torch.device(parameter.device_mesh.device_type)).device
-    return parameter.device
+    parameter: Any = next(model.parameters())
+    mesh = _mesh_of(parameter)
+    if mesh is not None and mesh.device_type != "cpu":
+        return port_of(torch.device(mesh.device_type)).device
+    device: torch.device = parameter.device
+    return device
 
 
 def check_mesh(model: torch.nn.Module) -> None:
     """Refuses shards among some ranks only: these meet, and are not late for the others."""
     for parameter in model.parameters():
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        mesh = _mesh_of(parameter)
         if mesh is not None and (mesh.ndim > 1 or mesh.size() != dist.get_world_size()):
             raise ValueError(
                 "a model whose steps are recorded must be sharded among all ranks, got a mesh of "
                 f"{tuple(mesh.shape)} of {dist.get_world_size()}; record a run with one dimension"
             )
+
+
+def _mesh_of(parameter: Any) -> Any:
+    """Returns the devices among which a parameter is sharded; None if it is in one piece."""
+    return getattr(parameter, "device_mesh", None)
 
 
 def items_in(batch: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import statistics
 import time
 import warnings
@@ -197,6 +198,7 @@ def loop(folder: Path | None, face: str) -> float:
     torch.manual_seed(0)
     model, optimizer, backward = wrapped(face)
     loss = torch.zeros(())
+    saved: dict[int, io.BytesIO] = {}
     with (
         contextlib.nullcontext() if folder is None else LoopTrace(folder, model, optimizer) as trace
     ):
@@ -212,9 +214,12 @@ def loop(folder: Path | None, face: str) -> float:
             loss = model(x).square().mean()
             backward(loss)
             optimizer.step()
+            if trace and dist.get_rank() == 0 and len(saved) < 4:
+                torch.save(torch.ones(1_000_000), saved.setdefault(len(saved), io.BytesIO()))
         with trace.evaluating() if trace else contextlib.nullcontext():
             model(x)
     assert dist.all_reduce.__code__.co_name != "timed"
+    assert torch.save.__code__.co_name != "timed"
     return loss.item()
 
 
@@ -227,6 +232,7 @@ def test_a_loop_is_recorded_and_judged(face: str, tmp_path: Path) -> None:
     for trace in read_folder(tmp_path):
         assert [step.number for step in trace.steps] == list(range(1, STEPS + 1))
         assert trace.about["sums"] == "seen"
+        assert sum(len(step.save) for step in trace.steps) == (4 if trace.rank == 0 else 0)
         assert trace.about["strategy"] == ("fully_shard" if is_sharded else "ddp")
         for step in trace.steps:
             assert len(step.sum) == (2 if is_sharded else 1)
