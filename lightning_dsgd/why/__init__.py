@@ -1,4 +1,4 @@
-"""Why a distributed job is stuck: `lightning-dsgd why -- torchrun ... train.py`, without an edit.
+"""Why a job is stuck or slow: `lightning-dsgd why -- torchrun ... train.py`, without an edit.
 
 **How the recorder gets in.** The command runs with the folder `inside` in front of PYTHONPATH. Each
 Python process of the job then runs `inside/sitecustomize.py` before its program: it loads the
@@ -13,6 +13,11 @@ signals unless the program or the user has turned it on.
 is; how far it has come in each process group, by torch's flight recorder, which numbers all
 collectives, those that DDP calls from C++ too; whether it works, by the processor's time and the
 bytes of its process and its children; how it has ended. Nothing grows with the run.
+
+**How steps are timed.**  A `StepTrace` joins Lightning's Trainer (`inside/.../callbacks.py`); in
+any other loop the first DDP of a rank is recorded from the outside (`inside/.../loops.py`).  This
+needs the package in the job's environment.  `slow` says what `lab.diagnose` finds in the steps, and
+`compare` what has grown between two runs.
 
 **What the watcher does.** It reads these files, and asks the ranks for the list of their recent
 collectives where something seems wrong (`watch`). A rank that writes nothing any more, since its

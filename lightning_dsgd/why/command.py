@@ -2,10 +2,10 @@
 
     lightning-dsgd why -- torchrun --nproc-per-node 4 train.py
     lightning-dsgd why --end -- srun python train.py
-    lightning-dsgd why why_run/
+    lightning-dsgd why why_run/                  # what was said of a run, once more
 
 The program is not edited: Lightning, Fabric, plain PyTorch, Hugging Face.  Why a job is slow is
-said of Lightning's DDP, after 30 s and at the end, as by `lightning-dsgd diagnose`.
+said of torch's DDP, after 30 s and at the end, as by `lightning-dsgd diagnose`.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def _watch(parser: argparse.ArgumentParser, args: argparse.Namespace, command: l
     signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
     slow_at_s = time.monotonic() + _SLOW_AFTER_S
     while process.poll() is None:
-        if time.monotonic() >= slow_at_s and (text := slow.lines_of(folder)):
-            _tell(["so far:", *text])
+        if time.monotonic() >= slow_at_s and _has_told_so_far(folder):
             slow_at_s = math.inf
         found = _looked(watch)
         if found is not None and args.end and not found.is_late_only:
@@ -82,10 +81,19 @@ def _watch(parser: argparse.ArgumentParser, args: argparse.Namespace, command: l
         time.sleep(min(_LOOKS_EVERY_S, beat_s))
     status = job.exit_status(process.returncode)
     watch.end(status)
-    text = slow.lines_of(folder)
+    text = [] if args.only_stuck else slow.lines_of(folder)
     _tell(text)
     watch.write(command=command, exit_status=status, slow=text)
     return status
+
+
+def _has_told_so_far(folder: Path) -> bool:
+    """Tells why the steps so far were slow, if there are enough of them."""
+    try:
+        _tell(["so far:", *slow.diagnosed(folder)])
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def _looked(watch: Watch) -> Verdict | None:
@@ -106,16 +114,23 @@ def _tell(text: list[str]) -> None:
 
 def _tell_of(parser: argparse.ArgumentParser, runs: list[Path]) -> int:
     for run in runs:
-        try:
-            told: dict[str, Any] = json.loads((run / TOLD).read_text())
-        except (OSError, ValueError) as error:
-            parser.error(f"{run} must be the folder of a run that `why` has watched: {error}")
         if len(runs) > 1:
             sys.stdout.write(f"{run}:\n")
-        verdicts = told["told"]
-        for each in verdicts:
-            sys.stdout.write("\n".join(each["lines"]) + "\n")
-        sys.stdout.writelines(f"{line}\n" for line in told.get("slow", ()))
-        if not verdicts and not told.get("slow"):
-            sys.stdout.write(f"nothing was wrong; exit status {told.get('exit_status')}\n")
+        sys.stdout.writelines(f"{line}\n" for line in _told_of(parser, run, with_speed=True))
     return 0
+
+
+def _told_of(parser: argparse.ArgumentParser, run: Path, with_speed: bool) -> list[str]:
+    """Returns what was told of a run; of one whose watcher has not ended, what its steps say."""
+    try:
+        told: dict[str, Any] = json.loads((run / TOLD).read_text())
+    except (OSError, ValueError) as error:
+        if not (run / slow.STEPS).is_dir():
+            parser.error(f"{run} must be the folder of a run that `why` has watched: {error}")
+        told = {"told": []}
+    text = [line for each in told["told"] for line in each["lines"]]
+    if not text:
+        text.append(f"nothing was wrong; exit status {told.get('exit_status', 'unknown')}")
+    if with_speed:
+        text += told["slow"] if "slow" in told else slow.lines_of(run)
+    return text

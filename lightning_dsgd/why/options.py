@@ -33,7 +33,7 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--only-stuck",
         action="store_true",
-        help="record no steps, which Lightning's DDP is recorded with else, to say why it is slow",
+        help="record no steps, which are recorded of DDP else, to say why it is slow",
     )
     parser.add_argument(
         "--to",

@@ -1,27 +1,184 @@
-"""Why a job is slow: the verdict of `diagnose` on the steps that were recorded."""
+"""Why a job is slow: the verdict of `diagnose` on the steps that were recorded.
+
+`lab.diagnose` knows Lightning's Trainer.  What is added here: the lines to paste for the other
+faces, and the checkpoints and starts of loaders that were timed.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from lightning_dsgd.lab.diagnose.remedies import Remedy
+    from lightning_dsgd.lab.diagnose.times import Times
+    from lightning_dsgd.lab.diagnose.verdict import Verdict
 
 STEPS: Final = "steps"
 """The folder, within that of a run, of the ranks' step traces."""
+_MOSTLY: Final = 0.8
+"""What is between the steps is called saving if this share of it is."""
+_LEAST_STARTS: Final = 0.02
+"""Starts of loaders that take a smaller share of a step are not told."""
+TRAINER: Final = "trainer"
+_STRATEGIES: Final = ("balanced", "claimed", "wagma", "int8")
+_PASTE: Final = {
+    "trainer": {"saving": "ModelCheckpoint(every_n_train_steps=..., ...)    # a larger number"},
+    "fabric": {
+        "balanced": 'Fabric(strategy="balanced", ...)    # and the loop in docs/balanced.md',
+        "shared": "evaluate on all ranks: DataLoader(..., sampler=DistributedSampler(data))",
+        "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before the loop",
+        "saving": "fabric.save(...)    # in fewer steps",
+    },
+    "plain": {
+        "balanced": "lightning_dsgd.decentralized(model, optimizer, lightning_dsgd.Balanced())"
+        "    # in place of DDP: docs/balanced.md",
+        "shared": "evaluate on all ranks: DataLoader(..., sampler=DistributedSampler(data))",
+        "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before the loop",
+        "saving": "torch.save(...)    # in fewer steps",
+    },
+    "hugging_face": {
+        "workers": "TrainingArguments(dataloader_num_workers={workers}, "
+        "dataloader_persistent_workers=True, ...)",
+        "lighter": "TrainingArguments(logging_steps=500, ...)    # and callbacks that do less",
+        "freeze": "gc.collect(); gc.freeze(); gc.disable()    # before trainer.train",
+        "saving": "TrainingArguments(save_steps=..., ...)    # a larger number",
+    },
+}
+"""For each face, the lines to paste that differ from those of Lightning's Trainer."""
+_UNPASTED: Final = {"fabric": ("lighter",), "plain": ("lighter",), "hugging_face": ("shared",)}
+"""Remedies for which a face has no line."""
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Holds for how long each rank saved checkpoints, and started loaders, in a step."""
+
+    saving: tuple[float, ...]
+    starts: tuple[float, ...]
 
 
 def lines_of(run: Path) -> list[str]:
-    """Returns what `diagnose` says of a run; nothing where too little, or nothing, was recorded."""
+    """Returns what `diagnose` says of a run, or why it says nothing."""
+    try:
+        return diagnosed(run)
+    except (ValueError, OSError) as error:
+        reasons = _reasons(run) or [str(error)]
+        return [f"of the time of a step nothing is said: {reason}" for reason in reasons]
+
+
+def diagnosed(run: Path) -> list[str]:
+    """Returns what `diagnose` says of a run.
+
+    Raises:
+        ValueError: if too few steps were recorded, or none
+    """
     folder = run / STEPS
     if not any(folder.glob("step_trace_*.jsonl")):
-        return []
+        raise ValueError("no step of Lightning's strategy ddp, or of torch's DDP, was seen")
     # They load torch, which a watcher does without as long as it can.
     from lightning_dsgd.lab.diagnose import times, words
-    from lightning_dsgd.lab.diagnose.remedies import remedies
     from lightning_dsgd.lab.diagnose.verdict import judge
 
-    try:
-        seen = times.read(folder)
-    except (ValueError, OSError):
-        return []
-    found = judge(seen)
-    return words.lines(seen, found, remedies(seen, found))
+    seen = _on_one_clock(times.read(folder))
+    found, pauses = judge(seen), pauses_in(folder, seen)
+    text = words.lines(seen, found, _remedies(seen, found, pauses))
+    place = next(i for i, line in enumerate(text) if line.startswith("Next:"))
+    return [*text[:place], *_details(found, pauses), *text[place:]]
+
+
+def next_of(run: Path) -> list[str]:
+    """Returns what to do first about a run's speed, in a line or two."""
+    text = diagnosed(run)
+    begin = next(i for i, line in enumerate(text) if line.startswith("Next:"))
+    return [text[begin], *(line for line in text[begin + 1 : begin + 2] if line[0] == " ")]
+
+
+def _reasons(run: Path) -> list[str]:
+    """Returns what the ranks say where they could not record their steps."""
+    said = set()
+    for path in run.glob("rank_*.json"):
+        try:
+            said.add(str(json.loads(path.read_text()).get("steps", "")))
+        except (OSError, ValueError):
+            continue
+    return sorted(said - {""})
+
+
+def _on_one_clock(seen: Times) -> Times:
+    """Returns times without what needs a common clock, if the ranks have none.
+
+    A loop that is recorded without an edit compares no clocks: for that all ranks would meet.
+    """
+    if len({about.get("boot") for about in seen.abouts}) < 2:
+        return seen
+    return replace(seen, over=seen.over * 0.0)
+
+
+def pauses_in(folder: Path, seen: Times) -> Pauses:
+    """Returns for how long the ranks paused in the steps that were seen."""
+    from lightning_dsgd.lab.timeline.trace import read_folder
+
+    steps = set(seen.numbers.tolist())
+    traces = read_folder(folder)
+
+    def per_step(kind: str) -> tuple[float, ...]:
+        return tuple(
+            sum(
+                end - begin for s in t.steps if s.number in steps for begin, end in getattr(s, kind)
+            )
+            / seen.num_steps
+            for t in traces
+        )
+
+    return Pauses(per_step("save"), per_step("start"))
+
+
+def _is_saving(found: Verdict, pauses: Pauses) -> bool:
+    """Returns whether checkpoints are most of what ranks are at between the steps."""
+    cost_s = found.costs["callbacks"] * found.step_s
+    return found.cause == "callbacks" and max(pauses.saving) >= _MOSTLY * cost_s
+
+
+def _details(found: Verdict, pauses: Pauses) -> list[str]:
+    text = []
+    if _is_saving(found, pauses):
+        saves_s = max(pauses.saving)
+        rank = pauses.saving.index(saves_s)
+        text.append(
+            f"         most of that is saving: {1e3 * saves_s:.1f} ms a step on rank {rank}"
+        )
+    starts_s = min(pauses.starts)
+    if starts_s > _LEAST_STARTS * found.step_s:
+        gain = found.step_s / (found.step_s - starts_s)
+        text.append(
+            f"         loaders start for {1e3 * starts_s:.1f} ms of a step: without that it is "
+            f"{gain:.2f} times as fast: DataLoader(..., persistent_workers=True)"
+        )
+    return text
+
+
+def _remedies(seen: Times, found: Verdict, pauses: Pauses) -> list[Remedy]:
+    """Returns the remedies as a user of this face would write them."""
+    from lightning_dsgd.lab.diagnose.remedies import remedies
+
+    face = str(seen.about.get("face", TRAINER))
+    paste = _PASTE[face]
+    written = []
+    for remedy in remedies(seen, found):
+        if remedy.name == "lighter" and _is_saving(found, pauses):
+            what = "save checkpoints less often, or in the background"
+            remedy = replace(remedy, what=what, paste=paste["saving"])
+        elif remedy.name in paste:
+            workers = re.search(r"num_workers=(\d+)", remedy.paste)
+            line = paste[remedy.name].format(workers=workers[1] if workers else "")
+            remedy = replace(remedy, paste=line)
+        elif face != TRAINER and remedy.name in _STRATEGIES:
+            continue
+        elif remedy.name in _UNPASTED.get(face, ()):
+            remedy = replace(remedy, paste="")
+        written.append(remedy)
+    return written

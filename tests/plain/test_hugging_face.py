@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_dsgd.lab.timeline.trace import read_folder
 from tests.support.models import weights
 from tests.support.mpi import ROOT
 from tests.support.worlds import FitWorld
+from tests.why.jobs import SCRIPTS, watched
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None,
@@ -161,3 +163,17 @@ def test_hugging_faces_trainer_is_recorded_and_judged(tmp_path: Any) -> None:
     found = judge(read(tmp_path))
     assert (found.cause, found.ranks) == ("loader", (1,))
     assert found.late_s == pytest.approx(LATE_S, rel=0.5)
+
+
+@pytest.mark.timeout(300)
+def test_hugging_faces_trainer_is_judged_without_an_edit(tmp_path: Any) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    script = str(SCRIPTS / "slow_trainer.py")
+    job = watched(tmp_path / "run", *torchrun, "--nproc-per-node=2", script)
+    assert job.status == 0, job.said
+    assert "why: Verdict: rank 1 waits for the data loader" in job.said, job.said
+    assert "TrainingArguments(dataloader_num_workers=" in job.said
+    for trace in read_folder(tmp_path / "run" / "steps"):
+        assert trace.about["face"] == "hugging_face"
+        assert [step.number for step in trace.steps] == list(range(1, 41))
+        assert {step.items for step in trace.steps} == {11}

@@ -10,15 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-FOLDER = "LIGHTNING_DSGD_TRACE"
-STEPS = "LIGHTNING_DSGD_TRACE_STEPS"
-"""Is set where steps are to be recorded too; all ranks have it, or none."""
+from lightning_dsgd_rank.loops import FOLDER, are_wanted
 
 
 def callbacks() -> list[Any]:
     """Returns what Lightning adds to a Trainer's callbacks."""
-    folder = os.environ.get(FOLDER)
-    if not folder or not os.environ.get(STEPS):
+    if not are_wanted():
         return []
     try:
         from lightning.pytorch import Callback
@@ -27,7 +24,7 @@ def callbacks() -> list[Any]:
     except ImportError:  # the job's environment has no such package
         return []
 
-    steps = Path(folder, "steps")
+    steps = Path(os.environ[FOLDER], "steps")
 
     class Enters(Callback):
         """Adds a `StepTrace` when a fit begins whose steps it can see, and that has none."""

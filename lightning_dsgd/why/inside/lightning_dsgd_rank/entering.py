@@ -16,13 +16,14 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import MethodType, ModuleType
 from typing import Any
 
+from lightning_dsgd_rank import loops
 from lightning_dsgd_rank.recorder import FOLDER, Recorder
 
 MARK = "LIGHTNING_DSGD_TRACE_RANK"
@@ -45,10 +46,9 @@ def enter() -> None:
     is_inherited = os.environ.get(MARK) == str(rank)
     if rank is not None and not is_inherited and not is_helper(sys.orig_argv):
         _begin(rank, world_size)
-    if _TORCH in sys.modules:
-        _hook(sys.modules[_TORCH])
-    else:
-        sys.meta_path.insert(0, _Awaits())
+    _when_loaded(_TORCH, _hook)
+    if loops.are_wanted():
+        _when_loaded(loops.TORCHS_DDP, _hook_loops)
     os.register_at_fork(after_in_child=_forget)
 
 
@@ -91,26 +91,48 @@ def _forget() -> None:
     if _the_recorder is not None:
         _the_recorder.leave()
     _the_recorder = None
+    loops.forget()
+
+
+def _when_loaded(name: str, hook: Callable[[Any], None]) -> None:
+    """Calls a function with one of torch's modules, now or once it is loaded."""
+    if name in sys.modules:
+        hook(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Awaits(name, hook))
 
 
 class _Awaits(MetaPathFinder):
-    """A finder that waits until torch's module of collectives is looked for, then leaves."""
+    """A finder that waits until a module is looked for, then leaves."""
+
+    def __init__(self, name: str, hook: Callable[[Any], None]) -> None:
+        self._name, self._hook = name, hook
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != _TORCH:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
-            execute = loader.exec_module
+            execute, hook = loader.exec_module, self._hook
 
             def execute_and_hook(_: Any, module: ModuleType) -> None:
                 execute(module)
-                _hook(module)
+                with contextlib.suppress(Exception):
+                    hook(module)
 
             loader.exec_module = MethodType(execute_and_hook, loader)
         return spec
+
+
+def _hook_loops(torchs: Any) -> None:
+    loops.hook(torchs, _tell_of_steps)
+
+
+def _tell_of_steps(text: str) -> None:
+    if _the_recorder is not None:
+        _the_recorder.has_steps(text)
 
 
 def _hook(torchs: Any) -> None:

@@ -119,6 +119,10 @@ class Recorder:
         self._groups.has_begun = True
         self._tell(stage="joined", rank=rank, world_size=world_size)
 
+    def has_steps(self, text: str) -> None:
+        """Records why the steps of this rank are not recorded, or not any more."""
+        self._tell(steps=text[:_MOST_TEXT])
+
     def leave(self) -> None:
         """Ends recording in a forked child, which has the parent's files."""
         self._over.set()

@@ -1,0 +1,236 @@
+"""`LoopTrace`'s record of a loop that does not call it: `lightning-dsgd why` begins one.
+
+A loop says nothing of itself, so its parts are seen by what torch does in it:
+
+    load        a `DataLoader` is asked for its next batch, or for its iterator
+    forward     `DistributedDataParallel.forward` of the model that is recorded
+    backward    from there until the sums are over
+    optimizer   `step` of any of torch's optimizers
+    evaluate    from `model.eval()` to `model.train()`, or to a forward pass with gradients
+    a step      ends with the optimizer's, or where the next forward pass begins
+
+**What the user could notice.**  Nothing is put on the model, so that it can be copied and saved as
+before: classes and modules of torch are replaced, in this process alone.  No collective is called.
+An error in here ends the record, and is told to nobody but the watcher.
+
+**What is not seen.**  Two models in DDP that take turns; a DDP of some ranks only; a forward pass
+that torch compiles together with the DDP, whose time then belongs to the backward pass; a loader
+that is no `DataLoader`, whose time is "between"; copies to a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lightning_dsgd.lab.timeline.clocks import boot_id
+from lightning_dsgd.lab.timeline.loop_trace import LoopTrace
+from lightning_dsgd.lab.timeline.watch import Watch, device_of, items_in
+
+
+class UnaskedLoop(LoopTrace):
+    """Records a loop from the outside.
+
+    Args:
+        folder: where the ranks' files are put
+        face: how the loop is written: "plain", "fabric" or "hugging_face"
+        run: a name of the run, which all ranks have
+        tell: is called when nothing more is recorded, with the reason
+    """
+
+    def __init__(self, folder: Path, face: str, run: str, tell: Callable[[str], None]) -> None:
+        super().__init__(folder)
+        self._face, self._run, self._tell = face, run, tell
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._ddp: Any = None
+        self._registers: Callable[[Any, Any], None] | None = None
+        self._evaluating_s: float | None = None
+        self._is_loading = False
+        self._met_s: float | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self, ddp: Any) -> None:
+        """Begins to record a DDP that has just been made; all ranks come here, and none waits."""
+        if not 2 <= dist.get_world_size() == ddp.process_group.size():
+            self._tell("the model is in a DDP of some ranks only")
+            return
+        self._ddp = self._model = ddp
+        self._watch = Watch(device_of(ddp))
+        self._watch.begin(ddp)
+        self._leave_nothing_on(ddp)
+        told = {"run": self._run, "began_unix_s": time.time(), "boot": boot_id()}
+        self._open(ddp, {**told, "face": self._face}, 0.0)
+        if self._recorder is not None:
+            self._stand_in_torch()
+            self._between_s = time.monotonic()
+
+    def end(self, why: str) -> None:
+        """Records no more, and leaves everything as it was."""
+        recorder, self._recorder = self._recorder, None
+        self.forget()
+        if self._watch is not None:
+            self._watch.end()
+        if recorder is not None:
+            with contextlib.suppress(OSError):
+                recorder.close(why)
+
+    def forget(self) -> None:
+        """Leaves torch as it was, in a forked child too, which has the parent's file."""
+        self._recorder = None
+        while self._undo:
+            self._undo.pop()()
+
+    def another(self) -> None:
+        """Ends, as another DDP is used too: what its steps take would count as this one's."""
+        self.end("ended: another model in DDP is used too")
+        self._tell("the job uses more than one model in DDP")
+
+    def _give_up(self, error: Exception) -> None:
+        self.end(f"ended: {error!r}")
+        self._tell(f"{error!r}")
+
+    def _leave_nothing_on(self, ddp: Any) -> None:
+        """Takes from the DDP what would be pickled with it: a hook, and how to register another."""
+        self._registers = vars(ddp).pop("register_comm_hook", None)
+        if self._registers is not None:
+            hooks = getattr(ddp, "_comm_hooks", None)  # torch keeps it in C++ too
+            if hooks:
+                hooks.pop()
+
+    # ---- what torch does ----
+
+    def _stand_in_torch(self) -> None:
+        self._replace(DistributedDataParallel, "_pre_forward", self._before_forward)
+        self._replace(DistributedDataParallel, "_post_forward", self._after_forward)
+        self._replace(DistributedDataParallel, "register_comm_hook", self._before_registering)
+        self._replace(_BaseDataLoaderIter, "__next__", self._before_loading)
+        self._replace(DataLoader, "__iter__", self._before_loading)
+        self._replace(torch.nn.Module, "train", self._before_mode)
+        before = register_optimizer_step_pre_hook(self._quiet(self._begins_step))
+        after = register_optimizer_step_post_hook(self._quiet(self._ends_step))
+        self._undo += [before.remove, after.remove]
+
+    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Has a method of a class call `around` with the original and its arguments."""
+        original = vars(owner)[name]
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._is_here():
+                return original(*args, **kwargs)
+            return around(functools.partial(original, *args, **kwargs), *args, **kwargs)
+
+        setattr(owner, name, replaced)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def _is_here(self) -> bool:
+        """Returns whether this is the training thread of the rank, and no forked child's."""
+        return (
+            self._recorder is not None
+            and threading.get_ident() == self._thread
+            and os.getpid() == self._pid
+        )
+
+    def _quiet(self, note: Callable[..., None]) -> Callable[..., None]:
+        """Returns a function that notes something, and whose errors end the record alone."""
+
+        def quietly(*args: Any, **kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or not self._is_here():
+                return
+            try:
+                note(*args, **kwargs)
+            except Exception as error:  # whatever it is, it is not the user's
+                self._give_up(error)
+
+        return quietly
+
+    def _before_forward(self, forward: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        if ddp is not self._ddp:
+            self.another()
+            return forward()
+        self._quiet(self._comes_to_forward)(args, kwargs)
+        returned = forward()
+        self._quiet(self._is_in_forward)()
+        return returned
+
+    def _comes_to_forward(self, args: Any, kwargs: Any) -> None:
+        assert self._watch is not None
+        if torch.is_grad_enabled():
+            self._end_step()
+            self._ends_evaluation()
+            self._forward_s = time.monotonic()
+            if self._recorder is not None:
+                self._recorder.has_batch(items_in(args) + items_in(kwargs))
+                if self._between_s is not None:
+                    self._recorder.fetched(self._between_s, self._forward_s)
+            self._between_s = None
+        self._met_s = self._watch.comes() if self._ddp.will_sync_module_buffers() else None
+
+    def _is_in_forward(self) -> None:
+        if self._met_s is not None and self._watch is not None and self._watch.is_on_host:
+            self._watch.met(self._met_s)
+
+    def _after_forward(self, forward: Any, ddp: Any, *args: Any, **kwargs: Any) -> Any:
+        returned = forward()
+        if ddp is self._ddp:
+            self._quiet(self._ends_forward)()
+        return returned
+
+    def _before_registering(self, register: Any, ddp: Any, state: Any, hook: Any) -> None:
+        if ddp is self._ddp and self._registers is not None:
+            self._registers(state, hook)  # behind ours
+        else:
+            register()
+
+    def _before_loading(self, load: Any, *_: Any) -> Any:
+        if self._is_loading or self._evaluating_s is not None:
+            return load()
+        self._is_loading, began_s = True, time.monotonic()
+        try:
+            return load()
+        finally:
+            self._is_loading = False
+            self._quiet(self._has_loaded)(began_s)
+
+    def _has_loaded(self, began_s: float) -> None:
+        assert self._recorder is not None
+        now = time.monotonic()
+        self._recorder.did("load", began_s, now)
+        if self._forward_s is None:  # as where the forward pass is compiled with the DDP
+            self._backward_s = now
+
+    def _before_mode(self, change: Any, module: Any, mode: bool = True) -> Any:
+        if module is self._ddp or module is self._ddp.module:
+            self._quiet(self._ends_evaluation if mode else self._begins_evaluation)()
+        return change()
+
+    def _begins_evaluation(self) -> None:
+        self._end_step()
+        if self._evaluating_s is None:
+            self._evaluating_s = time.monotonic()
+
+    def _ends_evaluation(self) -> None:
+        began_s, self._evaluating_s = self._evaluating_s, None
+        if began_s is not None:
+            self._has_evaluated(began_s)
+
+    def _ends_step(self, *_: Any) -> None:
+        super()._ends_step()
+        self._end_step()
+        self._forward_s = None

@@ -1,0 +1,82 @@
+"""A loop in plain PyTorch, or in Fabric, that is slow in one way, which SLOW names.
+
+loader      rank 1's loader takes its time (Lightning #20702: DDP is slower than one GPU)
+late        rank 1 computes for longer
+validation  rank 0 validates, for longer than it takes to train
+saving      rank 0 saves in each step
+"""
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+SLOW = os.environ.get("SLOW", "")
+STEPS = 40
+
+
+def is_slow(what: str, rank: int) -> bool:
+    return what == SLOW and rank == dist.get_rank()
+
+
+class Rows(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return STEPS * dist.get_world_size()
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        time.sleep(0.05 * is_slow("loader", 1))
+        return torch.ones(32)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01 + 0.05 * is_slow("late", 1))
+        return self.layer(x)
+
+
+class Slow:
+    """A checkpoint that takes its time to be written."""
+
+    def __reduce__(self) -> Any:
+        time.sleep(0.05)
+        return str, ()
+
+
+def main() -> None:
+    model: Any = Model()
+    fabric: Any = None
+    if os.environ.get("FACE") == "fabric":
+        from lightning.fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")
+        fabric.launch()
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
+        model, optimizer = fabric.setup(model, optimizer)
+        loader: Any = fabric.setup_dataloaders(DataLoader(Rows()))
+    else:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        loader = DataLoader(Rows(), sampler=DistributedSampler(Rows()))
+    for step, x in enumerate(loader):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward() if fabric is None else fabric.backward(loss)
+        optimizer.step()
+        if is_slow("saving", 0):
+            torch.save(Slow(), os.devnull)
+        if step % 4 == 3 and dist.get_rank() == 0:
+            model.eval()
+            time.sleep(0.2 * is_slow("validation", 0))
+            model.train()
+
+
+main()
