@@ -3,6 +3,7 @@
     lightning-dsgd why -- torchrun --nproc-per-node 4 train.py
     lightning-dsgd why --end -- srun python train.py
     lightning-dsgd why why_run/                  # what was said of a run, once more
+    lightning-dsgd why why_monday/ why_today/    # which part of a step has grown, and on which rank
 
 The program is not edited: Lightning, Fabric, plain PyTorch, Hugging Face.  Why a job is slow is
 said of torch's DDP, after 30 s and at the end, as by `lightning-dsgd diagnose`.
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.why import job, slow
+from lightning_dsgd.why import compare, job, slow
 from lightning_dsgd.why.options import parser_of
 from lightning_dsgd.why.verdict import Verdict
 from lightning_dsgd.why.watch import TOLD, Watch
@@ -30,6 +31,7 @@ _LOOKS_EVERY_S: Final = 0.5
 _SLOW_AFTER_S: Final = 30.0
 """A job is old enough then for a first word on its steps."""
 _AFTER_TROUBLE_S: Final = 10.0
+MOST_RUNS: Final = 2
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -113,10 +115,14 @@ def _tell(text: list[str]) -> None:
 
 
 def _tell_of(parser: argparse.ArgumentParser, runs: list[Path]) -> int:
+    if len(runs) > MOST_RUNS:
+        parser.error(f"one run or two must be given, got {len(runs)}; compare two at a time")
     for run in runs:
         if len(runs) > 1:
             sys.stdout.write(f"{run}:\n")
-        sys.stdout.writelines(f"{line}\n" for line in _told_of(parser, run, with_speed=True))
+        sys.stdout.writelines(f"{line}\n" for line in _told_of(parser, run, len(runs) == 1))
+    if len(runs) > 1:
+        sys.stdout.writelines(f"{line}\n" for line in compare.lines_of(*runs))
     return 0
 
 
