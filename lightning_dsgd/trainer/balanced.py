@@ -86,6 +86,7 @@ class BalancedMixin:
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._trainer is not None and "loops" in checkpoint:
             checkpoint = step_sizes.noted(checkpoint, self._trainer, self.world_size)
+            seams.leave_loaders_out(checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

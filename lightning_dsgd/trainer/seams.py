@@ -223,6 +223,11 @@ def is_within_epoch(checkpoint: Mapping[str, Any]) -> bool:
     return bool(epochs["processed"] < epochs["started"])
 
 
+def leave_loaders_out(checkpoint: Mapping[str, Any]) -> None:
+    """Removes from a checkpoint how far its loaders are, which other loaders cannot read."""
+    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+
+
 def scale_batches(checkpoint: Mapping[str, Any], factor: Fraction) -> None:
     """Has a checkpoint count this many times as many batches, of each rank, as it has counted."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

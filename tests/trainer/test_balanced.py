@@ -186,10 +186,10 @@ def test_a_resume_within_an_epoch_goes_on_as_if_nothing_had_been(tmp_path: Path)
         torch.testing.assert_close(straight, resumed, rtol=1e-5, atol=1e-6)
 
 
-def fit_to_resume(folder: str, path: str | None) -> tuple[Tensor, int, int]:
+def fit_to_resume(folder: str, path: str | None, name: str = "balanced") -> tuple[Tensor, int, int]:
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     ran = trainer(
-        strategy("balanced"),
+        name if name == "ddp" else strategy(name),
         int(os.environ["WORLD_SIZE"]),
         max_epochs=2,
         accumulate_grad_batches=2,
@@ -207,6 +207,13 @@ def test_a_resume_on_fewer_ranks_keeps_the_batch_of_a_step(tmp_path: Path) -> No
     [(resumed, same_steps, accumulate)] = run(1, fit_to_resume, str(tmp_path), path)
     assert (num_steps, same_steps, accumulate) == (8, 8, 4)
     torch.testing.assert_close(straight, resumed, rtol=1e-5, atol=1e-6)
+
+
+def test_lightnings_own_strategies_resume_from_its_checkpoints(tmp_path: Path) -> None:
+    [(_, num_steps, _)] = run(1, fit_to_resume, str(tmp_path), None)
+    path = str(tmp_path / "step=3.ckpt")
+    [(_, same_steps, _)] = run(1, fit_to_resume, str(tmp_path), path, "ddp")
+    assert same_steps == num_steps
 
 
 def test_a_batch_that_ranks_cannot_divide_is_refused() -> None:
