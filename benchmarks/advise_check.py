@@ -28,7 +28,7 @@ from lightning_dsgd.lab.advise import verify
 from lightning_dsgd.lab.advise.candidates import BOUND, all_for, with_claims
 from lightning_dsgd.lab.advise.ranking import rank
 from lightning_dsgd.lab.jobs.cells import Cell, finish, measured
-from lightning_dsgd.lab.jobs.network import Link
+from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.probe import command as probe
 from lightning_dsgd.lab.probe.cluster import Cluster, table
 from lightning_dsgd.lab.results import provenance

@@ -37,7 +37,8 @@ from lightning_dsgd.lab.diagnose.words import lines
 from lightning_dsgd.lab.in_force import in_force
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
-from lightning_dsgd.lab.jobs.network import INTERFACE, Link, why_not
+from lightning_dsgd.lab.jobs.network import INTERFACE, why_not
+from lightning_dsgd.lab.link import Link
 
 RANKS = 4
 VICTIM = 2

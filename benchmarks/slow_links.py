@@ -33,7 +33,8 @@ import torch.distributed as dist
 from benchmarks import script
 from lightning_dsgd.algorithms import ALGORITHMS
 from lightning_dsgd.lab.in_force import in_force
-from lightning_dsgd.lab.jobs.network import Link, Network, demanded
+from lightning_dsgd.lab.jobs.network import Network, demanded
+from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.results import provenance, write_result
 from lightning_dsgd.transport import TransportError
 from lightning_dsgd.transport.process_group import ProcessGroupTransport

@@ -34,7 +34,7 @@ from lightning_dsgd.algorithms.allreduce import AllReduce
 from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.job import Job
-from lightning_dsgd.lab.jobs.network import Link
+from lightning_dsgd.lab.link import Link
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback
 from lightning_dsgd.transport import Transport
 from lightning_dsgd.transport.process_group import ProcessGroupTransport

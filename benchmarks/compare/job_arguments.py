@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from lightning_dsgd.lab.jobs.job import LAUNCHERS, Job
-from lightning_dsgd.lab.jobs.network import Link, why_not
+from lightning_dsgd.lab.jobs.network import why_not
+from lightning_dsgd.lab.link import Link
 
 
 def add_to(

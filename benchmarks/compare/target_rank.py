@@ -26,7 +26,7 @@ from benchmarks.compare.small_tasks import TASKS, Task
 from benchmarks.compare.target_cell import Training, bandwidth_bytes_s
 from lightning_dsgd.agreement import everyones
 from lightning_dsgd.lab.jobs.cells import Cell
-from lightning_dsgd.lab.jobs.network import Link
+from lightning_dsgd.lab.link import Link
 from lightning_dsgd.transport.process_group import ProcessGroupTransport
 
 LEAST_BYTES_S: Final = 5e6

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from benchmarks.compare import job_arguments
 from lightning_dsgd.lab.jobs.cells import Cell, finish, in_turn
-from lightning_dsgd.lab.jobs.network import Link
+from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.results import typed
 from lightning_dsgd.lab.simulate.machines import EMULATED

@@ -23,6 +23,7 @@ from typing import Any, Final
 from lightning_dsgd import hyperparameters
 from lightning_dsgd.lab import paths
 from lightning_dsgd.lab.jobs import network
+from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.progress import of_checks
 
@@ -301,7 +302,7 @@ def emulated_networks() -> list[Finding]:
         return [Finding("namespaces", False, reason, advice)]
     findings = [Finding("namespaces", True, "links of a chosen rate can be emulated")]
     try:
-        with network.Network(1, network.Link(1e9, 1e-3)):
+        with network.Network(1, Link(1e9, 1e-3)):
             findings.append(Finding("netem", True, "so can their latency"))
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         findings.append(Finding("netem", False, str(error), "give --network a rate alone"))

@@ -22,7 +22,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 
-from lightning_dsgd.lab.jobs.network import INTERFACE, Link, Network, why_not
+from lightning_dsgd.lab.jobs.network import INTERFACE, Network, why_not
+from lightning_dsgd.lab.link import Link
 from tests.support.mpi import ROOT
 
 NODES = ("n1", "n2", "n3")

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from lightning_dsgd.lab.jobs.job import is_of_mpich
-from lightning_dsgd.lab.jobs.network import INTERFACE, Link, Network
+from lightning_dsgd.lab.jobs.network import INTERFACE, Network
+from lightning_dsgd.lab.link import Link
 from tests.support.mpi import ROOT, ended, environment, every_mpi, mpiexec
 from tests.support.nodes import shaped
 from tests.support.torchrun import run_forked_by_torchrun

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dsgd.lab.jobs.network import Link, Network
+from lightning_dsgd.lab.jobs.network import Network
+from lightning_dsgd.lab.link import Link
 from lightning_dsgd.transport import ANY, PeerLost, Timeout, TransportError
 from lightning_dsgd.transport.connection import Connection
 from lightning_dsgd.transport.connections import own_address

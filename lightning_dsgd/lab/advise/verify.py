@@ -21,7 +21,8 @@ from lightning_dsgd.lab.advise.ranking import Ranking
 from lightning_dsgd.lab.epochs import CLAIMED, EQUAL
 from lightning_dsgd.lab.jobs.cells import in_turn
 from lightning_dsgd.lab.jobs.job import Job
-from lightning_dsgd.lab.jobs.network import Link, demanded
+from lightning_dsgd.lab.jobs.network import demanded
+from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import run
 

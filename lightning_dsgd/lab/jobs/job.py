@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_dsgd.lab.jobs.cells import Cell, measured, name
-from lightning_dsgd.lab.jobs.network import INTERFACE, Link, Network, describe
+from lightning_dsgd.lab.jobs.network import INTERFACE, Network, describe
+from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.results import provenance
 
 LAUNCHERS: Final = ("subprocess", "torchrun", "mpiexec")

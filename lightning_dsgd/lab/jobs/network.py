@@ -18,10 +18,11 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
+
+from lightning_dsgd.lab.link import Link
 
 SUBNET: Final = "10.77.0"
 INTERFACE: Final = "eth0"
@@ -35,39 +36,6 @@ _LEAST_BURST: Final = 128_000
 _QUEUE_S: Final = 0.128
 """A link holds back what it carries in this time, and so loses nothing."""
 _TCP: Final = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
-_RATES: Final = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
-@dataclass(frozen=True)
-class Link:
-    """Describes what connects a node to the switch.
-
-    Args:
-        rate_bit_s: bits a second, in each direction
-        latency_s: the time from one node to another
-    """
-
-    rate_bit_s: float
-    latency_s: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> Link:
-        """Returns the link that a text such as `1gbit` or `10gbit,1ms` describes."""
-        rate, _, latency = text.partition(",")
-        try:
-            return cls(_number(rate, _RATES), _number(latency, _TIMES) if latency else 0.0)
-        except ValueError:
-            raise ValueError(
-                f"network must be a rate and maybe a latency, got {text!r}; try 1gbit or 10gbit,1ms"
-            ) from None
-
-
-def _number(text: str, units: dict[str, float]) -> float:
-    match = re.fullmatch(r"([0-9.]+)([a-z]+)", text.strip())
-    if match is None or match[2] not in units or not float(match[1]) > 0:
-        raise ValueError(text)
-    return float(match[1]) * units[match[2]]
 
 
 def why_not() -> str:

@@ -15,7 +15,8 @@ import pytest
 
 from lightning_dsgd.lab.jobs import network
 from lightning_dsgd.lab.jobs.job import Job
-from lightning_dsgd.lab.jobs.network import Link, Network
+from lightning_dsgd.lab.jobs.network import Network
+from lightning_dsgd.lab.link import Link
 from tests.support.bench import namespaces
 from tests.support.nodes import shaped
 
@@ -66,7 +67,7 @@ def endless(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     link = "None" if network.why_not() else "Link(1e9)"
     code = (
         "from pathlib import Path; from lightning_dsgd.lab.jobs.job import Job; "
-        "from lightning_dsgd.lab.jobs.network import Link; "
+        "from lightning_dsgd.lab.link import Link; "
         f"Job({f'{CELLS_OF_TESTS}:wait_for_end'!r}, {{'folder': {str(tmp_path)!r}}}, 2, {link})"
         f".run([{{}}], Path({str(tmp_path / 'out.json')!r}))"
     )
