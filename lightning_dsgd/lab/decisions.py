@@ -94,6 +94,14 @@ class Situation:
         assert found is not None
         return found
 
+    def with_own_rates(self, num_ranks: int | None = None) -> tuple[Choice, ...]:
+        """Returns what to try with learning rates of their own; the first one comes first."""
+        return tuple(
+            each
+            for each in self.choices
+            if each.case in (FIRST, THEN) and (num_ranks is None or each.least_ranks <= num_ranks)
+        )
+
     def from_ddp(self, num_ranks: int) -> Choice:
         """Returns what to use in place of DDP as it is: its learning rate stays, if it can."""
         return self.choice(OWN_RATE, num_ranks) or self.first
@@ -305,6 +313,11 @@ def use_for(name: str) -> str:
     return "; ".join([*chosen, *([_BESIDES[name]] if name in _BESIDES else [])])
 
 
+def situation_of(cause: str) -> Situation | None:
+    """Returns the situation that a verdict of `diagnose` stands for, if it is one."""
+    return next((each for each in SITUATIONS.values() if cause in each.causes), None)
+
+
 def of_cause(cause: str, num_ranks: int, *, same_loss: bool = False) -> Choice | None:
     """Returns what to use in place of DDP for a verdict of `diagnose`, if it is a situation.
 
@@ -313,11 +326,11 @@ def of_cause(cause: str, num_ranks: int, *, same_loss: bool = False) -> Choice |
         num_ranks: how many ranks there are
         same_loss: whether it must make DDP's steps
     """
-    for situation in SITUATIONS.values():
-        if cause in situation.causes:
-            same = situation.choice(SAME_LOSS, num_ranks)
-            return same if same_loss else situation.from_ddp(num_ranks)
-    return None
+    situation = situation_of(cause)
+    if situation is None:
+        return None
+    same = situation.choice(SAME_LOSS, num_ranks)
+    return same if same_loss else situation.from_ddp(num_ranks)
 
 
 def measured_as(name: str) -> Situation:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_dsgd.lab.drawing.spans import union
+from lightning_dsgd.lab.link import Link
+from lightning_dsgd.lab.simulate.processors import Costs, usual_costs
 from lightning_dsgd.lab.timeline.processors import GUESSED
 from lightning_dsgd.lab.timeline.recorder import SHARDED
 from lightning_dsgd.lab.timeline.trace import Step, Trace, missing_ranks, read_folder
@@ -54,8 +56,11 @@ class Times:
         numbers: the numbers of the steps: [S]
         busy: how long the sums of each step took, those that nobody waited for included: [S]
         num_bytes: what was summed in a step
+        pieces: the pieces of the gradient that were summed in each step: for how long each one had
+            been ready on all ranks when the last one was, and its bytes
         abouts: the first line of each rank's trace
         running: how many threads wanted to run, in the mean, as each rank has seen; None: unknown
+        link: what the sums are foretold for; None: they are those that were recorded
     """
 
     own: Tensor
@@ -68,8 +73,10 @@ class Times:
     numbers: Tensor
     busy: Tensor
     num_bytes: float
+    pieces: tuple[tuple[tuple[float, float], ...], ...]
     abouts: tuple[dict[str, Any], ...]
     running: tuple[float | None, ...]
+    link: Link | None = None
 
     @property
     def about(self) -> dict[str, Any]:
@@ -122,6 +129,18 @@ class Times:
             for host, about in zip(hosts, self.abouts, strict=True)
         ]
         return max(1.0, *shares)
+
+    @property
+    def costs(self) -> Costs | None:
+        """What messages take of the cores, where ranks share cores; None elsewhere.
+
+        On devices they take none.
+        """
+        if self.ranks_per_core <= 1 or self.about.get("clock") == "device":
+            return None
+        hosts = [str(about.get("host", rank)) for rank, about in enumerate(self.abouts)]
+        here = max(hosts.count(host) for host in hosts)
+        return usual_costs(max(1, round(here / self.ranks_per_core)), here)
 
     def by_step(self, of_meetings: Tensor) -> Tensor:
         """Adds up what belongs to meetings, over each step: [N, ...] to [S, ...]."""
@@ -219,6 +238,7 @@ def times_of(traces: Sequence[Trace]) -> Times:
         numbers=torch.tensor(numbers),
         busy=torch.tensor([_busy(of_step) for of_step in zip(*by_rank, strict=True)]).double(),
         num_bytes=float(sum(num_bytes for *_, num_bytes in by_rank[0][-1].sum)),
+        pieces=tuple(_pieces(of_step) for of_step in zip(*by_rank, strict=True)),
         abouts=tuple(trace.about for trace in traces),
         running=tuple(running),
     )
@@ -291,6 +311,17 @@ def _busy(of_step: Sequence[Step]) -> float:
         free_s = max(begin_s, min(over for _, over, _ in of_piece))
         total_s += free_s - begin_s
     return total_s
+
+
+def _pieces(of_step: Sequence[Step]) -> tuple[tuple[float, float], ...]:
+    """Returns for how long each piece of one step waited for the last one, and its bytes."""
+    if len({len(step.sum) for step in of_step}) > 1:
+        return ()
+    of_pieces = zip(*(step.sum for step in of_step), strict=True)
+    ready_s = [max(s for s, _, _ in of_ranks) for of_ranks in of_pieces]
+    last_s = max(ready_s, default=0.0)
+    sizes = (float(num_bytes) for *_, num_bytes in of_step[0].sum)
+    return tuple((last_s - s, size) for s, size in zip(ready_s, sizes, strict=True))
 
 
 class _Cumulative:

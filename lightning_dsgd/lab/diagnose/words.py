@@ -58,8 +58,17 @@ def verdict(found: Verdict, strategy: str = "ddp") -> str:
     return f"{who} {does}, {many}: {costs}"
 
 
-def lines(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> list[str]:
-    """Returns the text."""
+def lines(
+    times: Times, found: Verdict, remedies: Sequence[Remedy], num_recorded: int | None = None
+) -> list[str]:
+    """Returns the text.
+
+    Args:
+        times: what was recorded, or is foretold for another cluster
+        found: the verdict on these times
+        remedies: what each remedy would gain
+        num_recorded: how many ranks were recorded; None: as many as the times have
+    """
     first = f"Verdict: {verdict(found, times.strategy)}"
     step_s = found.step_s
     meetings_s = float(times.takes.sum()) / times.num_steps
@@ -78,7 +87,12 @@ def lines(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> list[str]
     whole = f"a step takes {_ms(step_s)}: " + ", ".join(f"{_ms(s)} {w}" for w, s in spent.items())
     if others_s > 0.02 * step_s:
         whole += f", {_ms(others_s)} of other meetings"
-    text = [first, f"Why:     {whole}", *(f"         {each}" for each in _details(times, found))]
+    text = [
+        *_cluster(times, num_recorded),
+        first,
+        f"Why:     {whole}",
+        *(f"         {each}" for each in _details(times, found)),
+    ]
     best = advised(list(remedies), found)
     if best is None:
         text.append(f"Next:    stay with {times.strategy}: nothing here would gain 5%")
@@ -86,7 +100,11 @@ def lines(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> list[str]
         text.append(f"Next:    {best.what}: {_gain(best)} times as fast")
         if best.paste:
             text.append(f"             {best.paste}")
-    others = [r for r in remedies if r is not best and (r.gain >= _SHOWN or r.name in _ALWAYS)]
+    others = [
+        r
+        for r in remedies
+        if r is not best and (r.gain >= _SHOWN or r.name in _ALWAYS or r.is_asked)
+    ]
     if others:
         text.append("Others:  " + ", ".join(f"{r.name} {r.gain:.2f}" for r in others))
     text.append(
@@ -104,9 +122,20 @@ def record(times: Times, found: Verdict, remedies: Sequence[Remedy]) -> dict[str
         **asdict(found),
         "num_ranks": times.num_ranks,
         "num_steps": times.num_steps,
+        "link": None if times.link is None else asdict(times.link),
         "next": None if best is None else asdict(best),
         "remedies": [asdict(remedy) for remedy in remedies],
     }
+
+
+def _cluster(times: Times, num_recorded: int | None) -> list[str]:
+    """Says for which cluster the times are foretold; nothing where they were recorded."""
+    if times.link is None:
+        return []
+    text = f"Cluster: {times.num_ranks} ranks, each with a link of {times.link}"
+    if num_recorded is not None and num_recorded < times.num_ranks:
+        text += f"; extrapolated: {num_recorded} ranks were recorded, the others are copies of them"
+    return [text]
 
 
 def _details(times: Times, found: Verdict) -> list[str]:
@@ -137,6 +166,10 @@ def _processors(times: Times) -> str:
     if known and cores:
         text += f"; {max(known):.1f} other threads run or want to, on {cores} cores"
     return text
+
+
+def _is_told(remedy: Remedy) -> bool:
+    return remedy.gain >= _SHOWN or remedy.name in _ALWAYS or remedy.is_asked
 
 
 def _gain(remedy: Remedy) -> str:

@@ -13,6 +13,7 @@ from statistics import NormalDist
 from typing import Final
 
 from lightning_dsgd.lab.probe.cluster import Cluster, Processor
+from lightning_dsgd.lab.simulate.processors import Costs
 from lightning_dsgd.lab.simulate.recorded import Recorded
 from lightning_dsgd.lab.stragglers import delayed_ranks
 
@@ -57,6 +58,7 @@ class Machine:
         cores: the cores of each machine
         machine_size: the number of ranks that share a machine's cores
         recorded: step times of a real run, in place of `compute_s`
+        costs: what communication takes of a core, in place of `processor`
     """
 
     latency_s: float
@@ -79,6 +81,7 @@ class Machine:
     cores: int = 1
     machine_size: int = 1
     recorded: Recorded | None = None
+    costs: Costs | None = None
 
     def step_times(self, world_size: int, num_steps: int, seed: int) -> list[list[float]]:
         """Returns what each rank computes in each step, in seconds: [rank][step].

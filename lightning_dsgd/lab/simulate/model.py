@@ -287,6 +287,8 @@ def _links(machine: Machine) -> Callable[..., Links]:
 
 def _processors(machine: Machine, algorithm: Algorithm) -> Callable[[Baton], Processors]:
     cpu = machine.processor
+    if machine.costs is not None:
+        return partial(SharedProcessors, machine.costs)
     if cpu is None:
         return Processors
     own = cpu.dense_s_per_byte.get(algorithm.name)

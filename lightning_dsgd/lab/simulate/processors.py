@@ -83,6 +83,23 @@ class Costs:
         return 0.0
 
 
+def usual_costs(cores: int, ranks: int) -> Costs:
+    """Returns what messages take where nobody has measured it, over TCP.
+
+    So it was with four ranks on two cores (docs/results/know_before_you_choose).
+    """
+    return Costs(
+        cores,
+        ranks,
+        send_s=1.8e-5,
+        send_s_per_byte=3.8e-10,
+        receive_s=2.6e-4,
+        receive_s_per_byte=9.5e-10,
+        add_s_per_byte=7.3e-11,
+        unpack_s_per_byte=5.8e-9,
+    )
+
+
 class SharedProcessors(Processors):
     """The cores of all machines, and from when on each is free.
 
