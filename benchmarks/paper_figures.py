@@ -26,10 +26,10 @@ import matplotlib as mpl
 from tqdm import tqdm
 
 from benchmarks import paper_training
+from benchmarks.machines import MACHINES
+from benchmarks.simulated_rows import compare, plot
 from lightning_dsgd.lab.jobs.cells import Cell, measured
 from lightning_dsgd.lab.results import provenance, write_result
-from lightning_dsgd.lab.simulate.comparison import compare, plot
-from lightning_dsgd.lab.simulate.machines import MACHINES
 
 Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[1]

@@ -23,6 +23,7 @@ from benchmarks import (
 from benchmarks.compare.situations import Situation
 from benchmarks.compare.small_tasks import TASKS, Task
 from benchmarks.compare.target_cell import LATENCY_S, Training
+from benchmarks.machines import MACHINES
 from benchmarks.oktopk_accuracy import train as watched
 from benchmarks.text_pieces import pieces
 from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
@@ -30,7 +31,6 @@ from lightning_dsgd.algorithms.oktopk import OkTopk
 from lightning_dsgd.algorithms.sgp import SGP
 from lightning_dsgd.hyperparameters import one_of, setting
 from lightning_dsgd.lab.jobs.cells import Cell
-from lightning_dsgd.lab.simulate.machines import MACHINES
 from lightning_dsgd.lab.simulate.model import message_bytes
 from lightning_dsgd.lab.simulate.processors import on_one_core
 from lightning_dsgd.primitives.error_feedback import Selected, evenly

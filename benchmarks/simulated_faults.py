@@ -5,7 +5,7 @@
 
 16 ranks, a model of 1B parameters, links of 100 Gbit/s, steps of 1 s; all of it in virtual time, on
 the package's own code: the algorithms, `SurvivingReplica`, `Calls`, and the agreement on views.
-Small tensors stand for large ones, as in `lightning-dsgd simulate`.
+Small tensors stand for large ones, as in `lab.simulate`.
 
 Every 60 s a random rank is killed.  Another process comes `--away-s` later, and is let in before a
 common batch.  Then weights are averaged, the newcomer gets the mean, and from one member the two

@@ -4,8 +4,6 @@ A table that is written by hand names its results in a comment, "<!-- figures of
 Where a result lacks its commit or its hyperparameters, the head of the table says "Stale: ...".  A
 link to such a result, on a page without a table of it, is followed by "(stale)".
 
-And what `lightning-dsgd advise` knows of accuracy, which comes from a result too, into the package.
-
 python docs/tables.py
 """
 
@@ -24,13 +22,11 @@ from benchmarks.compare import target_tables
 from benchmarks.compare.situations import SITUATIONS
 from lightning_dsgd.algorithms import ALGORITHMS, BY_UNITS, make_algorithm
 from lightning_dsgd.lab import decisions, target_rows
-from lightning_dsgd.lab.advise import accuracy
 from lightning_dsgd.lab.catalogue import markdown
 from lightning_dsgd.lab.decisions import Choice, Situation
 from lightning_dsgd.lab.epochs import CLAIMED
 from lightning_dsgd.lab.in_force import lacks, measured_with
 from lightning_dsgd.lab.recipes import said
-from lightning_dsgd.lab.results import text
 
 ROOT = Path(__file__).parents[1]
 TARGETS = [
@@ -421,15 +417,8 @@ def with_labels(text: str) -> str:
     return linked_results(HEAD.sub(labelled, text))
 
 
-def known_accuracy() -> str:
-    """What the package holds of the results."""
-    results = [json.loads(file.read_text()) for file in TARGETS]
-    return text(accuracy.distilled(results)) + "\n"
-
-
 def main() -> None:
     """All documents."""
-    (ROOT / "lightning_dsgd" / "lab" / "advise" / accuracy.FILE).write_text(known_accuracy())
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")):
         text = page.read_text()
         new = renewed(text)

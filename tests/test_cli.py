@@ -50,7 +50,7 @@ SAID: dict[str, tuple[list[str], int | None, list[str]]] = {
         2,
         ["usage: lightning-dsgd", f"must be one of {', '.join(COMMANDS)}, got 'train'\n"],
     ),
-    "a mistyped command": (["simulat"], 2, ["got 'simulat'; did you mean simulate?"]),
+    "a mistyped command": (["diagnos"], 2, ["got 'diagnos'; did you mean diagnose?"]),
     "a launch of no script": (
         ["launch", "--ranks", "4"],
         2,
@@ -109,7 +109,7 @@ def test_a_recipe_is_copied_and_no_file_of_the_users_lost(
     assert copy.read_text() == "mine"
 
 
-HELP = ("", "strategies", "simulate")
+HELP = ("", "strategies", "diagnose")
 
 
 def test_help_of_the_console_script_loads_nothing_slow(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ WINGS = {
 }
 # These run on ranks, or load late: the lab's other modules know no Lightning and are there at once.
 LAB_ON_RANKS = (
-    "lab.advise.verify_cell lab.probe.ranks lab.jobs.fit lab.callbacks lab.timeline.step_trace "
+    "lab.jobs.fit lab.callbacks lab.timeline.step_trace "
     "lab.checkpoint_artifacts lab.loggers lab.trackers"
 )
 # Whoever imports `transport` sees its contract, and so knows no wire.  These know more of it.
@@ -213,8 +213,8 @@ WRONG = {
     "self._survivors.share(first)": "trainer.strategy",
     "from lightning_dsgd.elastic.members import Members": "session.session",
     "import lightning_dsgd": "algorithm",
-    "import lightning as L": "lab.simulate.check",
-    "from benchmarks.compare import target": "lab.simulate.command",
+    "import lightning as L": "lab.simulate.model",
+    "from benchmarks.compare import target": "lab.diagnose.command",
 }
 
 

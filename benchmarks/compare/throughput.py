@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.compare import job_arguments
+from benchmarks.machines import EMULATED
 from lightning_dsgd.lab.jobs.cells import Cell, finish, in_turn
 from lightning_dsgd.lab.link import Link
 from lightning_dsgd.lab.options import Parser
 from lightning_dsgd.lab.results import typed
-from lightning_dsgd.lab.simulate.machines import EMULATED
 
 STATISTICS: Final = (
     "steps_per_s", "mean_steps_per_s", "with_finish", "wait_s_per_step", "mb_sent_per_step",

@@ -1,8 +1,8 @@
 """Which strategy for which situation: the one place that decides.
 
-README and docs/choosing.md show these tables (docs/tables.py writes them), `advise` prefers these
-choices where others end at the same time, `diagnose` names them as remedies, and the strategies'
-"use it for" follows from them.  To decide otherwise, change a line here.
+README and docs/choosing.md show these tables (docs/tables.py writes them), `diagnose` names the
+choices as remedies, and the strategies' "use it for" follows from them.  To decide otherwise,
+change a line here.
 
 A choice is for one of four cases:
 
@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """What it is called in results and by `advise`."""
+        """What it is called in results."""
         return self.strategy + ("" if self.data == EQUAL else f", {self.data}")
 
     @property

@@ -34,14 +34,6 @@ def check(epoch_steps: int | None, data: str, *, lockstep: bool = False) -> None
         )
 
 
-def in_words(epoch_steps: int | None, data: str = EQUAL) -> str:
-    """Says how long an epoch is, and who gets its batches."""
-    if epoch_steps is None:
-        return "One endless epoch: no rank stands still before the end."
-    dealt = "dealt equally" if data == EQUAL else "claimed one by one"
-    return f"Epochs of {epoch_steps} steps, after which all ranks stand still; batches {dealt}."
-
-
 class Epochs:
     """Deals the batches of one training to all its ranks.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from typing import Any, NoReturn
+from typing import Any
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,17 +19,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, text: str | None, **given: Any) -> None:
         given.setdefault("prog", f"lightning-dsgd {command}")
         super().__init__(description=text, formatter_class=_Help, **given)
-
-    def add_renamed(self, before: str, now: str) -> None:
-        """Refuses an option that has another name now, and names it."""
-        self.add_argument(before, dest=argparse.SUPPRESS, help=argparse.SUPPRESS, action=_Renamed)
-        self._option_string_actions[before].const = now
-
-
-class _Renamed(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        [before] = self.option_strings
-        parser.error(f"{before} is called {self.const} now")
 
 
 class _Help(argparse.HelpFormatter):

@@ -10,9 +10,7 @@ import torch
 
 from benchmarks.__main__ import COMPARE, main, scripts
 from benchmarks.compare import target
-from lightning_dsgd.lab.probe import measure
 from lightning_dsgd.lab.results import write_result
-from tests.lab.probe.test_measure import everything
 
 REFUSED = {
     "thruput": "got 'thruput'; did you mean throughput?",
@@ -43,7 +41,7 @@ REFUSED = {
     "target --real-ms 0": "--real-ms must be positive, got --real-ms 0.0; try 200",
     "target --real-ms 200 --task resnet": "--real-ms needs a network without BatchNorm",
     "report none.json": "none.json",
-    "report cluster.json": "cluster.json is another kind of file",
+    "report other.json": "other.json is another kind of file",
 }
 if not torch.cuda.is_available():
     REFUSED["throughput --device cuda"] = "cuda needs a GPU, got none that torch"
@@ -56,7 +54,7 @@ def test_what_cannot_be_done_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    write_result(measure.cluster(everything("abcd")).to_json(), tmp_path / "cluster.json")
+    write_result({"format": "of another program"}, tmp_path / "other.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(target, "why_not", lambda: "")
     monkeypatch.setitem(sys.modules, "wandb", None)

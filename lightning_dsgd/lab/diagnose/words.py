@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from lightning_dsgd.lab.diagnose.remedies import Remedy, advised
+from lightning_dsgd.lab.diagnose.remedies import MOST_SIMULATED, Remedy, advised
 from lightning_dsgd.lab.diagnose.times import PARTS, Times
 from lightning_dsgd.lab.diagnose.verdict import Verdict, base
 
@@ -135,6 +135,8 @@ def _cluster(times: Times, num_recorded: int | None) -> list[str]:
     text = f"Cluster: {times.num_ranks} ranks, each with a link of {times.link}"
     if num_recorded is not None and num_recorded < times.num_ranks:
         text += f"; extrapolated: {num_recorded} ranks were recorded, the others are copies of them"
+    if times.num_ranks > MOST_SIMULATED:
+        text += f"; strategies are simulated with {MOST_SIMULATED} of them"
     return [text]
 
 

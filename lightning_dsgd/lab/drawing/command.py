@@ -5,7 +5,7 @@
     lightning-dsgd timeline run/ --output timeline.json    # for https://ui.perfetto.dev
     lightning-dsgd timeline run/ --seconds 2:6 --output timeline.svg
 
-A run's folder is that of the callback `StepTrace`, or of `lightning-dsgd simulate --trace FOLDER`.
+A run's folder is that of the callback `StepTrace`, or of `LoopTrace` in a loop.
 The page opens without a network.
 """
 

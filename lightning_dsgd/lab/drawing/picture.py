@@ -55,7 +55,7 @@ def load(
     """Loads the run that was recorded in this folder.
 
     Args:
-        folder: a folder of StepTrace, or of `lightning-dsgd simulate --trace`
+        folder: a folder of StepTrace, or of a simulated run (`lab.simulate.model.run`)
         steps: the first and the last step to draw; by default all
         seconds: the part of these steps' time to draw
         most_spans: the number of spans that fit; later steps are left out, and the note says so

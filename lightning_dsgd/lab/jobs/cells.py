@@ -91,7 +91,7 @@ def _kept(output: Path, key: str) -> dict[str, Cell]:
 @contextlib.contextmanager
 def _bar(total: int, done: int) -> Iterator[Callable[[Cell], None]]:
     options: Any = {"unit": "cell", "dynamic_ncols": True, "smoothing": 0}
-    # A bar of one cell tells nothing; a probe, which is one, shows its stages itself.
+    # A bar of one cell tells nothing.
     with tqdm(total=total, initial=done, disable=total == 1, **options) as bar:
 
         def tell(cell: Cell) -> None:

@@ -1,1 +1,1 @@
-"""`lightning-dsgd simulate`: throughput on machines that one does not have."""
+"""Algorithms on machines that one does not have: the world that `diagnose` asks."""

@@ -7,10 +7,9 @@ gradients and selected entries count for as many bytes as those of the large one
 count for what they are.  Collectives are the package's own too, so their time follows from that of
 their messages.
 
-With the figures of `lightning-dsgd probe`, sending, adding, unpacking and selecting take processor
-time, for which the ranks of a machine compete, and the ranks of a node share its uplink.  The
-learning rate, which a growing period follows, falls as a cosine.  Not simulated: other costs of a
-step (`Machine.compute_s` includes them), and links inside the network.
+With `Machine.costs` sending, adding and unpacking take processor time, for which the ranks of a
+machine compete.  The learning rate, which a growing period follows, falls as a cosine.  Not
+simulated: other costs of a step (`Machine.compute_s` includes them), and links inside the network.
 
 Legend: P ranks, n elements of the stand-in, k selected ones.
 """
@@ -40,15 +39,13 @@ from lightning_dsgd.algorithms.sparse_baselines import GaussianTopk, GTopk
 from lightning_dsgd.lab import epochs
 from lightning_dsgd.lab.epochs import EQUAL, Epochs
 from lightning_dsgd.lab.simulate.machines import Machine
-from lightning_dsgd.lab.simulate.nodes import NodeLinks, Nodes
-from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors, on_one_core
+from lightning_dsgd.lab.simulate.processors import SharedProcessors, on_one_core
 from lightning_dsgd.lab.timeline.recorder import Recorder
 from lightning_dsgd.primitives import rounding, step_scaling
 from lightning_dsgd.primitives.error_feedback import ErrorFeedback, evenly
 from lightning_dsgd.primitives.periodic import PeriodicAverage
 from lightning_dsgd.simulated import SimulatedTransport, SimulatedWorld
 from lightning_dsgd.simulated.baton import Baton
-from lightning_dsgd.simulated.links import Links
 from lightning_dsgd.simulated.processors import Processors
 from lightning_dsgd.transport.watch import exchanging
 
@@ -153,8 +150,7 @@ def run(
         timeout_s=math.inf,
         message_bytes=message_bytes(machine.num_params / num_elements),
         strict=False,  # nobody receives what is under way when all have made their steps
-        links=_links(machine),
-        processors=_processors(machine, algorithm),
+        processors=_processors(machine),
     )
     own_s = selection_s(algorithm, machine, world_size)
     core_s = own_s / 2, own_s / 2 + machine.step_core_s
@@ -269,41 +265,8 @@ def passes(algorithm: Algorithm, num_elements: int, seconds: float) -> list[tupl
     return [(piece_s if place else first_s, begin) for place, begin in enumerate(begins)]
 
 
-def _links(machine: Machine) -> Callable[..., Links]:
-    if machine.node_size == 1:
-        return Links
-    if machine.shared_link:
-        raise ValueError(
-            "shared_link=True must be left out with nodes, whose ranks share their uplink"
-        )
-    nodes = Nodes(
-        machine.node_size,
-        machine.inside_latency_s,
-        machine.inside_bandwidth_bytes_s,
-        machine.uplink_bytes_s,
-    )
-    return partial(NodeLinks, nodes)
-
-
-def _processors(machine: Machine, algorithm: Algorithm) -> Callable[[Baton], Processors]:
-    cpu = machine.processor
-    if machine.costs is not None:
-        return partial(SharedProcessors, machine.costs)
-    if cpu is None:
-        return Processors
-    own = cpu.dense_s_per_byte.get(algorithm.name)
-    costs = Costs(
-        machine.cores,
-        machine.machine_size,
-        cpu.send_s,
-        cpu.send_s_per_byte,
-        cpu.receive_s,
-        cpu.receive_s_per_byte,
-        cpu.add_s_per_byte if own is None else own,
-        cpu.unpack_s_per_byte,
-        own or 0.0,
-    )
-    return partial(SharedProcessors, costs)
+def _processors(machine: Machine) -> Callable[[Baton], Processors]:
+    return Processors if machine.costs is None else partial(SharedProcessors, machine.costs)
 
 
 def _of_this_run() -> dict[str, Any]:
@@ -359,9 +322,6 @@ def selection_s(algorithm: Algorithm, machine: Machine, world_size: int) -> floa
     if not isinstance(algorithm, ErrorFeedback):
         return 0.0
     n, exact = machine.num_params / algorithm.local_steps, machine.exact_topk_s
-    if machine.processor is not None and algorithm.name in machine.processor.sparse_s:
-        least_s, each_s = machine.processor.sparse_s[algorithm.name]
-        return least_s / algorithm.local_steps + n * each_s
     by_threshold = machine.threshold_s
     if isinstance(algorithm, OkTopk):
         return n * (by_threshold + exact / algorithm.threshold_period)

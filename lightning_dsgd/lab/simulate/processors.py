@@ -86,7 +86,7 @@ class Costs:
 def usual_costs(cores: int, ranks: int) -> Costs:
     """Returns what messages take where nobody has measured it, over TCP.
 
-    So it was with four ranks on two cores (docs/results/know_before_you_choose).
+    So it was with four ranks on two cores (docs/results/simulate/turns_4_1gbit.json).
     """
     return Costs(
         cores,

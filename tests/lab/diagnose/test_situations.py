@@ -17,6 +17,7 @@ from lightning_dsgd.algorithm import Conditions
 from lightning_dsgd.algorithms.balanced import Balanced
 from lightning_dsgd.data.units.dealing import UnitDealing
 from lightning_dsgd.data.units.protocol import NONE
+from lightning_dsgd.hyperparameters import parse
 from lightning_dsgd.lab.diagnose.remedies import (
     STRATEGIES,
     advised,
@@ -28,28 +29,27 @@ from lightning_dsgd.lab.diagnose.remedies import (
 from lightning_dsgd.lab.diagnose.times import PARTS, Times, times_of
 from lightning_dsgd.lab.diagnose.verdict import Verdict, judge
 from lightning_dsgd.lab.diagnose.words import lines
-from lightning_dsgd.lab.probe.cluster import Processor
 from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import message_bytes, run
+from lightning_dsgd.lab.simulate.processors import Costs
 from lightning_dsgd.lab.simulate.recorded import Recorded
 from lightning_dsgd.simulated import SimulatedTransport, SimulatedWorld
 from tests.lab.diagnose import made
 
 RANKS, STEPS, VICTIM = 4, 33, 2
-# What `lightning-dsgd probe` found with four ranks (cluster_4.json), but for messages: six of them
-# took 6 ms on two cores.
-COSTS = Processor(
+# What was measured with four ranks on two cores; six messages took 6 ms there.
+COSTS = Costs(
+    cores=2,
+    ranks=RANKS,
     send_s=1.3e-5,
     send_s_per_byte=2.8e-10,
     receive_s=5e-4,
     receive_s_per_byte=4.7e-10,
     add_s_per_byte=3.7e-11,
-    copy_s_per_byte=3.8e-11,
-    topk_s=9e-10,
-    threshold_s=6e-10,
     unpack_s_per_byte=4.2e-9,
-    dense_s_per_byte={"allreduce": 5.9e-10, "popsgd": 9.6e-10, "wagma": 1.1e-9},
 )
+OWN_CODE = {"allreduce": 5.9e-10, "popsgd": 9.6e-10, "wagma": 1.1e-9}
+"""What a strategy's own code takes for each byte that it receives."""
 ROUNDED_S = 12e-9
 
 
@@ -151,9 +151,12 @@ class Situation:
             num_params=self.weights,
             # Computation takes a core, too, which matters where cores are shared.
             step_core_s=self.work_s if is_shared else 0.0,
-            processor=COSTS,
-            cores=self.cores,
-            machine_size=RANKS,
+            costs=replace(
+                COSTS,
+                cores=self.cores,
+                add_s_per_byte=OWN_CODE.get(parse(spec)[0], 0.0),
+                placed_s_per_byte=OWN_CODE.get(parse(spec)[0], 0.0),
+            ),
             recorded=Recorded(tuple(map(tuple, own))),
         )
         if name == "int8":

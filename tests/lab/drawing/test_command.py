@@ -9,9 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.machines import MACHINES
 from lightning_dsgd.cli import main
 from lightning_dsgd.lab.drawing import command, page, picture
-from lightning_dsgd.lab.simulate import command as simulate
+from lightning_dsgd.lab.simulate import model
 from lightning_dsgd.lab.timeline.recorder import file_of
 from tests.lab.timeline.support import record
 from tests.support.browser import chromium
@@ -20,8 +21,8 @@ from tests.support.browser import chromium
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    arguments = ["--strategies", "allreduce,wagma", "--ranks", "4", "--steps", "12"]
-    simulate.main([*arguments, "--profile", "emulated-1gbit", "--trace", str(folder)])
+    for name in ("allreduce", "wagma"):
+        model.run(name, 4, MACHINES["emulated-1gbit"], 12, trace=folder / f"{name}-4")
     return folder
 
 

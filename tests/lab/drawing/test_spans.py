@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.machines import MACHINES
 from lightning_dsgd.lab.drawing.spans import NOBODY, Track, tracks
-from lightning_dsgd.lab.simulate.machines import MACHINES
 from lightning_dsgd.lab.simulate.model import run
 from lightning_dsgd.lab.stragglers import delayed_ranks
 from lightning_dsgd.lab.timeline.recorder import ALL

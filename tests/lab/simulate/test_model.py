@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_dsgd import cli
-from lightning_dsgd.lab.simulate.machines import MACHINES, Machine, probed
+from benchmarks import predictions, simulated_rows
+from benchmarks.machines import MACHINES
+from lightning_dsgd.lab.simulate.machines import Machine
 from lightning_dsgd.lab.simulate.model import run
+from lightning_dsgd.lab.simulate.processors import Costs, usual_costs
 from lightning_dsgd.lab.simulate.recorded import Recorded
-from tests.lab.probe.test_measure import everything, measure
-from tests.lab.timeline.support import record
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results" / "simulate"
 
 PLAIN = Machine(latency_s=0.0, bandwidth_bytes_s=1e9, compute_s=0.1, num_params=25_000_000)
 """All weights take 0.1 s to send, as long as a step computes."""
@@ -96,7 +96,7 @@ def test_wait_avoidance_pays_with_stragglers_and_costs_nothing_without() -> None
 
 
 # ---- machines, and step times of a real run ----
-def test_a_simulated_run_takes_the_recorded_times(tmp_path: Path) -> None:
+def test_a_simulated_run_takes_the_recorded_times() -> None:
     record, begins = Recorded(((1.0, 2.0, 3.0), (10.0, 20.0, 30.0))), set()
     for seed in range(8):
         first, second = record.step_times(2, 7, seed)
@@ -105,74 +105,25 @@ def test_a_simulated_run_takes_the_recorded_times(tmp_path: Path) -> None:
         begins.add(begin)
         assert first == [record.seconds[0][(begin + i) % 3] for i in range(7)]  # in its order
     assert begins == {0, 1, 2}
-    run("allreduce", 3, MACHINES["emulated-1gbit"], 12, trace=tmp_path)
-    recorded = Recorded.read(tmp_path)
-    assert (recorded.num_ranks, recorded.num_steps) == (3, 11)
-    assert {round(s, 4) for of_rank in recorded.seconds for s in of_rank} == {0.4, 0.72}
-    machine = probed(measure.cluster(everything("abc")), 1000, 0.0, recorded)
-    done = run("no_sync", 3, machine, 11)
-    mean_s = float(done.compute_s.mean())
-    assert mean_s == pytest.approx(recorded.mean_s)
-    assert done.steps_per_s == pytest.approx(1 / mean_s, rel=0.1)
+    machine = replace(PLAIN, recorded=record)
+    done = run("no_sync", 2, machine, 7)
+    assert [10 * s for s in done.compute_s[0].tolist()] == done.compute_s[1].tolist()
+    late = run("no_sync", 2, replace(machine, delay_s=1.0, delayed_ranks=2), 7)
+    assert (late.compute_s - done.compute_s).tolist() == [[1.0] * 7] * 2
+    assert done.steps_per_s == pytest.approx(float((7 / done.compute_s.sum(1)).mean()))
 
 
-def test_a_trace_that_says_too_little_is_refused(tmp_path: Path) -> None:
-    record(tmp_path, [[[]] * 9] * 2, waits="not seen")
-    with pytest.raises(ValueError, match="must tell waits from computation"):
-        Recorded.read(tmp_path)
-    record(tmp_path, [[[]] * 3] * 2)
-    with pytest.raises(ValueError, match="must have 5 steps of every rank, got 3"):
-        Recorded.read(tmp_path)
+def test_work_on_messages_takes_the_cores_that_ranks_share() -> None:
+    """Each rank sends and adds 2 times 50 MB; on one core for all of them one after the other."""
+    machine = replace(PLAIN, bandwidth_bytes_s=math.inf, compute_s=0.0)
+    for cores, seconds in ((2, 0.1), (1, 0.2)):
+        costs = Costs(cores, 2, receive_s_per_byte=1e-9)
+        assert step_s("allreduce", 2, replace(machine, costs=costs), 3) == pytest.approx(seconds)
+    assert step_s("allreduce", 2, replace(machine, costs=usual_costs(2, 2)), 3) > 0.1
 
 
-def test_a_probed_machine_has_its_nodes_and_its_costs() -> None:
-    machine = probed(measure.cluster(everything("aabb")), 1000, 0.1)
-    assert (machine.node_size, machine.machine_size, machine.cores) == (2, 4, 2)
-    assert machine.uplink_bytes_s == 5e7
-    alone = run("allreduce", 2, machine, 3)
-    both = run("allreduce", 4, machine, 3)
-    assert alone.steps_per_s > both.steps_per_s
-    assert probed(measure.cluster(everything("ab")), 1000, 0.1).node_size == 1
-
-
-# ---- `lightning-dsgd simulate`: what it compares, and its check against measured runs ----
-def test_nothing_that_simulates_imports_lightning(tmp_path: Path) -> None:
-    """A console script, whose package loads nothing by itself."""
-    code = f"""
-import sys
-sys.argv[0] = "/somewhere/bin/lightning-dsgd"
-from lightning_dsgd.cli import main
-main("simulate --strategies wagma --ranks 2 --steps 2 --output {tmp_path}/r.json".split())
-loaded = {{"lightning", "pytorch_lightning", "lightning_dsgd.trainer"}} & set(sys.modules)
-assert not loaded, loaded
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=250, capture_output=True)
-    assert json.loads((tmp_path / "r.json").read_text())["rows"][0]["algorithm"] == "wagma"
-
-
-# ---- rows, table and plot ----
-def test_table_result_file_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    cli.main(
-        f"simulate --strategies wagma,allreduce --ranks 4,8 --profile emulated-1gbit --params 25e5 "
-        f"--compute-ms 100 --delay-ms 0 --steps 10 --output {tmp_path}/a/r.json "
-        f"--plot {tmp_path}/p.png".split()
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line.startswith("|")]) == 2 + 4
-    assert lines[2].startswith("| `allreduce` | 4 | 4.5")  # 0.1 + 0.12 s
-    report = json.loads((tmp_path / "a" / "r.json").read_text())
-    assert report["command"].startswith("lightning-dsgd simulate --strategies wagma,allreduce")
-    for row in report["rows"]:
-        assert row["ideal_steps_per_s"] == pytest.approx(10)
-        assert row["of_ideal"] == pytest.approx(row["steps_per_s"] / 10)
-        least = 1.0 if row["algorithm"] == "allreduce" else 1.05  # half of the bytes at 4 ranks
-        assert min(row["ratio"], row["slowest_ratio"]) >= least
-    assert (tmp_path / "p.png").stat().st_size > 10_000
-
-
-# ---- the check against measured runs ----
-def test_check_compares_with_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# ---- beside measured runs ----
+def test_predictions_stand_beside_what_was_measured() -> None:
     """A step of 150 ms, 10 MB at 100 MB/s: an all-reduce takes 150 ms more."""
     rates = {"ddp": 3.0, "no_sync": 6.0, "ddp_powersgd:rank=2": 4.0}
     network = {"rate_bit_s": 8e8, "latency_s": 0.0, "emulated": True}
@@ -182,10 +133,49 @@ def test_check_compares_with_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
         "cells": [{"round": 0}, {"round": 1}],
         "settings": settings | {"params": "25e5", "network": network},
     }
-    path = tmp_path / "measured.json"
-    path.write_text(json.dumps(report))
-    cli.main(["simulate", "--check", str(path)])
-    lines = capsys.readouterr().out.splitlines()
+    rows, besides_s = predictions.check(report)
+    lines = predictions.table(rows).splitlines()
     assert lines[2] == "| `ddp` | 3.000 | 3.158 | 1.05 |"
     assert lines[4] == "| `ddp_powersgd:rank=2` | 4.000 | not ours | |"
-    assert lines[-1].endswith(" 16.7 ms")
+    assert besides_s == pytest.approx(0.0167, abs=1e-4)
+
+
+SPARSE = ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussian_topk")
+OTHERS_TODAY = ("popsgd", "wagma", "eager_sgd")
+"""Their defaults were others when that was measured."""
+
+
+def test_emulated_nodes_were_as_fast_as_predicted() -> None:
+    """On links of 1 Gbit/s: within 4%, and 7% for what selects entries (docs/results/simulate)."""
+    rows, _ = predictions.check(json.loads((RESULTS / "emulated_4.json").read_text()))
+    for row in rows:
+        if row["strategy"] not in OTHERS_TODAY:
+            near = 0.07 if row["strategy"] in SPARSE else 0.04
+            assert row["predicted"] == pytest.approx(row["measured"], rel=near), row
+    assert len(rows) == 16
+
+
+def test_strategies_that_took_turns_were_as_fast_as_predicted() -> None:
+    """8 ranks on 2 cores, by the steps, the link and what messages usually take of a core."""
+    result = json.loads((RESULTS / "turns_8.json").read_text())
+    known = ("no_sync", "allreduce", "local_sgd", "popsgd", "adpsgd", "hpsgd")
+    for situation in result["situations"]:
+        rows = (row for row in situation["rows"] if row["strategy"] in known)
+        situation["rows"] = list(rows)
+    rows = predictions.of_turns(result)
+    assert len(rows) == 6 * len(known)
+    for row in rows:
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.1), row
+
+
+def test_rows_are_compared_with_the_allreduce(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = replace(MACHINES["emulated-1gbit"], num_params=2_500_000, compute_s=0.1, delay_s=0.0)
+    rows = simulated_rows.compare(["wagma", "allreduce"], [4, 8], "emulated", machine, 10, 0)
+    lines = simulated_rows.table(rows).splitlines()
+    assert lines[2].startswith("| `allreduce` | 4 | 4.5")  # 0.1 + 0.12 s
+    assert len(lines) == 2 + 4
+    for row in rows:
+        assert row["ideal_steps_per_s"] == pytest.approx(10)
+        assert row["of_ideal"] == pytest.approx(row["steps_per_s"] / 10)
+        least = 1.0 if row["algorithm"] == "allreduce" else 1.05  # half of the bytes at 4 ranks
+        assert min(row["ratio"], row["slowest_ratio"]) >= least

@@ -1,4 +1,4 @@
-"""What processors and nodes cost in a simulated world: stories as in `test_stories`."""
+"""What processors cost in a simulated world: stories as in `test_stories`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.lab.simulate.nodes import NodeLinks, Nodes
 from lightning_dsgd.lab.simulate.processors import Costs, SharedProcessors
 from tests.simulated.test_stories import MB_S, PAIRS, Row, check
 
@@ -17,7 +16,6 @@ def shared(*args: Any, **kwargs: Any) -> Any:
 
 
 ADDS = {**MB_S, "processors": shared(cores=1, ranks=1, add_s_per_byte=1e-6, unpack_s_per_byte=2e-6)}
-INSIDE = {"latency_s": 0.0, "bandwidth_bytes_s": 1e8}
 STORIES: dict[str, Row] = {
     "work on a message overlaps with its way": (
         MB_S | {"processors": shared(1, 1, send_s_per_byte=4e-7, receive_s_per_byte=5e-7)},
@@ -32,11 +30,6 @@ STORIES: dict[str, Row] = {
     "a rank that waits for a core sends later": (
         *({"latency_s": 0.25, "processors": shared(1, 4, send_s=1.0)}, PAIRS),
         [[1.0], [0.25], [2.0], [1.25]],
-    ),
-    "ranks of a node share its uplink": (
-        MB_S | {"links": partial(NodeLinks, Nodes(2, uplink_bytes_s=1e6, **INSIDE))},
-        ["send 2 1000000", "send 3 1000000", "recv 0", "recv 1"],
-        [[], [], [1.0], [2.0]],
     ),
 }
 

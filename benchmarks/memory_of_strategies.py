@@ -1,14 +1,14 @@
-"""Whether a rank needs as much memory at its peak as `lightning-dsgd advise` says, on CPUs.
+"""Whether a rank needs as much memory at its peak as `num_copies` says, on CPUs.
 
-    python benchmarks/advise_memory.py
+    python benchmarks/memory_of_strategies.py
 
-Every strategy that `advise` may print trains for some steps on 4 real ranks.  Of a rank's memory
-the kernel knows the peak (VmHWM, which is reset before each).  What is there before training is
-taken off, and then what `no_sync` needs.  Periods are shortened, so that all ranks exchange; that
-changes no amount.
+Every strategy, and all of `lab.decisions`, train for some steps on 4 real ranks.  Of a rank's
+memory the kernel knows the peak (VmHWM, which is reset before each).  What is there before training
+is taken off, and then what `no_sync` needs.  Periods are shortened, so that all ranks exchange;
+that changes no amount.
 
 copies   the peak, in copies of the weights: the median over the ranks
-said     what `advise` says
+said     what `num_copies` says
 
 A run that was interrupted goes on when it is started again.
 """
@@ -28,15 +28,16 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.compare import contestants
-from lightning_dsgd.algorithms import make_algorithm
-from lightning_dsgd.lab.advise.candidates import BOUND, all_for
+from lightning_dsgd.algorithms import ALGORITHMS, make_algorithm
+from lightning_dsgd.lab import decisions
 from lightning_dsgd.lab.jobs.cells import Cell, finish
 from lightning_dsgd.lab.jobs.fit import Sleeper
 from lightning_dsgd.lab.jobs.job import Job
 
 RANKS, PARAMS, STEPS, PERIOD = 4, 2048**2, 9, 4
+BOUND = "no_sync"
 MORE = ("hpsgd:wire_dtype=int8:outer_lr=0.7",)
-"""Strategies that `advise` does not print, and whose memory their pages tell."""
+"""Further strategies whose memory their pages tell."""
 
 
 def shortened(spec: str) -> str:
@@ -80,13 +81,19 @@ def measure(cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    folder = Path("docs/results/know_before_you_choose")
-    parser.add_argument("--output", type=Path, default=folder / "advise_memory.json")
+    folder = Path("docs/results/choosing")
+    parser.add_argument("--output", type=Path, default=folder / "memory.json")
     args = parser.parse_args()
     # Large tensors are given back to the kernel as soon as they are freed.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     job = Job(f"{Path(__file__).resolve()}:measure", {"params": PARAMS, "steps": STEPS}, RANKS)
-    specs = [*(candidate.spec for candidate in all_for(RANKS)), *MORE]
+    decided = (
+        choice.strategy
+        for situation in decisions.SITUATIONS.values()
+        for choice in situation.choices
+        if choice.strategy not in decisions.NOT_COMPARED and choice.least_ranks <= RANKS
+    )
+    specs = list(dict.fromkeys((*ALGORITHMS, *decided, *MORE)))
     # A process's first fit loads what later ones have.
     cells = [{"strategy": BOUND, "warms_up": True}, *({"strategy": spec} for spec in specs)]
     _, *done = job.run(cells, args.output)

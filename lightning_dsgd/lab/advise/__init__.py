@@ -1,1 +1,0 @@
-"""`lightning-dsgd advise`: every strategy on the cluster that was probed, with your own steps."""

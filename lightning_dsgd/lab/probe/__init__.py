@@ -1,1 +1,0 @@
-"""`lightning-dsgd probe`: what a message, a sum and a selection cost on this cluster."""
