@@ -33,15 +33,15 @@ from lightning_dsgd.hyperparameters import did_you_mean, names, parse
 
 _GROUP: Final = "lightning_dsgd.algorithms"
 
+_IN_FRONT: Final[tuple[type[Algorithm], ...]] = (
+    WAGMA, HPSGD, OkTopk, PopSGD, SGP, ADPSGD, LocalSGD, DiLoCo, AllReduce,
+)  # fmt: skip
 _COMPARED: Final[tuple[type[Algorithm], ...]] = (
     EagerSGD, DPSGD, NoLoCo, SparseLoCo, TopkAllgather, TopkDSA, GTopk, GaussianTopk, NoSync,
 )  # fmt: skip
 ALGORITHMS: Final[dict[str, type[Algorithm]]] = {
-    algorithm.name: algorithm
-    for algorithm in (
-        WAGMA, HPSGD, OkTopk, PopSGD, SGP, ADPSGD, LocalSGD, DiLoCo, AllReduce, *_COMPARED
-    )
-}  # fmt: skip
+    algorithm.name: algorithm for algorithm in (*_IN_FRONT, *_COMPARED)
+}
 """The algorithms by name; the first ones are those to try first."""
 COMPARISONS: Final = tuple(algorithm.name for algorithm in _COMPARED)
 """The names of those that are here to be compared with."""
