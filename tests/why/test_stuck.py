@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.mpi import has_mpi, mpiexec
 from tests.support.thorough import cases
 from tests.why.jobs import SCRIPTS, forked, place, watched
 
@@ -89,4 +90,16 @@ def test_ranks_of_lightnings_own_launcher_are_watched(tmp_path: Path) -> None:
     job = watched(tmp_path / "run", sys.executable, script, options=("--end",))
     assert (job.verdict["cause"], job.verdict["culprits"]) == ("disagree", [1]), job.said
     assert place("log_on_one_rank", "culprit") in job.said
+    assert job.status == 1
+
+
+@has_mpi
+@pytest.mark.exhaustive
+def test_ranks_of_mpiexec_are_watched(tmp_path: Path) -> None:
+    script = str(SCRIPTS / "started_by_others.py")
+    command = [str(mpiexec(sys.executable)), "-n", "2", sys.executable, script]
+    job = watched(tmp_path / "run", *command, str(tmp_path / "store"), options=("--end",))
+    assert (job.verdict["cause"], job.verdict["culprits"]) == ("missing", [1]), job.said
+    assert place("started_by_others", "culprit") in job.said
+    assert place("started_by_others", "others") in job.said
     assert job.status == 1
