@@ -11,6 +11,8 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import os
 import socket
 import sys
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -141,6 +144,49 @@ def ddp_that_compiles(_: Path) -> None:
     wrapped = DistributedDataParallel(model)
     for _step in range(20):
         wrapped(torch.ones(2, 8)).sum().backward()
+
+
+@kind
+def ddp_that_is_compiled_whole(_: Path) -> None:
+    joined()
+    wrapped = torch.compile(DistributedDataParallel(torch.nn.Linear(8, 8)), backend="eager")
+    for _step in range(20):
+        wrapped(torch.ones(2, 8)).sum().backward()
+
+
+@kind
+def ddp_that_is_copied_and_saved(_: Path) -> None:
+    """What records its steps is no part of the model."""
+    joined()
+    model = train(5)
+    made = io.BytesIO()
+    torch.save(model, made)
+    assert b"lightning_dsgd" not in made.getvalue()
+    copy.deepcopy(model.module)
+
+
+@kind
+def ddp_with_a_hook_that_is_registered_later(_: Path) -> None:
+    joined()
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    seen = []
+
+    def averages(state: Any, bucket: Any) -> Any:
+        seen.append(bucket)
+        return default_hooks.allreduce_hook(state, bucket)
+
+    model.register_comm_hook(None, averages)
+    for _step in range(5):
+        model(torch.ones(2, 8)).sum().backward()
+    assert len(seen) == 5
+
+
+@kind
+def two_ddps_that_take_turns(_: Path) -> None:
+    joined()
+    models = [DistributedDataParallel(torch.nn.Linear(8, 8)) for _ in range(2)]
+    for step in range(40):
+        models[step % 2](torch.ones(2, 8)).sum().backward()
 
 
 @kind
