@@ -29,13 +29,13 @@ any more, so the others need not wait for that verdict.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_dsgd.why.purposes import waits_outside
 from lightning_dsgd.why.records import Collective, Ending, Job, Rank
+from lightning_dsgd.why.waits import Wait, waits_of
 
 USUAL_TIMES: Final = 10.0
 """A rank is suspicious after so many times what it usually takes between two collectives."""
@@ -45,8 +45,6 @@ EVERYONE_TIMES: Final = 5.0
 """The same where all ranks have entered a collective, or none is in one: they may go on."""
 GONE_S: Final = 3.0
 """Nobody needs to wait longer for a rank that has ended."""
-_SAME_SIZES: Final = ("all_reduce", "broadcast", "reduce", "_allgather_base")
-"""The collectives in which all ranks must give as many numbers."""
 _CONSEQUENCE: Final = re.compile(
     r"closed by peer|connection reset|connection refused|broken pipe|timed? ?out|socket timeout"
     r"|remote process exited|connectFullMesh|DistStoreError|DistBackendError|no error message"
@@ -133,20 +131,8 @@ def _at_the_start(job: Job, stuck_after_s: float) -> Verdict | None:
 # ---- in collectives ----
 
 
-@dataclass(frozen=True)
-class _Wait:
-    """Holds the collective in which ranks of one group wait, and for whom."""
-
-    collective: Collective
-    waiting: tuple[int, ...]
-    missing: tuple[int, ...]
-    strange: tuple[int, ...]
-    instead: Collective | None
-    since_s: float
-
-
 def _in_collectives(job: Job, stuck_after_s: float) -> Verdict | None:
-    waits = _waits(job)
+    waits = waits_of(job)
     waits = {
         group: wait for group, wait in waits.items() if wait.since_s >= min(GONE_S, stuck_after_s)
     }
@@ -183,34 +169,7 @@ def _in_collectives(job: Job, stuck_after_s: float) -> Verdict | None:
     return Verdict("everyone", (), longest.waiting, longest.collective, longest.since_s)
 
 
-def _waits(job: Job) -> dict[str, _Wait]:
-    """Returns the groups in which somebody waits."""
-    found = {}
-    names = {name for rank in job.ranks.values() for name in rank.groups}
-    for name in names:
-        stands = {r.rank: r.groups[name] for r in job.ranks.values() if name in r.groups}
-        pending = {rank: group for rank, group in stands.items() if group.entered > group.over}
-        if not pending:
-            continue
-        number = min(group.over for group in pending.values()) + 1
-        waiting = tuple(sorted(rank for rank in pending if pending[rank].over + 1 == number))
-        members = set(stands).union(*(group.ranks for group in pending.values()))
-        missing = tuple(
-            sorted(rank for rank in members if rank not in stands or stands[rank].entered < number)
-        )
-        told = {
-            rank: group.recent[number] for rank, group in stands.items() if number in group.recent
-        }
-        strange = _strange(told)
-        alike = [told[rank] for rank in waiting if rank in told and rank not in strange]
-        known = alike[0] if alike else Collective(name, number, "collective")
-        instead = told[strange[0]] if strange else None
-        since_s = max(pending[rank].still_s for rank in waiting)
-        found[name] = _Wait(known, waiting, missing, strange, instead, since_s)
-    return found
-
-
-def _of_strange(wait: _Wait) -> Verdict:
+def _of_strange(wait: Wait) -> Verdict:
     """Returns the verdict where ranks have entered different collectives of one number."""
     others = tuple(rank for rank in wait.waiting if rank not in wait.strange)
     return Verdict(
@@ -221,18 +180,6 @@ def _of_strange(wait: _Wait) -> Verdict:
         wait.since_s,
         instead=wait.instead,
     )
-
-
-def _strange(told: dict[int, Collective]) -> tuple[int, ...]:
-    """Returns the ranks whose collective of one number differs from that of most."""
-    kinds = {
-        rank: (each.name, each.size if each.name in _SAME_SIZES else 0)
-        for rank, each in told.items()
-    }
-    if len(set(kinds.values())) < 2:
-        return ()
-    most, _ = Counter(kinds.values()).most_common(1)[0]
-    return tuple(sorted(rank for rank, kind in kinds.items() if kind != most))
 
 
 def _limit(job: Job, stuck_after_s: float) -> float:
@@ -308,7 +255,7 @@ def _of_the_end(job: Job) -> Verdict | None:
 def _before_the_consequences(job: Job, ended: Collection[Rank]) -> Verdict | None:
     """Returns the verdict where no rank has failed of itself: someone has left, or never came."""
     left = [rank for rank in ended if rank.ending is not None and rank.ending.how == "left"]
-    wait = next(iter(sorted(_waits(job).values(), key=lambda wait: -wait.since_s)), None)
+    wait = next(iter(sorted(waits_of(job).values(), key=lambda wait: -wait.since_s)), None)
     if wait is not None and wait.strange:
         return _of_strange(wait)
     if wait is not None and wait.missing:

@@ -13,7 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_dsgd.why.records import SILENT_BEATS, Job, Reader
+from lightning_dsgd.why.reader import SILENT_BEATS, Reader
+from lightning_dsgd.why.records import Job
 from lightning_dsgd.why.verdict import Verdict, is_suspicious, judge
 from lightning_dsgd.why.words import lines
 

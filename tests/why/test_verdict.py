@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_dsgd.why.records import Collective, Ending, Group, Job, Rank, _group
+from lightning_dsgd.why.reader import _group
+from lightning_dsgd.why.records import Collective, Ending, Group, Job, Rank
 from lightning_dsgd.why.stacks import Frame
 from lightning_dsgd.why.verdict import judge
 
