@@ -79,6 +79,14 @@ def diagnosed(run: Path) -> list[str]:
     folder = run / STEPS
     if not any(folder.glob("step_trace_*.jsonl")):
         raise ValueError("no step of Lightning's strategy ddp, or of torch's DDP, was seen")
+    try:
+        return _judged(folder)
+    except (LookupError, ArithmeticError, RuntimeError) as err:
+        # A job's exit status must not be lost as ranks have recorded what nobody expects.
+        raise ValueError(f"the steps could not be judged: {err!r}") from err
+
+
+def _judged(folder: Path) -> list[str]:
     # They load torch, which a watcher does without as long as it can.
     from lightning_dsgd.lab.diagnose import times, words
     from lightning_dsgd.lab.diagnose.verdict import judge
