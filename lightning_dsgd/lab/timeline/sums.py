@@ -208,7 +208,7 @@ def _mean(group: Any, _: None, bucket: Any) -> Any:
     piece = bucket.buffer()
     piece.mul_(1.0 / group.size())
     work: Any = dist.all_reduce(piece, group=group, async_op=True)
-    return work.get_future()
+    return work.get_future().then(_tensor_of)  # torch takes no future of C++ alone
 
 
 def _tensor_of(future: Any) -> torch.Tensor:
