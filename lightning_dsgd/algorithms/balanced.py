@@ -24,8 +24,8 @@ left.  What is rounded depends on which rank has computed which unit.
 
 **In the order of the units.**  With `deterministic=True` each unit's gradient stays apart until the
 step is closed, and then all are added in the order of the units (`primitives/in_order.py`).  So the
-weights are equal to the bit, whoever was slow, if a unit's gradient does not depend on the rank
-that computes it.
+weights are equal to the bit, whoever was slow or lost, if a unit's gradient does not depend on the
+rank that computes it.
 
 Differs from DistributedDataParallel: which rank computes a micro-batch is not fixed, so what a rank
 draws at random while it computes (dropout) is another draw; BatchNorm sees micro-batches.

@@ -10,13 +10,14 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -66,7 +67,7 @@ class RanksOfCalls:
         self.together, self.step = calls.together, calls.step
 
 
-def survive(net: Any, time: Time, backups: bool, world_size: int) -> dict[str, Any]:
+def survive(net: Any, time: Time, world_size: int, options: dict[str, bool]) -> dict[str, Any]:
     """Trains, whoever is lost or comes meanwhile; returns the weights after each step."""
     module, optimizer = make()
     at = [-1, -1] if net.is_newcomer else [0, 0]  # the epoch, and the step of it
@@ -86,10 +87,10 @@ def survive(net: Any, time: Time, backups: bool, world_size: int) -> dict[str, A
 
     calls = Calls(net, begin, is_newcomer=net.is_newcomer)
     ranks: Any = RanksOfCalls(calls)
-    algorithm = Balanced(backups=backups)
+    algorithm = Balanced(**options)
     inside = calls.view.sub("replica")
     replica = SurvivingReplica(inside, module, [optimizer], algorithm, is_newcomer=net.is_newcomer)
-    balancing = Balancing(calls.view.sub("balancing"), replica, ranks, backups=backups)
+    balancing = Balancing(calls.view.sub("balancing"), replica, ranks, backups=algorithm.backups)
     loader = loader_of(world_size, net.rank % world_size)
     units = UnitLoader(loader, net.rank)
     seen: dict[int, Tensor] = {}
@@ -135,10 +136,16 @@ def momenta(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     ]
 
 
-def in_one_process(world_size: int) -> list[Tensor]:
+def in_one_process(
+    world_size: int, num_epochs: int = NUM_EPOCHS, num_parts: int = 1
+) -> list[Tensor]:
+    """The weights after each step, each of them on all batches of all ranks.
+
+    With `num_parts=NUM_PARTS` it adds up the micro-batches, in their order.
+    """
     module, optimizer = make()
     loaders, seen = [loader_of(world_size, rank) for rank in range(world_size)], []
-    for epoch in range(NUM_EPOCHS):
+    for epoch in range(num_epochs):
         for loader in loaders:
             loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         slots = [*zip(*loaders, strict=True)]
@@ -146,9 +153,13 @@ def in_one_process(world_size: int) -> list[Tensor]:
             optimizer.zero_grad()
             here = slots[first : first + NUM_SLOTS]
             for slot in here:
-                for x, y in slot:
-                    loss = (module(x) - y).square().mean()
-                    (loss / world_size / NUM_SLOTS).backward()
+                for batch in slot:
+                    for x, y in zip(*(each.chunk(num_parts) for each in batch), strict=True):
+                        # A part that begins elsewhere in memory is multiplied otherwise.
+                        loss = (module(x.clone()) - y).square().mean()
+                        (loss * (len(x) / len(batch[0]) / NUM_SLOTS)).backward()
+            for parameter in module.parameters():
+                parameter.grad /= world_size  # type: ignore[operator]
             optimizer.step()
             seen.append(weights(module).clone())
     return seen
@@ -172,8 +183,9 @@ def play(seed: int, num_came: int = 0) -> tuple[int, int]:
         world.kill(rank, chance.uniform(1.0, 20.0))  # once all have begun
     for _ in range(num_came):
         world.join(chance.uniform(0.0, 2.0))
-    outcomes = world.outcomes(survive, time, seed % 3 > 0, world_size)
-    expected = in_one_process(world_size)
+    options = {"backups": seed % 3 > 0, "deterministic": seed % 2 > 0}
+    outcomes = world.outcomes(survive, time, world_size, options)
+    expected = in_one_process(world_size, num_parts=NUM_PARTS)
     what = f"{seed}: {lost} of {world_size} are lost, {num_came} come"
     num_joined = 0
     for rank, outcome in enumerate(outcomes):
@@ -187,6 +199,7 @@ def play(seed: int, num_came: int = 0) -> tuple[int, int]:
         for step, x in seen.items():
             name = f"{what}; step {step} of rank {rank}: {{}}"
             torch.testing.assert_close(x, expected[step], rtol=1e-12, atol=1e-12, msg=name.format)
+            assert torch.equal(x, expected[step]) or not options["deterministic"], name
             others = [o["seen"] for r, o in enumerate(outcomes) if r not in lost]
             assert all(torch.equal(x, other[step]) for other in others if step in other), name
     return sum(isinstance(outcomes[rank], BaseException) for rank in lost), num_joined
@@ -216,59 +229,208 @@ WORLD = FitWorld(timeout_s=120.0)
 SURVIVES: Any = {"timeout_s": 60.0, "heartbeat_timeout_s": 30.0, "on_loss": "continue"}
 
 
-def train(doomed: dict[int, int], pause_s: float, after_s: dict[int, float]) -> dict[str, Any]:
-    """Trains in plain PyTorch.
+Moment = tuple[int, int]
+"""A step, counted over all epochs, and a place in it."""
+# 2 u is the midst of this rank's unit number u in the step, 2 u + 1 the end of its backward pass.
+BEFORE_SUM, IN_SUM, AFTER_SUM, BEFORE_UPDATE, AFTER_UPDATE, IN_CHANGE = range(100, 106)
+"""In the order in which a rank comes to them; the last where others are lost in that step."""
 
-    Args:
-        doomed: the ranks that are killed, and in the midst of which of their units
-        pause_s: how long a unit takes besides
-        after_s: the ranks that are killed, and how long after their first unit
+
+class Doomed(Balanced):
+    """Kills its process once the rank has come to a moment, or past it; notes each unit's number.
+
+    Attributes:
+        moment: when; None: never
+        entered: for each step that this rank has taken, which units are in its sum, see `add`
     """
+
+    moment: Moment | None = None
+    entered: list[int]
+    _summing = 0
+
+    def come_to(self, step: int, place: int) -> None:
+        if self.moment is not None and (step, place) >= self.moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def add(self, step: int, unit: int, *args: Any) -> None:
+        """Two bits of a note say how often a unit has entered, up to three times."""
+        self.note = 1 << 2 * unit
+        super().add(step, unit, *args)
+
+    def take_sum(self, step: int) -> tuple[Tensor, Tensor]:
+        taken = super().take_sum(step)
+        self.entered.append(self.notes)
+        return taken
+
+    def _finished(self, step: int) -> Any:
+        self.come_to(step, BEFORE_SUM)
+        self._summing = step
+        return super()._finished(step)
+
+    def _mean(self, *args: Any) -> Tensor:
+        mean = super()._mean(*args)
+        self.come_to(self._summing, IN_SUM)  # the gradients are summed, and their flags are not
+        return mean
+
+    def _keep(self, step: int, *args: Any) -> None:
+        super()._keep(step, *args)
+        self.come_to(step, AFTER_SUM)
+
+    def go_on(self, net: Any, num_homes: int, summed: int, kept: int) -> None:
+        self.come_to(kept, IN_CHANGE)
+        super().go_on(net, num_homes, summed, kept)
+
+
+def algorithm_until(moment: Moment | None, **options: Any) -> Doomed:
+    algorithm = Doomed(micro_batches=NUM_PARTS, **options)
+    algorithm.moment, algorithm.entered = moment, []
+    return algorithm
+
+
+def make_steps(
+    face: Any,
+    algorithm: Doomed,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num_epochs: int = NUM_EPOCHS,
+    computes: Callable[[], None] = lambda: None,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+) -> dict[str, Any]:
+    """The loop of a rank in plain PyTorch or Fabric."""
+    seen: list[list[float]] = []
+    loader = loader_of(dist.get_world_size(), dist.get_rank())
+    for epoch in range(num_epochs):
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for batches in face.steps(loader, NUM_SLOTS):
+            optimizer.zero_grad()
+            for number, (x, y) in enumerate(batches):
+                computes()
+                loss = (module(x) - y).square().mean()
+                algorithm.come_to(len(seen), 2 * number)
+                backward(loss)
+                algorithm.come_to(len(seen), 2 * number + 1)
+            algorithm.come_to(len(seen), BEFORE_UPDATE)
+            optimizer.step()
+            algorithm.come_to(len(seen), AFTER_UPDATE)
+            seen.append(weights(module).tolist())
+    return {"seen": seen, "members": face.members, "entered": algorithm.entered}
+
+
+def train(
+    moments: dict[int, Moment], num_epochs: int = NUM_EPOCHS, deterministic: bool = False
+) -> dict[str, Any]:
+    """Trains in plain PyTorch; some ranks are killed, each at a moment of its own."""
     torch.set_num_threads(1)
     module, optimizer = make()
-    seen, num_units = [], 0
-    balanced = Balanced(micro_batches=NUM_PARTS)
-    with dsgd.decentralized(module, optimizer, balanced, min_ranks=2, **SURVIVES) as replica:
-        rank = replica.rank
-        loader = loader_of(replica.world_size, rank)
-        for epoch in range(NUM_EPOCHS):
-            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-            for batches in replica.steps(loader, NUM_SLOTS):
-                optimizer.zero_grad()
-                for x, y in batches:
-                    num_units += 1
-                    if num_units == 1 and rank in after_s:
-                        kill_after(after_s[rank])
-                    if num_units == doomed.get(rank):
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    threading.Event().wait(pause_s)
-                    (module(x) - y).square().mean().backward()
-                optimizer.step()
-                seen.append(weights(module).tolist())
-        return {"seen": seen, "members": replica.members}
+    algorithm = algorithm_until(moments.get(dist.get_rank()), deterministic=deterministic)
+    with dsgd.decentralized(module, optimizer, algorithm, min_ranks=2, **SURVIVES) as replica:
+        return make_steps(replica, algorithm, module, optimizer, num_epochs)
 
 
-def check_left(outcomes: list[Any], lost: set[int]) -> None:
+def train_for(after_s: dict[int, float]) -> dict[str, Any]:
+    """Trains in plain PyTorch; some ranks are killed so long after their first unit."""
+    torch.set_num_threads(1)
+    module, optimizer = make()
+    algorithm, has_begun = algorithm_until(None), threading.Event()
+
+    def computes() -> None:
+        if not has_begun.is_set() and dist.get_rank() in after_s:
+            kill_after(after_s[dist.get_rank()])
+        has_begun.set()
+        threading.Event().wait(0.01)
+
+    with dsgd.decentralized(module, optimizer, algorithm, min_ranks=2, **SURVIVES) as replica:
+        return make_steps(replica, algorithm, module, optimizer, computes=computes)
+
+
+def train_in_fabric(moments: dict[int, Moment], devices: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    module, optimizer = make()
+    algorithm = algorithm_until(moments.get(dist.get_rank()))
+    strategy = dsgd.FabricStrategy(algorithm, min_ranks=2, **SURVIVES)
+    fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    module, optimizer = fabric.setup(module, optimizer)
+    with strategy:
+        return make_steps(strategy, algorithm, module, optimizer, backward=fabric.backward)
+
+
+def check_left(
+    outcomes: list[Any],
+    lost: Collection[int],
+    num_epochs: int = NUM_EPOCHS,
+    deterministic: bool = False,
+) -> None:
     """The ranks that are left have made the same steps as one process on all batches."""
-    expected = torch.stack(in_one_process(len(outcomes)))
+    world_size = len(outcomes)
+    expected = torch.stack(in_one_process(world_size, num_epochs))
     left = [outcome for rank, outcome in enumerate(outcomes) if rank not in lost]
     assert [outcome.error for outcome in left] == [""] * len(left)
+    slots = len(loader_of(world_size, 0))
+    steps = [min(NUM_SLOTS, slots - first) for first in range(0, slots, NUM_SLOTS)]
+    in_order = torch.stack(in_one_process(world_size, num_epochs, NUM_PARTS))
+    once = [sum(1 << 2 * unit for unit in range(n * NUM_PARTS * world_size)) for n in steps]
     for outcome in left:
         seen = torch.tensor(outcome.result["seen"], dtype=torch.float64)
         torch.testing.assert_close(seen, expected, rtol=1e-12, atol=1e-12)
         assert outcome.result["seen"] == left[0].result["seen"]
+        assert torch.equal(seen, in_order) or not deterministic
+        assert outcome.result.get("entered", once * num_epochs) == once * num_epochs
 
 
-@cases(
-    "num_ranks, doomed",
-    now=[(4, {0: 5})],  # the dealer
-    later=[(4, {2: 1}), (8, {0: 3, 5: 4, 7: 9})],
-)
-def test_ranks_are_killed_and_the_others_make_the_same_steps(num_ranks, doomed):
-    outcomes = WORLD.outcomes(num_ranks, train, doomed, 0.005, {})
-    check_left(outcomes, set(doomed))
-    members = [rank for rank in range(num_ranks) if rank not in doomed]
-    assert outcomes[members[0]].result["members"] == tuple(members)
+def check_killed(outcomes: list[Any], moments: dict[int, Moment], **given: Any) -> None:
+    """All of these ranks were killed, and the others know it."""
+    members = tuple(rank for rank in range(len(outcomes)) if rank not in moments)
+    for rank, outcome in enumerate(outcomes):
+        if rank in moments:
+            assert outcome.exitcode == -signal.SIGKILL, outcome.error
+        else:
+            assert not outcome.error
+            assert outcome.result["members"] == members
+    check_left(outcomes, moments, **given)
+
+
+def test_the_dealer_is_killed_and_the_others_make_the_same_steps() -> None:
+    moments = {0: (1, 2)}
+    check_killed(WORLD.outcomes(4, train, moments), moments)
+
+
+def test_a_rank_is_killed_in_fabric_and_the_others_make_the_same_steps() -> None:
+    moments = {0: (3, 1)}
+    check_killed(WORLD.outcomes(3, train_in_fabric, moments, 3), moments)
+
+
+LONG = 8
+"""Epochs, of three steps each."""
+LATER = 6
+"""More steps than one rank may be behind another."""
+
+
+def drawn(chance: random.Random) -> dict[int, Moment]:
+    """Who of eight ranks is killed, and when: three of all, then two of the five that are left.
+
+    Both times the dealer is among them.
+    """
+    ranks = range(1, 8)
+    first = [0, *chance.sample(ranks, 2)]
+    dealer, *left = [rank for rank in ranks if rank not in first]
+    moments: dict[int, Moment] = {}
+    begins = 0
+    for lost in (first, [dealer, chance.choice(left)]):
+        for rank in lost:
+            place = chance.choice([*range(6), *range(BEFORE_SUM, IN_CHANGE + 1)])
+            moments[rank] = chance.randint(begins, begins + 3), place
+        begins = max(moments.values())[0] + LATER
+    return moments
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", times(4))
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_five_of_eight_ranks_are_killed_and_leave_no_trace(seed: int, deterministic: bool) -> None:
+    moments = drawn(random.Random(seed))
+    outcomes = WORLD.outcomes(8, train, moments, LONG, deterministic)
+    check_killed(outcomes, moments, num_epochs=LONG, deterministic=deterministic)
 
 
 class Fitted(L.LightningModule):
@@ -335,5 +497,5 @@ def test_ranks_are_killed_in_fit_and_the_others_make_the_same_steps(num_ranks, d
 def test_three_of_eight_ranks_are_killed_at_any_time(seed: int) -> None:
     chance = random.Random(seed)
     lost = {rank: chance.uniform(0.0, 1.5) for rank in chance.sample(range(8), 3)}
-    outcomes = WORLD.outcomes(8, train, {}, 0.01, lost)
+    outcomes = WORLD.outcomes(8, train_for, lost)
     check_left(outcomes, {rank for rank in lost if outcomes[rank].error})
